@@ -1,0 +1,65 @@
+# Everything a developer or CI needs. `make help` lists the targets.
+SHELL       := /bin/bash
+PYTHON      ?= python3
+VENV        := .venv
+BIN         := $(VENV)/bin
+CACHE_DIR   ?= $(or $(ETJ_CACHE_DIR),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/elastic-training-operator)
+UV          := $(CACHE_DIR)/uv-0.13.8/bin/uv
+export ETJ_CACHE_DIR := $(CACHE_DIR)
+# torch compiles DeepSpeed's CPU communication op at its first start (about a minute): keep it outside the checkout.
+export TORCH_EXTENSIONS_DIR ?= $(CACHE_DIR)/torch_extensions
+export DS_ACCELERATOR := cpu
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup lint test test-fast demo bench format lock clean testbed-up testbed-down
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.done ## make .venv with everything (torch and DeepSpeed included; about 3 minutes the first time)
+
+$(UV):
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, found {v[0]}.{v[1]}: set PYTHON=/path/to/python3.11")'
+	@echo "setup: installing the package installer (once per machine)"
+	@rm -rf $(CACHE_DIR)/uv-0.13.8 && $(PYTHON) -m venv $(CACHE_DIR)/uv-0.13.8 && $(CACHE_DIR)/uv-0.13.8/bin/pip install -q uv==0.13.8
+
+$(VENV)/.done: pyproject.toml requirements.lock | $(UV)
+	@echo "setup: creating .venv (torch and DeepSpeed are large: minutes the first time, seconds from the cache)"
+	@$(UV) venv -q --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
+	@DS_BUILD_OPS=0 VIRTUAL_ENV=$(VENV) $(UV) pip install --link-mode hardlink -r requirements.lock
+	@VIRTUAL_ENV=$(VENV) $(UV) pip install -q --no-deps -e .
+	@touch $@
+
+lock: | $(UV) ## resolve the dependencies again and pin them in requirements.lock
+	$(UV) pip compile -q --all-extras --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade pyproject.toml -o requirements.lock
+
+lint: setup ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## let ruff format and fix what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-fast: setup ## unit, property and golden tests: seconds
+	$(BIN)/pytest tests/unit tests/property tests/golden
+
+test: lint ## lint, then every tier: unit, property, golden, engine, cluster
+	$(BIN)/pytest
+
+demo: setup ## the whole story on real parts: train, lose a node, reshard, resume, grow back
+	$(BIN)/python -m demo $(DEMO_ARGS)
+
+bench: setup ## the resharder beside DeepSpeed's converter, on the same files
+	$(BIN)/python -m benchmarks
+
+testbed-up: setup ## a real Kubernetes cluster on this machine, without Docker
+	$(BIN)/python -m testbed up
+
+testbed-down: setup ## remove the test bed without a trace
+	$(BIN)/python -m testbed down
+
+clean: ## remove what `make` made in the checkout
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Convert training checkpoints between parallelism topologies: index, plan, check, execute, verify."""

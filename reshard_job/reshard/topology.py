@@ -1,0 +1,144 @@
+"""The topology of a training run: degrees of parallelism and how ranks map onto them.
+
+Shared by the operator (which chooses one), the resharder (which converts between two) and the trainer (which runs
+one). Pure data, standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from reshard.errors import TopologyError
+
+DEGREES = ("tp", "pp", "dp", "ep", "cp")
+"""Axis names in the order in which people write them."""
+
+_KEYS = (*DEGREES, "zero")
+_SHORT = re.compile(r"^(tp|pp|dp|ep|cp|zero)\s*=\s*(-?\d+)$")
+
+
+class Coordinate(NamedTuple):
+    """Position of one rank on each axis."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Degrees of parallelism of one launch.
+
+    The world size is ``pp * dp * tp``. Expert (`ep`) and context (`cp`) parallelism subdivide `dp`, as in DeepSpeed:
+    they add no ranks.
+
+    Attributes:
+        tp: tensor parallel degree.
+        pp: pipeline stages.
+        dp: data parallel replicas.
+        ep: expert parallel degree; divides dp.
+        cp: context (sequence) parallel degree; divides dp.
+        zero: ZeRO stage 0..3, how optimizer state (1), gradients (2) and weights (3) are partitioned over dp.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    cp: int = 1
+    zero: int = 1
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)!r}: expected an integer of at least 1"
+            for name in DEGREES
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
+        ]
+        if self.zero not in (0, 1, 2, 3):
+            problems.append(f"zero={self.zero!r}: expected a ZeRO stage 0, 1, 2 or 3")
+        if not problems and self.dp % (self.ep * self.cp):
+            problems.append(f"dp={self.dp} is not divisible by ep*cp={self.ep}*{self.cp}")
+        if not problems and self.pp > 1 and self.zero > 1:
+            problems.append(f"zero={self.zero} with pp={self.pp}: DeepSpeed refuses ZeRO-2 and ZeRO-3 with a pipeline")
+        if problems:
+            raise TopologyError("; ".join(problems))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.tp
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where `rank` sits, with axes ordered pipe, data, model (slowest to fastest).
+
+        Source: deepspeed/runtime/pipe/topology.py, PipeModelDataParallelTopology (0.19.8).
+        """
+        if not 0 <= rank < self.world_size:
+            raise TopologyError(f"rank {rank} is outside of {self} (world size {self.world_size})")
+        return Coordinate(pp=rank // (self.dp * self.tp), dp=rank // self.tp % self.dp, tp=rank % self.tp)
+
+    def rank(self, *, pp: int, dp: int, tp: int) -> int:
+        """Inverse of `coordinate`."""
+        return (pp * self.dp + dp) * self.tp + tp
+
+    def to_dict(self) -> dict[str, int]:
+        """Wire form, as in COMMIT.json, `ETJ_TOPOLOGY` and the resource's status."""
+        return {key: getattr(self, key) for key in _KEYS}
+
+    def to_json(self) -> str:
+        """Wire form as one line of JSON."""
+        return json.dumps(self.to_dict(), separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Topology:
+        """Read the wire form. Missing degrees are 1; unknown keys are refused.
+
+        Raises:
+            TopologyError: unknown key, wrong type or impossible combination.
+        """
+        unknown = sorted(set(value) - set(_KEYS))
+        if unknown:
+            raise TopologyError(f"unknown keys {unknown}: expected some of {list(_KEYS)}")
+        return cls(**dict(value))
+
+    @classmethod
+    def from_json(cls, text: str) -> Topology:
+        """Read `to_json`'s output.
+
+        Raises:
+            TopologyError: not a JSON object, or not a topology.
+        """
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise TopologyError(f"not JSON: {text!r}") from error
+        if not isinstance(value, dict):
+            raise TopologyError(f"expected a JSON object, found {text!r}")
+        return cls.from_dict(value)
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """Read the command-line form ``tp=2,pp=2,dp=3,zero=1``.
+
+        Raises:
+            TopologyError: unreadable or repeated part, or impossible combination.
+        """
+        values: dict[str, int] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            match = _SHORT.match(part)
+            if match is None:
+                raise TopologyError(f"cannot read {part!r} in {text!r}: write for instance tp=2,pp=2,dp=3,zero=1")
+            if match[1] in values:
+                raise TopologyError(f"{match[1]} is given twice in {text!r}")
+            values[match[1]] = int(match[2])
+        if not values:
+            raise TopologyError(f"{text!r} names no degree: write for instance tp=2,pp=2,dp=3,zero=1")
+        return cls(**values)
+
+    def __str__(self) -> str:
+        extra = "".join(f",{name}={getattr(self, name)}" for name in ("ep", "cp") if getattr(self, name) > 1)
+        return f"tp={self.tp},pp={self.pp},dp={self.dp}{extra},zero={self.zero}"

@@ -1,0 +1,1 @@
+"""Inside the training pods: session, commit protocol, drain, data position."""
