@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 GROUP = "elastictraining.dev"
 VERSION = "v1alpha1"
