@@ -1,0 +1,52 @@
+"""Ratchets: rules about the checkout itself that are easy to break and expensive to notice."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = [
+    ROOT / "operator/elastic_operator",
+    ROOT / "reshard_job/reshard",
+    ROOT / "trainer/elastic_trainer",
+]
+MODULES = sorted(
+    path
+    for folder in [*PACKAGES, ROOT / "testbed", ROOT / "demo", ROOT / "benchmarks", ROOT / "examples"]
+    for path in folder.rglob("*.py")
+)
+
+
+def tracked() -> list[str]:
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    return listing.stdout.splitlines()
+
+
+@pytest.mark.parametrize("folder", ["operator", "reshard_job", "trainer", "tests/unit/operator", "tests/operator"])
+def test_no_folder_shadows_the_standard_library_or_leaks_top_level_modules(folder: str) -> None:
+    assert not list((ROOT / folder).glob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_stays_below_500_lines(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if any(path.is_relative_to(p) for p in PACKAGES)], ids=lambda path: path.stem
+)
+def test_every_module_of_the_product_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def test_the_checkout_holds_no_large_or_generated_files() -> None:
+    names = tracked()
+    assert not [name for name in names if name.endswith((".pyc", "_pb2.py", ".so", ".whl", ".tar"))]
+    large = {
+        name: size for name in names if (ROOT / name).exists() and (size := (ROOT / name).stat().st_size) > 600_000
+    }
+    assert not large
