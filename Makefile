@@ -26,7 +26,7 @@ $(UV):
 $(VENV)/.done: pyproject.toml requirements.lock | $(UV)
 	@echo "setup: creating .venv (torch and DeepSpeed are large: minutes the first time, seconds from the cache)"
 	@$(UV) venv -q --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
-	@DS_BUILD_OPS=0 VIRTUAL_ENV=$(VENV) $(UV) pip install --link-mode hardlink -r requirements.lock
+	@DS_BUILD_OPS=0 VIRTUAL_ENV=$(VENV) $(UV) pip install --link-mode hardlink --compile-bytecode -r requirements.lock
 	@VIRTUAL_ENV=$(VENV) $(UV) pip install -q --no-deps -e .
 	@touch $@
 

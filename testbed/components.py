@@ -1,0 +1,288 @@
+"""The programs that a cluster is made of: from the cache, else the official downloads, else built from source.
+
+Nothing is installed into the machine. Every program appears in the cache by one rename, so an interrupted build is
+simply continued.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from testbed.errors import TestbedError
+from testbed.paths import cache_dir
+from testbed.shell import run, run_with_progress, say
+
+KUBERNETES_VERSION = "1.36.3"
+KUBERNETES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl")
+RUNTIME = ("containerd", "containerd-shim-runc-v2", "ctr", "runc", "etcd")
+CNI = ("bridge", "host-local", "loopback", "portmap")
+_CONNECT_SECONDS = 3
+
+# Staging modules of k8s.io/kubernetes: its go.mod points at folders beside it, which the module proxy does not serve.
+_STAGING = (
+    "api",
+    "apiextensions-apiserver",
+    "apimachinery",
+    "apiserver",
+    "cli-runtime",
+    "client-go",
+    "cloud-provider",
+    "cluster-bootstrap",
+    "code-generator",
+    "component-base",
+    "component-helpers",
+    "controller-manager",
+    "cri-api",
+    "cri-client",
+    "cri-streaming",
+    "streaming",
+    "csi-translation-lib",
+    "dynamic-resource-allocation",
+    "endpointslice",
+    "externaljwt",
+    "kms",
+    "kube-aggregator",
+    "kube-controller-manager",
+    "kube-proxy",
+    "kube-scheduler",
+    "kubectl",
+    "kubelet",
+    "metrics",
+    "mount-utils",
+    "pod-security-admission",
+    "sample-apiserver",
+    "sample-cli-plugin",
+    "sample-controller",
+)
+
+# Releases with a checksum file beside each archive: (url, checksum url, members to take).
+_RELEASES = {
+    "containerd": (
+        "https://github.com/containerd/containerd/releases/download/v2.1.4/containerd-2.1.4-linux-amd64.tar.gz",
+        ".sha256sum",
+        ("containerd", "containerd-shim-runc-v2", "ctr"),
+    ),
+    "runc": ("https://github.com/opencontainers/runc/releases/download/v1.3.0/runc.amd64", "", ("runc",)),
+    "etcd": (
+        "https://github.com/etcd-io/etcd/releases/download/v3.6.4/etcd-v3.6.4-linux-amd64.tar.gz",
+        "",
+        ("etcd",),
+    ),
+    "cni": (
+        "https://github.com/containernetworking/plugins/releases/download/v1.7.1/cni-plugins-linux-amd64-v1.7.1.tgz",
+        ".sha256",
+        CNI,
+    ),
+}
+
+
+def bin_dir() -> Path:
+    """Programs of this version of the test bed."""
+    return cache_dir() / f"bin-{KUBERNETES_VERSION}"
+
+
+def cni_dir() -> Path:
+    """Network plugins, which containerd wants in a folder of their own."""
+    return bin_dir() / "cni"
+
+
+def missing() -> list[Path]:
+    """What is not in the cache yet."""
+    wanted = [bin_dir() / name for name in (*KUBERNETES, *RUNTIME)] + [cni_dir() / name for name in CNI]
+    return [path for path in wanted if not path.exists()]
+
+
+def ensure() -> None:
+    """Bring every program into the cache.
+
+    Raises:
+        TestbedError: neither downloads nor package registries can be reached, or a build failed.
+    """
+    if not missing():
+        return
+    cni_dir().mkdir(parents=True, exist_ok=True)
+    online = _reachable("https://dl.k8s.io/")
+    if any(path.name in (*RUNTIME, *CNI) for path in missing()):
+        say("getting containerd, runc, etcd and the network plugins")
+        _download_runtime() if online else _unpack_debian_packages()
+    absent = [path.name for path in missing()]
+    if absent:
+        say(f"getting Kubernetes {KUBERNETES_VERSION}: {', '.join(absent)}")
+        _download_kubernetes(absent) if online else _build_kubernetes()
+    if missing():
+        raise TestbedError(f"still missing after the build: {[str(path) for path in missing()]}")
+
+
+def _reachable(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_CONNECT_SECONDS):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _place(source: Path, target: Path) -> None:
+    """Copy beside the target, then rename: a reader never sees half a program."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copyfile(source, draft)
+    draft.chmod(0o755)
+    draft.rename(target)
+
+
+def _fetch(url: str, target: Path) -> str:
+    """Download and return the SHA-256 in hex."""
+    digest = hashlib.sha256()
+    with urllib.request.urlopen(url, timeout=60) as answer, open(target, "wb") as stream:
+        while block := answer.read(1 << 20):
+            digest.update(block)
+            stream.write(block)
+    return digest.hexdigest()
+
+
+def _check(url: str, checksum_url: str, actual: str) -> None:
+    with urllib.request.urlopen(checksum_url, timeout=60) as answer:
+        listing = answer.read().decode()
+    name = url.rsplit("/", 1)[1]
+    lines = [line.split() for line in listing.splitlines() if line.strip()]
+    expected = next((line[0] for line in lines if len(line) == 1 or line[-1].lstrip("*./") == name), None)
+    if expected != actual:
+        raise TestbedError(f"{url}: SHA-256 {actual}, the publisher says {expected}")
+
+
+def _download_kubernetes(names: list[str]) -> None:
+    base = f"https://dl.k8s.io/v{KUBERNETES_VERSION}/bin/linux/amd64"
+    with tempfile.TemporaryDirectory(dir=bin_dir()) as folder:
+        for name in names:
+            say(f"downloading {name}")
+            draft = Path(folder) / name
+            _check(name, f"{base}/{name}.sha256", _fetch(f"{base}/{name}", draft))
+            _place(draft, bin_dir() / name)
+
+
+def _download_runtime() -> None:
+    with tempfile.TemporaryDirectory(dir=bin_dir()) as folder:
+        for url, suffix, members in _RELEASES.values():
+            archive = Path(folder) / url.rsplit("/", 1)[1]
+            say(f"downloading {archive.name}")
+            actual = _fetch(url, archive)
+            sums = {"runc": "runc.sha256sum", "etcd": "SHA256SUMS"}.get(members[0])
+            _check(url, f"{url.rsplit('/', 1)[0]}/{sums}" if sums else url + suffix, actual)
+            for member in members:
+                target = (cni_dir() if member in CNI else bin_dir()) / member
+                if archive.suffix in (".gz", ".tgz"):
+                    with tarfile.open(archive) as tar:
+                        entry = next(item for item in tar if item.isfile() and Path(item.name).name == member)
+                        content = tar.extractfile(entry)
+                        assert content is not None
+                        (Path(folder) / member).write_bytes(content.read())
+                    _place(Path(folder) / member, target)
+                else:
+                    _place(archive, target)
+
+
+def _unpack_debian_packages() -> None:
+    """Unpack Debian's own packages, with a package state of our own so that the machine's stays as it is.
+
+    containerd and etcd come from the suite that has current ones; runc from the machine's own suite, since the newer
+    one needs a newer C library.
+    """
+    if shutil.which("apt-get") is None:
+        raise TestbedError("the official downloads cannot be reached and this is no Debian machine: use kind instead")
+    work = cache_dir() / "debian"
+    for folder in ("lists/partial", "cache/archives/partial", "parts", "deb", "root"):
+        (work / folder).mkdir(parents=True, exist_ok=True)
+    mirror = _debian_mirror()
+    source = f"Types: deb\nURIs: {mirror}\nSuites: {{suite}}\nComponents: main\n"
+    source += "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
+    shutil.copyfile("/var/lib/dpkg/status", work / "status")
+    for suite, packages in (
+        ("forky", ("containerd", "containernetworking-plugins", "etcd-server")),
+        ("bookworm", ("runc",)),
+    ):
+        (work / "parts" / "suite.sources").write_text(source.format(suite=suite))
+        options = [
+            f"-oDir::State::Lists={work}/lists",
+            f"-oDir::Cache={work}/cache",
+            "-oDir::Etc::sourcelist=/dev/null",
+            f"-oDir::Etc::sourceparts={work}/parts",
+            f"-oDir::State::status={work}/status",
+            "-oAPT::Sandbox::User=root",
+        ]
+        run("apt-get", *options, "-q", "update")
+        run("apt-get", *options, "-q", "download", *packages, cwd=work / "deb")
+    for package in sorted((work / "deb").glob("*.deb")):
+        run("dpkg", "-x", package, work / "root")
+    for name in RUNTIME:
+        _place(_found(work / "root", "usr/bin", "usr/sbin", name=name), bin_dir() / name)
+    for name in CNI:
+        _place(_found(work / "root", "usr/lib/cni", name=name), cni_dir() / name)
+
+
+def _debian_mirror() -> str:
+    for path in sorted(Path("/etc/apt").glob("sources.list.d/*.sources")):
+        for line in path.read_text().splitlines():
+            if line.startswith("URIs:") and "security" not in line:
+                return line.split()[1]
+    for path in [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt").glob("sources.list.d/*.list"))]:
+        for line in path.read_text().splitlines() if path.exists() else []:
+            words = line.split()
+            if words[:1] == ["deb"] and "security" not in line:
+                return next(word for word in words[1:] if "://" in word)
+    raise TestbedError("no Debian package source in /etc/apt: use kind instead")
+
+
+def _found(root: Path, *folders: str, name: str) -> Path:
+    for folder in folders:
+        if (path := root / folder / name).is_file():
+            return path
+    raise TestbedError(f"no {name} in {', '.join(folders)} of the unpacked packages under {root}")
+
+
+def _build_kubernetes() -> None:
+    """Build from Go modules: 7 to 12 minutes on two cores the first time, seconds with Go's own cache."""
+    if shutil.which("go") is None:
+        raise TestbedError(
+            "the official downloads cannot be reached and there is no Go to build with: use kind instead"
+        )
+    module = cache_dir() / f"build-{KUBERNETES_VERSION}"
+    module.mkdir(parents=True, exist_ok=True)
+    staged = "v0" + KUBERNETES_VERSION[1:]
+    replaces = "".join(f"\tk8s.io/{name} => k8s.io/{name} {staged}\n" for name in _STAGING)
+    (module / "go.mod").write_text(
+        f"module testbed\n\ngo 1.26.0\n\nrequire k8s.io/kubernetes v{KUBERNETES_VERSION}\n\nreplace (\n{replaces})\n"
+    )
+    imports = "".join(f'\t_ "k8s.io/kubernetes/cmd/{name}"\n' for name in (*KUBERNETES, "kube-proxy"))
+    (module / "tools.go").write_text(f"//go:build tools\n\npackage tools\n\nimport (\n{imports})\n")
+    major, minor, _ = KUBERNETES_VERSION.split(".")
+    stamp = {
+        "gitVersion": f"v{KUBERNETES_VERSION}",
+        "gitMajor": major,
+        "gitMinor": minor,
+        "gitCommit": "unknown",
+        "gitTreeState": "clean",
+    }
+    flags = "-s -w" + "".join(f" -X k8s.io/component-base/version.{key}={value}" for key, value in stamp.items())
+    env = {**os.environ, "GOFLAGS": "-buildvcs=false", "CGO_ENABLED": "0"}
+    log = module / "build.log"
+    run_with_progress("resolving Go modules", ["go", "mod", "tidy"], cwd=module, env=env, log=log)
+    for name in (path.name for path in missing()):
+        command: list[str | Path] = [
+            "go",
+            "build",
+            "-trimpath",
+            "-ldflags",
+            flags,
+            "-o",
+            module / name,
+            f"k8s.io/kubernetes/cmd/{name}",
+        ]
+        run_with_progress(f"building {name}", command, cwd=module, env=env, log=log)
+        _place(module / name, bin_dir() / name)
+        (module / name).unlink()

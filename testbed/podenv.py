@@ -1,0 +1,59 @@
+"""Run the machine's own Python in pods, so that no image with torch has to be built. Pure."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from testbed.images import HOST_PYTHON
+from testbed.paths import cache_dir
+
+CHECKOUT = Path(__file__).parents[1]
+
+
+def host_python(template: dict[str, Any]) -> dict[str, Any]:
+    """A PodTemplateSpec whose containers run this virtual environment, mounted read-only from the machine.
+
+    Replaces each container's image; keeps its command, resources and environment. `python`, `torchrun` and `reshard`
+    are on PATH, the checkout is the working folder, and torch's compiled extensions come from the cache.
+    """
+    result = copy.deepcopy(template)
+    spec = result.setdefault("spec", {})
+    base, prefix = Path(sys.base_prefix), Path(sys.prefix)
+    extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache_dir() / "torch_extensions")
+    mounts = {
+        "host-usr": ("/usr", True),
+        "host-python": (str(base), True),
+        "host-venv": (str(prefix), True),
+        "host-checkout": (str(CHECKOUT), True),
+        "host-extensions": (str(extensions), False),
+    }
+    if base.is_relative_to("/usr"):
+        del mounts["host-python"]
+    if prefix.is_relative_to(CHECKOUT):
+        del mounts["host-venv"]
+    volumes = [
+        {"name": name, "hostPath": {"path": path, "type": "DirectoryOrCreate"}} for name, (path, _) in mounts.items()
+    ]
+    volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    spec.setdefault("volumes", []).extend(volumes)
+    environment = {
+        "PATH": f"{prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin",
+        "HOME": "/tmp",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(extensions),
+        "PYTHONUNBUFFERED": "1",
+    }
+    for container in [*spec.get("containers", []), *spec.get("initContainers", [])]:
+        container |= {"image": HOST_PYTHON, "imagePullPolicy": "Never", "workingDir": str(CHECKOUT)}
+        given = {item["name"] for item in container.setdefault("env", [])}
+        container["env"] += [{"name": key, "value": value} for key, value in environment.items() if key not in given]
+        container.setdefault("volumeMounts", []).extend(
+            {"name": name, "mountPath": path, "readOnly": read_only} for name, (path, read_only) in mounts.items()
+        )
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+    return result
