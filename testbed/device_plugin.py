@@ -1,7 +1,8 @@
 """A device plugin with simulated GPUs that speaks the kubelet's real API (k8s.io/kubelet, deviceplugin/v1beta1).
 
 `python -m testbed.device_plugin RESOURCE COUNT CONTROL_DIR`. A file CONTROL_DIR/<device> makes that
-device Unhealthy; removing it makes the device Healthy again. The few messages are encoded by hand, so no generated code is needed.
+device Unhealthy; removing it makes the device Healthy again. The few messages are encoded by hand, so no generated code
+is needed.
 """
 
 from __future__ import annotations

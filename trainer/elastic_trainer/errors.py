@@ -1,0 +1,27 @@
+"""What a training process says when it cannot go on.
+
+::
+
+    TrainerError
+    ├── ConfigurationError     environment or batch arithmetic makes no sense
+    ├── ResumeError            the commit that the operator chose cannot be used
+    └── FencedError            a newer attempt has taken over: this process must stop
+"""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigurationError(TrainerError, ValueError):
+    """Environment or batch arithmetic makes no sense."""
+
+
+class ResumeError(TrainerError):
+    """The commit that the operator chose cannot be used."""
+
+
+class FencedError(TrainerError):
+    """A newer attempt has taken over: this process must stop."""

@@ -1,0 +1,86 @@
+"""`python -m elastic_trainer.launch SCRIPT ARGUMENTS`: start this node's ranks.
+
+A fixed-size launch, as an attempt is: no rendezvous, no restarts, no membership changes. Reads the names that torchrun
+and Kubeflow use (PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT) and gives each rank RANK, LOCAL_RANK,
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Unlike torchrun it does not import torch itself, ends all ranks as soon as one fails,
+and passes the first failure's exit code on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+_KILL_AFTER_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+
+
+def rank_environments(env: Mapping[str, str], *, num_local: int) -> list[dict[str, str]]:
+    """Environment of each local rank."""
+    num_nodes = int(env.get("PET_NNODES") or 1)
+    node_rank = int(env.get("PET_NODE_RANK") or 0)
+    common = {
+        "WORLD_SIZE": str(num_nodes * num_local),
+        "LOCAL_WORLD_SIZE": str(num_local),
+        "MASTER_ADDR": env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR") or "127.0.0.1",
+        "MASTER_PORT": env.get("PET_MASTER_PORT") or env.get("MASTER_PORT") or "29500",
+    }
+    return [
+        {**env, **common, "RANK": str(node_rank * num_local + local), "LOCAL_RANK": str(local)}
+        for local in range(num_local)
+    ]
+
+
+def supervise(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for all; at the first failure end the others. Returns the first failure's exit code, else 0."""
+    first_failure = 0
+    deadline = float("inf")
+    while any(process.poll() is None for process in processes):
+        failed = next((process.returncode for process in processes if process.returncode), 0)
+        if failed and not first_failure:
+            # A drain or an unusable commit ends every rank by itself, with the same code.
+            first_failure, deadline = failed, time.monotonic() + _KILL_AFTER_SECONDS
+            if failed not in (75, 76):
+                _signal_all(processes, signal.SIGTERM)
+        if time.monotonic() > deadline:
+            _signal_all(processes, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+    first_failure = first_failure or next((process.returncode for process in processes if process.returncode), 0)
+    return first_failure if first_failure >= 0 else 128 - first_failure
+
+
+def _signal_all(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m elastic_trainer.launch", description=__doc__.splitlines()[0])
+    default = int(os.environ.get("PET_NPROC_PER_NODE") or 1)
+    parser.add_argument("--nproc", type=int, default=default, help="ranks on this node (default: PET_NPROC_PER_NODE)")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    command = [sys.executable, options.script, *options.arguments]
+    processes = [
+        subprocess.Popen(command, env=environment)
+        for environment in rank_environments(os.environ, num_local=options.nproc)
+    ]
+
+    def stop(_number: int, _frame: object) -> None:
+        _signal_all(processes, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    return supervise(processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

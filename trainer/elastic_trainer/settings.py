@@ -1,0 +1,101 @@
+"""What the environment says about this process. The only module of the package that reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastic_trainer.errors import ConfigurationError
+from reshard.contract import Env
+from reshard.errors import TopologyError
+from reshard.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One training process' view of its attempt.
+
+    Attributes:
+        job: name of the ElasticTrainingJob; empty without a cluster.
+        namespace: its namespace.
+        attempt: number of this launch.
+        topology: degrees of parallelism of this launch.
+        global_batch: samples per optimizer step, 0 if the script decides.
+        micro_batch: samples per micro step, 0 if the script decides.
+        checkpoint_root: folder of all attempts' checkpoints.
+        checkpoint_interval_seconds: time between commits, 0 for none by time.
+        resume: folder of the commit to start from, or None for a first start.
+        lease: name of the attempt's Lease; empty without a cluster.
+        mailbox: file that stands in for the Lease, or None.
+        heartbeat_seconds: time between renewals.
+        rank: global rank of this process.
+        local_rank: rank on this machine.
+    """
+
+    job: str
+    namespace: str
+    attempt: int
+    topology: Topology
+    global_batch: int
+    micro_batch: int
+    checkpoint_root: Path
+    checkpoint_interval_seconds: float
+    resume: Path | None
+    lease: str
+    mailbox: Path | None
+    heartbeat_seconds: float
+    rank: int
+    local_rank: int
+
+
+def from_env(environment: Mapping[str, str] | None = None) -> Settings:
+    """Read the environment; a plain `python train.py` without any of it is one process in attempt 1.
+
+    Raises:
+        ConfigurationError: with every variable that cannot be read, what was expected and what was found.
+    """
+    env = os.environ if environment is None else environment
+    problems: list[str] = []
+
+    def number(name: str, default: float) -> float:
+        text = env.get(name) or str(default)
+        try:
+            return float(text)
+        except ValueError:
+            problems.append(f"{name}={text!r}: expected a number")
+            return default
+
+    world_size = int(number("WORLD_SIZE", 1))
+    topology = Topology(dp=max(1, world_size))
+    if text := env.get(Env.TOPOLOGY):
+        try:
+            topology = Topology.from_json(text) if text.lstrip().startswith("{") else Topology.parse(text)
+        except TopologyError as error:
+            problems.append(f"{Env.TOPOLOGY}: {error}")
+    if topology.world_size != world_size:
+        problems.append(
+            f"{Env.TOPOLOGY} is {topology}, pp({topology.pp}) * dp({topology.dp}) * tp({topology.tp}) = "
+            f"{topology.world_size}, but WORLD_SIZE is {world_size}"
+        )
+    resume, mailbox = env.get(Env.RESUME), env.get(Env.MAILBOX)
+    settings = Settings(
+        job=env.get(Env.JOB, ""),
+        namespace=env.get(Env.NAMESPACE, "default"),
+        attempt=int(number(Env.ATTEMPT, 1)),
+        topology=topology,
+        global_batch=int(number(Env.GLOBAL_BATCH, 0)),
+        micro_batch=int(number(Env.MICRO_BATCH, 0)),
+        checkpoint_root=Path(env.get(Env.CHECKPOINT_ROOT) or "checkpoints"),
+        checkpoint_interval_seconds=number(Env.CHECKPOINT_INTERVAL_SECONDS, 0),
+        resume=Path(resume) if resume else None,
+        lease=env.get(Env.LEASE, ""),
+        mailbox=Path(mailbox) if mailbox else None,
+        heartbeat_seconds=number(Env.HEARTBEAT_SECONDS, 10),
+        rank=int(number("RANK", 0)),
+        local_rank=int(number("LOCAL_RANK", 0)),
+    )
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+    return settings
