@@ -1,0 +1,246 @@
+"""The zip directory of a `.pt` file, and the zip skeleton of one to be written.
+
+Only what torch's writer makes: entries STORED, payloads at multiples of 64 bytes (padding in the local header's extra
+field, id `FB`), ZIP64 where a size or an offset needs it. Source: caffe2/serialize/inline_container.cc of torch 2.13
+and the zip specification (APPNOTE 6.3.10, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16 and 4.5.3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+
+ALIGNMENT_BYTES = 64
+MAX_ENTRIES = 1 << 20
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_UTF8 = 0x0800
+_LIMIT32 = 0xFFFFFFFF
+_LIMIT16 = 0xFFFF
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One entry of an archive.
+
+    Attributes:
+        name: without the archive's common prefix.
+        offset: byte offset of the payload in the file.
+        num_bytes: length of the payload.
+        crc32: as stated in the directory.
+    """
+
+    name: str
+    offset: int
+    num_bytes: int
+    crc32: int
+
+
+def read_directory(descriptor: int, path: str) -> dict[str, Entry]:
+    """Entries of the archive by name, payloads checked to lie inside the file and apart from each other.
+
+    Raises:
+        UnsupportedError: not a zip archive (torch.save before 1.6), or compressed entries.
+        CorruptSourceError: truncated, lying or overlapping directory.
+    """
+    num_file_bytes = os.fstat(descriptor).st_size
+    if os.pread(descriptor, 4, 0) != b"PK\x03\x04":
+        raise _not_an_archive(descriptor, path, num_file_bytes)
+    try:
+        with os.fdopen(os.dup(descriptor), "rb") as stream, zipfile.ZipFile(stream) as archive:
+            infos = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError, MemoryError) as error:
+        raise CorruptSourceError(
+            f"the zip directory at its end cannot be read ({error}): truncated or damaged", path=path
+        ) from error
+    if not 0 < len(infos) <= MAX_ENTRIES:
+        raise CorruptSourceError(f"{len(infos)} entries: expected 1 to {MAX_ENTRIES}", path=path)
+    prefix = infos[0].filename.partition("/")[0] + "/"
+    entries: dict[str, Entry] = {}
+    for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise UnsupportedError(f"entry {info.filename!r} is compressed: torch.save stores", path=path)
+        if info.flag_bits & 1:
+            raise UnsupportedError(f"entry {info.filename!r} is encrypted", path=path)
+        if not info.filename.startswith(prefix) or info.filename[len(prefix) :] in entries:
+            raise CorruptSourceError(f"entry {info.filename!r}: twice, or outside of {prefix!r}", path=path)
+        offset = _payload_offset(descriptor, info, path)
+        if offset + info.file_size > num_file_bytes:
+            raise CorruptSourceError(
+                f"entry {info.filename!r} ends at byte {offset + info.file_size} of {num_file_bytes}", path=path
+            )
+        name = info.filename[len(prefix) :]
+        entries[name] = Entry(name=name, offset=offset, num_bytes=info.file_size, crc32=info.CRC)
+    _check_apart(entries, path)
+    return entries
+
+
+def _payload_offset(descriptor: int, info: zipfile.ZipInfo, path: str) -> int:
+    """Behind the *local* header: its extra field holds the padding, the directory's does not."""
+    header = os.pread(descriptor, _LOCAL.size, info.header_offset) if info.header_offset >= 0 else b""
+    if len(header) < _LOCAL.size or header[:4] != b"PK\x03\x04":
+        raise CorruptSourceError(f"no local header for {info.filename!r} at byte {info.header_offset}", path=path)
+    fields = _LOCAL.unpack(header)
+    return int(info.header_offset + _LOCAL.size + fields[9] + fields[10])
+
+
+def _check_apart(entries: dict[str, Entry], path: str) -> None:
+    end, before = 0, ""
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
+        if entry.offset < end:
+            raise CorruptSourceError(f"entries {before!r} and {entry.name!r} overlap", path=path)
+        end, before = entry.offset + entry.num_bytes, entry.name
+
+
+def _not_an_archive(descriptor: int, path: str, num_file_bytes: int) -> Exception:
+    if num_file_bytes == 0:
+        return CorruptSourceError("is empty", path=path)
+    head = os.pread(descriptor, 2, 0)
+    if head[:1] == b"\x80":
+        return UnsupportedError(
+            "is a torch.save file of the legacy layout (before torch 1.6, or _use_new_zipfile_serialization=False)",
+            path=path,
+            hint="save again with torch.save(torch.load(path), path)",
+        )
+    return CorruptSourceError(f"is not a zip archive: it starts with {head!r}", path=path)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """One entry to write: its bytes if they are known, else only how many there will be."""
+
+    name: str
+    num_bytes: int
+    data: bytes | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where an entry's payload goes.
+
+    Attributes:
+        offset: byte offset in the file.
+        num_bytes: length.
+        crc_positions: byte offsets at which its CRC-32 belongs (little endian, 4 bytes each); they hold 0 in the
+            skeleton of a payload that is not known.
+    """
+
+    offset: int
+    num_bytes: int
+    crc_positions: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Skeleton:
+    """An archive but for unknown payloads.
+
+    Attributes:
+        num_bytes: size of the file.
+        fixed: known bytes and where they go; with the unknown payloads they cover the file exactly.
+        slots: one per payload, in the order they were given.
+    """
+
+    num_bytes: int
+    fixed: tuple[tuple[int, bytes], ...]
+    slots: tuple[Slot, ...]
+
+
+def lay_out(prefix: str, payloads: Sequence[Payload]) -> Skeleton:
+    """Lay out an archive with entries `prefix/name`."""
+    fixed: list[tuple[int, bytes]] = []
+    directory: list[bytes] = []
+    local_crc_positions: list[int] = []
+    central_crc_offsets: list[int] = []
+    offsets: list[int] = []
+    position = num_directory_bytes = 0
+    for payload in payloads:
+        name = f"{prefix}/{payload.name}".encode()
+        crc = zlib.crc32(payload.data) if payload.data is not None else 0
+        header = _local_header(name, payload.num_bytes, crc, position)
+        central = _central_header(name, payload.num_bytes, crc, position)
+        fixed.append((position, header))
+        local_crc_positions.append(position + 14)
+        central_crc_offsets.append(num_directory_bytes + 16)
+        offsets.append(position + len(header))
+        if payload.data is not None:
+            fixed.append((position + len(header), payload.data))
+        position += len(header) + payload.num_bytes
+        directory.append(central)
+        num_directory_bytes += len(central)
+    tail = b"".join(directory) + _end_records(len(payloads), num_directory_bytes, position)
+    fixed.append((position, tail))
+    slots = tuple(
+        Slot(offset=offset, num_bytes=payload.num_bytes, crc_positions=(local, position + central))
+        for payload, offset, local, central in zip(
+            payloads, offsets, local_crc_positions, central_crc_offsets, strict=True
+        )
+    )
+    return Skeleton(num_bytes=position + len(tail), fixed=_join(fixed), slots=slots)
+
+
+def _local_header(name: bytes, num_bytes: int, crc: int, position: int) -> bytes:
+    wide = num_bytes >= _LIMIT32
+    extra = struct.pack("<2H2Q", 1, 16, num_bytes, num_bytes) if wide else b""
+    unpadded = position + _LOCAL.size + len(name) + len(extra) + 4
+    padding = -unpadded % ALIGNMENT_BYTES
+    extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    size = _LIMIT32 if wide else num_bytes
+    return (
+        _LOCAL.pack(b"PK\x03\x04", 45 if wide else 0, _UTF8, 0, 0, 0, crc, size, size, len(name), len(extra))
+        + name
+        + extra
+    )
+
+
+def _central_header(name: bytes, num_bytes: int, crc: int, position: int) -> bytes:
+    wide_size, wide_offset = num_bytes >= _LIMIT32, position >= _LIMIT32
+    values = [num_bytes] * 2 * wide_size + [position] * wide_offset
+    extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+    size = _LIMIT32 if wide_size else num_bytes
+    offset = _LIMIT32 if wide_offset else position
+    version = 45 if values else 0
+    fields = (version, version, _UTF8, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, offset)
+    return _CENTRAL.pack(b"PK\x01\x02", *fields) + name + extra
+
+
+def _end_records(num_entries: int, num_directory_bytes: int, directory_offset: int) -> bytes:
+    """ZIP64 records always, as torch writes them, then the classic one."""
+    end64 = directory_offset + num_directory_bytes
+    count = min(num_entries, _LIMIT16)
+    return (
+        _END64.pack(b"PK\x06\x06", 44, 0, 45, 0, 0, num_entries, num_entries, num_directory_bytes, directory_offset)
+        + _LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1)
+        + _END.pack(
+            b"PK\x05\x06",
+            0,
+            0,
+            count,
+            count,
+            min(num_directory_bytes, _LIMIT32),
+            min(directory_offset, _LIMIT32),
+            0,
+        )
+    )
+
+
+def _join(pieces: list[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
+    """Join pieces that touch."""
+    joined: list[tuple[int, list[bytes]]] = []
+    end = -1
+    for offset, data in pieces:
+        if offset == end:
+            joined[-1][1].append(data)
+        else:
+            joined.append((offset, [data]))
+        end = offset + len(data)
+    return tuple((offset, b"".join(parts)) for offset, parts in joined)

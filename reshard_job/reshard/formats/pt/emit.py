@@ -1,0 +1,198 @@
+"""Emit the pickle of an object tree as torch.load expects it (protocol 2).
+
+The inverse of `machine` and `reader`: plain data, `Inert` recipes and `Tensor` references. Objects that occur twice
+are written once and referred to, as the standard pickler does.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.pt.objects import STORAGE_CLASSES, Global, Inert, Size, StatefulDict, Storage, Tensor
+
+_REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
+_ORDERED_DICT = Global("collections", "OrderedDict")
+_SIZE = Global("torch", "Size")
+
+
+def emit(value: Any) -> tuple[bytes, list[Storage]]:
+    """The pickle of `value`, and its storages in the order of their keys `0`, `1`, ...
+
+    Raises:
+        UnsupportedError: an object that a reader of `.pt` files never yields.
+        CorruptSourceError: nested too deeply.
+    """
+    emitter = _Emitter()
+    try:
+        emitter.value(value)
+    except RecursionError as error:
+        raise CorruptSourceError("objects are nested too deeply") from error
+    return b"\x80\x02" + b"".join(emitter.parts) + b".", list(emitter.storages)
+
+
+class _Emitter:
+    """Output and memo of one pickle."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.memo: dict[Any, int] = {}
+        self.keep: list[Any] = []
+        self.storages: dict[Storage, str] = {}
+
+    def recall(self, key: Any) -> bool:
+        index = self.memo.get(key)
+        if index is None:
+            return False
+        self.parts.append(b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index))
+        return True
+
+    def remember(self, key: Any, value: Any) -> None:
+        index = len(self.memo)
+        self.memo[key] = index
+        self.keep.append(value)
+        self.parts.append(b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index))
+
+    def value(self, value: Any) -> None:
+        kind = type(value)
+        if value is None or kind is bool:
+            self.parts.append({None: b"N", True: b"\x88", False: b"\x89"}[value])
+        elif kind is int:
+            self._int(value)
+        elif kind is float:
+            self.parts.append(b"G" + struct.pack(">d", value))
+        elif kind is str:
+            self._text(value)
+        elif kind is bytes:
+            self._bytes(value)
+        elif kind is Global:
+            self._global(value)
+        elif self.recall(id(value)):
+            return
+        elif kind is tuple:
+            self._tuple(value)
+            if value:
+                self.remember(id(value), value)
+        elif kind is Size:
+            self._call(_SIZE, (tuple(value),))
+            self.remember(id(value), value)
+        elif kind is list:
+            self.parts.append(b"]")
+            self.remember(id(value), value)
+            self._items(value)
+        elif kind is dict:
+            self.parts.append(b"}")
+            self.remember(id(value), value)
+            self._pairs(list(value.items()))
+        elif kind is StatefulDict:
+            self._call(_ORDERED_DICT, ())
+            self.remember(id(value), value)
+            self._pairs(list(value.items()))
+            self._state(value.state)
+        elif kind is Tensor:
+            self._tensor(value)
+            self.remember(id(value), value)
+        elif kind is Inert:
+            self._inert(value)
+        else:
+            raise UnsupportedError(f"cannot write a {kind.__module__}.{kind.__qualname__} into a .pt file")
+
+    def _int(self, value: int) -> None:
+        if 0 <= value < 1 << 8:
+            self.parts.append(b"K" + bytes([value]))
+        elif 0 <= value < 1 << 16:
+            self.parts.append(b"M" + struct.pack("<H", value))
+        elif -(1 << 31) <= value < 1 << 31:
+            self.parts.append(b"J" + struct.pack("<i", value))
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            header = b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + struct.pack("<I", len(data))
+            self.parts.append(header + data)
+
+    def _text(self, value: str) -> None:
+        if not self.recall(("text", value)):
+            data = value.encode("utf-8", "surrogatepass")
+            self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
+            self.remember(("text", value), value)
+
+    def _bytes(self, value: bytes) -> None:
+        header = b"C" + bytes([len(value)]) if len(value) < 256 else b"B" + struct.pack("<I", len(value))
+        self.parts.append(header + value)
+
+    def _global(self, value: Global) -> None:
+        if not self.recall(value):
+            if "\n" in value.module + value.name:
+                raise CorruptSourceError(f"{value!r} is not a name")
+            self.parts.append(b"c" + f"{value.module}\n{value.name}\n".encode())
+            self.remember(value, value)
+
+    def _tuple(self, value: tuple[Any, ...]) -> None:
+        if not value:
+            self.parts.append(b")")
+            return
+        if len(value) > 3:
+            self.parts.append(b"(")
+        for item in value:
+            self.value(item)
+        self.parts.append({1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t"))
+
+    def _items(self, items: list[Any]) -> None:
+        if items:
+            self.parts.append(b"(")
+            for item in items:
+                self.value(item)
+            self.parts.append(b"e")
+
+    def _pairs(self, pairs: list[tuple[Any, Any]]) -> None:
+        if pairs:
+            self.parts.append(b"(")
+            for key, item in pairs:
+                self.value(key)
+                self.value(item)
+            self.parts.append(b"u")
+
+    def _state(self, state: Any) -> None:
+        if state is not None:
+            self.value(state)
+            self.parts.append(b"b")
+
+    def _call(self, target: Global, args: tuple[Any, ...], *, opcode: bytes = b"R") -> None:
+        self._global(target)
+        self._tuple(args)
+        self.parts.append(opcode)
+
+    def _inert(self, value: Inert) -> None:
+        self._call(value.target, value.args, opcode=b"R" if value.kind == "reduce" else b"\x81")
+        self.remember(id(value), value)
+        self._items(value.items)
+        self._pairs(value.pairs)
+        self._state(value.state)
+
+    def _tensor(self, tensor: Tensor) -> None:
+        if tensor.parameter:
+            self._global(_REBUILD_PARAMETER)
+        self._global(_REBUILD_TENSOR)
+        self.parts.append(b"(")
+        self._storage(tensor.storage)
+        self._int(tensor.offset)
+        self._tuple(tensor.shape)
+        self._tuple(tensor.stride)
+        self.value(False if tensor.parameter else tensor.requires_grad)
+        self._call(_ORDERED_DICT, ())
+        self.parts.append(b"tR")
+        if tensor.parameter:
+            self.value(tensor.requires_grad)
+            self._call(_ORDERED_DICT, ())
+            self.parts.append(b"\x87R")
+
+    def _storage(self, storage: Storage) -> None:
+        key = self.storages.setdefault(storage, str(len(self.storages)))
+        self.parts.append(b"(")
+        self._text("storage")
+        self._global(Global("torch", STORAGE_CLASSES[storage.dtype]))
+        self._text(key)
+        self._text(storage.location)
+        self._int(storage.num_elements)
+        self.parts.append(b"tQ")

@@ -1,0 +1,291 @@
+"""A pickle machine that builds data and nothing else.
+
+The machine of the standard library calls whatever a pickle names, and its C form can be made to allocate gigabytes by
+a short pickle. This one knows the opcodes that torch.save and the standard pickler emit for data (protocols 2 to 5),
+calls no name at all, and turns unknown classes into `Inert` recipes. Time and memory are linear in the pickle's length.
+Source of the opcodes: Lib/pickletools.py of CPython 3.11.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from reshard.errors import CorruptSourceError, UnsafePickleError
+from reshard.formats.pt.objects import Global, Inert, Size, StatefulDict
+
+MAX_PICKLE_BYTES = 256 << 20
+"""A pickle of metadata is a few hundred bytes per tensor; a longer one is not metadata."""
+
+_MARK = object()
+_SCALARS = (str, int, float, bool, bytes, type(None))
+
+PersistentLoad = Callable[[Any], Any]
+Rebuild = Callable[[Global, tuple[Any, ...]], Any]
+"""Turns a known callable with arguments into data, or returns NotImplemented."""
+
+
+def load(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebuild, path: str) -> Any:
+    """Build the object of `data`.
+
+    Args:
+        data: the pickle.
+        persistent_load: called with each persistent id.
+        rebuild: called with each callable that the pickle applies.
+        path: file to name in errors.
+
+    Raises:
+        UnsafePickleError: an opcode that data does not need, or too large.
+        CorruptSourceError: not a well-formed pickle.
+    """
+    if len(data) > MAX_PICKLE_BYTES:
+        raise UnsafePickleError(f"its pickle has {len(data)} bytes: at most {MAX_PICKLE_BYTES} are read", path=path)
+    machine = _Machine(data, persistent_load, rebuild, path)
+    try:
+        return machine.run()
+    except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CorruptSourceError(
+            f"broken pickle at byte {machine.position}: {type(error).__name__}: {error}", path=path
+        ) from error
+
+
+class _Machine:
+    """Stack, memo and position of one run."""
+
+    def __init__(self, data: bytes, persistent_load: PersistentLoad, rebuild: Rebuild, path: str) -> None:
+        self.data = data
+        self.position = 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+        self.persistent_load = persistent_load
+        self.rebuild = rebuild
+        self.path = path
+
+    def run(self) -> Any:
+        data, table = self.data, _TABLE
+        while True:
+            opcode = data[self.position]
+            self.position += 1
+            if opcode == 0x2E:  # STOP
+                value = self.stack.pop()
+                if self.stack:
+                    raise ValueError(f"{len(self.stack)} objects are left on the stack")
+                return value
+            operation = table[opcode]
+            if operation is None:
+                raise UnsafePickleError(
+                    f"pickle opcode {bytes([opcode])!r} at byte {self.position - 1} is not used for plain data",
+                    path=self.path,
+                    hint="the file was not written by torch.save from plain data, or was tampered with",
+                )
+            operation(self)
+
+    def take(self, count: int) -> bytes:
+        start, end = self.position, self.position + count
+        if count < 0 or end > len(self.data):
+            raise ValueError(f"{count} bytes are announced, {len(self.data) - start} are left")
+        self.position = end
+        return self.data[start:end]
+
+    def uint(self, count: int) -> int:
+        return int.from_bytes(self.take(count), "little")
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.position)
+        text = self.data[self.position : end].decode("utf-8")
+        self.position = end + 1
+        return text
+
+    def since_mark(self) -> list[Any]:
+        stack = self.stack
+        for index in range(len(stack) - 1, -1, -1):
+            if stack[index] is _MARK:
+                items = stack[index + 1 :]
+                del stack[index:]
+                return items
+        raise ValueError("no mark on the stack")
+
+    def apply(self, kind: str, target: Any, args: Any) -> Any:
+        if not isinstance(target, Global):
+            raise UnsafePickleError(f"it calls a {type(target).__name__}, not a name", path=self.path)
+        if not isinstance(args, tuple):
+            raise ValueError(f"arguments of {target} are a {type(args).__name__}")
+        known = self.rebuild(target, args)
+        return Inert(kind, target, args) if known is NotImplemented else known
+
+
+def _check_key(key: Any) -> Any:
+    """Only keys whose hash takes constant time: a tuple of tuples can take 2**depth."""
+    if isinstance(key, tuple):
+        for part in key:
+            if not isinstance(part, _SCALARS):
+                raise ValueError("a key is a tuple of something other than scalars")
+    elif not isinstance(key, (*_SCALARS, Global)):
+        raise ValueError(f"a key is a {type(key).__name__}")
+    return key
+
+
+def _set_items(machine: _Machine, pairs: list[Any]) -> None:
+    if len(pairs) % 2:
+        raise ValueError("a key without a value")
+    target = machine.stack[-1]
+    if isinstance(target, dict):
+        for index in range(0, len(pairs), 2):
+            target[_check_key(pairs[index])] = pairs[index + 1]
+    elif isinstance(target, Inert):
+        target.pairs += [(_check_key(pairs[index]), pairs[index + 1]) for index in range(0, len(pairs), 2)]
+    else:
+        raise ValueError(f"items are set on a {type(target).__name__}")
+
+
+def _append(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, list):
+        target.extend(items)
+    elif isinstance(target, Inert):
+        target.items += items
+    else:
+        raise ValueError(f"items are appended to a {type(target).__name__}")
+
+
+def _build(machine: _Machine) -> None:
+    state = machine.stack.pop()
+    target = machine.stack[-1]
+    if not isinstance(target, Inert | StatefulDict):
+        raise ValueError(f"a state is set on a {type(target).__name__}")
+    target.state = state
+
+
+def _pop_item(machine: _Machine) -> None:
+    value = machine.stack.pop()
+    _append(machine, [value])
+
+
+def _pop_pair(machine: _Machine) -> None:
+    value = machine.stack.pop()
+    key = machine.stack.pop()
+    _set_items(machine, [key, value])
+
+
+def _global(machine: _Machine) -> None:
+    module = machine.line()
+    machine.stack.append(Global(module, machine.line()))
+
+
+def _stack_global(machine: _Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if not isinstance(name, str) or not isinstance(module, str):
+        raise ValueError("a name is not a string")
+    machine.stack.append(Global(module, name))
+
+
+def _reduce(machine: _Machine) -> None:
+    args = machine.stack.pop()
+    machine.stack.append(machine.apply("reduce", machine.stack.pop(), args))
+
+
+def _new_object(machine: _Machine) -> None:
+    args = machine.stack.pop()
+    machine.stack.append(machine.apply("new", machine.stack.pop(), args))
+
+
+def _persistent(machine: _Machine) -> None:
+    machine.stack.append(machine.persistent_load(machine.stack.pop()))
+
+
+def _tuple_of(count: int) -> Callable[[_Machine], None]:
+    def operation(machine: _Machine) -> None:
+        if len(machine.stack) < count or any(item is _MARK for item in machine.stack[-count:]):
+            raise ValueError("a tuple reaches over the mark")
+        machine.stack[-count:] = [tuple(machine.stack[-count:])]
+
+    return operation
+
+
+def _put(width: int) -> Callable[[_Machine], None]:
+    def operation(machine: _Machine) -> None:
+        machine.memo[machine.uint(width)] = machine.stack[-1]
+
+    return operation
+
+
+def _get(width: int) -> Callable[[_Machine], None]:
+    def operation(machine: _Machine) -> None:
+        machine.stack.append(machine.memo[machine.uint(width)])
+
+    return operation
+
+
+def _push(read: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(read(machine))
+
+
+def _memoize(machine: _Machine) -> None:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+def _protocol(machine: _Machine) -> None:
+    found = machine.uint(1)
+    if not 2 <= found <= 5:
+        raise ValueError(f"pickle protocol {found}: expected 2 to 5")
+
+
+_TABLE: list[Callable[[_Machine], None] | None] = [None] * 256
+for _code, _operation in {
+    b"\x80": _protocol,
+    b"\x95": lambda m: m.take(8) and None,  # FRAME: a hint about buffering
+    b"(": lambda m: m.stack.append(_MARK),
+    b"0": lambda m: m.stack.pop() and None,
+    b"1": lambda m: m.since_mark() and None,
+    b"2": lambda m: m.stack.append(m.stack[-1]),
+    b"N": _push(lambda m: None),
+    b"\x88": _push(lambda m: True),
+    b"\x89": _push(lambda m: False),
+    b"K": _push(lambda m: m.uint(1)),
+    b"M": _push(lambda m: m.uint(2)),
+    b"J": _push(lambda m: int.from_bytes(m.take(4), "little", signed=True)),
+    b"\x8a": _push(lambda m: int.from_bytes(m.take(m.uint(1)), "little", signed=True)),
+    b"\x8b": _push(lambda m: int.from_bytes(m.take(m.uint(4)), "little", signed=True)),
+    b"G": _push(lambda m: struct.unpack(">d", m.take(8))[0]),
+    b"X": _push(lambda m: m.take(m.uint(4)).decode("utf-8", "surrogatepass")),
+    b"\x8c": _push(lambda m: m.take(m.uint(1)).decode("utf-8", "surrogatepass")),
+    b"\x8d": _push(lambda m: m.take(m.uint(8)).decode("utf-8", "surrogatepass")),
+    b"B": _push(lambda m: m.take(m.uint(4))),
+    b"C": _push(lambda m: m.take(m.uint(1))),
+    b"\x8e": _push(lambda m: m.take(m.uint(8))),
+    b")": _push(lambda m: ()),
+    b"t": lambda m: m.stack.append(tuple(m.since_mark())),
+    b"\x85": _tuple_of(1),
+    b"\x86": _tuple_of(2),
+    b"\x87": _tuple_of(3),
+    b"]": _push(lambda m: []),
+    b"a": _pop_item,
+    b"e": lambda m: _append(m, m.since_mark()),
+    b"}": _push(lambda m: {}),
+    b"s": _pop_pair,
+    b"u": lambda m: _set_items(m, m.since_mark()),
+    b"q": _put(1),
+    b"r": _put(4),
+    b"\x94": _memoize,
+    b"h": _get(1),
+    b"j": _get(4),
+    b"c": _global,
+    b"\x93": _stack_global,
+    b"R": _reduce,
+    b"\x81": _new_object,
+    b"b": _build,
+    b"Q": _persistent,
+}.items():
+    _TABLE[_code[0]] = _operation
+
+
+def rebuild_containers(target: Global, args: tuple[Any, ...]) -> Any:
+    """The containers that pickles build by a call: OrderedDict and torch.Size; NotImplemented for all else."""
+    if target == Global("collections", "OrderedDict") and not args:
+        return StatefulDict()
+    if target == Global("torch", "Size") and len(args) == 1 and isinstance(args[0], tuple | list):
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in args[0]):
+            raise ValueError(f"a torch.Size of {args[0]!r}")
+        return Size(args[0])
+    return NotImplemented

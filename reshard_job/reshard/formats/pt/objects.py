@@ -1,0 +1,198 @@
+"""What a `.pt` file's pickle turns into here: plain Python data, tensors as references, all else inert.
+
+Nothing in this module can execute anything that a file says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes of one element of each dtype that has a typed storage class."""
+
+STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+"""Storage class in module `torch` -> dtype (torch/storage.py, _dtype_to_storage_type_map)."""
+
+STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Global:
+    """A name that the pickle refers to: a class, a function or a constant such as `torch.float32`. Never looked up."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Inert:
+    """The recipe of an object of a class that we do not know: enough to put it back, not enough to run it.
+
+    Attributes:
+        kind: `reduce` (callable with arguments) or `new` (class with arguments).
+        target: the callable or class.
+        args: its arguments.
+        state: argument of BUILD, or None where there was none.
+        items: appended items (list subclasses).
+        pairs: set items (dict subclasses).
+    """
+
+    kind: str
+    target: Global
+    args: tuple[Any, ...]
+    state: Any = None
+    items: list[Any] = dataclasses.field(default_factory=list)
+    pairs: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"Inert({self.target}, {self.args!r})"
+
+
+class StatefulDict(OrderedDict[Any, Any]):
+    """A `collections.OrderedDict` with attributes, as `Module.state_dict()` makes it (`_metadata`).
+
+    Attributes:
+        state: the attributes, or None.
+    """
+
+    state: Any = None
+
+
+class Size(tuple[int, ...]):
+    """A `torch.Size`."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
+class Storage:
+    """A flat run of elements: one entry `data/<key>` of the archive.
+
+    Identity matters: tensors that share a storage are views of one another.
+
+    Attributes:
+        dtype: element type, a key of `ITEM_BYTES`.
+        num_elements: length.
+        location: device that it was saved from, for instance `cpu` or `cuda:0`.
+        file_offset: byte offset of the payload in the file it was read from; -1 for a storage yet to be written.
+        data: the payload where it is known in memory (little endian), else None.
+        crc32: CRC-32 of the payload as the archive states it; None for a storage yet to be written.
+    """
+
+    dtype: str
+    num_elements: int
+    location: str = "cpu"
+    file_offset: int = -1
+    data: bytes | None = None
+    crc32: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the payload."""
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
+class Tensor:
+    """A strided view of a storage.
+
+    Attributes:
+        storage: what it looks at.
+        offset: first element, in elements of the storage.
+        shape: `[ndim]`.
+        stride: `[ndim]`, in elements.
+        requires_grad: as saved.
+        parameter: it was saved as a `torch.nn.Parameter`.
+    """
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool = False
+    parameter: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Element type."""
+        return self.storage.dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Its elements lie one after the other in row-major order."""
+        return self.num_elements == 0 or all(
+            size == 1 or found == expected
+            for size, found, expected in zip(self.shape, self.stride, contiguous_stride(self.shape), strict=True)
+        )
+
+    @property
+    def file_offset(self) -> int:
+        """Byte offset of its first element in the file it was read from."""
+        return self.storage.file_offset + self.offset * ITEM_BYTES[self.dtype]
+
+    def same_view(self, other: Tensor) -> bool:
+        """Both look at the same elements in the same way."""
+        return (
+            self.storage is other.storage
+            and self.offset == other.offset
+            and self.shape == other.shape
+            and self.stride == other.stride
+        )
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides in elements, as torch computes them (a size of 0 counts as 1)."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def new_tensor(dtype: str, shape: tuple[int, ...], data: bytes | None = None) -> Tensor:
+    """A contiguous tensor with a storage of its own."""
+    count = 1
+    for size in shape:
+        count *= size
+    storage = Storage(dtype=dtype, num_elements=count, data=data)
+    return Tensor(storage=storage, offset=0, shape=shape, stride=contiguous_stride(shape))

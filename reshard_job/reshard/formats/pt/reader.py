@@ -1,0 +1,179 @@
+"""Read a `.pt` file's metadata: the object tree with tensors as byte ranges. No tensor payload is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError
+from reshard.formats.pt import machine
+from reshard.formats.pt.archive import Entry, read_directory
+from reshard.formats.pt.objects import ITEM_BYTES, STORAGE_DTYPES, Global, Storage, Tensor
+
+_MAX_DIMS = 64
+_MAX_RECORD_BYTES = 1 << 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PtFile:
+    """A `.pt` file as read.
+
+    Attributes:
+        path: where it is.
+        num_bytes: its size.
+        value: the object that was saved.
+        storages: all storages by their key in the archive.
+        metadata_bytes: bytes read to learn all this (the zip directory not counted).
+    """
+
+    path: str
+    num_bytes: int
+    value: Any
+    storages: dict[str, Storage]
+    metadata_bytes: int
+
+
+def read(path: str | Path) -> PtFile:
+    """Read the metadata of a `.pt` file.
+
+    Raises:
+        UnsupportedError: legacy layout, compressed entries, big-endian or exotic tensors.
+        UnsafePickleError: the pickle wants more than data.
+        CorruptSourceError: truncated or damaged.
+    """
+    name = str(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CorruptSourceError(f"cannot be opened: {error.strerror}", path=name) from error
+    try:
+        entries = read_directory(descriptor, name)
+        if "data.pkl" not in entries:
+            raise UnsupportedError("has no entry data.pkl: not written by torch.save (TorchScript?)", path=name)
+        if "byteorder" in entries and (order := _record(descriptor, entries["byteorder"], name)) != b"little":
+            raise UnsupportedError(f"byte order {order!r}: only little endian is read", path=name)
+        pickle_bytes = _payload(descriptor, entries["data.pkl"], name, machine.MAX_PICKLE_BYTES)
+        tensors = _Tensors(entries, name)
+        value = machine.load(pickle_bytes, persistent_load=tensors.persistent_load, rebuild=tensors.rebuild, path=name)
+        num_file_bytes = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise CorruptSourceError(f"cannot be read: {error.strerror}", path=name) from error
+    finally:
+        os.close(descriptor)
+    return PtFile(
+        path=name,
+        num_bytes=num_file_bytes,
+        value=value,
+        storages=tensors.storages,
+        metadata_bytes=len(pickle_bytes),
+    )
+
+
+def read_tensor_bytes(path: str | Path, tensor: Tensor, *, limit_bytes: int) -> bytes:
+    """Payload of a small contiguous tensor.
+
+    Raises:
+        UnsupportedError: larger than `limit_bytes`, or not contiguous.
+        CorruptSourceError: the file ends before the tensor does.
+    """
+    num_bytes = tensor.num_elements * ITEM_BYTES[tensor.dtype]
+    if num_bytes > limit_bytes or not tensor.is_contiguous:
+        raise UnsupportedError(
+            f"a tensor of shape {tensor.shape} outside of model and optimizer is larger than {limit_bytes} bytes"
+            " or not contiguous",
+            path=str(path),
+            hint="keep large tensors out of the client state",
+        )
+    with open(path, "rb") as stream:
+        data = os.pread(stream.fileno(), num_bytes, tensor.file_offset)
+    if len(data) != num_bytes:
+        raise CorruptSourceError(f"ends inside a tensor at byte {tensor.file_offset}", path=str(path))
+    return data
+
+
+def _payload(descriptor: int, entry: Entry, path: str, limit_bytes: int) -> bytes:
+    if entry.num_bytes > limit_bytes:
+        raise UnsafePickleError(f"entry {entry.name!r} has {entry.num_bytes} bytes: at most {limit_bytes}", path=path)
+    data = os.pread(descriptor, entry.num_bytes, entry.offset)
+    if len(data) != entry.num_bytes or zlib.crc32(data) != entry.crc32:
+        raise CorruptSourceError(f"entry {entry.name!r} is damaged: its CRC-32 does not match", path=path)
+    return data
+
+
+def _record(descriptor: int, entry: Entry, path: str) -> bytes:
+    return _payload(descriptor, entry, path, _MAX_RECORD_BYTES)
+
+
+class _Tensors:
+    """Turns persistent ids and tensor calls of one file into references, checked against its entries."""
+
+    def __init__(self, entries: dict[str, Entry], path: str) -> None:
+        self.entries = entries
+        self.path = path
+        self.storages: dict[str, Storage] = {}
+
+    def persistent_load(self, identifier: Any) -> Storage:
+        """`('storage', class, key, location, number of elements)`."""
+        if not isinstance(identifier, tuple) or len(identifier) != 5 or identifier[0] != "storage":
+            raise CorruptSourceError(f"persistent id {identifier!r:.100} is not a storage", path=self.path)
+        _, kind, key, location, num_elements = identifier
+        dtype = STORAGE_DTYPES.get(kind.name) if isinstance(kind, Global) and kind.module == "torch" else None
+        if dtype is None:
+            if kind == Global("torch.storage", "UntypedStorage") or kind == Global("torch", "UntypedStorage"):
+                dtype = "uint8"
+            else:
+                raise UnsupportedError(f"storage class {kind} is not known", path=self.path)
+        if key in self.storages:
+            if self.storages[key].dtype != dtype:
+                raise CorruptSourceError(f"storage {key!r} is of two types", path=self.path)
+            return self.storages[key]
+        entry = self.entries.get(f"data/{key}")
+        if entry is None:
+            raise CorruptSourceError(f"storage {key!r} has no entry", path=self.path)
+        if not isinstance(num_elements, int) or entry.num_bytes != num_elements * ITEM_BYTES[dtype]:
+            raise CorruptSourceError(
+                f"storage {key!r} of {num_elements} x {dtype} is an entry of {entry.num_bytes} bytes", path=self.path
+            )
+        self.storages[key] = Storage(
+            dtype=dtype,
+            num_elements=num_elements,
+            location=str(location),
+            file_offset=entry.offset,
+            crc32=entry.crc32,
+        )
+        return self.storages[key]
+
+    def rebuild(self, target: Global, args: tuple[Any, ...]) -> Any:
+        """Known calls of torch/_utils.py; anything else that is not a container stays inert."""
+        if target.module == "torch._utils":
+            if target.name == "_rebuild_tensor_v2" and len(args) >= 6:
+                return self._tensor(*args[:5])
+            if target.name == "_rebuild_parameter" and args and isinstance(args[0], Tensor):
+                return dataclasses.replace(args[0], parameter=True, requires_grad=bool(args[1]))
+            if target.name.startswith("_rebuild_"):
+                raise UnsupportedError(f"tensor kind {target.name} is not read", path=self.path)
+        return machine.rebuild_containers(target, args)
+
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any) -> Tensor:
+        if not isinstance(storage, Storage):
+            raise ValueError("a tensor without a storage")
+        if not isinstance(size, tuple) or not isinstance(stride, tuple) or len(size) != len(stride):
+            raise ValueError(f"a tensor of size {size!r:.50} and stride {stride!r:.50}")
+        numbers = (offset, *size, *stride)
+        if len(size) > _MAX_DIMS or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"a tensor of size {size!r:.50}, stride {stride!r:.50} and offset {offset!r:.50}")
+        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        if 0 not in size and last >= storage.num_elements:
+            raise CorruptSourceError(
+                f"a tensor reaches element {last} of a storage of {storage.num_elements}", path=self.path
+            )
+        return Tensor(
+            storage=storage,
+            offset=offset,
+            shape=tuple(size),
+            stride=tuple(stride),
+            requires_grad=bool(requires_grad),
+        )
