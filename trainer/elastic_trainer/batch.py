@@ -1,8 +1,8 @@
 """Batch arithmetic: the global batch stays the same at every topology. Pure.
 
-One step consumes `global_batch` samples, numbered consecutively over the whole training. Sample `j` of a step (from 0) is
-processed by data parallel rank `(j // micro_batch) % dp` in micro step `j // (micro_batch * dp)`, so that any number of
-replicas sees the same global sequence.
+One step consumes `global_batch` samples, numbered consecutively over the whole training. Sample `j` of a step (from 0)
+is processed by data parallel rank `(j // micro_batch) % dp` in micro step `j // (micro_batch * dp)`, so that any number
+of replicas sees the same global sequence.
 """
 
 from __future__ import annotations

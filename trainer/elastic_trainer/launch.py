@@ -1,9 +1,9 @@
 """`python -m elastic_trainer.launch SCRIPT ARGUMENTS`: start this node's ranks.
 
 A fixed-size launch, as an attempt is: no rendezvous, no restarts, no membership changes. Reads the names that torchrun
-and Kubeflow use (PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT) and gives each rank RANK, LOCAL_RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Unlike torchrun it does not import torch itself, ends all ranks as soon as one fails,
-and passes the first failure's exit code on.
+and Kubeflow use (PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT) and gives each rank
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Unlike torchrun it does not import torch itself, ends all
+ranks as soon as one fails, and passes the first failure's exit code on.
 """
 
 from __future__ import annotations
