@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from elastic_operator.capacity import Capacity, NodeCapacity
 from elastic_operator.explain import explain
@@ -214,3 +217,14 @@ def test_explain_shows_candidates_and_refusals():
 def test_explain_without_any_candidate_still_says_why():
     text = explain(plan(make_spec(), capacity(1)))
     assert text.startswith("Nothing can run on 1 free accelerators")
+
+
+def test_the_example_in_the_documentation_is_what_the_planner_prints():
+    page = (Path(__file__).parents[2] / "docs/planner.md").read_text(encoding="utf-8")
+    example = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    printed = re.search(r"<!-- plan:begin -->\n```text\n(.*?)\n```\n<!-- plan:end -->", page, re.DOTALL)
+    assert example is not None
+    assert printed is not None
+    spec = parse_spec(yaml.safe_load(example[1])["spec"])
+    assert explain(plan(spec, capacity(2, 2, 2))) == printed[1]
+    assert choice(plan(spec, capacity(2, 2))) == "tp=2,pp=1,dp=2,zero=1 2x2"
