@@ -20,6 +20,11 @@ def explain(result: PlanResult, *, max_candidates: int = 20, max_rejected: int =
             *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
         ]
         lines += _rest(len(result.candidates) - max_candidates, "can run too")
+        if result.candidates[0].seconds is None:
+            lines += [
+                "",
+                "Estimates compare shapes with as many GPUs; for seconds, spec.model and accelerator.performance.",
+            ]
     if result.rejected:
         lines += ["", "Cannot run:"]
         lines += [f"  {item.subject}: {item.reason}" for item in result.rejected[:max_rejected]]
@@ -28,18 +33,24 @@ def explain(result: PlanResult, *, max_candidates: int = 20, max_rejected: int =
 
 
 def _row(result: PlanResult, item: Candidate) -> tuple[str, ...]:
-    best = result.candidates[0]
     total = item.cost.total
     return (
-        "*" if item is best else "",
+        "*" if item is result.best else "",
         str(item.topology),
         f"{item.num_nodes} * {item.per_node}",
         str(item.shape.world_size),
         str(item.accumulation_steps),
-        f"{total / best.cost.total:.2f} x best" if item.seconds is None else f"{item.seconds:.3g} s",
+        _relative(result, item) if item.seconds is None else f"{item.seconds:.3g} s",
         f"{item.cost.bubble / total:.0%}",
         "unknown" if item.memory is None else f"{item.memory.total_bytes / GIB:.3g} GiB",
     )
+
+
+def _relative(result: PlanResult, item: Candidate) -> str:
+    # Without facts about the hardware, shapes of different sizes are not compared by their estimates.
+    world_size = item.shape.world_size
+    fastest = min(other.cost.total for other in result.candidates if other.shape.world_size == world_size)
+    return f"{item.cost.total / fastest:.2f} x"
 
 
 def _rest(count: int, what: str) -> list[str]:
