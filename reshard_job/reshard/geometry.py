@@ -1,0 +1,148 @@
+"""Boxes: the one geometric idea of the resharder.
+
+A box is a half-open region of a logical tensor. Whatever a framework calls its cut (tensor parallel shard, fused part, flat ZeRO
+partition), it arrives here as boxes. No data, no files, standard library only. `[ndim]` in docstrings is a tuple with one
+number per dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Box:
+    """Half-open region: element `i` is inside if `offset[d] <= i[d] < offset[d] + size[d]` in every dim.
+
+    Attributes:
+        offset: first element, [ndim].
+        size: number of elements, [ndim]; all at least 1, but for a tensor that is empty.
+    """
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.size):
+            raise ValueError(f"offset {self.offset} and size {self.size} differ in their number of dims")
+        if any(value < 0 for value in (*self.offset, *self.size)):
+            raise ValueError(f"negative offset or size: {self}")
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.size)
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the sizes; 1 for a scalar."""
+        return math.prod(self.size)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """First element behind the box, [ndim]."""
+        return tuple(offset + size for offset, size in zip(self.offset, self.size, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None where there is none."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = tuple(map(min, self.end, other.end))
+        if any(start >= stop for start, stop in zip(low, high, strict=True)):
+            return None
+        return Box(low, tuple(stop - start for start, stop in zip(low, high, strict=True)))
+
+    def shift(self, by: Sequence[int]) -> Box:
+        """The same region, moved; `by` is [ndim]."""
+        return Box(tuple(offset + step for offset, step in zip(self.offset, by, strict=True)), self.size)
+
+    def contains(self, other: Box) -> bool:
+        """`other` lies inside."""
+        return self.intersect(other) == other
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{low}:{high}" for low, high in zip(self.offset, self.end, strict=True)) + "]"
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is the tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of a row-major array, [ndim]."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+def flat_interval_to_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[tuple[Box, int], ...]:
+    """Cut an interval of a row-major flattened tensor into boxes.
+
+    Args:
+        shape: of the tensor, [ndim].
+        start: first element of the interval.
+        stop: first element behind it.
+
+    Returns:
+        Pairs (box, flat index of its first element) in ascending order. Every box is a run of consecutive elements, and
+        there are at most `2 * ndim - 1` of them: partial rows at both ends, whole rows between, in every dim.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"interval {start}:{stop} is outside of shape {tuple(shape)}")
+    return tuple(_cut(tuple(shape), start, stop, (), 0)) if start < stop else ()
+
+
+def _cut(
+    shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...], base: int
+) -> Iterator[tuple[Box, int]]:
+    if not shape:
+        yield Box(prefix, (1,) * len(prefix)), base
+        return
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if head:
+        end = min(stop, (first + 1) * row)
+        yield from _cut(shape[1:], head, end - first * row, (*prefix, first), base + first * row)
+        if stop <= (first + 1) * row:
+            return
+        first += 1
+    if last > first:
+        offset = (*prefix, first, *(0 for _ in shape[1:]))
+        yield Box(offset, (*(1 for _ in prefix), last - first, *shape[1:])), base + first * row
+    if tail:
+        yield from _cut(shape[1:], 0, tail, (*prefix, last), base + last * row)
+
+
+def tiles(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of at most `max_elements` consecutive elements, in row-major order.
+
+    Cuts the first dims only, so that any part of a row-major shard inside a tile stays one run of its file.
+    """
+    dim, inner = 0, math.prod(shape)
+    while dim < len(shape) and inner > max_elements:
+        inner //= shape[dim]
+        dim += 1
+    if dim == 0:
+        yield whole(shape)
+        return
+    dim -= 1  # rows of `dim` fit, `dim` itself does not
+    rows = max(1, max_elements // max(1, inner))
+    outer = math.prod(shape[:dim])
+    for index in range(outer):
+        prefix = _unravel(index, shape[:dim])
+        for first in range(0, shape[dim], rows):
+            count = min(rows, shape[dim] - first)
+            rest = len(shape) - dim - 1
+            yield Box((*prefix, first, *(0,) * rest), (*(1,) * dim, count, *shape[dim + 1 :]))
+
+
+def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    position: list[int] = []
+    for size in reversed(shape):
+        index, rest = divmod(index, size)
+        position.append(rest)
+    return tuple(reversed(position))
