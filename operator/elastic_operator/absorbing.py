@@ -1,0 +1,122 @@
+"""Take up what the training pods report: commits, progress, the times of the recovery's last parts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elastic_operator import commits
+from elastic_operator.context import Context
+from elastic_operator.observation import LeaseView
+from elastic_operator.recovering import charge, refresh_exclusions
+from elastic_operator.status import Commit, Current, Progress, Recovery, Status, edit_last_recovery
+from elastic_operator.wire import Time
+from reshard.contract import LeaseKey
+
+_PARTS = (
+    ("detect", "signal_time", "detect_time"),
+    ("stop", "detect_time", "stop_time"),
+    ("plan", "detect_time", "plan_time"),
+    ("reshard", "reshard_start_time", "reshard_end_time"),
+    ("schedule", "launch_time", "schedule_time"),
+    ("load", "schedule_time", "first_step_time"),
+    ("total", "signal_time", "first_step_time"),
+)
+"""Name of a part of a recovery, and the two times between which it lies. Some of them overlap."""
+
+
+def absorb(context: Context, status: Status) -> Status:
+    """Facts only; decides nothing. Doing it twice changes nothing more."""
+    status = refresh_exclusions(context, status)
+    status = dataclasses.replace(status, restart_budget=charge(status.restart_budget, context, None))
+    if status.current is None or status.current.launch_time is None:
+        return status
+    lease = context.world.leases.get(status.attempt)
+    status = _job_seen(context, status, status.current)
+    if lease is None:
+        return status
+    status = _commit(status, lease)
+    return _progress(context, status, lease)
+
+
+def _job_seen(context: Context, status: Status, current: Current) -> Status:
+    job = context.world.job(status.attempt)
+    pods = context.world.workers(status.attempt)
+    if job is not None and not current.job_uid:
+        current = dataclasses.replace(current, job_uid=job.uid)
+    ran = [pod for pod in pods if pod.phase != "Pending"]
+    if current.schedule_time is None and len(ran) >= current.num_nodes:
+        current = dataclasses.replace(current, schedule_time=Time(context.now))
+        if _is_open(status):
+            status = edit_last_recovery(status, schedule_time=Time(context.now))
+    return dataclasses.replace(status, current=current)
+
+
+def _commit(status: Status, lease: LeaseView) -> Status:
+    ref = lease.commit
+    # A Lease of attempt N that names another attempt's commit is a trainer's mistake; fencing forbids to believe it.
+    if ref is None or ref.attempt != status.attempt:
+        return status
+    checkpoint = commits.add(status.checkpoint, Commit.from_ref(ref))
+    if checkpoint == status.checkpoint:
+        return status
+    return dataclasses.replace(status, checkpoint=checkpoint, pinned={})
+
+
+def _progress(context: Context, status: Status, lease: LeaseView) -> Status:
+    current = status.current
+    if current is None:
+        return status
+    first = lease.first_step_at
+    if first is None and lease.step is not None and lease.step > current.resume.step:
+        first = context.now
+    if first is not None and current.first_step_time is None:
+        status = dataclasses.replace(status, current=dataclasses.replace(current, first_step_time=Time(first)))
+        if _is_open(status):
+            status = edit_last_recovery(status, first_step_time=Time(first))
+            status = edit_last_recovery(status, seconds=durations(status.recoveries[-1]))
+        context.emit("Running", f"attempt {status.attempt} makes steps, from step {current.resume.step} on")
+    old = status.progress
+    new = Progress(
+        phase=lease.phase,
+        step=lease.step if lease.step is not None else current.resume.step,
+        samples=_whole(lease.get(LeaseKey.SAMPLES)) or current.resume.samples,
+        loss=_real(lease.get(LeaseKey.LOSS)),
+        time=Time(context.now),
+    )
+    due = old is None or old.phase != new.phase or context.now - (old.time or 0.0) >= context.limits.progress_seconds
+    moved = old is None or (old.phase, old.step, old.samples, old.loss) != (new.phase, new.step, new.samples, new.loss)
+    return dataclasses.replace(status, progress=new) if due and moved else status
+
+
+def latest_step(context: Context, status: Status) -> int:
+    """The newest step that anyone has heard of, for counting what is lost."""
+    lease = context.world.leases.get(status.attempt)
+    known = status.progress.step if status.progress else 0
+    return max(known, (lease.step or 0) if lease else 0)
+
+
+def durations(recovery: Recovery) -> dict[str, float]:
+    """Seconds of each part of a recovery that has both of its ends."""
+    found: dict[str, float] = {}
+    for name, begin, end in _PARTS:
+        first, last = getattr(recovery, begin), getattr(recovery, end)
+        if first is not None and last is not None:
+            found[name] = round(max(0.0, last - first), 3)
+    return found
+
+
+def _is_open(status: Status) -> bool:
+    return bool(status.recoveries) and status.recoveries[-1].to_attempt == status.attempt
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def _real(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    # JSON has no NaN and no infinity.
+    return value if value - value == 0 else None

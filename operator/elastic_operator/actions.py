@@ -1,0 +1,91 @@
+"""What `decide` may ask for. Every action is idempotent: doing it twice is doing it once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_operator.status import Status
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Create:
+    """Create an object; that it exists already is fine, as names are never used for anything else."""
+
+    manifest: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchAttempt:
+    """Create the objects of an attempt, the Job last, after a fresh look that no pod of an older one can run.
+
+    Attributes:
+        attempt: the attempt.
+        lost_nodes: nodes whose pods cannot be waited for.
+    """
+
+    attempt: int
+    manifests: tuple[Mapping[str, Any], ...]
+    lost_nodes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteJob:
+    """Delete a Job, its pods in the background. `uid` guards against deleting a successor of the same name."""
+
+    name: str
+    uid: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeletePod:
+    """Delete one pod; 0 seconds of grace removes it from the API without asking its node."""
+
+    name: str
+    uid: str
+    grace_seconds: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeAttempt:
+    """Fence a stopped attempt: take away its access to its Lease, then remove its other objects."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDrain:
+    """Ask rank 0, through the Lease, to commit and exit."""
+
+    lease: str
+
+
+Action = Create | LaunchAttempt | DeleteJob | DeletePod | RevokeAttempt | RequestDrain
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A core/v1 Event about the resource."""
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Result of one pass.
+
+    Attributes:
+        status: written before anything is done.
+        actions: done in order.
+        requeue_seconds: look again after so long, whatever happens.
+        needs_fresh_capacity: look at the cluster's free accelerators and decide again; nothing else of this counts.
+    """
+
+    status: Status
+    actions: tuple[Action, ...] = ()
+    events: tuple[Event, ...] = ()
+    requeue_seconds: float = 30.0
+    needs_fresh_capacity: bool = False

@@ -1,0 +1,67 @@
+"""The history of commits: which are known, which is used, which is not to be trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from elastic_operator.manifests import commit_uri
+from elastic_operator.status import MAX_COMMITS, Checkpoint, Commit, Resume, short
+from reshard.topology import Topology
+
+
+def add(checkpoint: Checkpoint, commit: Commit) -> Checkpoint:
+    """Record a commit, once. The history is ordered by step, then by attempt, newest first."""
+    if any(known.uri == commit.uri for known in checkpoint.history):
+        return checkpoint
+    ordered = sorted([*checkpoint.history, commit], key=lambda item: (item.step, item.attempt), reverse=True)
+    return _with_newest(dataclasses.replace(checkpoint, history=tuple(ordered[:MAX_COMMITS])))
+
+
+def invalidate(checkpoint: Checkpoint, uri: str, reason: str) -> Checkpoint:
+    """Never use a commit again."""
+    history = tuple(
+        dataclasses.replace(item, invalid=True, invalid_reason=reason[:512]) if item.uri == uri else item
+        for item in checkpoint.history
+    )
+    return _with_newest(dataclasses.replace(checkpoint, history=history))
+
+
+def newest(checkpoint: Checkpoint, *, below: int) -> Commit | None:
+    """The newest valid commit of an attempt below `below`."""
+    valid = (item for item in checkpoint.history if not item.invalid and item.attempt < below)
+    return next(valid, None)
+
+
+def choose_resume(checkpoint: Checkpoint, *, attempt: int, topology: Mapping[str, int], root: str) -> Resume:
+    """What `attempt` continues from in `topology`."""
+    commit = newest(checkpoint, below=attempt)
+    if commit is None:
+        invalid = sum(item.invalid for item in checkpoint.history)
+        reason = f"all {invalid} known commits are invalid" if invalid else "there is no commit yet"
+        return Resume(reason=f"{reason}: training starts from nothing")
+    same = Topology.from_dict(commit.topology) == Topology.from_dict(topology)
+    what = f"step {commit.step} of attempt {commit.attempt} ({short(commit.topology)})"
+    return Resume(
+        uri=commit.uri if same else commit_uri(root, attempt, commit.step),
+        source=commit.uri,
+        step=commit.step,
+        samples=commit.samples,
+        ready=same,
+        reason=f"{what}, as it is" if same else f"{what}, resharded to {short(topology)}",
+    )
+
+
+def _with_newest(checkpoint: Checkpoint) -> Checkpoint:
+    best = next((item for item in checkpoint.history if not item.invalid), None)
+    if best is None:
+        return Checkpoint(history=checkpoint.history)
+    return Checkpoint(
+        uri=best.uri,
+        step=best.step,
+        samples=best.samples,
+        attempt=best.attempt,
+        topology=best.topology,
+        verified=best.verified,
+        history=checkpoint.history,
+    )

@@ -1,0 +1,102 @@
+"""What every part of a decision may look at, and how it hands on events. No I/O, no clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_operator import signals, usable
+from elastic_operator.actions import Event
+from elastic_operator.capacity import Capacity
+from elastic_operator.limits import Limits
+from elastic_operator.manifests import JobRef
+from elastic_operator.observation import Observation, PodView
+from elastic_operator.spec import Spec
+from elastic_operator.status import Status
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Inputs of one decision. `events` is filled while it is made, in order, without repetition."""
+
+    job: JobRef
+    spec: Spec
+    world: Observation
+    limits: Limits
+    now: float
+    events: list[Event] = dataclasses.field(default_factory=list)
+
+    def emit(self, reason: str, message: str, *, warning: bool = False) -> None:
+        """Tell people."""
+        event = Event(reason=reason, message=message, warning=warning)
+        if event not in self.events:
+            self.events.append(event)
+
+    @property
+    def graces(self) -> Mapping[str, float]:
+        """Every grace that `signals.KINDS` names, in seconds."""
+        recovery = self.spec.recovery
+        return {
+            "suspect_seconds": recovery.suspect_seconds,
+            "hang_seconds": recovery.hang_seconds,
+            "device_seconds": self.limits.device_seconds,
+            "image_seconds": self.limits.image_seconds,
+            "unschedulable_seconds": self.limits.unschedulable_seconds,
+            "startup_seconds": self.limits.startup_seconds,
+        }
+
+
+def lost_nodes(context: Context, status: Status) -> frozenset[str]:
+    """Nodes with pods of ours on which nothing of ours can be trusted to stop.
+
+    Confirmed by signals of the node itself, or confirmed earlier and still not Ready.
+    """
+    world = context.world
+    names = {pod.node for pod in world.pods if pod.node and not pod.terminal}
+    confirmed: set[str] = set()
+    for name in names:
+        found = signals.node_signals(world.nodes.get(name), name, context.limits, context.now)
+        confirmed.update(signals.judge(found, context.graces, context.now).lost_nodes)
+    earlier = {item.name for item in status.excluded_nodes if item.until is None}
+    still = {name for name in names & earlier if name not in world.nodes or world.nodes[name].ready != "True"}
+    return frozenset(confirmed | still)
+
+
+def avoided_nodes(context: Context, status: Status) -> frozenset[str]:
+    """Nodes that a new attempt is not placed on: excluded, or with a stale Lease."""
+    excluded = {item.name for item in status.excluded_nodes}
+    suspect = {
+        name
+        for name, node in context.world.nodes.items()
+        if signals.node_signals(node, name, context.limits, context.now)
+    }
+    return frozenset(excluded | suspect)
+
+
+def capacity(context: Context, status: Status, *, forgive: bool = False) -> Capacity:
+    """What the job may use now. `forgive`: also nodes that hurt before but are Ready now."""
+    avoid = avoided_nodes(context, status)
+    if forgive:
+        avoid -= {item.name for item in status.excluded_nodes if item.until is not None}
+    return usable.capacity(context.world, context.spec.accelerator.resource, context.spec.template, avoid)
+
+
+def stopped_pods(context: Context, status: Status) -> tuple[PodView, ...]:
+    """Training pods that must not run: all but those of the launched current attempt."""
+    keep = status.attempt if status.launched else -1
+    return tuple(pod for pod in context.world.pods if pod.role == "worker" and pod.attempt != keep)
+
+
+def spec_hash(spec: Spec) -> str:
+    """Changes with every part of the spec that an attempt is made from."""
+    parts: dict[str, Any] = {
+        name: _plain(getattr(spec, name)) for name in ("accelerator", "parallelism", "batch", "model", "template")
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

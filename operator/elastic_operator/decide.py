@@ -1,0 +1,154 @@
+"""The decision: `decide(job, spec, status, world, limits, now) -> Decision`. Pure and total; no I/O, no clock.
+
+A decision is a status and the actions that follow from it. The status is found by taking one step after another until
+nothing changes any more, so that one pass goes as far as the facts allow: from a confirmed loss to the creation of the
+reshard Job in a single one. `enact` compares that status with the world.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elastic_operator import absorbing, planning, preparing, recovering, running
+from elastic_operator.actions import Decision, Event
+from elastic_operator.conditions import Type, find, set_condition
+from elastic_operator.context import Context, stopped_pods
+from elastic_operator.enacting import enact
+from elastic_operator.limits import Limits
+from elastic_operator.manifests import JobRef
+from elastic_operator.observation import Observation
+from elastic_operator.presenting import present
+from elastic_operator.spec import Spec, SpecError
+from elastic_operator.status import Phase, Status, edit_last_recovery
+from elastic_operator.wire import Time
+
+MAX_STEPS = 16
+"""A pass that does not settle within so many steps is a mistake in this package, not in the cluster."""
+
+
+def decide(job: JobRef, spec: Spec, status: Status, world: Observation, limits: Limits, now: float) -> Decision:
+    """What to write and what to do now.
+
+    Raises:
+        AssertionError: the steps do not settle.
+    """
+    context = Context(job=job, spec=spec, world=world, limits=limits, now=now)
+    status = _started(status, now)
+    for _ in range(MAX_STEPS):
+        after = _step(context, status)
+        if after is None:
+            return Decision(status=status, needs_fresh_capacity=True)
+        if after == status:
+            break
+        status = after
+    else:
+        raise AssertionError(f"decision does not settle: phase {status.phase}, attempt {status.attempt}")
+    actions = enact(context, status)
+    return Decision(
+        status=present(context, status),
+        actions=actions,
+        events=tuple(context.events),
+        requeue_seconds=max(0.05, _wake(context, status) - now),
+    )
+
+
+def refuse(job: JobRef, error: SpecError, status: Status, limits: Limits, now: float) -> Decision:
+    """The decision about a spec that makes no sense: say so, leave what runs alone."""
+    message = "; ".join(error.problems)
+    old = find(status.conditions, Type.SPEC_VALID)
+    conditions = set_condition(
+        status.conditions,
+        Type.SPEC_VALID,
+        False,
+        reason="InvalidSpec",
+        message=message,
+        now=now,
+        generation=job.generation,
+    )
+    idle = status.current is None and not status.terminal
+    told = old is not None and old.status == "False" and old.message == message
+    return Decision(
+        status=dataclasses.replace(
+            status,
+            conditions=conditions,
+            observed_generation=job.generation,
+            phase=Phase.PENDING if idle else status.phase,
+            reason="InvalidSpec" if idle else status.reason,
+            message=message[:4096] if idle else status.message,
+        ),
+        events=() if told else (Event(reason="InvalidSpec", message=message, warning=True),),
+        requeue_seconds=limits.resync_seconds,
+    )
+
+
+def _started(status: Status, now: float) -> Status:
+    return status if status.start_time is not None else dataclasses.replace(status, start_time=Time(now))
+
+
+def _step(context: Context, status: Status) -> Status | None:
+    """One step; the same status if there is none to take, None if the cluster's capacity has to be read first."""
+    if status.terminal:
+        return status
+    status = absorbing.absorb(context, status)
+    if context.spec.suspend:
+        return _suspend(context, status)
+    if status.phase == Phase.SUSPENDED:
+        context.emit("Resumed", "spec.suspend is false: going on")
+        status = dataclasses.replace(status, phase=Phase.PENDING, reason="", message="")
+    current = status.current
+    if current is None:
+        return planning.plan_next(context, status) if context.world.capacity_fresh else None
+    if current.launch_time is None:
+        return preparing.prepare(context, status, current) if context.world.capacity_fresh else None
+    return running.run(context, status, current)
+
+
+def _suspend(context: Context, status: Status) -> Status:
+    current = status.current
+    if current is not None and current.launch_time is not None:
+        if status.drain is None:
+            return running.start_drain(context, status, "Suspended", "spec.suspend is true")
+        return running.run(context, status, current)
+    status = dataclasses.replace(status, current=None, drain=None, growth=None)
+    if status.recoveries and status.recoveries[-1].to_attempt == 0 and status.recoveries[-1].launch_time is None:
+        # Nothing follows it, so its clock stops here.
+        status = edit_last_recovery(status, launch_time=Time(context.now))
+    running_pods = [pod for pod in stopped_pods(context, status) if not pod.terminal]
+    if running_pods:
+        return status if status.phase != Phase.SUSPENDED else dataclasses.replace(status, phase=Phase.STOPPING)
+    if status.phase != Phase.SUSPENDED:
+        step = status.checkpoint.step
+        context.emit("Suspended", f"nothing runs any more; the newest commit is of step {step}")
+    return dataclasses.replace(
+        status, phase=Phase.SUSPENDED, reason="Suspended", message="spec.suspend is true; nothing runs"
+    )
+
+
+def _wake(context: Context, status: Status) -> float:
+    """When to look again if nothing happens before: the next deadline."""
+    now, recovery = context.now, context.spec.recovery
+    moments = [now + context.limits.resync_seconds]
+    current = status.current
+    if status.terminal:
+        return moments[0]
+    if status.drain is not None:
+        moments.append(status.drain.start_time + recovery.drain_seconds)
+    if status.growth is not None:
+        moments.append(status.growth.since + recovery.scale_up_stable_seconds)
+    if status.reshard is not None and status.reshard.retry_time is not None:
+        moments.append(status.reshard.retry_time)
+    moments += [item.until for item in status.excluded_nodes if item.until is not None]
+    moments += [
+        pod.deleted_at + recovery.force_delete_seconds
+        for pod in stopped_pods(context, status)
+        if pod.deleted_at is not None and not pod.terminal
+    ]
+    if current is not None and current.launch_time is not None:
+        wake = running.judge(context, status, current).wake_at
+        moments += [] if wake is None else [wake]
+    if (current is not None and not status.launched) or status.phase in (Phase.WAITING, Phase.STOPPING):
+        moments.append(now + 2.0)
+    return min((moment for moment in moments if moment > now), default=now + 1.0)
+
+
+__all__ = ["decide", "recovering", "refuse"]

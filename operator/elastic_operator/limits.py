@@ -1,0 +1,41 @@
+"""Times of the operator itself, as opposed to those of one job (`spec.recovery`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Graces, deadlines and intervals, in seconds.
+
+    Attributes:
+        heartbeat_seconds: how often rank 0 renews its Lease; three missed ones are a signal.
+        node_lease_floor_seconds: a node's Lease is stale after half of its duration, but never before this.
+        stop_grace_seconds: grace period of pods of a stopped attempt; they have nothing left to save.
+        image_seconds: how long a pod may fail to start its container.
+        startup_seconds: how long an attempt may take until its first step.
+        unschedulable_seconds: how long a pod may find no node.
+        device_seconds: how long a node may offer fewer accelerators than its pods hold (a restarted kubelet does).
+        node_stable_seconds: how long a lost node has to be Ready before it is used again.
+        progress_seconds: shortest time between two status writes that only tell of progress.
+        resync_seconds: every job is looked at this often, whatever happens.
+        reshard_backoff_seconds: wait before the first retry of a reshard Job; doubles each time.
+    """
+
+    heartbeat_seconds: float = 5.0
+    node_lease_floor_seconds: float = 5.0
+    stop_grace_seconds: int = 2
+    image_seconds: float = 120.0
+    startup_seconds: float = 1800.0
+    unschedulable_seconds: float = 60.0
+    device_seconds: float = 10.0
+    node_stable_seconds: float = 30.0
+    progress_seconds: float = 10.0
+    resync_seconds: float = 30.0
+    reshard_backoff_seconds: float = 10.0
+
+    @property
+    def heartbeat_stale_seconds(self) -> float:
+        """Age of a heartbeat that counts as a signal."""
+        return 3 * self.heartbeat_seconds

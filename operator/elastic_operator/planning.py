@@ -1,0 +1,141 @@
+"""From nothing running to the next attempt: choose a topology and what to resume from, or say why there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from elastic_operator import commits, planner
+from elastic_operator.conditions import Type, set_condition
+from elastic_operator.context import Context, avoided_nodes, capacity, spec_hash
+from elastic_operator.manifests import checkpoint_root
+from elastic_operator.spec import Spec, Strategy, TopologyChoice
+from elastic_operator.status import Current, Phase, Plan, Rejected, Status, edit_last_recovery, short
+from elastic_operator.wire import Time
+from reshard.topology import Topology
+
+MAX_REJECTED = 8
+
+
+def plan_next(context: Context, status: Status) -> Status:
+    """Plan attempt N+1, or wait."""
+    spec = pinned(context.spec, status.pinned)
+    last = Topology.from_dict(status.checkpoint.topology) if status.checkpoint.topology else None
+    result = planner.plan(spec, capacity(context, status), last)
+    if result.best is None and status.excluded_nodes:
+        forgiving = planner.plan(spec, capacity(context, status, forgive=True), last)
+        if forgiving.best is not None:
+            result = forgiving
+            context.emit(
+                "ExclusionLifted", "too few other nodes are left: excluded nodes that are Ready are used again"
+            )
+            status = dataclasses.replace(
+                status, excluded_nodes=tuple(item for item in status.excluded_nodes if item.until is None)
+            )
+    plan = Plan(
+        target=result.best.topology.to_dict() if result.best else {},
+        nodes=result.best.num_nodes if result.best else 0,
+        per_node=result.best.per_node if result.best else 0,
+        reason=result.reason[:2048],
+        rejected=tuple(Rejected(topology=item.subject, reason=item.reason[:512]) for item in result.rejected)[
+            :MAX_REJECTED
+        ],
+    )
+    if result.best is None:
+        return _wait(context, status, plan)
+    return _adopt(context, status, plan)
+
+
+def _adopt(context: Context, status: Status, plan: Plan) -> Status:
+    attempt = status.attempt + 1
+    resume = commits.choose_resume(
+        status.checkpoint, attempt=attempt, topology=plan.target, root=checkpoint_root(context.spec)
+    )
+    text = short(plan.target)
+    context.emit("Planned", f"attempt {attempt}: {plan.reason} Resumes from {resume.reason}.")
+    if not resume.uri:
+        context.emit("StartsFromNothing", f"attempt {attempt}: {resume.reason}", warning=status.attempt > 0)
+    status = dataclasses.replace(
+        status,
+        attempt=attempt,
+        current=Current(
+            topology=plan.target,
+            num_nodes=plan.nodes,
+            gpus_per_node=plan.per_node,
+            resume=resume,
+            avoid=tuple(sorted(avoided_nodes(context, status))),
+            spec_hash=spec_hash(context.spec),
+            plan_time=Time(context.now),
+        ),
+        plan=plan,
+        phase=Phase.PENDING,
+        reason="",
+        message="",
+        drain=None,
+        growth=None,
+        reshard=None if resume.ready else status.reshard,
+        conditions=set_condition(
+            status.conditions,
+            Type.PLANNED,
+            True,
+            reason="TopologyChosen",
+            message=plan.reason,
+            now=context.now,
+            generation=context.job.generation,
+        ),
+    )
+    if status.recoveries and status.recoveries[-1].to_attempt == 0:
+        last = status.recoveries[-1]
+        status = edit_last_recovery(
+            status,
+            to=text,
+            to_attempt=attempt,
+            plan_time=Time(context.now),
+            commit_step=resume.step,
+            lost_steps=max(0, last.last_step - resume.step),
+        )
+    return status
+
+
+def _wait(context: Context, status: Status, plan: Plan) -> Status:
+    reason = "ReshardFailed" if status.pinned else "NoFeasibleTopology"
+    message = plan.reason
+    if status.pinned:
+        message = (
+            f"resharding failed for good; waiting for nodes for {short(status.pinned)}, the topology of the commit. "
+            f"Nothing is lost. {message}"
+        )
+    if status.phase != Phase.WAITING or status.reason != reason:
+        context.emit(reason, message, warning=True)
+    return dataclasses.replace(
+        status,
+        phase=Phase.WAITING,
+        reason=reason,
+        message=message,
+        plan=plan,
+        conditions=set_condition(
+            status.conditions,
+            Type.PLANNED,
+            False,
+            reason=reason,
+            message=message,
+            now=context.now,
+            generation=context.job.generation,
+        ),
+    )
+
+
+def pinned(spec: Spec, topology: Mapping[str, int]) -> Spec:
+    """`spec`, restricted to one topology if there is one."""
+    if not topology:
+        return spec
+    choice = TopologyChoice(
+        tensor=topology.get("tp", 1),
+        pipeline=topology.get("pp", 1),
+        data=topology.get("dp", 1),
+        expert=topology.get("ep", 1),
+        context=topology.get("cp", 1),
+        zero_stage=topology.get("zero", 1),
+    )
+    parallelism = dataclasses.replace(spec.parallelism, strategy=Strategy.FIXED, topologies=(choice,))
+    return dataclasses.replace(spec, parallelism=parallelism)

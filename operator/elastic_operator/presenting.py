@@ -1,0 +1,94 @@
+"""What people and programs read: phase, conditions and the columns of `kubectl get etj`. Derived, never decided on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elastic_operator.conditions import Type, generation_of, set_condition
+from elastic_operator.context import Context, stopped_pods
+from elastic_operator.manifests import attempt_name, selector
+from elastic_operator.status import Current, Phase, Status, short
+
+
+def present(context: Context, status: Status) -> Status:
+    """Fill everything that follows from the rest."""
+    phase, reason, message = _phase(context, status)
+    current = status.current
+    shown = current if current is not None and not status.terminal else None
+    if status.phase == Phase.COMPLETE:
+        shown = current
+    return dataclasses.replace(
+        _conditions(context, status, phase, reason, message),
+        phase=phase,
+        reason=reason,
+        message=message[:4096],
+        observed_generation=context.job.generation,
+        topology=dict(shown.topology) if shown else {},
+        topology_text=short(shown.topology) if shown else "",
+        replicas=shown.num_nodes if shown else 0,
+        gpus=shown.num_nodes * shown.gpus_per_node if shown else 0,
+        selector=selector(context.job.name),
+    )
+
+
+def _phase(context: Context, status: Status) -> tuple[str, str, str]:
+    kept = (status.reason, status.message)
+    current = status.current
+    if status.terminal or (current is None and status.phase in (Phase.WAITING, Phase.SUSPENDED)):
+        return status.phase, *kept
+    running = [pod for pod in stopped_pods(context, status) if not pod.terminal]
+    cause = status.recoveries[-1].cause if status.recoveries else ""
+    if status.drain is not None:
+        return Phase.DRAINING, status.drain.cause, status.drain.message
+    if current is None:
+        if running:
+            return Phase.STOPPING, cause or "Stopping", f"{len(running)} pods are being stopped"
+        return Phase.PENDING, "Pending", "waiting for a plan"
+    if current.launch_time is None:
+        return _preparing(context, status, current, len(running), cause)
+    name = attempt_name(context.job.name, status.attempt)
+    if current.first_step_time is None:
+        ready = sum(pod.phase == "Running" for pod in context.world.workers(status.attempt))
+        return Phase.STARTING, "Launched", f"{name}: {ready} of {current.num_nodes} pods run, no step yet"
+    return Phase.RUNNING, "Training", f"{name}: {short(current.topology)} on {current.num_nodes} nodes"
+
+
+def _preparing(context: Context, status: Status, current: Current, running: int, cause: str) -> tuple[str, str, str]:
+    if not current.resume.ready:
+        known = status.reshard
+        if known is not None and known.retry_time is not None and known.retry_time > context.now:
+            return Phase.RESHARDING, "ReshardRetry", f"retrying after: {known.message}"
+        return Phase.RESHARDING, cause or "TopologyChanged", current.resume.reason
+    if running:
+        return Phase.STOPPING, cause or "Stopping", f"{running} pods of older attempts are being stopped"
+    return Phase.STARTING, cause or "Launching", f"attempt {status.attempt} is being launched"
+
+
+def _conditions(context: Context, status: Status, phase: str, reason: str, message: str) -> Status:
+    conditions = status.conditions
+    generation = context.job.generation
+
+    def put(type_: Type, value: bool, why: str, text: str) -> None:
+        nonlocal conditions
+        conditions = set_condition(
+            conditions, type_, value, reason=why, message=text, now=context.now, generation=generation
+        )
+
+    put(Type.SPEC_VALID, True, "Valid", "the spec makes sense")
+    if status.current is not None:
+        _resumed(put, status.current)
+    for type_, wanted in (
+        (Type.RUNNING, Phase.RUNNING),
+        (Type.DRAINING, Phase.DRAINING),
+        (Type.RESHARDING, Phase.RESHARDING),
+        (Type.SUSPENDED, Phase.SUSPENDED),
+        (Type.COMPLETE, Phase.COMPLETE),
+        (Type.FAILED, Phase.FAILED),
+    ):
+        put(type_, phase == wanted, (reason or phase) if phase == wanted else phase, message)
+    return dataclasses.replace(status, conditions=generation_of(conditions, generation))
+
+
+def _resumed(put, current: Current) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    resume = current.resume
+    put(Type.RESUMED, bool(resume.uri), "FromCommit" if resume.uri else "NoCommit", resume.reason)

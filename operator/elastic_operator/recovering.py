@@ -1,0 +1,161 @@
+"""The end of an attempt that is not the end of the job: record it, exclude what was lost, charge the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from elastic_operator import commits
+from elastic_operator.context import Context
+from elastic_operator.signals import Kind
+from elastic_operator.status import (
+    MAX_RECOVERIES,
+    ExcludedNode,
+    Phase,
+    Recovery,
+    RestartBudget,
+    Status,
+    edit_last_recovery,
+    short,
+)
+from elastic_operator.wire import Time
+
+OFFENCES_UNTIL_EXCLUDED = 2
+"""A node that caused so many recoveries is avoided for `recovery.excludeNodeSeconds`, even if it is Ready."""
+
+
+def recover(
+    context: Context,
+    status: Status,
+    *,
+    cause: str,
+    message: str,
+    since: float,
+    lost: Collection[str] = (),
+    planned: bool = False,
+) -> Status:
+    """Give the current attempt up. The next pass plans what follows; `enact` stops what runs."""
+    now = Time(context.now)
+    record = _record(context, status, cause=cause, message=message, since=since, lost=lost, planned=planned)
+    merged = merges(context, status)
+    context.emit(cause, message, warning=not planned)
+    if merged:
+        previous = status.recoveries[-1]
+        status = edit_last_recovery(
+            status,
+            cause=cause if lost and not previous.lost else previous.cause,
+            lost=tuple(sorted({*previous.lost, *lost})),
+            to="",
+            to_attempt=0,
+            plan_time=None,
+            reshard_start_time=None,
+            reshard_end_time=None,
+        )
+    else:
+        status = dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
+    if cause == Kind.RESUME_REFUSED and status.current is not None and status.current.resume.uri:
+        status = refuse_commit(context, status, status.current.resume.uri, message)
+    status = dataclasses.replace(
+        status, current=None, drain=None, growth=None, excluded_nodes=_excluded(context, status, lost, cause)
+    )
+    if planned or merged:
+        return status
+    budget = charge(status.restart_budget, context, now)
+    status = dataclasses.replace(status, restart_budget=budget)
+    if budget.used > budget.limit:
+        text = f"{budget.used} unplanned restarts within {budget.window_seconds} s exceed the budget of {budget.limit}"
+        context.emit("RestartBudgetExceeded", f"{text}; the last one: {message}", warning=True)
+        return dataclasses.replace(
+            status, phase=Phase.FAILED, reason="RestartBudgetExceeded", message=f"{text}. Last cause: {message}"
+        )
+    return status
+
+
+def merges(context: Context, status: Status) -> bool:
+    """A further loss, before the attempt that answers the last one was launched, belongs to that one."""
+    if not status.recoveries or status.launched:
+        return False
+    last = status.recoveries[-1]
+    window = context.spec.recovery.batch_window_seconds
+    return last.launch_time is None and context.now - (last.detect_time or 0.0) <= window
+
+
+def charge(budget: RestartBudget, context: Context, now: float | None) -> RestartBudget:
+    """Count one unplanned restart (`now`), or only forget those outside of the window (None)."""
+    rules = context.spec.recovery.restart_budget
+    times = [moment for moment in budget.times if context.now - moment < rules.window_seconds]
+    if now is not None:
+        times.append(Time(now))
+    # One more than the limit is enough to know that it is exceeded.
+    times = times[-(rules.limit + 1) :]
+    return RestartBudget(limit=rules.limit, used=len(times), window_seconds=rules.window_seconds, times=tuple(times))
+
+
+def refuse_commit(context: Context, status: Status, uri: str, reason: str) -> Status:
+    """Fall back: mark a commit invalid, and say what is left."""
+    checkpoint = commits.invalidate(status.checkpoint, uri, reason)
+    left = commits.newest(checkpoint, below=status.attempt + 1)
+    then = f"falling back to {left.uri}" if left else "no other commit is left: training starts from nothing"
+    context.emit("CommitInvalid", f"{uri} cannot be used ({reason}); {then}", warning=True)
+    return dataclasses.replace(status, checkpoint=checkpoint)
+
+
+def refresh_exclusions(context: Context, status: Status) -> Status:
+    """Readmit nodes: Ready for a while after a loss, or past their term as repeated offenders."""
+    kept: list[ExcludedNode] = []
+    for item in status.excluded_nodes:
+        node = context.world.nodes.get(item.name)
+        if node is None:
+            continue  # A node that does not exist needs no exclusion; if it is made again, it is a new one.
+        until = _term(context, item, node.ready == "True", node.ready_since)
+        if until is None or until > context.now:
+            kept.append(dataclasses.replace(item, until=until))
+        else:
+            context.emit("NodeReadmitted", f"node {item.name} may be used again: {item.reason} is over")
+    return dataclasses.replace(status, excluded_nodes=tuple(kept))
+
+
+def _term(context: Context, item: ExcludedNode, ready: bool, ready_since: float | None) -> Time | None:
+    if item.hurts >= OFFENCES_UNTIL_EXCLUDED:
+        return Time(item.since + context.spec.recovery.exclude_node_seconds) if ready else None
+    if not ready:
+        return None
+    return item.until or Time(max(ready_since or item.since, item.since) + context.limits.node_stable_seconds)
+
+
+def _excluded(context: Context, status: Status, lost: Collection[str], cause: str) -> tuple[ExcludedNode, ...]:
+    others = [item for item in status.excluded_nodes if item.name not in lost]
+    new = [
+        ExcludedNode(
+            name=name,
+            reason=cause,
+            since=Time(context.now),
+            # Its own record is in the list already.
+            hurts=max(1, sum(name in recovery.lost for recovery in status.recoveries)),
+        )
+        for name in sorted(lost)
+    ]
+    for item in new:
+        if item.hurts >= OFFENCES_UNTIL_EXCLUDED:
+            seconds = context.spec.recovery.exclude_node_seconds
+            context.emit(
+                "NodeExcluded", f"node {item.name} ended {item.hurts} attempts: avoided for {seconds} s", warning=True
+            )
+    return (*others, *new)
+
+
+def _record(
+    context: Context, status: Status, *, cause: str, message: str, since: float, lost: Collection[str], planned: bool
+) -> Recovery:
+    current, progress = status.current, status.progress
+    return Recovery(
+        cause=cause,
+        message=message,
+        lost=tuple(sorted(lost)),
+        planned=planned,
+        from_=short(current.topology) if current else "",
+        from_attempt=status.attempt,
+        signal_time=Time(min(since, context.now)),
+        detect_time=Time(context.now),
+        last_step=progress.step if progress else 0,
+    )
