@@ -1,8 +1,8 @@
 """Boxes: the one geometric idea of the resharder.
 
-A box is a half-open region of a logical tensor. Whatever a framework calls its cut (tensor parallel shard, fused part, flat ZeRO
-partition), it arrives here as boxes. No data, no files, standard library only. `[ndim]` in docstrings is a tuple with one
-number per dim.
+A box is a half-open region of a logical tensor. Whatever a framework calls its cut (tensor parallel shard, fused part,
+flat ZeRO partition), it arrives here as boxes. No data, no files, standard library only. `[ndim]` in docstrings is a
+tuple with one number per dim.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What lies where: logical tensors, and the boxes of them that files hold.
 
-A format's reader describes a source as an `Index`; its writer describes a target as a `TargetLayout`. Both speak of the same
-logical tensors, so planning is intersecting boxes. Tables are columns of numpy arrays: a row costs tens of bytes.
+A format's reader describes a source as an `Index`; its writer describes a target as a `TargetLayout`. Both speak of the
+same logical tensors, so planning is intersecting boxes. Tables are columns of numpy arrays: a row costs tens of bytes.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Index:
         tensors: all logical tensors; tables refer to them by position.
         files: all files with shards.
         shards: where everything is.
-        extra: what the format's own writer needs besides (scalars, parameter groups, order of names); opaque to the core.
+        extra: what the format's own writer needs besides (scalars, parameter groups, order of names); opaque here.
     """
 
     root: Path

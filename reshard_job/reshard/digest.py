@@ -1,0 +1,143 @@
+"""Digests of logical tensors that do not depend on how they are cut.
+
+The digest of a tensor is the sum over its elements of `bits(x_i) * h(i)` modulo 2^64, where `i` is the element's flat
+index in the *logical* tensor and `h(i) = u(i >> 16) * v(i & 0xFFFF)` with odd, well-mixed 64-bit numbers u and v. Sums
+commute, so the digests of shards add up to the tensor's, whatever the cut, and a reader of any layout can compute its
+share.
+
+What it catches. Changing the bits of one element changes its term by `d * h(i)` with 0 < |d| < 2^64 and `h(i)` odd,
+which is never 0 modulo 2^64: a single wrong, missing or doubled (nonzero) element is caught *always*. Several wrong
+elements, or elements in each other's places, change the sum by a combination of differences with the `h(i)`; with `h`
+behaving like random odd numbers that combination is 0 by chance with probability at most about 2^-32 for 32-bit
+elements (when every difference is a multiple of 2^31) and typically about 2^-62. It protects against damage and
+mistakes, not against an attacker.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.geometry import Box, strides_of
+
+MODULUS = 1 << 64
+_LOW_BITS = 16
+_BLOCK = 1 << _LOW_BITS
+_SHORT_RUN = 128  # elements up to which gathering the weights of many runs beats one dot product per run
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+@functools.cache
+def _low() -> UInt64Array:
+    """`v`: one odd number for every value of the low 16 bits, [65536]."""
+    return _mix(np.arange(1, _BLOCK + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _high(blocks: UInt64Array) -> UInt64Array:
+    """`u`: one odd number for every value of the high bits; same shape."""
+    return _mix(blocks * np.uint64(0xD1B54A32D192ED03) + np.uint64(0x2545F4914F6CDD1D))
+
+
+def _mix(value: UInt64Array) -> UInt64Array:
+    """The finalizer of splitmix64 (Steele et al. 2014), made odd."""
+    value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return (value ^ value >> np.uint64(31)) | np.uint64(1)
+
+
+def run_digest(data: npt.NDArray[np.generic], start: int) -> int:
+    """Digest of consecutive elements.
+
+    Args:
+        data: contiguous elements of any type, [count].
+        start: flat index of the first one in the logical tensor.
+    """
+    bits = data.reshape(-1).view(_UNSIGNED[data.dtype.itemsize])
+    low, count = _low(), len(bits)
+    high = _high(np.arange(start >> _LOW_BITS, (start + count >> _LOW_BITS) + 1, dtype=np.uint64)).tolist()
+    scratch = np.empty(min(count, _BLOCK), dtype=np.uint64)
+    total = position = 0
+    while position < count:
+        block, within = divmod(start + position, _BLOCK)
+        length = min(_BLOCK - within, count - position)
+        widened = scratch[:length]
+        np.copyto(widened, bits[position : position + length])
+        total += int(np.dot(widened, low[within : within + length])) * high[block - (start >> _LOW_BITS)]
+        position += length
+    return total % MODULUS
+
+
+def box_digest(data: npt.NDArray[np.generic], box: Box, shape: tuple[int, ...]) -> int:
+    """Digest of a box's elements.
+
+    Args:
+        data: contiguous elements of the box, row-major, any shape with the box's number of elements.
+        box: where they lie in the logical tensor, [ndim].
+        shape: of the logical tensor, [ndim].
+    """
+    strides = strides_of(shape)
+    start = sum(offset * stride for offset, stride in zip(box.offset, strides, strict=True))
+    # Trailing dims that the box spans entirely are consecutive with the first one that it does not.
+    inner, dim = 1, len(shape)
+    while dim > 0 and (dim == len(shape) or box.size[dim] == shape[dim]):
+        dim -= 1
+        inner *= box.size[dim]
+    flat = data.reshape(-1)
+    if len(flat) == inner:
+        return run_digest(flat, start)
+    starts = _run_starts(start, box.size[:dim], strides[:dim])
+    rows = flat.reshape(len(starts), inner).view(_UNSIGNED[data.dtype.itemsize])
+    return _short_runs_digest(rows, starts) if inner <= _SHORT_RUN else _long_runs_digest(rows, starts)
+
+
+def _run_starts(start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> UInt64Array:
+    starts = np.array([start], dtype=np.uint64)
+    for size, stride in zip(sizes, strides, strict=True):
+        starts = (starts[:, None] + np.arange(size, dtype=np.uint64) * np.uint64(stride)).reshape(-1)
+    return starts
+
+
+def _short_runs_digest(rows: npt.NDArray[np.generic], starts: UInt64Array) -> int:
+    """Digest of equally long runs.
+
+    Args:
+        rows: bits of the elements, [runs, length].
+        starts: flat index of each run's first element, [runs].
+    """
+    length = rows.shape[1]
+    step = max(1, _BLOCK // length)
+    total = 0
+    for first in range(0, len(rows), step):
+        index: UInt64Array = np.add.outer(starts[first : first + step], np.arange(length, dtype=np.uint64))
+        terms = _low()[(index & np.uint64(_BLOCK - 1)).astype(np.intp)]
+        terms *= _high(index >> np.uint64(_LOW_BITS))
+        terms *= rows[first : first + step]
+        total += int(terms.sum(dtype=np.uint64))
+    return total % MODULUS
+
+
+def _long_runs_digest(rows: npt.NDArray[np.generic], starts: UInt64Array) -> int:
+    """The same for longer runs: one dot product for each."""
+    low, length = _low(), rows.shape[1]
+    step = max(1, _BLOCK // length)
+    high = _high(starts >> np.uint64(_LOW_BITS)).tolist()
+    within = (starts & np.uint64(_BLOCK - 1)).tolist()
+    total = 0
+    for first in range(0, len(rows), step):
+        widened = rows[first : first + step].astype(np.uint64)
+        for number, run in enumerate(widened, start=first):
+            offset = within[number]
+            if offset + length <= _BLOCK:
+                total += int(np.dot(run, low[offset : offset + length])) * high[number]
+            else:
+                total += run_digest(rows[number], int(starts[number]))
+    return total % MODULUS
+
+
+def to_hex(digest: int) -> str:
+    """16 hex digits, as in COMMIT.json."""
+    return f"{digest:016x}"
