@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import absorbing, planning, preparing, recovering, running
+from elastic_operator import absorbing, planning, preparing, running
 from elastic_operator.actions import Decision, Event
 from elastic_operator.conditions import Type, find, set_condition
 from elastic_operator.context import Context, stopped_pods
@@ -26,7 +26,7 @@ MAX_STEPS = 16
 """A pass that does not settle within so many steps is a mistake in this package, not in the cluster."""
 
 
-def decide(job: JobRef, spec: Spec, status: Status, world: Observation, limits: Limits, now: float) -> Decision:
+def decide(job: JobRef, spec: Spec, status: Status, world: Observation, *, limits: Limits, now: float) -> Decision:
     """What to write and what to do now.
 
     Raises:
@@ -52,7 +52,7 @@ def decide(job: JobRef, spec: Spec, status: Status, world: Observation, limits: 
     )
 
 
-def refuse(job: JobRef, error: SpecError, status: Status, limits: Limits, now: float) -> Decision:
+def refuse(job: JobRef, error: SpecError, status: Status, *, limits: Limits, now: float) -> Decision:
     """The decision about a spec that makes no sense: say so, leave what runs alone."""
     message = "; ".join(error.problems)
     old = find(status.conditions, Type.SPEC_VALID)
@@ -110,9 +110,9 @@ def _suspend(context: Context, status: Status) -> Status:
             return running.start_drain(context, status, "Suspended", "spec.suspend is true")
         return running.run(context, status, current)
     status = dataclasses.replace(status, current=None, drain=None, growth=None)
-    if status.recoveries and status.recoveries[-1].to_attempt == 0 and status.recoveries[-1].launch_time is None:
-        # Nothing follows it, so its clock stops here.
-        status = edit_last_recovery(status, launch_time=Time(context.now))
+    if status.recoveries and status.recoveries[-1].to_attempt == 0:
+        # Nothing follows a failure that came while suspending; what starts later is not its recovery.
+        status = edit_last_recovery(status, to="suspended", to_attempt=status.attempt)
     running_pods = [pod for pod in stopped_pods(context, status) if not pod.terminal]
     if running_pods:
         return status if status.phase != Phase.SUSPENDED else dataclasses.replace(status, phase=Phase.STOPPING)
@@ -146,9 +146,10 @@ def _wake(context: Context, status: Status) -> float:
     if current is not None and current.launch_time is not None:
         wake = running.judge(context, status, current).wake_at
         moments += [] if wake is None else [wake]
-    if (current is not None and not status.launched) or status.phase in (Phase.WAITING, Phase.STOPPING):
-        moments.append(now + 2.0)
+        lease = context.world.leases.get(status.attempt)
+        if lease is not None and lease.renewed_at is not None:
+            moments.append(lease.renewed_at + context.limits.heartbeat_stale_seconds + 0.1)
+    if current is None or current.launch_time is None:
+        # What other jobs give back is not watched.
+        moments.append(now + (10.0 if status.phase in (Phase.WAITING, Phase.SUSPENDED) else 2.0))
     return min((moment for moment in moments if moment > now), default=now + 1.0)
-
-
-__all__ = ["decide", "recovering", "refuse"]

@@ -29,7 +29,13 @@ def _stop(context: Context, status: Status) -> Iterator[Action]:
     jobs = [job for job in context.world.jobs if job.role == WORKER and job.attempt != keep]
     pods = [pod for pod in context.world.pods if pod.role == WORKER and pod.attempt != keep]
     # The Job first: it would make new pods for those that are deleted.
-    yield from (DeleteJob(name=job.name, uid=job.uid) for job in jobs if not job.deleting)
+    # A failed job keeps its last Job, for the logs of its pods.
+    keep_logs = status.phase == Phase.FAILED
+    yield from (
+        DeleteJob(name=job.name, uid=job.uid)
+        for job in jobs
+        if not job.deleting and not (keep_logs and (job.failed or job.complete))
+    )
     yield from _delete_pods(context, status, pods)
     attempts = {job.attempt for job in jobs} | {lease for lease in context.world.leases if lease != keep}
     yield from (RevokeAttempt(name=attempt_name(context.job.name, attempt)) for attempt in sorted(attempts))

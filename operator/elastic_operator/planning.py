@@ -27,7 +27,7 @@ def plan_next(context: Context, status: Status) -> Status:
         if forgiving.best is not None:
             result = forgiving
             context.emit(
-                "ExclusionLifted", "too few other nodes are left: excluded nodes that are Ready are used again"
+                "ExclusionLifted", "too few other nodes are left: excluded nodes that are Ready may serve again"
             )
             status = dataclasses.replace(
                 status, excluded_nodes=tuple(item for item in status.excluded_nodes if item.until is None)

@@ -1,0 +1,181 @@
+"""Writes the cluster. One branch per action; every one may be repeated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from lightkube import AsyncClient
+from lightkube.core.exceptions import ApiError
+from lightkube.types import CascadeType, PatchType
+
+from elastic_operator.actions import (
+    Action,
+    Create,
+    DeleteJob,
+    DeletePod,
+    Event,
+    LaunchAttempt,
+    RequestDrain,
+    RevokeAttempt,
+)
+from elastic_operator.manifests import MANAGER
+from elastic_operator.observation import WORKER, pod_view
+from elastic_operator.observe import Observer
+from elastic_operator.resources import (
+    ACCOUNT,
+    BY_KIND,
+    EVENT,
+    JOB,
+    LEASE,
+    POD,
+    ROLE,
+    ROLE_BINDING,
+    SERVICE,
+    TRAINING_JOB,
+)
+from elastic_operator.status import Status
+from elastic_operator.wire import format_time, to_wire
+from reshard.contract import GROUP, KIND, VERSION, LeaseKey, Request
+
+_GONE, _CONFLICT = 404, 409
+_MESSAGE_LIMIT = 1024
+"""Of a core/v1 Event."""
+
+
+class ConflictError(Exception):
+    """Somebody else has changed the object since it was read: look again."""
+
+
+class Applier:
+    """All writing, for one namespace and job at a time."""
+
+    def __init__(self, client: AsyncClient, observer: Observer) -> None:
+        self._client = client
+        self._observer = observer
+
+    async def write_status(self, resource: Mapping[str, Any], status: Status) -> bool:
+        """Replace the status, if it differs from what was read; True if it was written.
+
+        Raises:
+            ConflictError: the resource has changed since `resource` was read.
+        """
+        wire = to_wire(status)
+        if wire == resource.get("status"):
+            return False
+        # The resourceVersion inside of the metadata makes this a compare-and-swap.
+        body = TRAINING_JOB.Status({**resource, "status": wire})
+        try:
+            await self._client.replace(body, field_manager=MANAGER)
+        except ApiError as error:
+            if error.status.code in (_CONFLICT, _GONE):
+                raise ConflictError(str(error)) from error
+            raise
+        return True
+
+    async def act(self, namespace: str, job: str, action: Action) -> None:
+        """Do one thing.
+
+        Raises:
+            ConflictError: the world is not as the decision saw it.
+        """
+        match action:
+            case Create(manifest=manifest):
+                await self._create(manifest)
+            case LaunchAttempt():
+                await self._launch(namespace, job, action)
+            case DeleteJob(name=name, uid=uid):
+                await self._delete(JOB, namespace, name, uid=uid, cascade=CascadeType.BACKGROUND)
+            case DeletePod(name=name, uid=uid, grace_seconds=seconds):
+                await self._delete(POD, namespace, name, uid=uid, grace_period=seconds)
+            case RevokeAttempt(name=name):
+                for kind in (ROLE_BINDING, ROLE, ACCOUNT, SERVICE, LEASE):
+                    await self._delete(kind, namespace, name)
+            case RequestDrain(lease=lease):
+                annotations = {str(LeaseKey.REQUEST): str(Request.DRAIN)}
+                await self._ignoring_absent(
+                    self._client.patch(
+                        LEASE,
+                        lease,
+                        {"metadata": {"annotations": annotations}},
+                        namespace=namespace,
+                        patch_type=PatchType.MERGE,
+                        field_manager=MANAGER,
+                    )
+                )
+
+    async def post_event(self, resource: Mapping[str, Any], event: Event, now: float) -> None:
+        """Post an Event about the resource; the same text again only raises the count."""
+        meta = resource["metadata"]
+        message = event.message if len(event.message) <= _MESSAGE_LIMIT else event.message[: _MESSAGE_LIMIT - 3] + "..."
+        digest = hashlib.sha256(f"{meta['uid']}/{event.reason}/{message}".encode()).hexdigest()[:12]
+        moment = format_time(now)[:-5] + "Z"
+        name = f"{meta['name']}.{digest}"
+        body = EVENT(
+            {
+                "apiVersion": "v1",
+                "kind": "Event",
+                "metadata": {"name": name, "namespace": meta["namespace"]},
+                "involvedObject": {
+                    "apiVersion": f"{GROUP}/{VERSION}",
+                    "kind": KIND,
+                    "name": meta["name"],
+                    "namespace": meta["namespace"],
+                    "uid": meta["uid"],
+                },
+                "type": "Warning" if event.warning else "Normal",
+                "reason": event.reason,
+                "message": message,
+                "source": {"component": MANAGER},
+                "reportingComponent": MANAGER,
+                "firstTimestamp": moment,
+                "lastTimestamp": moment,
+                "count": 1,
+            }
+        )
+        try:
+            await self._client.create(body)
+        except ApiError as error:
+            if error.status.code != _CONFLICT:
+                raise
+            old = await self._client.get(EVENT, name, namespace=meta["namespace"])
+            again = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": moment}
+            await self._client.patch(EVENT, name, again, namespace=meta["namespace"], patch_type=PatchType.MERGE)
+
+    async def _launch(self, namespace: str, job: str, action: LaunchAttempt) -> None:
+        """The last gate: whatever the decision was made from, no pod of an older attempt may run now."""
+        for item in await self._observer.pods(namespace, job):
+            pod = pod_view(item)
+            if pod.role == WORKER and not pod.terminal and pod.node not in action.lost_nodes:
+                raise ConflictError(f"pod {pod.name} of attempt {pod.attempt} is still there")
+        for manifest in action.manifests:
+            await self._create(manifest)
+
+    async def _create(self, manifest: Mapping[str, Any]) -> None:
+        kind = BY_KIND[manifest["kind"]]
+        try:
+            await self._client.create(kind(dict(manifest)), field_manager=MANAGER)
+        except ApiError as error:
+            if error.status.code != _CONFLICT:
+                raise
+
+    async def _delete(self, kind: Any, namespace: str, name: str, *, uid: str = "", **options: Any) -> None:
+        if uid:
+            try:
+                found = await self._client.get(kind, name, namespace=namespace)
+            except ApiError as error:
+                if error.status.code == _GONE:
+                    return
+                raise
+            if found["metadata"]["uid"] != uid:
+                return
+        await self._ignoring_absent(self._client.delete(kind, name, namespace=namespace, **options))
+
+    @staticmethod
+    async def _ignoring_absent(call: Any) -> None:
+        try:
+            await call
+        except ApiError as error:
+            if error.status.code != _GONE:
+                raise

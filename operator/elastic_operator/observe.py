@@ -1,0 +1,132 @@
+"""Reads the cluster: a fresh look at one job's objects, and shared looks at nodes and at accelerators in use."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lightkube import AsyncClient
+from lightkube.core.exceptions import ApiError
+from lightkube.operators import not_in
+
+from elastic_operator.caches import Nodes, Renewals
+from elastic_operator.observation import Observation, attempt_of, job_view, lease_view, pod_requests, pod_view
+from elastic_operator.resources import JOB, LEASE, NODE, POD, TRAINING_JOB
+from reshard.contract import Label
+
+NODE_LEASES = "kube-node-lease"
+FRESH_SECONDS = 1.0
+"""A look at the accelerators in use that is not older counts as fresh."""
+
+USED_SECONDS = 10.0
+"""How old the accelerators in use may be where nothing is about to be planned."""
+
+
+class Observer:
+    """All reading. Holds caches, decides nothing."""
+
+    def __init__(self, client: AsyncClient, nodes: Nodes) -> None:
+        self._client = client
+        self._nodes = nodes
+        self._renewals = Renewals()
+        self._used: dict[str, dict[str, dict[str, int]]] = {}
+        self._used_at = 0.0
+        self._used_lock = asyncio.Lock()
+
+    async def training_job(self, namespace: str, name: str) -> dict[str, Any] | None:
+        """A fresh copy of the resource, None if it does not exist."""
+        try:
+            return dict(await self._client.get(TRAINING_JOB, name, namespace=namespace))
+        except ApiError as error:
+            if error.status.code == 404:
+                return None
+            raise
+
+    async def pods(self, namespace: str, job: str) -> list[Mapping[str, Any]]:
+        """All pods of one job, straight from the API."""
+        return [item async for item in self._client.list(POD, namespace=namespace, labels=_labels(job))]
+
+    async def look(self, namespace: str, job: str, resource: str, *, fresh: bool) -> Observation:
+        """Everything about one job. `fresh`: read the accelerators in use again."""
+        pods, jobs, leases, used = await asyncio.gather(
+            self.pods(namespace, job),
+            self._list(JOB, namespace, job),
+            self._list(LEASE, namespace, job),
+            self._used_by_others(namespace, job, resource, FRESH_SECONDS if fresh else USED_SECONDS),
+        )
+        now = time.time()
+        views = [
+            lease_view(
+                item,
+                self._renewals.seen(
+                    f"{namespace}/{item['metadata']['name']}", (item.get("spec") or {}).get("renewTime") or "", now
+                ),
+            )
+            for item in leases
+        ]
+        nodes = self._nodes.views()
+        held = {name for item in pods if (name := (item.get("spec") or {}).get("nodeName"))}
+        return Observation(
+            nodes={name: node for name, node in nodes.items() if name in held or node.capacity.get(resource, 0) > 0},
+            pods=tuple(pod_view(item) for item in pods),
+            jobs=tuple(job_view(item) for item in jobs),
+            leases={attempt_of(item["metadata"]): view for item, view in zip(leases, views, strict=True)},
+            used=used,
+            capacity_fresh=now - self._used_at <= FRESH_SECONDS + 0.5,
+        )
+
+    async def refresh_nodes(self) -> None:
+        """List all nodes: at the start, and now and then to drop ghosts."""
+        items = [item async for item in self._client.list(NODE, chunk_size=500)]
+        self._nodes.refresh(items, time.time())
+
+    async def refresh_node_leases(self) -> None:
+        """List all kubelets' Leases: one request, whatever the number of jobs."""
+        async for item in self._client.list(LEASE, namespace=NODE_LEASES, chunk_size=500):
+            self._nodes.renew(item, time.time())
+
+    def stale_nodes(self) -> list[str]:
+        """Nodes whose kubelet has not renewed its Lease for suspiciously long; `signals` judges them."""
+        now = time.time()
+        return [
+            name
+            for name, node in self._nodes.views().items()
+            if node.lease_renewed_at is not None and now - node.lease_renewed_at > node.lease_duration_seconds / 2
+        ]
+
+    async def _list(self, kind: Any, namespace: str, job: str) -> list[Mapping[str, Any]]:
+        return [item async for item in self._client.list(kind, namespace=namespace, labels=_labels(job))]
+
+    async def _used_by_others(self, namespace: str, job: str, resource: str, max_age: float) -> dict[str, int]:
+        async with self._used_lock:
+            if time.time() - self._used_at > max_age:
+                self._used = await self._count_used()
+                self._used_at = time.time()
+        mine = f"{namespace}/{job}"
+        return {
+            node: total
+            for node, holders in self._used.items()
+            if (total := sum(count.get(resource, 0) for owner, count in holders.items() if owner != mine))
+        }
+
+    async def _count_used(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Extended resources held on each node, by job (`namespace/name`; empty for pods that are not ours)."""
+        used: dict[str, dict[str, dict[str, int]]] = {}
+        live: dict[str, Any] = {"status.phase": not_in(["Succeeded", "Failed"])}
+        async for item in self._client.list(POD, namespace="*", fields=live, chunk_size=500):
+            node = (item.get("spec") or {}).get("nodeName")
+            requests = pod_requests(item["spec"]) if node else {}
+            if not node or not requests:
+                continue
+            meta = item["metadata"]
+            job = (meta.get("labels") or {}).get(Label.JOB)
+            holder = used.setdefault(node, {}).setdefault(f"{meta['namespace']}/{job}" if job else "", {})
+            for name, count in requests.items():
+                holder[name] = holder.get(name, 0) + count
+        return used
+
+
+def _labels(job: str) -> dict[str, Any]:
+    return {str(Label.JOB): job}

@@ -1,0 +1,29 @@
+"""The Kubernetes kinds that the operator touches, as plain dictionaries: nothing is lost that a typed model forgot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightkube.generic_resource import create_global_resource, create_namespaced_resource
+
+from reshard.contract import GROUP, KIND, PLURAL, VERSION
+
+TRAINING_JOB = create_namespaced_resource(GROUP, VERSION, KIND, PLURAL)
+JOB = create_namespaced_resource("batch", "v1", "Job", "jobs")
+POD = create_namespaced_resource("", "v1", "Pod", "pods")
+SERVICE = create_namespaced_resource("", "v1", "Service", "services")
+ACCOUNT = create_namespaced_resource("", "v1", "ServiceAccount", "serviceaccounts")
+EVENT = create_namespaced_resource("", "v1", "Event", "events")
+LEASE = create_namespaced_resource("coordination.k8s.io", "v1", "Lease", "leases")
+ROLE = create_namespaced_resource("rbac.authorization.k8s.io", "v1", "Role", "roles")
+ROLE_BINDING = create_namespaced_resource("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
+NODE = create_global_resource("", "v1", "Node", "nodes")
+
+BY_KIND: dict[str, Any] = {
+    "Job": JOB,
+    "Lease": LEASE,
+    "Role": ROLE,
+    "RoleBinding": ROLE_BINDING,
+    "Service": SERVICE,
+    "ServiceAccount": ACCOUNT,
+}

@@ -1,0 +1,83 @@
+"""Settings of the operator: command line first, then environment, then defaults. The only reader of os.environ."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from elastic_operator.limits import Limits
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How this process runs.
+
+    Attributes:
+        kubeconfig: credentials; None inside a cluster.
+        namespace: the only one served; None for all.
+        lease_namespace: where the leader's Lease lies.
+        identity: name of this process in that Lease.
+        metrics_port: 0 for none.
+        health_port: 0 for none.
+    """
+
+    kubeconfig: Path | None = None
+    namespace: str | None = None
+    leader_election: bool = True
+    lease_namespace: str = "default"
+    identity: str = ""
+    metrics_port: int = 0
+    health_port: int = 0
+    log_level: str = "INFO"
+    json_logs: bool = False
+    limits: Limits = Limits()  # noqa: RUF009 - frozen
+
+
+def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
+    """Settings of `elastic-operator run ...`."""
+    env = os.environ if environment is None else environment
+    options = _parser(env).parse_args(arguments)
+    kubeconfig = options.kubeconfig or (None if "KUBERNETES_SERVICE_HOST" in env else _default_kubeconfig(env))
+    limits = {field.name: getattr(options, field.name) for field in dataclasses.fields(Limits)}
+    return Settings(
+        kubeconfig=Path(kubeconfig).expanduser() if kubeconfig else None,
+        namespace=options.namespace,
+        leader_election=not options.no_leader_election,
+        lease_namespace=options.lease_namespace,
+        identity=f"{env.get('POD_NAME') or socket.gethostname()}_{os.getpid()}",
+        metrics_port=options.metrics_port,
+        health_port=options.health_port,
+        log_level=options.log_level,
+        json_logs=options.json_logs,
+        limits=Limits(**limits),
+    )
+
+
+def _default_kubeconfig(env: Mapping[str, str]) -> str:
+    return env.get("KUBECONFIG") or str(Path(env.get("HOME") or "~") / ".kube" / "config")
+
+
+def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="elastic-operator", description="Keeps training jobs running when GPUs come and go."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="serve ElasticTrainingJobs until stopped")
+    run.add_argument("--kubeconfig", help="default: the pod's account, else $KUBECONFIG or ~/.kube/config")
+    run.add_argument("--namespace", help="serve only this namespace; default: all")
+    run.add_argument("--no-leader-election", action="store_true", help="for development: nobody else is running")
+    run.add_argument("--lease-namespace", default=env.get("POD_NAMESPACE") or "default", help="of the leader's Lease")
+    run.add_argument("--metrics-port", type=int, default=0, help="serve Prometheus metrics; 0: do not")
+    run.add_argument("--health-port", type=int, default=0, help="serve /healthz for the liveness probe; 0: do not")
+    run.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    run.add_argument("--json-logs", action="store_true", help="one JSON object per line")
+    defaults = Limits()
+    for field in dataclasses.fields(Limits):
+        value = getattr(defaults, field.name)
+        name = "--" + field.name.replace("_", "-")
+        run.add_argument(name, type=type(value), default=value, metavar="SECONDS", help=f"default {value:g}")
+    return parser

@@ -1,0 +1,159 @@
+"""One task per resource: woken by events and deadlines, it reads, decides, writes and acts. Never two for one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lightkube.core.exceptions import ApiError
+
+from elastic_operator import metrics
+from elastic_operator.actions import Decision
+from elastic_operator.apply import Applier, ConflictError
+from elastic_operator.decide import decide, refuse
+from elastic_operator.limits import Limits
+from elastic_operator.manifests import JobRef
+from elastic_operator.observe import Observer
+from elastic_operator.spec import SpecError, parse_spec
+from elastic_operator.status import Status
+from elastic_operator.wire import from_wire
+
+Key = tuple[str, str]
+"""Namespace and name."""
+
+DEBOUNCE_SECONDS = 0.05
+"""Events come in bursts; one look answers all of them."""
+
+_FIRST_BACKOFF_SECONDS = 0.5
+_LAST_BACKOFF_SECONDS = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class Workers:
+    """All tasks, by resource."""
+
+    def __init__(self, observer: Observer, applier: Applier, limits: Limits) -> None:
+        self._observer = observer
+        self._applier = applier
+        self._limits = limits
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._wakers: dict[Key, asyncio.Event] = {}
+        self._nodes: dict[Key, frozenset[str]] = {}
+
+    def wake(self, key: Key) -> None:
+        """Look at a resource soon. Makes its task at the first time."""
+        if key not in self._tasks:
+            self._wakers[key] = asyncio.Event()
+            self._tasks[key] = asyncio.create_task(self._run(key), name="/".join(key))
+        self._wakers[key].set()
+
+    def wake_node(self, node: str) -> None:
+        """Look at everything that has pods on `node`, and at everything that waits for nodes."""
+        for key, nodes in self._nodes.items():
+            if node in nodes or not nodes:
+                self.wake(key)
+
+    def wake_all(self) -> None:
+        """Look at everything."""
+        for key in list(self._tasks):
+            self.wake(key)
+
+    async def stop(self) -> None:
+        """End all tasks."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _run(self, key: Key) -> None:
+        backoff = _FIRST_BACKOFF_SECONDS
+        while True:
+            waker = self._wakers[key]
+            waker.clear()
+            try:
+                seconds = await self._reconcile(key)
+                backoff = _FIRST_BACKOFF_SECONDS
+            except ConflictError as error:
+                logger.debug("%s/%s: looking again: %s", *key, error)
+                seconds = 0.2
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                # The one place where anything may arrive: the resource is looked at again, later and later.
+                status = error.status.code if isinstance(error, ApiError) else None
+                logger.exception("%s/%s: reconciliation failed (API status %s)", *key, status)
+                metrics.ERRORS.inc()
+                seconds, backoff = backoff, min(2 * backoff, _LAST_BACKOFF_SECONDS)
+            if seconds is None:
+                self._forget(key)
+                return
+            try:
+                await asyncio.wait_for(waker.wait(), timeout=seconds)
+                await asyncio.sleep(DEBOUNCE_SECONDS)
+            except TimeoutError:
+                pass
+
+    def _forget(self, key: Key) -> None:
+        for table in (self._tasks, self._wakers, self._nodes):
+            table.pop(key, None)
+        metrics.forget(key)
+
+    async def _reconcile(self, key: Key) -> float | None:
+        """One pass; seconds until the next, None if the resource is gone."""
+        namespace, name = key
+        begin = time.monotonic()
+        resource = await self._observer.training_job(namespace, name)
+        if resource is None:
+            return None
+        if resource["metadata"].get("deletionTimestamp"):
+            return self._limits.resync_seconds
+        decision = await self._decide(key, resource)
+        await self._apply(key, resource, decision)
+        metrics.RECONCILE_SECONDS.observe(time.monotonic() - begin)
+        metrics.show(key, decision.status)
+        return decision.requeue_seconds
+
+    async def _decide(self, key: Key, resource: Mapping[str, Any]) -> Decision:
+        namespace, name = key
+        meta = resource["metadata"]
+        job = JobRef(
+            name=name,
+            namespace=namespace,
+            uid=meta["uid"],
+            generation=meta.get("generation") or 0,
+            labels=meta.get("labels") or {},
+        )
+        status = from_wire(Status, resource.get("status") or {})
+        try:
+            spec = parse_spec(resource["spec"])
+        except SpecError as error:
+            return refuse(job, error, status, limits=self._limits, now=time.time())
+        fresh = not status.launched
+        while True:
+            world = await self._observer.look(namespace, name, spec.accelerator.resource, fresh=fresh)
+            self._nodes[key] = frozenset(pod.node for pod in world.pods if pod.node)
+            decision = decide(job, spec, status, world, limits=self._limits, now=time.time())
+            if not decision.needs_fresh_capacity:
+                return decision
+            fresh = True
+
+    async def _apply(self, key: Key, resource: Mapping[str, Any], decision: Decision) -> None:
+        """Status first: what is done next can then be derived from it by whoever comes after us."""
+        written = await self._applier.write_status(resource, decision.status)
+        for event in decision.events:
+            record = {"job": "/".join(key), "attempt": decision.status.attempt, "reason": event.reason}
+            logger.log(
+                logging.WARNING if event.warning else logging.INFO, "%s", event.message, extra={"fields": record}
+            )
+            metrics.EVENTS.labels(reason=event.reason).inc()
+        for action in decision.actions:
+            logger.debug("%s/%s: %s", *key, json.dumps(type(action).__name__))
+            await self._applier.act(*key, action)
+        for event in decision.events:
+            await self._applier.post_event(resource, event, time.time())
+        if written:
+            metrics.STATUS_WRITES.inc()
