@@ -32,7 +32,7 @@ _CHAIN = (
     ("schedule", "schedule_time"),
     ("load", "first_step_time"),
 )
-"""What a recovery waits for, in order. A failed attempt stops while the checkpoint is converted: `stop` is what is left."""
+"""What a recovery waits for, in order. A failed attempt stops while the checkpoint is converted: `stop` is the rest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
