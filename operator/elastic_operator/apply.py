@@ -34,6 +34,7 @@ from elastic_operator.resources import (
     ROLE_BINDING,
     SERVICE,
     TRAINING_JOB,
+    make,
 )
 from elastic_operator.status import Status
 from elastic_operator.wire import format_time, to_wire
@@ -65,7 +66,7 @@ class Applier:
         if wire == resource.get("status"):
             return False
         # The resourceVersion inside of the metadata makes this a compare-and-swap.
-        body = TRAINING_JOB.Status({**resource, "status": wire})
+        body = make(TRAINING_JOB.Status, {**resource, "status": wire})
         try:
             await self._client.replace(body, field_manager=MANAGER)
         except ApiError as error:
@@ -112,7 +113,8 @@ class Applier:
         digest = hashlib.sha256(f"{meta['uid']}/{event.reason}/{message}".encode()).hexdigest()[:12]
         moment = format_time(now)[:-5] + "Z"
         name = f"{meta['name']}.{digest}"
-        body = EVENT(
+        body = make(
+            EVENT,
             {
                 "apiVersion": "v1",
                 "kind": "Event",
@@ -132,7 +134,7 @@ class Applier:
                 "firstTimestamp": moment,
                 "lastTimestamp": moment,
                 "count": 1,
-            }
+            },
         )
         try:
             await self._client.create(body)
@@ -155,7 +157,7 @@ class Applier:
     async def _create(self, manifest: Mapping[str, Any]) -> None:
         kind = BY_KIND[manifest["kind"]]
         try:
-            await self._client.create(kind(dict(manifest)), field_manager=MANAGER)
+            await self._client.create(make(kind, manifest), field_manager=MANAGER)
         except ApiError as error:
             if error.status.code != _CONFLICT:
                 raise

@@ -18,7 +18,7 @@ from lightkube import AsyncClient
 from lightkube.core.exceptions import ApiError
 
 from elastic_operator.caches import Renewals
-from elastic_operator.resources import LEASE
+from elastic_operator.resources import LEASE, make
 from elastic_operator.wire import format_time
 
 NAME = "elastic-training-operator"
@@ -89,13 +89,14 @@ class Leader:
             raise
 
     async def _create(self) -> bool:
-        body = LEASE(
+        body = make(
+            LEASE,
             {
                 "apiVersion": "coordination.k8s.io/v1",
                 "kind": "Lease",
                 "metadata": {"name": NAME, "namespace": self._namespace},
                 "spec": self._spec(self._identity),
-            }
+            },
         )
         return await self._accepted(self._client.create(body))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightkube.generic_resource import create_global_resource, create_namespaced_resource
@@ -18,6 +19,12 @@ LEASE = create_namespaced_resource("coordination.k8s.io", "v1", "Lease", "leases
 ROLE = create_namespaced_resource("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING = create_namespaced_resource("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
 NODE = create_global_resource("", "v1", "Node", "nodes")
+
+
+def make(kind: Any, body: Mapping[str, Any]) -> Any:
+    """An object that the client can send."""
+    return kind(dict(body))
+
 
 BY_KIND: dict[str, Any] = {
     "Job": JOB,
