@@ -29,8 +29,9 @@ from reshard.topology import Topology
 TIE_FRACTION = 0.02
 """Estimates this close say nothing about which one is faster."""
 
-MAX_SHAPES = 50_000
-"""The search ends here, so that no spec can occupy the operator; ordinary ones have a few hundred."""
+MAX_SHAPES = 20_000
+"""The search ends here, so that no spec can occupy the operator for more than about a second; ordinary ones have a few
+hundred shapes. For each combination of degrees the largest numbers of accelerators are looked at first."""
 
 MAX_REJECTED = 256
 
@@ -105,9 +106,11 @@ class PlanResult:
 
 def plan(spec: Spec, capacity: Capacity, current: Topology | None = None) -> PlanResult:
     """Choose what to run on `capacity`. `current` is what ran last, for ties only."""
-    shapes = itertools.islice(_shapes(spec, capacity), MAX_SHAPES)
+    shapes = tuple(itertools.islice(_shapes(spec, capacity), MAX_SHAPES))
     candidates = _in_order(spec, [evaluate(spec, shape) for shape in shapes if not refusals(spec, shape)], current)
     rejected = tuple(itertools.islice(_rejections(spec, capacity), MAX_REJECTED))
+    if len(shapes) == MAX_SHAPES:
+        rejected = (_cut_short(), *rejected)
     best = candidates[0] if candidates else None
     return PlanResult(
         best=best,
@@ -220,6 +223,11 @@ def _no_count(spec: Spec, capacity: Capacity, per_node: int) -> str:
     return f"{usable} nodes can give {per_node} accelerators each ({capacity}), and the spec permits {permitted}"
 
 
+def _cut_short() -> Rejection:
+    reason = f"only the first {MAX_SHAPES} were looked at: list fewer degrees of parallelism"
+    return Rejection(subject="shapes beyond the limit", reasons=(reason,))
+
+
 def _in_order(spec: Spec, candidates: list[Candidate], current: Topology | None) -> tuple[Candidate, ...]:
     if not candidates:
         return ()
@@ -254,5 +262,6 @@ def _reason(capacity: Capacity, candidates: tuple[Candidate, ...], rejected: tup
 
 
 def _divisors(number: int, *, at_most: int) -> tuple[int, ...]:
+    """Divisors up to `at_most`, largest first."""
     small = [i for i in range(1, min(math.isqrt(number), at_most) + 1) if number % i == 0]
-    return tuple(sorted({*small, *(number // i for i in small if number // i <= at_most)}))
+    return tuple(sorted({*small, *(number // i for i in small if number // i <= at_most)}, reverse=True))

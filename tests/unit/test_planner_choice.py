@@ -228,3 +228,19 @@ def test_the_example_in_the_documentation_is_what_the_planner_prints():
     spec = parse_spec(yaml.safe_load(example[1])["spec"])
     assert explain(plan(spec, capacity(2, 2, 2))) == printed[1]
     assert choice(plan(spec, capacity(2, 2))) == "tp=2,pp=1,dp=2,zero=1 2x2"
+
+
+def test_a_spec_with_too_many_shapes_is_answered_and_says_so():
+    spec = make_spec(
+        per_node=(8, 4, 2, 1),
+        nodes={"min": 1, "max": 5000},
+        global_samples=720720,
+        micro_samples=1,
+        model=None,
+        tensor=[1, 2, 4, 8],
+        pipeline=list(range(1, 33)),
+        context=[1, 2, 4],
+    )
+    result = plan(spec, capacity(*[8] * 5000))
+    assert result.best is not None
+    assert result.rejected[0].subject == "shapes beyond the limit"
