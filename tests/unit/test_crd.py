@@ -15,6 +15,21 @@ import pytest
 import yaml
 
 from elastic_operator.spec import parse_spec
+from elastic_operator.status import (
+    Checkpoint,
+    Commit,
+    Condition,
+    Current,
+    ExcludedNode,
+    Phase,
+    Plan,
+    Progress,
+    Recovery,
+    Rejected,
+    ReshardStatus,
+    Status,
+)
+from elastic_operator.wire import Time, from_wire, to_wire
 from reshard import contract
 
 ROOT = Path(__file__).parents[2]
@@ -167,3 +182,39 @@ def test_an_example_is_valid(job):
 def test_the_reference_page_is_in_step_with_the_schema():
     module = reference()
     assert module.PAGE.read_text(encoding="utf-8") == module.render(CRD), "run: python crds/reference.py"
+
+
+def test_what_the_operator_writes_is_a_valid_status():
+    topology = {"tp": 2, "pp": 1, "dp": 2, "ep": 1, "cp": 1, "zero": 1}
+    moment = Time(1.8e9)
+    commit = Commit(uri="/checkpoint/gpt/a2/step-00000040", step=40, samples=800, attempt=2, topology=topology)
+    status = Status(
+        phase=Phase.RUNNING,
+        reason="Training",
+        attempt=3,
+        observed_generation=1,
+        topology=topology,
+        topology_text="tp=2,pp=1,dp=2,zero=1",
+        replicas=2,
+        gpus=4,
+        selector="a=b",
+        conditions=(
+            Condition(type="Planned", status="True", reason="Chosen", message="m", last_transition_time=moment),
+        ),
+        current=Current(topology=topology, num_nodes=2, gpus_per_node=2, plan_time=moment),
+        plan=Plan(target=topology, nodes=2, per_node=2, reason="r", rejected=(Rejected(topology="t", reason="r"),)),
+        progress=Progress(phase="Training", step=41, samples=820, loss=2.5, time=moment),
+        checkpoint=Checkpoint(uri=commit.uri, step=40, samples=800, attempt=2, topology=topology, history=(commit,)),
+        reshard=ReshardStatus(
+            job_name="gpt-a3-reshard", mode="materialize", bytes_read=1, bytes_written=1, seconds=1.5
+        ),
+        recoveries=(Recovery(cause="NodeLost", lost=("node-3",), from_="a", to="b", seconds={"total": 41.0}),),
+        excluded_nodes=(ExcludedNode(name="node-3", reason="NodeLost", since=moment),),
+        start_time=moment,
+    )
+    wire = to_wire(status)
+    jsonschema.validate(wire, strict(SCHEMA["properties"]["status"]))
+    for name in ("phase", "topologyText", "replicas", "gpus", "attempt", "reason"):
+        assert name in wire, "a print column would be empty"
+    assert wire["progress"]["step"] == 41
+    assert from_wire(Status, wire) == status
