@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from elastic_operator.status import MAX_RECOVERIES, Recovery
 
@@ -106,6 +107,23 @@ def account(recoveries: Sequence[Recovery], *, start: float, now: float, first_s
     )
 
 
+def to_status(goodput: Goodput, *, save_seconds: float | None = None) -> dict[str, Any]:
+    """`status.goodput`. With `save_seconds`, the cost of one commit, it suggests an interval between commits."""
+    value: dict[str, Any] = {
+        "ettr": _rounded(goodput.ettr, 4),
+        "windowSeconds": _rounded(goodput.window_seconds, 1),
+        "lostSteps": goodput.lost_steps,
+        "lostSeconds": _rounded(goodput.lost_seconds, 1),
+        "failures": goodput.failures,
+        "mtbfSeconds": _rounded(goodput.mtbf_seconds, 1),
+        "mttrSeconds": _rounded(goodput.mttr_seconds, 1),
+        "partsSeconds": {name: _rounded(seconds, 1) for name, seconds in goodput.parts_seconds.items()},
+    }
+    if save_seconds is not None and goodput.mtbf_seconds:
+        value["suggestedIntervalSeconds"] = _rounded(suggested_interval_seconds(save_seconds, goodput.mtbf_seconds), 0)
+    return {key: item for key, item in value.items() if item is not None and item != {}}
+
+
 def parts(recovery: Recovery) -> dict[str, float]:
     """Seconds of a recovery by what it waited for: the parts do not overlap and add up to its length so far.
 
@@ -171,6 +189,10 @@ def _paused_seconds(recovery: Recovery, now: float) -> float:
     if recovery.cause != SUSPENDED or recovery.stop_time is None:
         return 0.0
     return max(0.0, (recovery.plan_time if recovery.plan_time is not None else now) - recovery.stop_time)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.ledger import SUSPENDED, account, parts, suggested_interval_seconds
+from elastic_operator.ledger import SUSPENDED, account, parts, suggested_interval_seconds, to_status
 from elastic_operator.status import MAX_RECOVERIES, Recovery
 from elastic_operator.wire import Time
 
@@ -133,6 +133,23 @@ def test_the_suggested_interval_minimises_dalys_expected_time():
 
 def test_saving_that_takes_longer_than_failures_allow_is_done_once_per_failure():
     assert suggested_interval_seconds(100, 40) == 40
+
+
+def test_the_status_has_what_is_known_and_nothing_else():
+    quiet = to_status(account([], start=0, now=1000, first_step=0, step=100), save_seconds=10)
+    assert quiet == {"ettr": 1.0, "windowSeconds": 1000, "lostSteps": 0, "lostSeconds": 0, "failures": 0}
+    lossy = account([recovery(500, 600, lost_steps=10)], start=0, now=1000, first_step=0, step=80)
+    assert to_status(lossy, save_seconds=2) == {
+        "ettr": 0.8,
+        "windowSeconds": 1000,
+        "lostSteps": 10,
+        "lostSeconds": 100,
+        "failures": 1,
+        "mtbfSeconds": 900,
+        "mttrSeconds": 100,
+        "partsSeconds": {"load": 100},
+        "suggestedIntervalSeconds": 59,
+    }
 
 
 moments = st.lists(st.floats(0, 1e6), min_size=7, max_size=7).map(sorted)
