@@ -112,10 +112,11 @@ def _short_runs_digest(rows: npt.NDArray[np.generic], starts: UInt64Array) -> in
     step = max(1, _BLOCK // length)
     total = 0
     for first in range(0, len(rows), step):
+        bits = rows[first : first + step].astype(np.uint64)
         index: UInt64Array = np.add.outer(starts[first : first + step], np.arange(length, dtype=np.uint64))
         terms = _low()[(index & np.uint64(_BLOCK - 1)).astype(np.intp)]
         terms *= _high(index >> np.uint64(_LOW_BITS))
-        terms *= rows[first : first + step]
+        terms *= bits
         total += int(terms.sum(dtype=np.uint64))
     return total % MODULUS
 

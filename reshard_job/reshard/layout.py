@@ -159,7 +159,7 @@ class ShardTableBuilder:
 
     def build(self) -> ShardTable:
         """The table."""
-        ndim = max((row.box.ndim for row in self._rows), default=0)
+        ndim = max([1, *(row.box.ndim for row in self._rows)])
 
         def column(values: list[int]) -> Int64Array:
             return np.array(values, dtype=np.int64)

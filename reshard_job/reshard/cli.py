@@ -1,0 +1,166 @@
+"""The command line: `reshard inspect | plan | run | verify`.
+
+Data goes to stdout (`--json` for machines), log and progress to stderr, and the exit code names the class of a failure
+(`reshard.contract.ExitCode`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from reshard import api
+from reshard.contract import ExitCode, ReshardReport
+from reshard.errors import ReshardError, UsageError
+from reshard.limits import format_bytes, parse_bytes
+from reshard.progress import ProgressLine
+from reshard.render import inspect_text, plan_text, report_text
+from reshard.topology import Topology
+from reshard.verify import compare, total, verify_commit
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    started = time.monotonic()
+    try:
+        with _termination_as_interrupt():
+            value, text = options.handler(options)
+    except ReshardError as error:
+        sys.stderr.write(f"reshard: {error}\n")
+        _write_failure(options, error, time.monotonic() - started)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("reshard: interrupted; nothing was published\n")
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        return int(ExitCode.OK)
+    sys.stdout.write((json.dumps(value, indent=1) if options.json else text) + "\n")
+    return int(ExitCode.OK)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="reshard", description="Convert training checkpoints between topologies.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    inspect = verbs.add_parser("inspect", help="what a checkpoint is: format, step, topology, tensors, bytes, problems")
+    inspect.add_argument("path", type=Path)
+    inspect.set_defaults(handler=_inspect)
+
+    plan = verbs.add_parser("plan", help="what a conversion would read and write; nothing is written")
+    plan.add_argument("source", type=Path)
+    plan.set_defaults(handler=_plan)
+
+    run = verbs.add_parser("run", help="convert, verify, publish")
+    run.add_argument("source", type=Path)
+    run.add_argument("target", type=Path, help="folder to make; must not exist")
+    run.add_argument("--attempt", type=int, default=0, help="attempt number recorded in the commit")
+    run.add_argument("--require-commit", action="store_true", help="refuse a source without COMMIT.json")
+    run.add_argument("--report", type=Path, help="write a JSON report here, also on failure")
+    run.add_argument("--reread", action="store_true", help="read the whole result back before it is published")
+    run.set_defaults(handler=_run)
+
+    verify = verbs.add_parser("verify", help="check one checkpoint against its commit, or two against each other")
+    verify.add_argument("first", type=Path)
+    verify.add_argument("second", type=Path, nargs="?")
+    verify.set_defaults(handler=_verify)
+
+    for verb in (plan, run):
+        verb.add_argument("--to", required=True, metavar="TOPOLOGY", help="for instance tp=2,pp=2,dp=3,zero=1")
+        verb.add_argument("--memory", default="96MiB", help="for buffers (default: %(default)s)")
+        verb.add_argument("--threads", type=int, default=0, help="default: the processors of this process, at most 8")
+    for verb in (inspect, plan, run, verify):
+        verb.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _inspect(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    index = api.index_of(options.path)
+    return inspect_text(index)
+
+
+def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    plan = api.plan_of(
+        api.index_of(options.source),
+        Topology.parse(options.to),
+        memory_bytes=_memory(options.memory),
+        num_threads=options.threads,
+    )
+    summary = plan.summary()
+    return summary, plan_text(summary)
+
+
+def _run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    topology = Topology.parse(options.to)
+    num_bytes = sum(path.stat().st_size for path in options.source.glob("*") if path.is_file())
+    line = ProgressLine(num_bytes)
+    report = api.reshard(
+        options.source.absolute(),
+        options.target.absolute(),
+        topology,
+        attempt=options.attempt,
+        require_commit=options.require_commit,
+        memory_bytes=_memory(options.memory),
+        num_threads=options.threads,
+        reread=options.reread,
+        progress=line,
+    )
+    line.close()
+    _write_report(options.report, report)
+    return json.loads(report.to_json()), report_text(report)
+
+
+def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    first = verify_commit(api.index_of(options.first))
+    value = {"first": str(options.first), "tensors": len(first), "digest": total(first)}
+    if options.second is None:
+        return value, f"{options.first}: {len(first)} tensors, digest {total(first)}: intact"
+    compare(first, verify_commit(api.index_of(options.second)))
+    value["second"] = str(options.second)
+    return value, f"{options.first} and {options.second} hold the same {len(first)} tensors, digest {total(first)}"
+
+
+def _memory(text: str) -> int:
+    try:
+        value = parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"--memory: {error}") from error
+    if value < 1 << 20:
+        raise UsageError(f"--memory {format_bytes(value)}: at least 1MiB is needed")
+    return value
+
+
+def _write_report(path: Path | None, report: ReshardReport) -> None:
+    if path is not None:
+        path.write_text(report.to_json(), encoding="utf-8")
+
+
+def _write_failure(options: argparse.Namespace, error: ReshardError, seconds: float) -> None:
+    if options.verb == "run":
+        with contextlib.suppress(OSError):
+            _write_report(options.report, api.failure_report(error, options.source, options.target, seconds))
+
+
+@contextlib.contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that half results are removed."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Read checkpoints to their last byte and compare: with their own commit, or with each other in another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from reshard.commit import check_files, read_commit
+from reshard.digest import MODULUS, to_hex
+from reshard.errors import CorruptSourceError, UncommittedError, VerificationError
+from reshard.execute import row_digest
+from reshard.layout import Index
+from reshard.storage import Source
+
+_PART_BYTES = 8 << 20
+
+
+def digests(index: Index) -> dict[str, str]:
+    """Digest of every logical tensor, by reading every copy of it through the format's reader.
+
+    Raises:
+        CorruptSourceError: copies of one tensor differ, or bytes do not match the container's checksums.
+    """
+    source = Source(index.root, index.files)
+    found: dict[str, str] = {}
+    problems = []
+    try:
+        for number, rows in enumerate(index.shards.by_tensor(len(index.tensors))):
+            tensor = index.tensors[number]
+            by_replica: dict[int, int] = {}
+            for row_number in rows:
+                row = index.shards.row(int(row_number), len(tensor.shape))
+                value = row_digest(source, row, tensor.shape, tensor.item_bytes, _PART_BYTES // tensor.item_bytes)
+                by_replica[row.replica] = (by_replica.get(row.replica, 0) + value) % MODULUS
+            if len(set(by_replica.values())) > 1:
+                copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sorted(by_replica.items()))
+                problems.append(f"{tensor.key}: its copies differ ({copies})")
+            if by_replica:
+                found[str(tensor.key)] = to_hex(by_replica[min(by_replica)])
+        source.check_sums()
+    finally:
+        source.close()
+    if problems:
+        raise CorruptSourceError("copies of one tensor differ", path=str(index.root), problems=problems[:20])
+    return found
+
+
+def verify_commit(index: Index) -> dict[str, str]:
+    """Check a checkpoint against its own commit marker, if it has one; returns the digests.
+
+    Raises:
+        CorruptSourceError: files or tensors are not what was committed.
+    """
+    folder = Path(index.root)
+    try:
+        commit = read_commit(folder)
+    except UncommittedError:
+        return digests(index)
+    check_files(folder, commit, crc=True)
+    found = digests(index)
+    problems = [
+        f"{name}: {commit.digests[name]} was committed, {value} is there"
+        for name, value in found.items()
+        if name in commit.digests and commit.digests[name] != value
+    ]
+    if problems:
+        raise CorruptSourceError("tensors are not what was committed", path=str(folder), problems=problems[:20])
+    return found
+
+
+def compare(first: dict[str, str], second: dict[str, str]) -> None:
+    """Check that two checkpoints hold the same tensors.
+
+    Raises:
+        VerificationError: with every tensor that differs or exists on one side only.
+    """
+    problems = [f"{name}: only in the first" for name in sorted(first.keys() - second.keys())]
+    problems += [f"{name}: only in the second" for name in sorted(second.keys() - first.keys())]
+    problems += [
+        f"{name}: {first[name]} in the first, {second[name]} in the second"
+        for name in sorted(first.keys() & second.keys())
+        if first[name] != second[name]
+    ]
+    if problems:
+        raise VerificationError(f"{len(problems)} tensors differ", problems=problems[:20])
+
+
+def total(values: dict[str, str]) -> str:
+    """Sum of all digests, in hex."""
+    return to_hex(int(np.sum([int(value, 16) for value in values.values()], dtype=object)) % MODULUS) if values else ""
