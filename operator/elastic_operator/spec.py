@@ -16,7 +16,6 @@ from elastic_operator.spectypes import (
     Activations,
     Batch,
     CheckpointSpec,
-    Gang,
     Model,
     Nodes,
     Parallelism,
@@ -30,7 +29,7 @@ from elastic_operator.spectypes import (
 )
 
 __all__ = [
-    "Accelerator", "Activations", "Batch", "CheckpointSpec", "Gang", "Model", "Nodes", "Parallelism", "Performance",
+    "Accelerator", "Activations", "Batch", "CheckpointSpec", "Model", "Nodes", "Parallelism", "Performance",
     "RecoverySpec", "ReshardSpec", "RestartBudget", "Spec", "SpecError", "Strategy", "TopologyChoice", "parse_spec",
 ]  # fmt: skip
 
@@ -55,11 +54,6 @@ def parse_spec(value: Mapping[str, Any]) -> Spec:
         checkpoint=_checkpoint(root.section("checkpoint", required=True)),
         reshard=_reshard(root.section("reshard")),
         recovery=_recovery(root.section("recovery")),
-        gang=Gang(
-            provider=root.section("gang").choice(
-                "provider", ("None", "Coscheduling", "Volcano", "KAI", "Kueue"), default="None"
-            )
-        ),
         template=_template(root),
     )
     if not problems:
@@ -158,7 +152,7 @@ def _checkpoint(section: Section) -> CheckpointSpec:
     return CheckpointSpec(
         claim_name=section.text("claimName", required=True),
         path=path,
-        format=section.choice("format", ("DeepSpeed", "DCP", "Megatron"), default="DeepSpeed"),
+        format=section.choice("format", ("DeepSpeed",), default="DeepSpeed"),
         interval_seconds=section.integer("intervalSeconds", default=900),
     )
 
@@ -166,8 +160,7 @@ def _checkpoint(section: Section) -> CheckpointSpec:
 def _reshard(section: Section) -> ReshardSpec:
     template = section.section("template").value if "template" in section else None
     return ReshardSpec(
-        mode=section.choice("mode", ("Auto", "Materialize", "Virtual"), default="Auto"),
-        parallelism=section.integer("parallelism", default=1),
+        mode=section.choice("mode", ("Auto", "Materialize"), default="Auto"),
         timeout_seconds=section.integer("timeoutSeconds", default=3600),
         backoff_limit=section.integer("backoffLimit", default=3, least=0),
         on_failure=section.choice("onFailure", ("RetainTopology", "Fail"), default="RetainTopology"),

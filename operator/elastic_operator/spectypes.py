@@ -128,7 +128,6 @@ class ReshardSpec:
     """`spec.reshard`. `template` is a PodTemplateSpec, or None to derive one from the training container."""
 
     mode: str = "Auto"
-    parallelism: int = 1
     timeout_seconds: int = 3600
     backoff_limit: int = 3
     on_failure: str = "RetainTopology"
@@ -158,13 +157,6 @@ class RecoverySpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gang:
-    """`spec.gang`."""
-
-    provider: str = "None"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """The whole spec. `template` is the PodTemplateSpec of the training pods, as written."""
 
@@ -177,5 +169,4 @@ class Spec:
     model: Model | None = None
     reshard: ReshardSpec = ReshardSpec()
     recovery: RecoverySpec = RecoverySpec()
-    gang: Gang = Gang()
     suspend: bool = False

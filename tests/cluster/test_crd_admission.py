@@ -138,7 +138,6 @@ REFUSED_CHANGES = [
     ("spec.accelerator.resource cannot change", with_field("spec.accelerator.resource", "nvidia.com/gpu")),
     ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.claimName", "other")),
     ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.path", "other")),
-    ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.format", "DCP")),
 ]
 
 

@@ -110,6 +110,7 @@ def capacity(free: list[int], quota: int | None = None) -> Capacity:
     )
 
 
+@settings(deadline=None)
 @given(specs(), node_lists, st.none() | st.integers(0, 60))
 def test_what_is_chosen_can_run_and_fits(spec, free, quota):
     result = plan(spec, capacity(free, quota))
@@ -127,6 +128,7 @@ def test_what_is_chosen_can_run_and_fits(spec, free, quota):
         assert len(result.node_names) >= result.best.num_nodes
 
 
+@settings(deadline=None)
 @given(specs(), node_lists, st.none() | st.builds(Topology, tp=degrees, pp=degrees))
 def test_the_answer_does_not_depend_on_who_asks(spec, free, current):
     first = plan(spec, capacity(free), current)
@@ -135,6 +137,7 @@ def test_the_answer_does_not_depend_on_who_asks(spec, free, current):
     assert plan(spec, capacity(free[::-1]), current).best == first.best
 
 
+@settings(deadline=None)
 @given(specs(), node_lists, st.integers(0, 9))
 def test_another_node_never_makes_it_slower(spec, free, extra):
     spec = dataclasses.replace(
@@ -149,6 +152,7 @@ def test_another_node_never_makes_it_slower(spec, free, extra):
         assert after.cost.total <= before.cost.total * (1 + TIE_FRACTION)
 
 
+@settings(deadline=None)
 @given(specs(), node_lists, st.integers(0, 9))
 def test_on_unknown_hardware_another_node_never_means_fewer_accelerators(spec, free, extra):
     spec = dataclasses.replace(
@@ -163,6 +167,7 @@ def test_on_unknown_hardware_another_node_never_means_fewer_accelerators(spec, f
         assert after.shape.world_size >= before.shape.world_size
 
 
+@settings(deadline=None)
 @given(specs(), node_lists)
 def test_every_answer_has_sentences(spec, free):
     result = plan(spec, capacity(free))
@@ -198,7 +203,7 @@ raw_specs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(raw_specs)
 def test_any_json_is_read_or_refused_in_sentences(value):
     try:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.ledger import SUSPENDED, account, parts, suggested_interval_seconds, to_status
@@ -174,6 +174,7 @@ def timelines(draw: st.DrawFn) -> list[Recovery]:
     return result
 
 
+@settings(deadline=None)
 @given(timelines(), st.floats(0, 2e7), st.integers(0, 10_000))
 def test_no_timeline_breaks_the_ledger(recoveries, now, step):
     result = account(recoveries, start=0.0, now=now, first_step=0, step=step)

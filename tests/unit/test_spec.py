@@ -117,7 +117,7 @@ def test_key_value_heads_default_to_attention_heads():
         ("checkpoint.claimName", "", "spec.checkpoint.claimName is empty"),
         ("recovery.hangSeconds", 0, "spec.recovery.hangSeconds is 0"),
         ("suspend", "yes", "spec.suspend is 'yes': expected true or false"),
-        ("gang.provider", "Other", "spec.gang.provider is 'Other'"),
+        ("checkpoint.format", "Other", "spec.checkpoint.format is 'Other': expected one of DeepSpeed"),
         ("template", {"spec": {"containers": []}}, "spec.template.spec.containers is empty"),
     ],
 )
