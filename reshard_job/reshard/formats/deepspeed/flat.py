@@ -1,0 +1,138 @@
+"""Where each parameter lies in ZeRO's flat buffers (deepspeed/runtime/zero, 0.19.8). Pure arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+_START_ALIGNMENT = 2
+"""`nccl_start_alignment_factor` of stage_1_and_2.py: a group is padded to this many elements times dp."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Part of a parameter's shard that lies in one partition.
+
+    Attributes:
+        index: position of the parameter in its group.
+        start: first element, in the flattened shard of the parameter.
+        stop: one past the last.
+        offset: where it starts in the partition, in elements.
+    """
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FlatGroup:
+    """One parameter group of ZeRO-1/2, flattened, padded and cut into `dp` equal partitions.
+
+    Attributes:
+        num_elements: `[num_params]`, elements of each parameter's shard, in buffer order.
+        dp: number of partitions.
+        param_alignment: elements that each parameter's start is aligned to (`parameter_alignment`), 1 if not.
+        start_alignment: the buffer is padded to a multiple of this times dp.
+    """
+
+    num_elements: tuple[int, ...]
+    dp: int
+    param_alignment: int = 1
+    start_alignment: int = _START_ALIGNMENT
+
+    @property
+    def param_paddings(self) -> tuple[int, ...]:
+        """`[num_params]`, elements between the end of a parameter and the start of the next one."""
+        paddings: list[int] = []
+        end = 0
+        for index, count in enumerate(self.num_elements):
+            end += count
+            padding = 0 if index == len(self.num_elements) - 1 else -end % self.param_alignment
+            paddings.append(padding)
+            end += padding
+        return tuple(paddings)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """`[num_params]`, first element of each parameter in the whole buffer."""
+        offsets: list[int] = []
+        end = 0
+        for count, padding in zip(self.num_elements, self.param_paddings, strict=True):
+            offsets.append(end)
+            end += count + padding
+        return tuple(offsets)
+
+    @property
+    def used(self) -> int:
+        """Elements before the padding at the end."""
+        return sum(self.num_elements) + sum(self.param_paddings)
+
+    @property
+    def partition(self) -> int:
+        """Elements of each partition."""
+        unit = self.start_alignment * self.dp
+        return math.ceil(self.used / unit) * unit // self.dp
+
+    def padding(self, rank: int) -> int:
+        """Elements of padding at the end of a rank's partition."""
+        return min(self.partition, max(0, (rank + 1) * self.partition - self.used))
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """What lies in a rank's partition, in order."""
+        low, high = rank * self.partition, (rank + 1) * self.partition
+        return tuple(
+            Span(index=index, start=max(low - start, 0), stop=min(high - start, count), offset=max(start - low, 0))
+            for index, (start, count) in enumerate(zip(self.offsets, self.num_elements, strict=True))
+            if start < high and start + count > low and count
+        )
+
+
+def param_alignment(element_bytes: int, enabled: bool) -> int:
+    """`parameter_alignment` aligns to 16 bytes of the model's dtype."""
+    return 16 // math.gcd(16, element_bytes) if enabled else 1
+
+
+def zero3_spans(num_elements: Sequence[int], dp: int, rank: int) -> tuple[tuple[Span, ...], int]:
+    """What lies in a rank's ZeRO-3 sub-group, and the sub-group's length.
+
+    Every parameter has a slot of `ceil(n / dp)` elements; the last slots may be padding in part or whole.
+    Source: partition_parameters.py, `_partition_numel`.
+    """
+    spans: list[Span] = []
+    offset = 0
+    for index, count in enumerate(num_elements):
+        slot = math.ceil(count / dp)
+        start, stop = min(rank * slot, count), min((rank + 1) * slot, count)
+        if start < stop:
+            spans.append(Span(index=index, start=start, stop=stop, offset=offset))
+        offset += slot
+    return tuple(spans), offset
+
+
+def zero3_sub_groups(num_elements: Sequence[int], dp: int, sub_group_size: int) -> tuple[tuple[int, int], ...]:
+    """Cut a parameter group into sub-groups: pairs of first and one-past-last parameter.
+
+    Source: stage3.py, `_create_fp16_sub_groups`: a sub-group is closed once its partitions hold `sub_group_size`.
+    """
+    slots = [math.ceil(count / dp) for count in num_elements]
+    if sub_group_size >= sum(slots):
+        return ((0, len(slots)),)
+    cuts: list[tuple[int, int]] = []
+    start = held = 0
+    for index, slot in enumerate(slots):
+        held += slot
+        if held >= sub_group_size or index == len(slots) - 1:
+            cuts.append((start, index + 1))
+            start, held = index + 1, 0
+    return tuple(cuts)
+
+
+def round_robin(count: int, dp: int) -> tuple[int, ...]:
+    """Buffer order under `round_robin_gradients`: element i is the original position of the i-th parameter.
+
+    Source: stage_1_and_2.py, `_round_robin_reorder`.
+    """
+    return tuple(index for first in range(min(dp, count)) for index in range(first, count, dp))

@@ -1,0 +1,293 @@
+"""The model behind the files: parameters with their whole shapes, parameter groups, and which stage holds what."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed.patterns import WHOLE, Patterns, Rule
+from reshard.formats.deepspeed.pipeline import PipelineInfo
+from reshard.formats.deepspeed.source import Source
+from reshard.formats.pt.objects import Size, Tensor
+
+_LAYER_NAME = re.compile(r"^(\d+)\.")
+_TIED_NAME = re.compile(r"^tied_modules\.([^.]+)\.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """One parameter of the whole model.
+
+    Attributes:
+        name: as in DeepSpeed's `param_shapes` or in the module's state dict.
+        shape: of the whole tensor, `[ndim]`; of a vocabulary with its padding.
+        rule: how tensor parallelism cuts it.
+        rows: rows of a vocabulary that are not padding; None for all others.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rule: Rule
+    rows: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What one pipeline stage optimizes.
+
+    Attributes:
+        groups: names of each parameter group, in the optimizer's order (not the flat buffer's).
+        ids: for each of them the group's position among the groups of the whole model.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The whole model.
+
+    Attributes:
+        params: every optimized parameter by name.
+        stages: `[pp]`.
+        groups: names of each parameter group of the whole model, in canonical order.
+        patterns: `universal_checkpoint_info`.
+        pipeline: what is known of the pipeline's layers, or None.
+        tied_layers: layer file -> key of the tied module whose weights it holds.
+        round_robin: flat buffers are in round-robin order.
+    """
+
+    params: Mapping[str, Param]
+    stages: tuple[Stage, ...]
+    groups: tuple[tuple[str, ...], ...]
+    patterns: Patterns
+    pipeline: PipelineInfo | None
+    tied_layers: Mapping[int, str]
+    round_robin: bool
+
+
+def layer_of(name: str) -> int | None:
+    """Pipeline layer of a parameter, None for tied ones and for names outside of a PipelineModule."""
+    match = _LAYER_NAME.match(name)
+    return int(match[1]) if match else None
+
+
+def tied_key(name: str) -> str | None:
+    """Key of the tied module that a parameter belongs to."""
+    match = _TIED_NAME.match(name)
+    return match[1] if match else None
+
+
+def describe(source: Source, patterns: Patterns, pipeline: PipelineInfo | None) -> Model:
+    """Work out the whole model.
+
+    Raises:
+        CorruptSourceError: ranks contradict each other.
+        UnsupportedError: not enough is said about how tensors are cut.
+    """
+    topology = source.topology
+    if topology.tp > 1 and not patterns.declared:
+        unknown = [name for shapes in param_shapes(source, 0) for name in shapes]
+        raise UnsupportedError(
+            f"written at tp={topology.tp} and says nothing about how tensors are cut: "
+            f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}",
+            path=str(source.folder),
+            hint="save with client_state={'universal_checkpoint_info': ...}, as for DeepSpeed's universal checkpoints",
+        )
+    round_robin = bool(source.zero_config.get("round_robin_gradients")) and topology.zero < 3
+    local: dict[str, list[tuple[int, ...]]] = {}
+    orders: list[tuple[tuple[str, ...], ...]] = []
+    for pp in range(topology.pp):
+        per_rank = [param_shapes(source, pp * topology.tp + tp) for tp in range(topology.tp)]
+        names = [[tuple(shapes) for shapes in rank] for rank in per_rank]
+        if any(found != names[0] for found in names):
+            raise CorruptSourceError(
+                f"tensor-parallel ranks of stage {pp} hold different parameters", path=str(source.folder)
+            )
+        for name in (name for group in names[0] for name in group):
+            shapes = [next(group[name] for group in rank if name in group) for rank in per_rank]
+            if local.setdefault(name, shapes) != shapes:
+                raise CorruptSourceError(f"{name} has another shape on stage {pp}", path=str(source.folder))
+        groups = _merge_sub_groups(source, pp * topology.tp, names[0])
+        orders.append(tuple(_optimizer_order(group, topology.dp if round_robin else 1) for group in groups))
+    params = {name: make_param(name, shapes, patterns, topology.tp) for name, shapes in local.items()}
+    ids, num_groups = _match_groups(source, [len(order) for order in orders])
+    stages = tuple(Stage(groups=order, ids=found) for order, found in zip(orders, ids, strict=True))
+    return Model(
+        params=params,
+        stages=stages,
+        groups=_canonical(stages, num_groups, source, pipeline),
+        patterns=patterns,
+        pipeline=pipeline,
+        tied_layers=_tied_layers(source, params, pipeline),
+        round_robin=round_robin,
+    )
+
+
+def param_shapes(source: Source, mp: int) -> list[Mapping[str, tuple[int, ...]]]:
+    """`param_shapes` of a rank: per group (ZeRO-3: per sub-group) name -> shape of the shard, in buffer order.
+
+    Raises:
+        CorruptSourceError: there is none, or it is no such list.
+    """
+    file = source.models[mp, 0]
+    value = file.value.get("param_shapes")
+    if not isinstance(value, list) or not all(isinstance(group, Mapping) for group in value):
+        raise CorruptSourceError("has no list param_shapes", path=file.path)
+    for group in value:
+        for name, shape in group.items():
+            if not isinstance(name, str) or not isinstance(shape, Size):
+                raise CorruptSourceError(f"param_shapes: {name!r:.80} has the shape {shape!r:.80}", path=file.path)
+    return [{name: tuple(shape) for name, shape in group.items()} for group in value]
+
+
+def make_param(name: str, shards: Sequence[tuple[int, ...]], patterns: Patterns, tp: int) -> Param:
+    """A parameter from its shards' shapes.
+
+    Raises:
+        UnsupportedError: its rule does not fit.
+    """
+    rule = patterns.rule(name, len(shards[0])) if patterns.declared else WHOLE
+    shape = rule.whole_shape(name, shards[:tp])
+    rows = None
+    if rule.vocabulary and (vocabulary := patterns.vocabulary_rows) is not None and shape:
+        if shape[0] != vocabulary[1]:
+            raise UnsupportedError(
+                f"{name} has {shape[0]} rows, universal_checkpoint_info says padded_vocab_size={vocabulary[1]}"
+            )
+        rows = vocabulary[0] if vocabulary[0] < vocabulary[1] else None
+    return Param(name=name, shape=shape, rule=rule, rows=rows)
+
+
+def param_groups(source: Source, mp: int) -> list[Mapping[str, Any]]:
+    """The optimizer's parameter groups as saved by a rank; empty where they were not (elastic checkpoints)."""
+    state = source.optimizer(mp, 0)
+    inner = state.get("optimizer_state_dict" if source.topology.zero == 3 else "base_optimizer_state")
+    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+    return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+
+
+def _merge_sub_groups(source: Source, mp: int, names: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """ZeRO-3 lists names per sub-group; a parameter group's `params` counts its sub-groups."""
+    if source.topology.zero < 3:
+        return names
+    counts = [len(group.get("params", ())) for group in param_groups(source, mp)]
+    if sum(counts) != len(names):
+        raise CorruptSourceError(f"{len(names)} sub-groups, the optimizer has {counts}", path=source.models[mp, 0].path)
+    groups: list[tuple[str, ...]] = []
+    start = 0
+    for count in counts:
+        groups.append(tuple(name for sub_group in names[start : start + count] for name in sub_group))
+        start += count
+    return groups
+
+
+def _optimizer_order(buffer: tuple[str, ...], dp: int) -> tuple[str, ...]:
+    order: list[str] = [""] * len(buffer)
+    for position, original in enumerate(flat.round_robin(len(buffer), dp)):
+        order[original] = buffer[position]
+    return tuple(order)
+
+
+def _match_groups(source: Source, counts: Sequence[int]) -> tuple[list[tuple[int, ...]], int]:
+    """Which group of the whole model each stage's groups are: DeepSpeed drops groups that are empty on a stage."""
+    tp = source.topology.tp
+    described = [[_hyper(group) for group in param_groups(source, pp * tp)] for pp in range(len(counts))]
+    most = max(range(len(counts)), key=lambda pp: counts[pp])
+    if len(counts) == 1 or all(groups == described[most] for groups in described):
+        return [tuple(range(count)) for count in counts], counts[most]
+    ids: list[tuple[int, ...]] = []
+    for pp, groups in enumerate(described):
+        found = [[at for at, other in enumerate(described[most]) if other == group] for group in groups]
+        if any(len(candidates) != 1 for candidates in found):
+            raise UnsupportedError(
+                f"cannot tell which parameter groups stage {pp} holds: it has {len(groups)}, another {counts[most]}, "
+                "and their settings do not tell them apart",
+                path=str(source.folder),
+            )
+        ids.append(tuple(candidates[0] for candidates in found))
+    return ids, counts[most]
+
+
+def _hyper(group: Mapping[str, Any]) -> str:
+    return repr(sorted((str(key), repr(value)) for key, value in group.items() if key != "params"))
+
+
+def _canonical(
+    stages: Sequence[Stage], num_groups: int, source: Source, pipeline: PipelineInfo | None
+) -> tuple[tuple[str, ...], ...]:
+    """Order of names in each group of the whole model.
+
+    One stage's order is the order. Stages are merged by what PipelineModule registers: tied modules first, then layers.
+    """
+    if len(stages) == 1:
+        return stages[0].groups
+    merged: list[tuple[str, ...]] = []
+    for group in range(num_groups):
+        names: dict[str, None] = {}
+        for pp, stage in enumerate(stages):
+            for own in (names_ for names_, id_ in zip(stage.groups, stage.ids, strict=True) if id_ == group):
+                ranks = [-1 if tied_key(name) else layer_of(name) for name in own]
+                if None in ranks or ranks != sorted(rank for rank in ranks if rank is not None):
+                    raise UnsupportedError(
+                        f"stage {pp} orders the parameters of group {group} otherwise than tied modules, then layers",
+                        path=str(source.folder),
+                        hint="pass parameters to the optimizer in the order of model.parameters()",
+                    )
+                names.update(dict.fromkeys(own))
+        tied = sorted((name for name in names if tied_key(name)), key=lambda name: first_tied_layer(name, pipeline))
+        layered = sorted((name for name in names if not tied_key(name)), key=lambda name: layer_of(name) or 0)
+        merged.append((*tied, *layered))
+    return tuple(merged)
+
+
+def first_tied_layer(name: str, pipeline: PipelineInfo | None, layers: Iterable[int] | None = None) -> int:
+    """First of `layers` (default: of all) at which a tied parameter's module stands; 0 if not known."""
+    if pipeline is None or pipeline.tied is None:
+        return 0
+    inside = None if layers is None else set(layers)
+    at = pipeline.tied.get(tied_key(name) or "", ())
+    return min((layer for layer in at if inside is None or layer in inside), default=0)
+
+
+def _tied_layers(source: Source, params: Mapping[str, Param], pipeline: PipelineInfo | None) -> dict[int, str]:
+    """Layer files whose names are a tied module's: they have no parameter of their own layer's name."""
+    owned = {layer_of(name) for name in params}
+    tied: dict[str, dict[str, Param]] = {}
+    for name, param in params.items():
+        if (key := tied_key(name)) is not None:
+            tied.setdefault(key, {})[name.removeprefix(f"tied_modules.{key}.")] = param
+    result: dict[int, str] = {}
+    for (layer, tp), file in source.layers.items():
+        if tp or layer in owned or not file.value:
+            continue
+        candidates = [key for key, members in tied.items() if set(members) <= set(file.value)]
+        if pipeline is not None and pipeline.tied is not None:
+            candidates = [key for key in candidates if layer in pipeline.tied.get(key, ())]
+        if len(candidates) > 1:
+            raise UnsupportedError(
+                f"{Path(file.path).name} could hold any of the tied modules {candidates}",
+                hint="name the tied layers in the commit's model.pipeline",
+            )
+        if candidates:
+            result[layer] = candidates[0]
+    return result
+
+
+def layer_weights(source: Source, model: Model, layer: int) -> dict[str, list[Tensor]]:
+    """Weights in a layer's files: full name -> tensor of each tensor-parallel rank.
+
+    Raises:
+        CorruptSourceError: the ranks' files hold different names.
+    """
+    prefix = f"tied_modules.{model.tied_layers[layer]}." if layer in model.tied_layers else f"{layer}."
+    files = [source.layers[layer, tp] for tp in range(source.topology.tp)]
+    if any(list(file.value) != list(files[0].value) for file in files):
+        raise CorruptSourceError(f"the files of layer {layer} hold different names", path=str(source.folder))
+    return {prefix + name: [file.value[name] for file in files] for name in files[0].value}

@@ -1,0 +1,69 @@
+"""File names of a native DeepSpeed checkpoint (deepspeed/runtime/engine.py and runtime/pipe/module.py, 0.19.8).
+
+The model-parallel rank in a name is `pp * tp_degree + tp`, with at least two digits; the data-parallel rank has no
+padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+_OPTIMIZER = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
+_MODEL_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_LAYER = re.compile(r"^layer_(\d+)(-model_(\d+))?-model_states\.pt$")
+_EXPERT = re.compile(
+    r"^(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FileName:
+    """What a file's name says.
+
+    Attributes:
+        kind: `optimizer`, `model`, `layer` or `expert`.
+        dp: data-parallel rank, -1 where the name has none.
+        mp: model-parallel rank; of a layer file the tensor-parallel rank.
+        layer: pipeline layer, -1 where the name has none.
+        prefix: `bf16_` or empty.
+        model_axis: a layer file's name has a `-model_` part.
+    """
+
+    kind: str
+    dp: int = -1
+    mp: int = 0
+    layer: int = -1
+    prefix: str = ""
+    model_axis: bool = False
+
+
+def parse(name: str) -> FileName | None:
+    """What `name` says, or None if DeepSpeed gives no such names."""
+    if match := _OPTIMIZER.match(name):
+        return FileName(kind="optimizer", dp=int(match[2]), mp=int(match[3]), prefix=match[1] or "")
+    if match := _MODEL.match(name):
+        return FileName(kind="model", mp=int(match[1]))
+    if match := _MODEL_ZERO3.match(name):
+        return FileName(kind="model", dp=int(match[1]), mp=int(match[2]))
+    if match := _LAYER.match(name):
+        return FileName(kind="layer", layer=int(match[1]), mp=int(match[3] or 0), model_axis=match[2] is not None)
+    if _EXPERT.match(name):
+        return FileName(kind="expert")
+    return None
+
+
+def optimizer_file(prefix: str, dp: int, mp: int) -> str:
+    """`[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt`."""
+    return f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+def model_file(mp: int, *, dp: int | None = None) -> str:
+    """`mp_rank_MM_model_states.pt`; with `dp` ZeRO-3's `zero_pp_rank_D_mp_rank_MM_model_states.pt`."""
+    return f"{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
+
+
+def layer_file(layer: int, tp: int, *, model_axis: bool) -> str:
+    """`layer_LL[-model_TT]-model_states.pt`; the axis is named where the process topology has it."""
+    return f"layer_{layer:02d}{f'-model_{tp:02d}' if model_axis else ''}-model_states.pt"

@@ -1,0 +1,251 @@
+"""Index a native DeepSpeed checkpoint: every stored byte of model and optimizer as a box of a logical tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.commit import Commit
+from reshard.errors import CorruptSourceError
+from reshard.formats.deepspeed import flat, patterns, pipeline
+from reshard.formats.deepspeed.logical import Model, Param, describe, layer_weights, make_param, param_shapes
+from reshard.formats.deepspeed.rows import Place, Rows
+from reshard.formats.deepspeed.source import Source, open_source
+from reshard.formats.deepspeed.states import group_states
+from reshard.formats.pt.objects import ITEM_BYTES, Inert, Tensor
+from reshard.formats.pt.reader import PtFile
+from reshard.layout import Checksum, Index, SourceFile
+
+NAME = "deepspeed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """What the writer needs besides the tensors.
+
+    Attributes:
+        source: the files.
+        model: the whole model.
+        weights: module parameters and buffers that are not optimized (frozen, buffers), by name.
+        commit_model: `Commit.model` of the source.
+        element_bytes: of the model's dtype, which `parameter_alignment` depends on.
+    """
+
+    source: Source
+    model: Model
+    weights: Mapping[str, Param]
+    commit_model: Mapping[str, Any]
+    element_bytes: int
+
+
+def read_index(folder: Path, commit: Commit | None) -> Index:
+    """Index the checkpoint in `folder`.
+
+    Raises:
+        CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
+    """
+    source = open_source(folder)
+    first = source.models[0, 0].value
+    commit_model = dict(commit.model) if commit is not None else {}
+    told = commit_model.get("pipeline", first.get("pipeline_layout"))
+    model = describe(source, patterns.parse(first.get("universal_checkpoint_info")), pipeline.parse(told))
+    rows = Rows()
+    files = {file.path: at for at, file in enumerate(source.files)}
+    weights: dict[str, Param] = {}
+    if source.pipeline:
+        _add_layers(rows, source, model, files, weights)
+    elif source.topology.zero < 3:
+        _add_modules(rows, source, model, files, weights)
+    element_bytes = _element_bytes(rows)
+    if source.topology.zero < 3:
+        _add_partitions(rows, source, model, files, element_bytes)
+    else:
+        _add_zero3(rows, source, model, files)
+    return Index(
+        root=folder,
+        format=NAME,
+        topology=source.topology,
+        step=source.step,
+        samples=source.samples if commit is None else commit.samples,
+        tensors=tuple(rows.tensors),
+        files=tuple(_source_file(file) for file in source.files),
+        shards=rows.build(),
+        extra=Extra(
+            source=source, model=model, weights=weights, commit_model=commit_model, element_bytes=element_bytes
+        ),
+    )
+
+
+def _source_file(file: PtFile) -> SourceFile:
+    checksums = sorted(
+        (storage.file_offset, storage.num_bytes, storage.crc32)
+        for storage in file.storages.values()
+        if storage.crc32 is not None and storage.num_bytes
+    )
+    return SourceFile(
+        path=Path(file.path).name,
+        num_bytes=file.num_bytes,
+        checksums=tuple(Checksum(start=start, num_bytes=count, crc32=crc) for start, count, crc in checksums),
+    )
+
+
+def _add_layers(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:
+    """Weights of a PipelineModule: one file per layer and tensor-parallel rank."""
+    copies: dict[str, int] = {}
+    for layer in sorted({layer for layer, _ in source.layers}):
+        for name, shards in layer_weights(source, model, layer).items():
+            param = _weight(name, shards, model, source, weights)
+            copy = copies[name] = copies.get(name, -1) + 1
+            for tp, tensor in enumerate(shards):
+                _add_weight(
+                    rows, param, tensor, Place(source.topology.tp, tp, copy, files[source.layers[layer, tp].path], 0)
+                )
+    if missing := sorted(model.params.keys() - copies.keys()):
+        raise CorruptSourceError(
+            f"no layer file holds the weights of {', '.join(missing[:5])}",
+            path=str(source.folder),
+            hint="a layer_*-model_states.pt file is missing",
+        )
+
+
+def _add_modules(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:
+    """Weights of a model without pipeline: `module` in each tensor-parallel rank's model file."""
+    modules = [_module(source.models[tp, 0]) for tp in range(source.topology.tp)]
+    if any(list(module) != list(modules[0]) for module in modules):
+        raise CorruptSourceError("tensor-parallel ranks hold modules of different names", path=str(source.folder))
+    seen: list[Tensor] = []
+    for name in modules[0]:
+        shards = [module[name] for module in modules]
+        if any(shards[0].same_view(other) for other in seen) and name not in model.params:
+            continue  # the second name of a tied weight
+        seen.append(shards[0])
+        param = _weight(name, shards, model, source, weights)
+        for tp, tensor in enumerate(shards):
+            _add_weight(rows, param, tensor, Place(source.topology.tp, tp, 0, files[source.models[tp, 0].path], 0))
+    if missing := sorted(model.params.keys() - set(modules[0])):
+        raise CorruptSourceError(f"the module misses {', '.join(missing[:5])}", path=source.models[0, 0].path)
+
+
+def _module(file: PtFile) -> Mapping[str, Tensor]:
+    value = file.value.get("module")
+    if not isinstance(value, Mapping) or not all(isinstance(item, Tensor) for item in value.values()):
+        raise CorruptSourceError("its module is not a dict of tensors", path=file.path)
+    return value
+
+
+def _weight(name: str, shards: list[Tensor], model: Model, source: Source, weights: dict[str, Param]) -> Param:
+    """The parameter that a stored weight belongs to; buffers and frozen parameters get one of their own."""
+    shapes = [tensor.shape for tensor in shards]
+    param = model.params.get(name) or weights.get(name)
+    if param is None:
+        param = weights[name] = make_param(name, shapes, model.patterns, source.topology.tp)
+    expected = param.rule.shard_shape(name, param.shape, source.topology.tp)
+    if any(shape != expected for shape in shapes):
+        raise CorruptSourceError(f"weight {name} has the shapes {shapes}, expected {expected}", path=str(source.folder))
+    return param
+
+
+def _add_weight(rows: Rows, param: Param, tensor: Tensor, place: Place) -> None:
+    rows.add_shard(
+        "weight", param, place._replace(byte_offset=tensor.file_offset), dtype=tensor.dtype, strides=tensor.stride
+    )
+
+
+def _element_bytes(rows: Rows) -> int:
+    sizes = [ITEM_BYTES[tensor.dtype] for tensor in rows.tensors if tensor.dtype in ("bfloat16", "float16", "float32")]
+    return min(sizes, default=4)
+
+
+def _add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str, int], element_bytes: int) -> None:
+    """ZeRO-1/2: flat groups cut into equal partitions.
+
+    Positions follow from the order in `param_shapes`, which is the buffer's; `param_slice_mappings` is wrong under
+    `round_robin_gradients` and only compared where it should agree.
+    """
+    topology = source.topology
+    copies = _copies(model)
+    alignment = flat.param_alignment(element_bytes, bool(source.zero_config.get("parameter_alignment")))
+    for (mp, dp), file in source.optimizers.items():
+        pp, tp = divmod(mp, topology.tp)
+        shapes = param_shapes(source, mp)
+        states = group_states(source, mp, dp)
+        if len(states) != len(shapes):
+            raise CorruptSourceError(f"{len(states)} groups, param_shapes has {len(shapes)}", path=file.path)
+        for at, (state, group) in enumerate(zip(states, shapes, strict=True)):
+            counts = tuple(math.prod(shape) for shape in group.values())
+            layout = flat.FlatGroup(num_elements=counts, dp=topology.dp, param_alignment=alignment)
+            spans = layout.spans(dp)
+            lean = layout.partition - layout.padding(dp)
+            for key, tensor in state.flat.items():
+                if tensor.num_elements not in (lean, layout.partition):
+                    raise CorruptSourceError(
+                        f"group {at}: partition {key!r} has {tensor.num_elements} elements, expected {lean}"
+                        f" or with padding {layout.partition}",
+                        path=file.path,
+                    )
+            names = list(group)
+            if not model.round_robin:
+                _compare_mappings(source.optimizer(mp, dp), at, names, spans, file.path)
+            for span in spans:
+                param = model.params[names[span.index]]
+                place = Place(topology.tp, tp, copies[param.name].index(pp), files[file.path], 0)
+                _add_span(rows, param, state.flat, span, place)
+
+
+def _add_zero3(rows: Rows, source: Source, model: Model, files: Mapping[str, int]) -> None:
+    """ZeRO-3: every parameter has a slot of its own in each rank's sub-group."""
+    topology = source.topology
+    for (mp, dp), file in source.optimizers.items():
+        shapes = param_shapes(source, mp)
+        states = group_states(source, mp, dp)
+        if len(states) != len(shapes):
+            raise CorruptSourceError(f"{len(states)} sub-groups, param_shapes has {len(shapes)}", path=file.path)
+        for at, (state, group) in enumerate(zip(states, shapes, strict=True)):
+            spans, length = flat.zero3_spans([math.prod(shape) for shape in group.values()], topology.dp, dp)
+            for key, tensor in state.flat.items():
+                if tensor.num_elements != length:
+                    raise CorruptSourceError(
+                        f"sub-group {at}: partition {key!r} has {tensor.num_elements} elements, expected {length}",
+                        path=file.path,
+                    )
+            names = list(group)
+            for span in spans:
+                place = Place(topology.tp, mp, 0, files[file.path], 0)
+                _add_span(rows, model.params[names[span.index]], state.flat, span, place)
+
+
+def _add_span(rows: Rows, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, place: Place) -> None:
+    for key, tensor in tensors.items():
+        at = tensor.file_offset + span.offset * ITEM_BYTES[tensor.dtype]
+        rows.add_flat(key, param, place._replace(byte_offset=at), dtype=tensor.dtype, start=span.start, stop=span.stop)
+
+
+def _copies(model: Model) -> dict[str, list[int]]:
+    """Stages that hold each parameter; tied ones are on several."""
+    found: dict[str, list[int]] = {}
+    for pp, stage in enumerate(model.stages):
+        for name in (name for group in stage.groups for name in group):
+            found.setdefault(name, []).append(pp)
+    return found
+
+
+def _compare_mappings(
+    state: Mapping[str, Any], at: int, names: list[str], spans: tuple[flat.Span, ...], path: str
+) -> None:
+    mappings = state.get("param_slice_mappings")
+    if not isinstance(mappings, list) or len(mappings) <= at or not isinstance(mappings[at], Mapping):
+        return
+    stated = {
+        name: (address.state.get("start"), address.state.get("numel"))
+        for name, address in mappings[at].items()
+        if isinstance(address, Inert) and isinstance(address.state, Mapping)
+    }
+    expected = {names[span.index]: (span.offset, span.stop - span.start) for span in spans}
+    if len(stated) == len(mappings[at]) and stated != expected:
+        wrong = sorted(name for name in stated.keys() | expected.keys() if stated.get(name) != expected.get(name))
+        raise CorruptSourceError(
+            f"group {at}: param_slice_mappings and param_shapes disagree about {', '.join(wrong[:5])}", path=path
+        )

@@ -1,0 +1,134 @@
+"""Rows of a shard table from shards and flat partitions of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from reshard.errors import CorruptSourceError
+from reshard.formats.deepspeed.logical import Param
+from reshard.formats.deepspeed.patterns import Piece
+from reshard.geometry import Box, flat_interval_to_boxes, strides_of
+from reshard.layout import ITEM_BYTES, LogicalTensor, ShardTable, ShardTableBuilder, TensorKey
+
+PADDING = "#padding"
+"""Suffix of the logical tensor that holds a vocabulary's padding rows.
+
+The true rows are a tensor of their own, so that they compare equal however much padding a topology needs.
+"""
+
+
+class Place(NamedTuple):
+    """Whose shard it is and where it lies.
+
+    Attributes:
+        tp: tensor-parallel degree.
+        rank: tensor-parallel rank.
+        copy: 0, or counts the pipeline stages that hold a tied parameter.
+        file: index of the file.
+        byte_offset: position in it.
+    """
+
+    tp: int
+    rank: int
+    copy: int
+    file: int
+    byte_offset: int
+
+
+class Rows:
+    """Collects logical tensors and rows. With `tensors` given (a target), tensors that are not in it are left out."""
+
+    def __init__(self, tensors: Sequence[LogicalTensor] | None = None) -> None:
+        self.tensors: list[LogicalTensor] = list(tensors or ())
+        self._open = tensors is None
+        self._ids: dict[TensorKey, int] = {tensor.key: at for at, tensor in enumerate(self.tensors)}
+        self._builder = ShardTableBuilder()
+
+    def build(self) -> ShardTable:
+        """The table."""
+        return self._builder.build()
+
+    def dtype(self, state: str, name: str) -> str | None:
+        """Type of a tensor that is known, else None."""
+        at = self._ids.get(TensorKey(state, name))
+        return None if at is None else self.tensors[at].dtype
+
+    def add_flat(self, state: str, param: Param, place: Place, *, dtype: str, start: int, stop: int) -> None:
+        """Elements `start:stop` of a flattened shard lie at the place."""
+        shard = param.rule.shard_shape(param.name, param.shape, place.tp)
+        strides = strides_of(shard)
+        for box, first in flat_interval_to_boxes(shard, start, stop):
+            at = place.byte_offset + (first - start) * ITEM_BYTES[dtype]
+            self._add_box(state, param, place._replace(byte_offset=at), dtype, box, strides)
+
+    def add_shard(self, state: str, param: Param, place: Place, *, dtype: str, strides: Sequence[int]) -> None:
+        """A whole shard lies at the place, with `strides` in elements."""
+        shard = param.rule.shard_shape(param.name, param.shape, place.tp)
+        box = Box((0,) * len(shard), shard)
+        if box.num_elements:
+            self._add_box(state, param, place, dtype, box, tuple(strides))
+
+    def _add_box(  # noqa: PLR0917
+        self, state: str, param: Param, place: Place, dtype: str, box: Box, strides: tuple[int, ...]
+    ) -> None:
+        replica = place.copy * place.tp + place.rank if param.rule.dim is None else place.copy
+        for piece in param.rule.pieces(param.shape, place.tp, place.rank):
+            found = box.intersect(Box(piece.local, piece.size))
+            if found is None:
+                continue
+            for is_padding, part in _split_rows(found, piece, param.rows):
+                tensor = self._tensor(state, param, is_padding, dtype)
+                if tensor is None:
+                    continue
+                inside = sum(
+                    (at - low) * stride for at, low, stride in zip(part.offset, box.offset, strides, strict=True)
+                )
+                self._builder.add(
+                    tensor=tensor,
+                    box=_in_whole(part, piece, param.rows if is_padding else 0),
+                    file=place.file,
+                    byte_offset=place.byte_offset + inside * ITEM_BYTES[dtype],
+                    strides=strides,
+                    replica=replica,
+                )
+
+    def _tensor(self, state: str, param: Param, is_padding: bool, dtype: str) -> int | None:
+        key = TensorKey(state, param.name + PADDING if is_padding else param.name)
+        shape = param.shape
+        if param.rows is not None:
+            shape = (shape[0] - param.rows if is_padding else param.rows, *shape[1:])
+        if key not in self._ids:
+            if not self._open:
+                return None
+            self._ids[key] = len(self.tensors)
+            self.tensors.append(LogicalTensor(key=key, shape=shape, dtype=dtype))
+        known = self.tensors[self._ids[key]]
+        if is_padding and known.shape != shape and not self._open:
+            return None  # another amount of padding: the target's is zero
+        if known.shape != shape or known.dtype != dtype:
+            raise CorruptSourceError(f"{key} is {dtype} {shape} in one file and {known.dtype} {known.shape} in another")
+        return self._ids[key]
+
+
+def _in_whole(part: Box, piece: Piece, first_row: int | None) -> Box:
+    """From rows of the shard to rows of the whole tensor, counted from `first_row`."""
+    shift = [whole - local for whole, local in zip(piece.whole, piece.local, strict=True)]
+    if first_row:
+        shift[0] -= first_row
+    return part.shift(shift)
+
+
+def _split_rows(box: Box, piece: Piece, rows: int | None) -> list[tuple[bool, Box]]:
+    """Cut a box of a shard into true rows and padding rows of the vocabulary."""
+    if rows is None:
+        return [(False, box)]
+    border = rows - piece.whole[0] + piece.local[0]  # first padding row, in rows of the shard
+    low, high = box.offset[0], box.offset[0] + box.size[0]
+    parts: list[tuple[bool, Box]] = []
+    if low < border:
+        parts.append((False, Box(box.offset, (min(high, border) - low, *box.size[1:]))))
+    if high > border:
+        first = max(low, border)
+        parts.append((True, Box((first, *box.offset[1:]), (high - first, *box.size[1:]))))
+    return parts

@@ -1,0 +1,235 @@
+"""All files of a native DeepSpeed checkpoint, read (metadata only) and checked against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed import names
+from reshard.formats.pt.objects import Global, Inert, Tensor
+from reshard.formats.pt.reader import PtFile, read
+from reshard.topology import Topology
+
+_STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint as found.
+
+    Attributes:
+        folder: where it is.
+        topology: that it was written in.
+        prefix: `bf16_` or empty, before the names of the optimizer files.
+        pipeline: written by a PipelineModule (weights are in layer files).
+        model_axis: layer files name the tensor-parallel rank.
+        models: (model-parallel rank, data-parallel rank) -> model file; the latter is 0 below ZeRO-3.
+        optimizers: (model-parallel rank, data-parallel rank) -> optimizer file.
+        layers: (layer, tensor-parallel rank) -> layer file.
+    """
+
+    folder: Path
+    topology: Topology
+    prefix: str
+    pipeline: bool
+    model_axis: bool
+    models: Mapping[tuple[int, int], PtFile]
+    optimizers: Mapping[tuple[int, int], PtFile]
+    layers: Mapping[tuple[int, int], PtFile]
+
+    @property
+    def files(self) -> tuple[PtFile, ...]:
+        """All files, in the order of their names' ranks."""
+        return (*self.models.values(), *self.optimizers.values(), *self.layers.values())
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.models[0, 0].value["global_steps"])
+
+    @property
+    def samples(self) -> int:
+        """Global samples consumed."""
+        value = self.models[0, 0].value.get("global_samples", 0)
+        return value if isinstance(value, int) else 0
+
+    def optimizer(self, mp: int, dp: int) -> Mapping[str, Any]:
+        """The `optimizer_state_dict` of one rank."""
+        return _mapping(self.optimizers[mp, dp], "optimizer_state_dict")
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """DeepSpeed's configuration as saved; empty where it was not."""
+        value = self.models[0, 0].value.get("ds_config")
+        return value if isinstance(value, Mapping) else {}
+
+    @property
+    def zero_config(self) -> Mapping[str, Any]:
+        """Its `zero_optimization` section."""
+        value = self.config.get("zero_optimization")
+        return value if isinstance(value, Mapping) else {}
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """There is at least one model file of a native checkpoint."""
+    try:
+        return any((found := names.parse(item.name)) and found.kind == "model" for item in folder.iterdir())
+    except OSError:
+        return False
+
+
+def open_source(folder: Path) -> Source:
+    """Read and check all files of `folder`.
+
+    Raises:
+        CorruptSourceError: files are missing, left over, of different steps, or damaged.
+        UnsupportedError: ZeRO-0, experts, or another layout that is not converted.
+    """
+    found = _scan(folder)
+    if experts := [name for name, parsed in found.items() if parsed.kind == "expert"]:
+        raise UnsupportedError(
+            f"{len(experts)} expert files such as {experts[0]}: experts are not converted", path=str(folder)
+        )
+    prefixes = {parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"}
+    if not prefixes:
+        raise UnsupportedError(
+            "has no *_optim_states.pt files: ZeRO-0, or saved without optimizer",
+            path=str(folder),
+            hint="train with zero_optimization.stage 1, 2 or 3",
+        )
+    if len(prefixes) > 1:
+        raise CorruptSourceError(
+            "has optimizer files with and without the prefix bf16_: two saves mixed", path=str(folder)
+        )
+    models = {(parsed.mp, max(parsed.dp, 0)): name for name, parsed in found.items() if parsed.kind == "model"}
+    if (0, 0) not in models:
+        raise CorruptSourceError("misses the model file of rank 0", path=str(folder))
+    first = read(folder / models[0, 0])
+    topology = _topology(first, found, folder)
+    _check_names(folder, topology, found, next(iter(prefixes)))
+    files = {name: first if name == models[0, 0] else read(folder / name) for name in found}
+    source = Source(
+        folder=folder,
+        topology=topology,
+        prefix=next(iter(prefixes)),
+        pipeline=any(parsed.kind == "layer" for parsed in found.values()),
+        model_axis=any(parsed.model_axis for parsed in found.values()),
+        models={key: files[name] for key, name in sorted(models.items())},
+        optimizers=_by_rank(found, files, "optimizer"),
+        layers={
+            (parsed.layer, parsed.mp): files[name]
+            for name, parsed in sorted(found.items(), key=lambda item: (item[1].layer, item[1].mp))
+            if parsed.kind == "layer"
+        },
+    )
+    _check_contents(source)
+    return source
+
+
+def _scan(folder: Path) -> dict[str, names.FileName]:
+    try:
+        listed = sorted(item.name for item in folder.iterdir())
+    except OSError as error:
+        raise CorruptSourceError(f"cannot be listed: {error.strerror}", path=str(folder)) from error
+    return {name: parsed for name in listed if (parsed := names.parse(name)) is not None}
+
+
+def _by_rank(
+    found: Mapping[str, names.FileName], files: Mapping[str, PtFile], kind: str
+) -> dict[tuple[int, int], PtFile]:
+    ranks = sorted((parsed.mp, parsed.dp, name) for name, parsed in found.items() if parsed.kind == kind)
+    return {(mp, dp): files[name] for mp, dp, name in ranks}
+
+
+def zero_stage(state: Mapping[str, Any]) -> int:
+    """The stage that an `optimizer_state_dict` says; BF16_Optimizer says none and is stage 1."""
+    value = state.get("zero_stage", 1)
+    if isinstance(value, Inert) and value.target == _STAGE_ENUM and len(value.args) == 1:
+        value = value.args[0]
+    return value if isinstance(value, int) else -1
+
+
+def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) -> Topology:
+    value = first.value
+    if not isinstance(value, Mapping) or "dp_world_size" not in value or "global_steps" not in value:
+        raise CorruptSourceError("is not a DeepSpeed model file: no dp_world_size, global_steps", path=first.path)
+    dp: Any = value["dp_world_size"]
+    mp: Any = value.get("mp_world_size", 1)
+    tp: Any
+    pp: Any
+    dims = value.get("checkpoint_parallel_dimensions")
+    if isinstance(dims, Mapping):
+        tp, pp = dims.get("tp_degree"), dims.get("pp_degree")
+    else:  # before DeepSpeed 0.19: count the tensor-parallel ranks of the layer files, as ds_to_universal does
+        layers = {parsed.mp for parsed in found.values() if parsed.kind == "layer"}
+        tp = len(layers) or mp
+        pp = mp // tp if isinstance(mp, int) else None
+    degrees = {"tp": tp, "pp": pp, "dp": dp, "mp": mp}
+    if not all(type(degree) is int and degree >= 1 for degree in degrees.values()) or tp * pp != mp:
+        raise CorruptSourceError(f"its degrees of parallelism {degrees} do not fit each other", path=first.path)
+    path = folder / names.optimizer_file(
+        next(parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"), 0, 0
+    )
+    if not path.exists():
+        raise CorruptSourceError(f"misses {path.name}", path=str(folder))
+    state = read(path).value
+    inner = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
+    stage = zero_stage(inner) if isinstance(inner, Mapping) else -1
+    if stage not in (1, 2, 3):
+        raise UnsupportedError(f"ZeRO stage {stage}: expected 1, 2 or 3", path=str(path))
+    return Topology(tp=tp, pp=pp, dp=dp, zero=stage)
+
+
+def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.FileName], prefix: str) -> None:
+    """Every rank has its files, and there is no file of a rank that does not exist."""
+    num_mp = topology.tp * topology.pp
+    model_ranks = [None] if topology.zero < 3 else list(range(topology.dp))
+    expected = {names.optimizer_file(prefix, dp, mp) for mp in range(num_mp) for dp in range(topology.dp)}
+    expected |= {names.model_file(mp, dp=dp) for mp in range(num_mp) for dp in model_ranks}
+    layers = {parsed.layer for parsed in found.values() if parsed.kind == "layer"}
+    axis = any(parsed.model_axis for parsed in found.values())
+    expected |= {names.layer_file(layer, tp, model_axis=axis) for layer in layers for tp in range(topology.tp)}
+    problems = [f"{name} is missing" for name in sorted(expected - found.keys())]
+    problems += [f"{name} belongs to no rank of this layout" for name in sorted(found.keys() - expected)]
+    if problems:
+        raise CorruptSourceError(
+            f"its files do not fit {topology}",
+            path=str(folder),
+            problems=problems,
+            hint="a rank did not save, or two saves are mixed in one folder",
+        )
+
+
+def _check_contents(source: Source) -> None:
+    problems: list[str] = []
+    reference = source.models[0, 0].value
+    for file in source.models.values():
+        for key in ("global_steps", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"):
+            if not isinstance(file.value, Mapping) or file.value.get(key) != reference.get(key):
+                name = Path(file.path).name
+                problems.append(f"{name}: another {key} than rank 0's {reference.get(key)!r}")
+    stages = {zero_stage(source.optimizer(*rank)) for rank in source.optimizers}
+    if stages != {source.topology.zero}:
+        problems.append(f"optimizer files are of the ZeRO stages {sorted(stages)}")
+    for rank, file in source.optimizers.items():
+        counts = source.optimizer(*rank).get("partition_count", source.topology.dp)
+        counts = counts if isinstance(counts, list) else [counts]
+        if any(count != source.topology.dp for count in counts):
+            problems.append(f"{Path(file.path).name}: written for {counts} partitions, not {source.topology.dp}")
+    problems += [
+        f"{Path(file.path).name}: not a dict of tensors"
+        for file in source.layers.values()
+        if not isinstance(file.value, Mapping) or not all(isinstance(item, Tensor) for item in file.value.values())
+    ]
+    if problems:
+        raise CorruptSourceError("its files contradict each other", path=str(source.folder), problems=problems)
+
+
+def _mapping(file: PtFile, key: str) -> Mapping[str, Any]:
+    value = file.value.get(key) if isinstance(file.value, Mapping) else None
+    if not isinstance(value, Mapping):
+        raise CorruptSourceError(f"has no {key}", path=file.path)
+    return value

@@ -1,0 +1,77 @@
+"""The optimizer's partitions as saved: which flat tensors a rank's file holds for each group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed.source import Source
+from reshard.formats.pt.objects import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """One group (ZeRO-3: sub-group) of one rank's optimizer file.
+
+    Attributes:
+        flat: state (`fp32`, `exp_avg`, ...) -> the rank's partition, 1-dim.
+        scalars: states that are not partitioned, as saved (`step`).
+    """
+
+    flat: Mapping[str, Tensor]
+    scalars: Mapping[str, Any]
+
+
+def group_states(source: Source, mp: int, dp: int) -> list[GroupState]:
+    """All groups of a rank.
+
+    Raises:
+        CorruptSourceError: parts are missing.
+        UnsupportedError: a state that is neither partitioned nor a scalar.
+    """
+    state = source.optimizer(mp, dp)
+    path = source.optimizers[mp, dp].path
+    zero3 = source.topology.zero == 3
+    masters = state.get("fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups")
+    inner = state.get("optimizer_state_dict" if zero3 else "base_optimizer_state")
+    if not isinstance(masters, list) or not all(isinstance(master, Tensor) for master in masters):
+        raise CorruptSourceError("has no list of fp32 partitions", path=path)
+    if isinstance(inner, Mapping) and isinstance(inner.get("state"), Mapping):
+        per_group = [inner["state"].get(group, {}) for group in range(len(masters))]
+        if inner["state"].keys() - set(range(len(masters))):
+            raise CorruptSourceError(f"optimizer states {list(inner['state'])} for {len(masters)} groups", path=path)
+    elif isinstance(inner, list) and len(inner) == len(masters):  # elastic_checkpoint
+        raise UnsupportedError(
+            "is an elastic checkpoint (optimizer states without padding)",
+            path=path,
+            hint="save with zero_optimization.elastic_checkpoint false",
+        )
+    else:
+        raise CorruptSourceError("has no optimizer states", path=path)
+    return [_split(master, found, path) for master, found in zip(masters, per_group, strict=True)]
+
+
+def _split(master: Tensor, found: Any, path: str) -> GroupState:
+    if not isinstance(found, Mapping):
+        raise CorruptSourceError(f"the states of a group are {found!r:.80}", path=path)
+    flat: dict[str, Tensor] = {"fp32": master}
+    scalars: dict[str, Any] = {}
+    for key, value in found.items():
+        if not isinstance(key, str):
+            raise CorruptSourceError(f"a state is called {key!r:.80}", path=path)
+        if not isinstance(value, Tensor) or not value.shape:
+            scalars[key] = value
+            continue
+        if len(value.shape) != 1 or value.num_elements < master.num_elements:
+            raise UnsupportedError(
+                f"optimizer state {key!r} has shape {value.shape}, the partition has {master.shape}",
+                path=path,
+                hint="only states with one value per weight, or one per group, are converted",
+            )
+        flat[key] = value
+    for key, tensor in flat.items():
+        if not tensor.is_contiguous or len(tensor.shape) != 1:
+            raise CorruptSourceError(f"partition {key!r} is not flat: {tensor.shape} {tensor.stride}", path=path)
+    return GroupState(flat=flat, scalars=scalars)

@@ -1,0 +1,77 @@
+"""Objects that travel unchanged: deep copies with their small tensors' bytes in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.formats.pt.objects import Global, Inert, Size, StatefulDict, Storage, Tensor, contiguous_stride
+from reshard.formats.pt.reader import PtFile, read_tensor_bytes
+
+MAX_INLINE_BYTES = 16 << 20
+"""Largest tensor that may lie outside of model and optimizer: random states take kilobytes."""
+
+_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+
+
+class Template:
+    """Copies parts of one file; an object that occurs twice stays one object."""
+
+    def __init__(self, file: PtFile) -> None:
+        self._file = file
+        self._copies: dict[int, Any] = {}
+
+    def copy(self, value: Any) -> Any:
+        """A deep copy whose tensors have storages with data of their own.
+
+        Raises:
+            UnsupportedError: a tensor larger than `MAX_INLINE_BYTES`.
+        """
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        result = self._copy(value)
+        self._copies[id(value)] = result
+        return result
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            data = read_tensor_bytes(self._file.path, value, limit_bytes=MAX_INLINE_BYTES)
+            storage = Storage(dtype=value.dtype, num_elements=value.num_elements, location="cpu", data=data)
+            return dataclasses.replace(value, storage=storage, offset=0, stride=contiguous_stride(value.shape))
+        if isinstance(value, StatefulDict):
+            copied = StatefulDict((key, self.copy(item)) for key, item in value.items())
+            copied.state = self.copy(value.state)
+            return copied
+        if isinstance(value, dict):
+            return {key: self.copy(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.copy(item) for item in value]
+        if isinstance(value, tuple) and not isinstance(value, Size):
+            return tuple(self.copy(item) for item in value)
+        if isinstance(value, Inert):
+            return Inert(
+                value.kind,
+                value.target,
+                tuple(self.copy(item) for item in value.args),
+                self.copy(value.state),
+                [self.copy(item) for item in value.items],
+                [(key, self.copy(item)) for key, item in value.pairs],
+            )
+        return value
+
+    def copy_except(self, value: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
+        """A dict in the same order with some values replaced; replacements for keys that are absent come last."""
+        result = {key: replaced[key] if key in replaced else self.copy(item) for key, item in value.items()}
+        return {**result, **replaced}
+
+
+def zero_stage_enum(stage: int) -> Inert:
+    """`ZeroStageEnum(stage)`."""
+    return Inert("reduce", _ENUM, (stage,))
+
+
+def fragment_address(start: int, num_elements: int) -> Inert:
+    """`fragment_address(numel=..., start=...)`."""
+    return Inert("new", _FRAGMENT, (), {"numel": num_elements, "start": start})
