@@ -6,7 +6,6 @@ import copy
 import json
 import shutil
 import subprocess
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def kubectl(kubeconfig: Path) -> Kubectl:
         command = [program, "--kubeconfig", str(kubeconfig), *arguments]
         return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=120)
 
-    done = call("apply", "--server-side", "-f", str(CRD))
+    done = call("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
     assert done.returncode == 0, done.stderr
     done = call("wait", "--for=condition=Established", "--timeout=60s", f"crd/{crd_name()}")
     assert done.returncode == 0, done.stderr
@@ -77,14 +76,6 @@ def kubectl(kubeconfig: Path) -> Kubectl:
 
 def crd_name() -> str:
     return str(yaml.safe_load(CRD.read_text(encoding="utf-8"))["metadata"]["name"])
-
-
-@pytest.fixture
-def namespace(kubectl: Kubectl) -> Iterator[str]:
-    name = f"crd-{uuid.uuid4().hex[:8]}"
-    assert kubectl("create", "namespace", name).returncode == 0
-    yield name
-    kubectl("delete", "namespace", name, "--wait=false")
 
 
 def apply(kubectl: Kubectl, namespace: str, job: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
