@@ -80,7 +80,7 @@ class _CopyToGroup(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(_context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
         gradient = gradient.contiguous()
         distributed.all_reduce(gradient, group=tensor_group().group)
         return gradient
@@ -96,18 +96,18 @@ class _SumOverGroup(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(_context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
 def copy_to_group(value: Tensor) -> Tensor:
     """See `_CopyToGroup`."""
-    return value if tensor_group().size == 1 else _CopyToGroup.apply(value)  # type: ignore[no-untyped-call,no-any-return]
+    return value if tensor_group().size == 1 else _CopyToGroup.apply(value)  # type: ignore[no-untyped-call]
 
 
 def sum_over_group(value: Tensor) -> Tensor:
     """See `_SumOverGroup`."""
-    return value if tensor_group().size == 1 else _SumOverGroup.apply(value)  # type: ignore[no-untyped-call,no-any-return]
+    return value if tensor_group().size == 1 else _SumOverGroup.apply(value)  # type: ignore[no-untyped-call]
 
 
 def sharded(name: str, shape: Sequence[int], config: GptConfig, *, dim: int, parts: Sequence[int] = ()) -> nn.Parameter:
@@ -123,7 +123,7 @@ def sharded(name: str, shape: Sequence[int], config: GptConfig, *, dim: int, par
     generator = torch.Generator().manual_seed(config.seed ^ zlib.crc32(name.encode()))
     full = torch.randn(*shape, generator=generator) * 0.02
     tensor = tensor_group()
-    pieces = full.split(list(parts), dim=0) if parts else [full]
+    pieces = torch.split(full, list(parts), dim=0) if parts else [full]
     return nn.Parameter(torch.cat([piece.chunk(tensor.size, dim=dim)[tensor.rank] for piece in pieces], dim=0).clone())
 
 
@@ -170,7 +170,7 @@ class Block(nn.Module):
         config, size = self.config, tensor_group().size
         batch, sequence, _ = value.shape
         parts = [rows // size for rows in config.qkv_sizes]
-        query, key, content = (copy_to_group(value) @ self.qkv.T).split(parts, dim=-1)
+        query, key, content = torch.split(copy_to_group(value) @ self.qkv.T, parts, dim=-1)
         head = config.hidden // config.heads
         query = _rotate(query.view(batch, sequence, -1, head).transpose(1, 2))
         key = _rotate(key.view(batch, sequence, -1, head).transpose(1, 2))

@@ -11,18 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import deepspeed
 import torch
+from lean import deepspeed
 from model import GptConfig, build, parameter_groups, pipeline_description, universal_checkpoint_info
 from text import Windows, corpus
 
@@ -105,8 +103,11 @@ def main() -> None:
     )
     windows = Windows(corpus(), config.sequence)
     position = session.restore(lambda folder: engine.load_checkpoint(str(folder.parent), tag=folder.name))
-    client_state = {"universal_checkpoint_info": universal_checkpoint_info(config)}
     description = pipeline_description(config, model)
+    client_state = {
+        "universal_checkpoint_info": universal_checkpoint_info(config),
+        "pipeline_layout": description["pipeline"],
+    }
 
     def write(folder: Path, tag: str) -> None:
         engine.save_checkpoint(str(folder), tag=tag, client_state=dict(client_state))

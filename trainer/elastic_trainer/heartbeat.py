@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 FENCED_AFTER_SECONDS = 15.0
 """A refused Lease may be a glitch of the API server's authorizer; after this long it is the operator's will."""
 
+_LAST_BEATS = 3
+_LAST_BEAT_PAUSE_SECONDS = 1.0
+
 
 class Heartbeat:
     """Beats until stopped.
@@ -69,15 +72,21 @@ class Heartbeat:
         self._stopping.set()
         self._pending.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=10)
+            self._thread.join(timeout=_LAST_BEATS * (_LAST_BEAT_PAUSE_SECONDS + 6))
 
     def _beat(self) -> None:
         while True:
             self._pending.wait(self._every_seconds)
             self._pending.clear()
-            self._exchange()
+            written = self._exchange()
             if self._stopping.is_set():
+                break
+        # How it ended is worth a few more tries.
+        for _ in range(_LAST_BEATS - 1):
+            if written:
                 return
+            time.sleep(_LAST_BEAT_PAUSE_SECONDS)
+            written = self._exchange()
 
     def _exchange(self) -> bool:
         with self._exchanging:

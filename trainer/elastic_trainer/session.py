@@ -33,7 +33,7 @@ from elastic_trainer.collective import Collective
 from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
 from elastic_trainer.mailbox import FileMailbox, Mailbox, NoMailbox
-from reshard.commit import Commit, CommittedFile, file_crc32, read_commit, sync_folder, write_commit
+from reshard.commit import Commit, CommittedFile, check_files, file_crc32, read_commit, sync_folder, write_commit
 from reshard.contract import LeaseKey, Request, TrainerExit, TrainerPhase
 from reshard.errors import ReshardError
 from reshard.topology import Topology
@@ -99,7 +99,9 @@ class Session:
         if found.rank == 0 and found.mailbox is not None:
             mailbox = FileMailbox(found.mailbox)
         elif found.rank == 0 and found.lease:
-            mailbox = LeaseMailbox(namespace=found.namespace, name=found.lease, holder=os.uname().nodename)
+            mailbox = LeaseMailbox(
+                namespace=found.namespace, name=found.lease, holder=os.uname().nodename, server=found.api_server
+            )
         return cls(found, mailbox, keep=keep)
 
     @property
@@ -282,15 +284,14 @@ class Session:
             commit = read_commit(folder)
         except ReshardError as error:
             return str(error), None
-        problems = [] if commit.topology == self.topology else [f"it is laid out for {commit.topology}"]
-        for file in commit.files[self.settings.rank :: self._collective.world_size]:
-            path = folder / file.path
-            size = path.stat().st_size if path.exists() else -1
-            if size != file.num_bytes:
-                problems.append(f"{file.path}: {file.num_bytes} bytes were committed, {max(size, 0)} are there")
-            elif file.crc32 is not None and file_crc32(path) != file.crc32:
-                problems.append(f"{file.path}: its CRC-32 is not the one that was committed")
-        return "; ".join(problems), commit
+        if commit.topology != self.topology:
+            return f"it is laid out for {commit.topology}, this attempt runs at {self.topology}: reshard it", None
+        share = dataclasses.replace(commit, files=commit.files[self.settings.rank :: self._collective.world_size])
+        try:
+            check_files(folder, share, crc=True)
+        except (ReshardError, OSError) as error:
+            return "; ".join(getattr(error, "problems", ())) or str(error), None
+        return "", commit
 
     def _refuse_resume(self, folder: Path, problems: list[str]) -> NoReturn:
         text = f"{folder}: {'; '.join(sorted(set(problems)))}"

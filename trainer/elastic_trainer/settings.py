@@ -32,6 +32,7 @@ class Settings:
         heartbeat_seconds: time between renewals.
         rank: global rank of this process.
         local_rank: rank on this machine.
+        api_server: host and port of the Kubernetes API server.
     """
 
     job: str
@@ -48,6 +49,7 @@ class Settings:
     heartbeat_seconds: float
     rank: int
     local_rank: int
+    api_server: tuple[str, int]
 
 
 def from_env(environment: Mapping[str, str] | None = None) -> Settings:
@@ -95,6 +97,11 @@ def from_env(environment: Mapping[str, str] | None = None) -> Settings:
         heartbeat_seconds=number(Env.HEARTBEAT_SECONDS, 10),
         rank=int(number("RANK", 0)),
         local_rank=int(number("LOCAL_RANK", 0)),
+        # Kubernetes puts these into every container: no cluster DNS needed.
+        api_server=(
+            env.get("KUBERNETES_SERVICE_HOST") or "kubernetes.default.svc",
+            int(number("KUBERNETES_SERVICE_PORT_HTTPS", 443)),
+        ),
     )
     if problems:
         raise ConfigurationError("; ".join(problems))
