@@ -64,6 +64,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         _add_partitions(rows, source, model, files, element_bytes)
     else:
         _add_zero3(rows, source, model, files)
+        _add_zero3_frozen(rows, source, model, files, weights)
     return Index(
         root=folder,
         format=NAME,
@@ -215,6 +216,27 @@ def _add_zero3(rows: Rows, source: Source, model: Model, files: Mapping[str, int
             for span in spans:
                 place = Place(topology.tp, mp, 0, files[file.path], 0)
                 _add_span(rows, model.params[names[span.index]], state.flat, span, place)
+
+
+def _add_zero3_frozen(
+    rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+) -> None:
+    """Parameters that are not optimized: each rank's slot in `frozen_param_fragments`. Buffers travel in the files."""
+    topology = source.topology
+    for (mp, dp), file in source.models.items():
+        fragments, shapes = file.value.get("frozen_param_fragments") or {}, file.value.get("frozen_param_shapes") or {}
+        for name, tensor in fragments.items():
+            if name not in weights:
+                found = [
+                    tuple((source.models[tp, 0].value.get("frozen_param_shapes") or {}).get(name, ()))
+                    for tp in range(topology.tp)
+                ]
+                weights[name] = make_param(name, found, model.patterns, topology.tp)
+            spans, length = flat.zero3_spans([math.prod(shapes.get(name, ()))], topology.dp, dp)
+            if not isinstance(tensor, Tensor) or tensor.num_elements != length or not tensor.is_contiguous:
+                raise CorruptSourceError(f"frozen parameter {name}: expected {length} elements", path=file.path)
+            for span in spans:
+                _add_span(rows, weights[name], {"weight": tensor}, span, Place(topology.tp, mp, 0, files[file.path], 0))
 
 
 def _add_span(rows: Rows, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, place: Place) -> None:

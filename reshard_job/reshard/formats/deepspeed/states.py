@@ -18,10 +18,12 @@ class GroupState:
     Attributes:
         flat: state (`fp32`, `exp_avg`, ...) -> the rank's partition, 1-dim.
         scalars: states that are not partitioned, as saved (`step`).
+        order: names of the optimizer's states in its own order.
     """
 
     flat: Mapping[str, Tensor]
     scalars: Mapping[str, Any]
+    order: tuple[str, ...]
 
 
 def group_states(source: Source, mp: int, dp: int) -> list[GroupState]:
@@ -74,4 +76,4 @@ def _split(master: Tensor, found: Any, path: str) -> GroupState:
     for key, tensor in flat.items():
         if not tensor.is_contiguous or len(tensor.shape) != 1:
             raise CorruptSourceError(f"partition {key!r} is not flat: {tensor.shape} {tensor.stride}", path=path)
-    return GroupState(flat=flat, scalars=scalars)
+    return GroupState(flat=flat, scalars=scalars, order=tuple(found))

@@ -14,6 +14,7 @@ from reshard.formats.pt.objects import STORAGE_CLASSES, Global, Inert, Size, Sta
 
 _REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
+_WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _SIZE = Global("torch", "Size")
 
@@ -173,7 +174,13 @@ class _Emitter:
     def _tensor(self, tensor: Tensor) -> None:
         if tensor.parameter:
             self._global(_REBUILD_PARAMETER)
-        self._global(_REBUILD_TENSOR)
+        if tensor.attributes is not None:
+            self._global(_WITH_ATTRIBUTES)
+            self.parts.append(b"(")
+            self._global(_REBUILD_TENSOR)
+            self._global(tensor.attributes[0])
+        else:
+            self._global(_REBUILD_TENSOR)
         self.parts.append(b"(")
         self._storage(tensor.storage)
         self._int(tensor.offset)
@@ -181,7 +188,11 @@ class _Emitter:
         self._tuple(tensor.stride)
         self.value(False if tensor.parameter else tensor.requires_grad)
         self._call(_ORDERED_DICT, ())
-        self.parts.append(b"tR")
+        self.parts.append(b"t")
+        if tensor.attributes is not None:
+            self.value(tensor.attributes[1])
+            self.parts.append(b"t")
+        self.parts.append(b"R")
         if tensor.parameter:
             self.value(tensor.requires_grad)
             self._call(_ORDERED_DICT, ())

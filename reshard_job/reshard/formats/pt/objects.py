@@ -134,6 +134,7 @@ class Tensor:
         stride: `[ndim]`, in elements.
         requires_grad: as saved.
         parameter: it was saved as a `torch.nn.Parameter`.
+        attributes: (class, Python attributes) of a tensor that was saved with some, else None.
     """
 
     storage: Storage
@@ -142,6 +143,7 @@ class Tensor:
     stride: tuple[int, ...]
     requires_grad: bool = False
     parameter: bool = False
+    attributes: tuple[Global, Any] | None = None
 
     @property
     def dtype(self) -> str:

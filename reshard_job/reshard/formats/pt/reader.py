@@ -13,6 +13,8 @@ from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry, read_directory
 from reshard.formats.pt.objects import ITEM_BYTES, STORAGE_DTYPES, Global, Storage, Tensor
 
+_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
+_WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
 _MAX_DIMS = 64
 _MAX_RECORD_BYTES = 1 << 10
 
@@ -147,9 +149,12 @@ class _Tensors:
         return self.storages[key]
 
     def rebuild(self, target: Global, args: tuple[Any, ...]) -> Any:
-        """Known calls of torch/_utils.py; anything else that is not a container stays inert."""
+        """Known calls of torch/_utils.py and _tensor.py; anything else that is not a container stays inert."""
+        if target == _WITH_ATTRIBUTES and len(args) == 4 and args[0] == _TENSOR and isinstance(args[2], tuple):
+            inner = self.rebuild(_TENSOR, args[2])
+            return dataclasses.replace(inner, attributes=(args[1], args[3]))
         if target.module == "torch._utils":
-            if target.name == "_rebuild_tensor_v2" and len(args) >= 6:
+            if target == _TENSOR and len(args) >= 6:
                 return self._tensor(*args[:5])
             if target.name == "_rebuild_parameter" and args and isinstance(args[0], Tensor):
                 return dataclasses.replace(args[0], parameter=True, requires_grad=bool(args[1]))

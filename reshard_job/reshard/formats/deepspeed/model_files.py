@@ -1,0 +1,94 @@
+"""Files with the model's weights and the run's scalars: `mp_rank_*` below ZeRO-3, and a pipeline's `layer_*`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed import names
+from reshard.formats.deepspeed.logical import Param, layer_weights
+from reshard.formats.deepspeed.target import Target
+from reshard.formats.deepspeed.template import Template
+from reshard.formats.pt.objects import StatefulDict, Tensor, new_tensor
+
+Module = dict[str, tuple[Param, Tensor]]
+
+
+def write_model(target: Target, pp: int, tp: int, buffers: list[tuple[str, ...]]) -> None:
+    """`mp_rank_*_model_states.pt` of one model-parallel rank; `buffers` are the groups' names in buffer order."""
+    like = target.source.models[target.like(pp, tp), 0]
+    template = Template(like)
+    replaced: dict[str, Any] = {
+        **target.common(like.value),
+        **target.config(template, like.value),
+        "param_shapes": [target.shapes(group) for group in buffers],
+    }
+    own: Module = {}
+    if target.source.pipeline:
+        replaced["buffer_names"] = _buffer_names(target)
+    else:
+        replaced["module"], own = _module(target, like.value["module"])
+        replaced |= _frozen(target, like.value, replaced["module"])
+    value = template.copy_except(like.value, replaced)
+    file = target.add_file(names.model_file(pp * target.topology.tp + tp), value)
+    for param, tensor in own.values():
+        file.add_weight(param, tensor, tp, 0)
+
+
+def write_layers(target: Target) -> None:
+    """`layer_*` files: the same for every pp, cut anew for another tp."""
+    source = target.source
+    model_axis = source.model_axis or target.topology.tp > 1
+    copies: dict[str, int] = {}
+    for layer in sorted({layer for layer, _ in source.layers}):
+        found = layer_weights(source, target.extra.model, layer)
+        for name in found:
+            copies[name] = copies.get(name, -1) + 1
+        for tp in range(target.topology.tp):
+            like = source.layers[layer, min(tp, source.topology.tp - 1)]
+            value = StatefulDict()
+            value.state = Template(like).copy(getattr(like.value, "state", None))
+            for key, (name, shards) in zip(like.value, found.items(), strict=True):
+                value[key] = new_tensor(shards[0].dtype, target.shard(name))
+            file = target.add_file(names.layer_file(layer, tp, model_axis=model_axis), value)
+            for key, name in zip(like.value, found, strict=True):
+                file.add_weight(target.params.get(name) or target.weights[name], value[key], tp, copies[name])
+
+
+def _module(target: Target, like: StatefulDict) -> tuple[StatefulDict, Module]:
+    """The module's state dict with new shapes; a tied weight's second name shares the first one's tensor."""
+    module = StatefulDict()
+    own: Module = {}
+    module.state = Template(target.source.models[0, 0]).copy(like.state)
+    for name, tensor in like.items():
+        twin = next((other for other in own if like[other].same_view(tensor)), None)
+        if twin is not None and name not in target.params:
+            module[name] = module[twin]
+            continue
+        module[name] = new_tensor(tensor.dtype, target.shard(name))
+        own[name] = (target.params.get(name) or target.weights[name], module[name])
+    return module, own
+
+
+def _frozen(target: Target, like: dict[str, Any], module: StatefulDict) -> dict[str, Any]:
+    """ZeRO-2 states parameters that are not optimized once more: the same tensors under two keys."""
+    if target.topology.zero == 1:
+        return {"frozen_param_shapes": None, "frozen_param_fragments": None}
+    buffers = set(like.get("buffer_names") or ())
+    frozen = tuple(name for name in target.weights if name not in buffers)
+    return {
+        "frozen_param_shapes": target.shapes(frozen),
+        "frozen_param_fragments": StatefulDict((name, module[name]) for name in frozen),
+    }
+
+
+def _buffer_names(target: Target) -> list[str]:
+    """Names of a pipeline's buffers: of all stages, for a target with one."""
+    found: dict[str, None] = {}
+    for file in target.source.models.values():
+        found.update(dict.fromkeys(file.value.get("buffer_names") or ()))
+    if not found or target.topology.pp == 1:
+        return list(found)
+    raise UnsupportedError(
+        f"a pipeline with buffers ({next(iter(found))}) is only converted to pp=1", path=str(target.source.folder)
+    )

@@ -1,0 +1,182 @@
+"""What the writers of the different files share: the target's parameters, its files so far, and their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed.logical import Param, Stage, param_groups
+from reshard.formats.deepspeed.reader import Extra
+from reshard.formats.deepspeed.rows import Place, Rows
+from reshard.formats.deepspeed.source import Source
+from reshard.formats.deepspeed.states import group_states
+from reshard.formats.deepspeed.template import Template
+from reshard.formats.pt.objects import ITEM_BYTES, Size, StatefulDict, Tensor
+from reshard.formats.pt.writer import PtLayout, lay_out_pt
+from reshard.layout import ChecksumField, TargetFile
+from reshard.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTemplate:
+    """States of a parameter group.
+
+    Attributes:
+        dtypes: types of the partitioned states, `fp32` among them.
+        order: names of the optimizer's states in its own order.
+        scalars: values of the states that are not partitioned.
+    """
+
+    dtypes: Mapping[str, str]
+    order: tuple[str, ...]
+    scalars: Mapping[str, Any]
+
+    def state(self, own: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The optimizer's state of one group, with partitions `own`."""
+        return {key: own[key] if key in own else self.scalars[key] for key in self.order}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Target:
+    """A checkpoint that is being laid out.
+
+    Attributes:
+        extra: the source.
+        topology: of the target.
+        stages: what each pipeline stage holds.
+        params: optimized parameters, with shapes as in the target.
+        weights: frozen parameters and buffers, likewise.
+        rows: where tensors go.
+        layout_note: `pipeline_layout` of the client state, as true for the target; None where there is none.
+        files: files so far.
+    """
+
+    extra: Extra
+    topology: Topology
+    stages: tuple[Stage, ...]
+    params: Mapping[str, Param]
+    weights: Mapping[str, Param]
+    rows: Rows
+    layout_note: Mapping[str, Any] | None = None
+    files: list[TargetFile] = dataclasses.field(default_factory=list)
+
+    @property
+    def source(self) -> Source:
+        """The source's files."""
+        return self.extra.source
+
+    def copy_of(self, name: str, pp: int) -> int:
+        """How many earlier stages hold the parameter too."""
+        return sum(name in group for stage in self.stages[:pp] for group in stage.groups)
+
+    def shard(self, name: str) -> tuple[int, ...]:
+        """Shape `[ndim]` of a tensor-parallel shard of a parameter or weight."""
+        param = self.params.get(name) or self.weights[name]
+        return param.rule.shard_shape(name, param.shape, self.topology.tp)
+
+    def shapes(self, names: tuple[str, ...]) -> StatefulDict:
+        """An entry of `param_shapes`."""
+        return StatefulDict((name, Size(self.shard(name))) for name in names)
+
+    def elements(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Elements of each parameter's shard."""
+        return tuple(math.prod(self.shard(name)) for name in names)
+
+    def like(self, pp: int, tp: int) -> int:
+        """Model-parallel rank of the source whose scalars a target rank inherits."""
+        found = self.source.topology
+        return min(pp * found.pp // self.topology.pp, found.pp - 1) * found.tp + min(tp, found.tp - 1)
+
+    def like_dp(self, dp: int) -> int:
+        """Data-parallel rank of the source whose scalars a target rank inherits."""
+        return min(dp, self.source.topology.dp - 1)
+
+    def common(self, like: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a model file that follow from the topology."""
+        topology = self.topology
+        fields: dict[str, Any] = {} if self.layout_note is None else {"pipeline_layout": self.layout_note}
+        return {
+            **{key: value for key, value in fields.items() if key in like},
+            "dp_world_size": topology.dp,
+            "mp_world_size": topology.tp * topology.pp,
+            "checkpoint_parallel_dimensions": {"pp_degree": topology.pp, "tp_degree": topology.tp},
+        }
+
+    def config(self, template: Template, like: Mapping[str, Any]) -> dict[str, Any]:
+        """`ds_config` with the ZeRO stage of the target; the rest says how the source was trained."""
+        found = like.get("ds_config")
+        zero = found.get("zero_optimization") if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping) or not isinstance(zero, Mapping) or "stage" not in zero:
+            return {}
+        patched = template.copy_except(zero, {"stage": self.topology.zero})
+        return {"ds_config": template.copy_except(found, {"zero_optimization": patched})}
+
+    def add_file(self, name: str, value: Any) -> File:
+        """Lay out a file."""
+        layout = lay_out_pt(name.removesuffix(".pt"), value)
+        checksums = tuple(
+            ChecksumField(start=slot.offset, num_bytes=slot.num_bytes, positions=slot.crc_positions)
+            for slot in layout.slots.values()
+            if slot.num_bytes
+        )
+        self.files.append(TargetFile(path=name, num_bytes=layout.num_bytes, fixed=layout.fixed, checksums=checksums))
+        return File(target=self, index=len(self.files) - 1, layout=layout)
+
+    def holder(self, group: int) -> tuple[int, int]:
+        """First stage of the source that holds a parameter group, and the group's position there."""
+        for pp, stage in enumerate(self.extra.model.stages):
+            if group in stage.ids:
+                return pp, stage.ids.index(group)
+        raise AssertionError(f"group {group} is on no stage")
+
+    def param_group(self, group: int, params: list[int]) -> dict[str, Any]:
+        """An entry of the optimizer's `param_groups`."""
+        pp, at = self.holder(group)
+        mp = pp * self.source.topology.tp
+        copied = Template(self.source.optimizers[mp, 0]).copy(param_groups(self.source, mp)[at])
+        return {**copied, "params": params}
+
+    def group_template(self, group: int, tp: int) -> GroupTemplate:
+        """States of a parameter group, from the source (ZeRO-3: from its first sub-group)."""
+        pp, at = self.holder(group)
+        mp = pp * self.source.topology.tp + min(tp, self.source.topology.tp - 1)
+        if self.source.topology.zero == 3:
+            at = sum(len(other["params"]) for other in param_groups(self.source, mp)[:at])
+        state = group_states(self.source, mp, 0)[at]
+        template = Template(self.source.optimizers[mp, 0])
+        return GroupTemplate(
+            dtypes={key: tensor.dtype for key, tensor in state.flat.items()},
+            order=state.order,
+            scalars={key: template.copy(value) for key, value in state.scalars.items()},
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A file that was laid out, to say what its tensors are."""
+
+    target: Target
+    index: int
+    layout: PtLayout
+
+    def place(self, tensor: Tensor, tp: int, copy: int) -> Place:
+        """Where a tensor is."""
+        offset = self.layout.slots[tensor.storage].offset + tensor.offset * ITEM_BYTES[tensor.dtype]
+        return Place(self.target.topology.tp, tp, copy, self.index, offset)
+
+    def add_weight(self, param: Param, tensor: Tensor, tp: int, copy: int) -> None:
+        """The tensor is the shard of a weight."""
+        place = self.place(tensor, tp, copy)
+        self.target.rows.add_shard("weight", param, place, dtype=tensor.dtype, strides=tensor.stride)
+
+    def add_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, tp: int, copy: int) -> None:
+        """Part of each partition is part of a parameter's shard."""
+        for state, tensor in tensors.items():
+            place = self.place(tensor, tp, copy)
+            at = place.byte_offset + span.offset * ITEM_BYTES[tensor.dtype]
+            self.target.rows.add_flat(
+                state, param, place._replace(byte_offset=at), dtype=tensor.dtype, start=span.start, stop=span.stop
+            )
