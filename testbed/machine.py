@@ -14,6 +14,8 @@ from testbed.paths import BRIDGE, run_dir
 from testbed.shell import run, until
 
 _INIT = Path(__file__).with_name("machine-init.sh")
+_launchers: list[subprocess.Popen[bytes]] = []
+"""Machines that this process has started. They outlive it; until then they are its children and have to be reaped."""
 
 
 def start(name: str, *, address: str, script: str) -> None:
@@ -45,6 +47,7 @@ def start(name: str, *, address: str, script: str) -> None:
             cwd="/",
             env={**environment, "LOGS": str(logs)},
         )
+    _launchers[:] = [other for other in _launchers if other.poll() is None] + [launcher]
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     init = until(
         lambda: [int(word) for word in children.read_text().split()], what=f"{name}'s init", timeout_seconds=10

@@ -1,0 +1,164 @@
+"""The cluster tier: one real cluster for the whole run, one namespace for each test."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from testbed import cluster as bed
+from testbed import faults, storage
+from testbed.components import bin_dir
+from testbed.errors import CannotRunHereError
+from testbed.paths import kubeconfig as testbed_kubeconfig
+from testbed.paths import run_dir
+
+ROOT = Path(__file__).parents[2]
+NODE_RECOVERY_SECONDS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """A real cluster and what a test may do with it."""
+
+    kubeconfig: Path
+    is_testbed: bool
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
+        """Run kubectl and return what it prints."""
+        program = shutil.which("kubectl") or str(bin_dir() / "kubectl")
+        done = subprocess.run(
+            [program, "--kubeconfig", str(self.kubeconfig), *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        if check and done.returncode:
+            raise AssertionError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def get(self, *arguments: str) -> dict[str, Any]:
+        """`kubectl get ... -o json`; an empty dict where there is no such object."""
+        text = self.kubectl("get", *arguments, "-o", "json", "--ignore-not-found")
+        return json.loads(text) if text.strip() else {}
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        """Apply manifests."""
+        self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
+
+    def wait(self, condition: Callable[[], Any], *, what: str, timeout_seconds: float = 120) -> Any:
+        """Call `condition` until it returns something true."""
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            if value := condition():
+                return value
+            time.sleep(0.2)
+        raise AssertionError(f"waited {timeout_seconds} s for {what}")
+
+    def node_is_ready(self, name: str) -> bool:
+        """Condition Ready of a node."""
+        conditions = self.get("node", name).get("status", {}).get("conditions", [])
+        return any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)
+
+    def kill_node(self, name: str) -> None:
+        """Power loss."""
+        faults.kill_node(name)
+
+    def heal_node(self, name: str) -> None:
+        """Switch on again and wait until the node is Ready with its GPUs."""
+        faults.heal_node(name)
+        self.wait(lambda: self.node_is_ready(name), what=f"{name} to be Ready", timeout_seconds=NODE_RECOVERY_SECONDS)
+        bed.wait_ready(bed.members())
+
+
+def _unavailable(reason: str) -> None:
+    """On CI a missing cluster is a failure, elsewhere a skip that says why."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The cluster given with --kubeconfig, else a test bed for the time of the run."""
+    given = request.config.getoption("--kubeconfig") or os.environ.get("ETJ_TEST_KUBECONFIG")
+    if given:
+        yield Cluster(kubeconfig=Path(given), is_testbed=False)
+        return
+    keep = bool(os.environ.get("ETJ_KEEP_TESTBED"))
+    try:
+        bed.up()
+    except CannotRunHereError as error:
+        _unavailable(str(error))
+    try:
+        yield Cluster(kubeconfig=testbed_kubeconfig(), is_testbed=True)
+    finally:
+        if not keep:
+            bed.down()
+
+
+@pytest.fixture(scope="session")
+def kubeconfig(cluster: Cluster) -> Path:
+    """Admin credentials of the cluster."""
+    return cluster.kubeconfig
+
+
+@pytest.fixture
+def testbed(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster whose nodes may be hurt; all nodes are whole again afterwards."""
+    if not cluster.is_testbed:
+        pytest.skip("hurts nodes: only on the test bed")
+    yield cluster
+    for node in bed.members():
+        if not cluster.node_is_ready(node.name):
+            faults.heal_node(node.name)
+        for path in node.gpu_control.glob("*"):
+            path.unlink()
+    bed.wait_ready(bed.members())
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace of the test's own, removed with all that is in it."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    cluster.kubectl("create", "namespace", name)
+    cluster.wait(lambda: cluster.get("serviceaccount", "default", "-n", name), what="the default ServiceAccount")
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def checkpoints(testbed: Cluster, namespace: str) -> Iterator[Path]:
+    """The claim `ckpt` in the test's namespace, and its folder on this machine."""
+    folder = storage.make_volume(namespace)
+    testbed.apply(*storage.claim(namespace, "ckpt", folder))
+    yield folder
+    testbed.kubectl("delete", "pv", f"{namespace}-ckpt", "--wait=false", check=False)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Show what the cluster looked like when a test failed."""
+    report = yield
+    if report.when == "call" and report.failed and (run_dir() / "ready").exists():
+        views = (
+            ("get", "etj,jobs,pods,leases", "-A", "-o", "wide"),
+            ("get", "nodes"),
+            ("get", "events", "-A", "--sort-by=.lastTimestamp"),
+        )
+        seen = Cluster(kubeconfig=testbed_kubeconfig(), is_testbed=True)
+        for view in views:
+            text = seen.kubectl(*view, check=False)
+            report.sections.append((f"kubectl {' '.join(view)}", text[-6000:]))
+    return report

@@ -1,0 +1,17 @@
+"""Options of the whole suite. No fixture here starts anything by itself."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kubeconfig",
+        default=None,
+        help="run the cluster tier against this cluster instead of a test bed (tests that hurt nodes are skipped)",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cheap tiers first: a mistake shows in seconds."""
+    order = {"unit": 0, "property": 1, "golden": 2, "engine": 3, "cluster/test_testbed_crash": 4, "cluster": 5}
+    items.sort(key=lambda item: next((rank for tier, rank in order.items() if f"/tests/{tier}" in str(item.path)), 0))
