@@ -39,6 +39,10 @@ class Timeline:
         """Seconds since the start."""
         return time.time() - self.started
 
+    def restart_clock(self) -> None:
+        """Count seconds from now."""
+        self.started = time.time()
+
     def say(self, text: str) -> None:
         """Print one line with the time in front."""
         sys.stdout.write(f"[{self.now():6.1f}s] {text}\n")

@@ -1,0 +1,158 @@
+"""The cluster that the demo runs on: the test bed, or the one that the user has given."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from demo.manifests import ROOT, reader_pod
+from demo.options import JOB, NAMESPACE
+from testbed import cluster as bed
+from testbed import faults, storage
+from testbed.components import bin_dir
+from testbed.paths import kubeconfig as testbed_kubeconfig
+
+
+class DemoError(Exception):
+    """The story did not go as it should have."""
+
+
+class Kube:
+    """kubectl, and what can be done to nodes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.is_testbed = options.kubeconfig is None
+        self.kubeconfig: Path = options.kubeconfig or testbed_kubeconfig()
+        self._volume: Path | None = None
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
+        """Run kubectl and return what it prints.
+
+        Raises:
+            DemoError: it failed.
+        """
+        program = shutil.which("kubectl") or str(bin_dir() / "kubectl")
+        done = subprocess.run(
+            [program, "--kubeconfig", str(self.kubeconfig), *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if check and done.returncode:
+            raise DemoError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def get(self, *arguments: str) -> dict[str, Any]:
+        """`kubectl get -o json`; an empty dict where there is nothing."""
+        text = self.kubectl("get", *arguments, "-n", NAMESPACE, "-o", "json", "--ignore-not-found")
+        value: dict[str, Any] = json.loads(text) if text.strip() else {}
+        return value
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        """`kubectl apply`."""
+        self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
+
+    def prepare(self) -> None:
+        """An empty namespace with a claim for checkpoints, and the resource."""
+        self.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
+        self.kubectl("wait", "--for=condition=Established", "crd", "elastictrainingjobs.elastictraining.dev")
+        if not self.is_testbed:
+            self.kubectl("delete", "etj", JOB, "-n", NAMESPACE, "--ignore-not-found", "--wait=true")
+            return
+        self.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--wait=true")
+        self.kubectl("delete", "pv", f"{NAMESPACE}-checkpoints", "--ignore-not-found", "--wait=true")
+        self.kubectl("create", "namespace", NAMESPACE)
+        self._volume = storage.make_volume(NAMESPACE)
+        shutil.rmtree(self._volume / JOB, ignore_errors=True)
+        self.apply(*storage.claim(NAMESPACE, "checkpoints", self._volume))
+
+    def node_of(self, attempt: int, index: int) -> str:
+        """Node that runs pod `index` of an attempt."""
+        selector = f"batch.kubernetes.io/job-name={JOB}-a{attempt},batch.kubernetes.io/job-completion-index={index}"
+        pods = self.get("pods", "-l", selector).get("items", [])
+        if not pods:
+            raise DemoError(f"attempt {attempt} has no pod {index}")
+        return str(pods[0]["spec"]["nodeName"])
+
+    def kill(self, node: str) -> None:
+        """End the node."""
+        if self.is_testbed:
+            faults.kill_node(node)
+        else:
+            subprocess.run(self.options.kill_command.format(node=node), shell=True, check=True)
+
+    def heal(self, node: str) -> None:
+        """Bring the node back."""
+        if self.is_testbed:
+            faults.heal_node(node)
+        else:
+            subprocess.run(self.options.heal_command.format(node=node), shell=True, check=True)
+
+    def loss_logs(self, path: str, folder: Path) -> None:
+        """Copy the attempts' loss logs into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._volume is not None:
+            for source in (self._volume / path).glob("loss-a*.jsonl"):
+                shutil.copy(source, folder)
+            return
+        self.apply(reader_pod(self.options, path))
+        self.kubectl("wait", "-n", NAMESPACE, "--for=jsonpath={.status.phase}=Succeeded", "pod/read-losses")
+        for line in self.kubectl("logs", "-n", NAMESPACE, "read-losses").splitlines():
+            attempt = json.loads(line)["attempt"]
+            with open(folder / f"loss-a{attempt}.jsonl", "a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+
+
+@contextlib.contextmanager
+def testbed(options: argparse.Namespace) -> Iterator[None]:
+    """A test bed for the time of the demo, unless another cluster was given."""
+    if options.kubeconfig:
+        yield
+        return
+    bed.up(resource=options.resource)
+    try:
+        yield
+    finally:
+        if not options.keep:
+            bed.down()
+
+
+@contextlib.contextmanager
+def operator(kube: Kube, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The operator as a process of this machine."""
+    program = Path(sys.executable).with_name("elastic-operator")
+    command = [str(program), "run", "--kubeconfig", str(kube.kubeconfig), "--namespace", NAMESPACE]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def wait_for(condition: Callable[[], Any], *, what: str, timeout_seconds: float) -> Any:
+    """Call `condition` until it returns something true.
+
+    Raises:
+        DemoError: it did not in time.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.2)
+    raise DemoError(f"waited {timeout_seconds:.0f} s for {what}")
