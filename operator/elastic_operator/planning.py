@@ -52,7 +52,7 @@ def _adopt(context: Context, status: Status, plan: Plan) -> Status:
         status.checkpoint, attempt=attempt, topology=plan.target, root=checkpoint_root(context.spec)
     )
     text = short(plan.target)
-    context.emit("Planned", f"attempt {attempt}: {plan.reason} Resumes from {resume.reason}.")
+    context.emit("Planned", f"attempt {attempt}: {plan.reason} Start: {resume.reason}.")
     if not resume.uri:
         context.emit("StartsFromNothing", f"attempt {attempt}: {resume.reason}", warning=status.attempt > 0)
     status = dataclasses.replace(

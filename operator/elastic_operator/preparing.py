@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import commits, recovering
+from elastic_operator import commits, recovering, signals
 from elastic_operator.capacity import Capacity
 from elastic_operator.conditions import Type, set_condition
 from elastic_operator.context import Context, capacity, lost_nodes, spec_hash, stopped_pods
 from elastic_operator.manifests import reshard_name
 from elastic_operator.observation import RESHARD, JobView, report_of
+from elastic_operator.signals import Kind
 from elastic_operator.status import Commit, Condition, Current, Phase, ReshardStatus, Status, edit_last_recovery, short
 from elastic_operator.wire import Time
 from reshard.contract import ExitCode, ReshardReport
@@ -76,8 +77,22 @@ def _replan(context: Context, status: Status, current: Current) -> Status | None
         # A first start that lost its nodes before it began: nothing to recover, nothing to charge.
         context.emit("PlanOutdated", message, warning=True)
         return _forget_plan(status)
-    newly = sorted(name for name in {*lost, *stuck} if name not in status.recoveries[-1].lost)
-    return recovering.recover(context, status, cause="CapacityLost", message=message, since=context.now, lost=newly)
+    return recovering.recover(
+        context,
+        status,
+        cause=Kind.NODE_NOT_READY if stuck or _suspects(context) else "CapacityLost",
+        message=message,
+        since=context.now,
+        lost=lost,
+        suspected=_suspects(context),
+    )
+
+
+def _suspects(context: Context) -> frozenset[str]:
+    """Nodes with pods of ours and any sign of being lost, confirmed or not."""
+    names = {pod.node for pod in context.world.pods if pod.node and not pod.terminal}
+    nodes = context.world.nodes
+    return frozenset(name for name in names if signals.node_signals(nodes.get(name), name, context.limits, context.now))
 
 
 def fits(free: Capacity, current: Current) -> bool:

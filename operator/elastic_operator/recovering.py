@@ -7,7 +7,6 @@ from collections.abc import Collection
 
 from elastic_operator import commits
 from elastic_operator.context import Context
-from elastic_operator.signals import Kind
 from elastic_operator.status import (
     MAX_RECOVERIES,
     ExcludedNode,
@@ -19,6 +18,7 @@ from elastic_operator.status import (
     short,
 )
 from elastic_operator.wire import Time
+from reshard.contract import LeaseKey
 
 OFFENCES_UNTIL_EXCLUDED = 2
 """A node that caused so many recoveries is avoided for `recovery.excludeNodeSeconds`, even if it is Ready."""
@@ -32,19 +32,26 @@ def recover(
     message: str,
     since: float,
     lost: Collection[str] = (),
+    suspected: Collection[str] = (),
     planned: bool = False,
 ) -> Status:
-    """Give the current attempt up. The next pass plans what follows; `enact` stops what runs."""
+    """Give the current attempt up. The next pass plans what follows; `enact` stops what runs.
+
+    Args:
+        lost: nodes that are confirmed lost; they are excluded.
+        suspected: nodes that are probably lost, for the record only.
+    """
     now = Time(context.now)
-    record = _record(context, status, cause=cause, message=message, since=since, lost=lost, planned=planned)
+    named = {*lost, *suspected}
+    record = _record(context, status, cause=cause, message=message, since=since, lost=named, planned=planned)
     merged = merges(context, status)
     context.emit(cause, message, warning=not planned)
     if merged:
         previous = status.recoveries[-1]
         status = edit_last_recovery(
             status,
-            cause=cause if lost and not previous.lost else previous.cause,
-            lost=tuple(sorted({*previous.lost, *lost})),
+            cause=cause if named and not previous.lost else previous.cause,
+            lost=tuple(sorted({*previous.lost, *named})),
             to="",
             to_attempt=0,
             plan_time=None,
@@ -53,8 +60,11 @@ def recover(
         )
     else:
         status = dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
-    if cause == Kind.RESUME_REFUSED and status.current is not None and status.current.resume.uri:
-        status = refuse_commit(context, status, status.current.resume.uri, message)
+    lease = context.world.leases.get(status.attempt)
+    refusal = lease.get(LeaseKey.RESUME_ERROR) if lease else ""
+    # Whatever else has happened to the attempt, a commit that rank 0 could not load is not offered again.
+    if refusal and status.current is not None and status.current.resume.uri:
+        status = refuse_commit(context, status, status.current.resume.uri, refusal)
     status = dataclasses.replace(
         status, current=None, drain=None, growth=None, excluded_nodes=_excluded(context, status, lost, cause)
     )

@@ -17,7 +17,7 @@ from reshard.contract import LeaseKey, TrainerPhase
 
 
 class Kind(enum.StrEnum):
-    """Names of signals; also the reasons in conditions, events and metrics."""
+    """Names of signals, gravest first; also the reasons in conditions, events and metrics."""
 
     NODE_DELETED = "NodeDeleted"
     NODE_OUT_OF_SERVICE = "NodeOutOfService"
@@ -26,12 +26,12 @@ class Kind(enum.StrEnum):
     HEARTBEAT_STALE = "HeartbeatStale"
     DEVICE_UNHEALTHY = "DeviceUnhealthy"
     DEVICE_MISSING = "DeviceMissing"
+    RESUME_REFUSED = "ResumeRefused"
     POD_DISRUPTED = "PodDisrupted"
     POD_DELETED = "PodDeleted"
     POD_FAILED = "PodFailed"
     JOB_FAILED = "JobFailed"
     JOB_DELETED = "JobDeleted"
-    RESUME_REFUSED = "ResumeRefused"
     HANG = "Hang"
     IMAGE = "ContainerCannotStart"
     UNSCHEDULABLE = "Unschedulable"
