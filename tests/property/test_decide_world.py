@@ -1,7 +1,7 @@
 """Decisions against a model of the cluster: any order of losses, returns, failures and operator crashes.
 
 The model keeps plain API objects and does what the Job controller, the scheduler, kubelets, the trainer and the
-resharder do; the operator under test is the real one, from `pod_view` to the manifests, only its HTTP calls are left out.
+resharder do; the operator under test is the real one, from `pod_view` to the manifests, without its HTTP calls.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class World:
         self.damaged: set[str] = set()
         self.heartbeat: dict[str, float] = {}
         self.highest_attempt = 0
+        self.steps = STEPS
 
     def _node(self, name: str) -> dict[str, Any]:
         ready = {"type": "Ready", "status": "True", "lastTransitionTime": format_time(self.now - 1000)}
@@ -321,7 +322,7 @@ class World:
             LeaseKey.STEP_TIME: format_time(self.now),
         }
         notes.setdefault(LeaseKey.FIRST_STEP_TIME, format_time(self.now))
-        if step % 3 == 0 or draining or step >= STEPS:
+        if step % 3 == 0 or draining or step >= self.steps:
             uri = f"{env[Env.CHECKPOINT_ROOT]}/a{env[Env.ATTEMPT]}/step-{step:08d}"
             ref = CommitRef(
                 uri=uri,
@@ -332,7 +333,7 @@ class World:
             )
             self.commits[uri] = {"step": step, "attempt": ref.attempt, "topology": dict(ref.topology)}
             notes[LeaseKey.COMMIT] = ref.to_json()
-        if step >= STEPS:
+        if step >= self.steps:
             notes[LeaseKey.PHASE] = TrainerPhase.COMPLETE
             for other in peers:
                 other["status"] = _terminated("Succeeded", 0)
@@ -471,15 +472,16 @@ def test_a_second_pass_over_an_unchanged_world_does_nothing() -> None:
 
 def test_losing_a_node_reshards_and_resumes_on_the_rest_and_grows_back() -> None:
     world = World()
-    topologies = []
-    for second in range(120):
+    world.steps = 1000
+    topologies: list[str] = []
+    for second in range(160):
         world.tick()
         world.operate()
         if world.phase == Phase.RUNNING and world.status["topologyText"] not in topologies[-1:]:
             topologies.append(world.status["topologyText"])
         if second == 10:
             world.kill("n2")
-        if second == 20:
+        if second == 60:
             world.heal("n2")
     assert topologies[0] == topologies[-1] != topologies[1]
     causes = [recovery["cause"] for recovery in world.status["recoveries"]]
