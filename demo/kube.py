@@ -133,7 +133,8 @@ def testbed(options: argparse.Namespace) -> Iterator[None]:
 def operator(kube: Kube, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The operator as a process of this machine."""
     program = Path(sys.executable).with_name("elastic-operator")
-    command = [str(program), "run", "--kubeconfig", str(kube.kubeconfig), "--namespace", NAMESPACE]
+    command = [str(program), "run", "--kubeconfig", str(kube.kubeconfig)]
+    command += ["--namespace", NAMESPACE, "--lease-namespace", NAMESPACE]
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream)
