@@ -40,8 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--global-batch", type=int, default=20, help="used where the operator does not say")
     parser.add_argument("--micro-batch", type=int, default=2, help="used where the operator does not say")
     parser.add_argument("--layers", type=int, default=GptConfig().layers)
-    parser.add_argument("--hidden", type=int, default=GptConfig().hidden)
-    parser.add_argument("--ffn", type=int, default=GptConfig().ffn)
+    parser.add_argument("--big", action="store_true", help="71 million parameters: checkpoints of 1.1 GB")
     parser.add_argument("--bf16", action="store_true")
     return parser.parse_args()
 
@@ -53,6 +52,7 @@ def deepspeed_config(plan: BatchPlan, *, zero: int, bf16: bool) -> dict[str, Any
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation_steps,
         "zero_optimization": {"stage": zero},
+        "gradient_clipping": 0.0,  # its default is 1.0 since DeepSpeed 0.19
         "bf16": {"enabled": bf16},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 20}},
         "steps_per_print": 10**9,
@@ -93,7 +93,8 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     session.start()
     plan = session.batch_plan(global_batch=options.global_batch, micro_batch=options.micro_batch)
-    config = GptConfig(layers=options.layers, hidden=options.hidden, ffn=options.ffn)
+    wide = {"hidden": 1024, "ffn": 2816} if options.big else {}
+    config = GptConfig(layers=options.layers, **wide)
     model = build(config, session.topology)
     optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=3e-3, betas=(0.9, 0.95))
     engine, *_ = deepspeed.initialize(

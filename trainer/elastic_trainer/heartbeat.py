@@ -78,15 +78,14 @@ class Heartbeat:
         while True:
             self._pending.wait(self._every_seconds)
             self._pending.clear()
-            written = self._exchange()
             if self._stopping.is_set():
                 break
-        # How it ended is worth a few more tries.
-        for _ in range(_LAST_BEATS - 1):
-            if written:
+            self._exchange()
+        # How it ended is worth a few tries.
+        for _ in range(_LAST_BEATS):
+            if self._exchange():
                 return
             time.sleep(_LAST_BEAT_PAUSE_SECONDS)
-            written = self._exchange()
 
     def _exchange(self) -> bool:
         with self._exchanging:

@@ -16,6 +16,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from reshard.contract import TrainerExit
+
 _KILL_AFTER_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
@@ -40,17 +42,20 @@ def supervise(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all; at the first failure end the others. Returns the first failure's exit code, else 0."""
     first_failure = 0
     deadline = float("inf")
-    while any(process.poll() is None for process in processes):
-        failed = next((process.returncode for process in processes if process.returncode), 0)
+    while True:
+        # Poll every process, every time: only that notices an end and fills in the exit code.
+        codes = [process.poll() for process in processes]
+        failed = next((code for code in codes if code), 0)
         if failed and not first_failure:
-            # A drain or an unusable commit ends every rank by itself, with the same code.
             first_failure, deadline = failed, time.monotonic() + _KILL_AFTER_SECONDS
-            if failed not in (75, 76):
+            # A drain or an unusable commit ends every rank by itself, with the same code.
+            if failed not in (TrainerExit.DRAINED, TrainerExit.RESUME_INVALID):
                 _signal_all(processes, signal.SIGTERM)
+        if None not in codes:
+            break
         if time.monotonic() > deadline:
             _signal_all(processes, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
-    first_failure = first_failure or next((process.returncode for process in processes if process.returncode), 0)
     return first_failure if first_failure >= 0 else 128 - first_failure
 
 
@@ -69,16 +74,22 @@ def main() -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     command = [sys.executable, options.script, *options.arguments]
-    processes = [
-        subprocess.Popen(command, env=environment)
-        for environment in rank_environments(os.environ, num_local=options.nproc)
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
+    stopping = False
 
     def stop(_number: int, _frame: object) -> None:
+        # No Python code of a rank runs while it waits in a collective, so ranks have no handler: SIGTERM ends them.
+        nonlocal stopping
+        stopping = True
         _signal_all(processes, signal.SIGTERM)
 
+    # First of all: as process 1 of a container it would not even notice an unhandled SIGTERM.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    for environment in rank_environments(os.environ, num_local=options.nproc):
+        processes.append(subprocess.Popen(command, env=environment))
+    if stopping:
+        _signal_all(processes, signal.SIGTERM)
     return supervise(processes)
 
 

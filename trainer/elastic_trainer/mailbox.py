@@ -6,6 +6,7 @@ Three carriers with one interface: the attempt's Lease, a JSON file where there 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -35,18 +36,20 @@ class NoMailbox:
 
 
 class FileMailbox:
-    """A JSON object in a file; other programs write their requests into the same object."""
+    """A JSON object in a file; other programs put their requests into it with `exchange`, too."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def exchange(self, annotations: Mapping[str, str]) -> Mapping[str, str]:
-        """Merge and replace the file by a rename, so that a reader never sees half of it."""
-        merged = {**self._read(), **annotations}
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(merged, indent=1, sort_keys=True), encoding="utf-8")
-        draft.rename(self.path)
+        """Merge and replace the file by a rename, so that a reader never sees half of it and no writer is lost."""
+        with open(self.path.with_name(f".{self.path.name}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            merged = {**self._read(), **annotations}
+            draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            draft.write_text(json.dumps(merged, indent=1, sort_keys=True), encoding="utf-8")
+            draft.rename(self.path)
         return merged
 
     def _read(self) -> dict[str, str]:
