@@ -1,0 +1,80 @@
+"""A training loop without a model: heartbeat, steps, commits, drain. Starts in half a second, on one node.
+
+Arguments: number of steps, steps between commits (0: never), exit code to die with after the third step (0: do not).
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from elastic_trainer.heartbeat import Heartbeat
+from elastic_trainer.lease import LeaseMailbox
+from reshard.commit import Commit, CommittedFile, file_crc32, read_commit, write_commit
+from reshard.contract import Env, LeaseKey, Request, TrainerExit, TrainerPhase
+from reshard.topology import Topology
+
+signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def save(step: int) -> str:
+    folder = Path(os.environ[Env.CHECKPOINT_ROOT]) / f"a{os.environ[Env.ATTEMPT]}" / f"step-{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "data"
+    data.write_text(f"{step}\n")
+    commit = Commit(
+        format="light",
+        step=step,
+        samples=20 * step,
+        topology=Topology.from_json(os.environ[Env.TOPOLOGY]),
+        attempt=int(os.environ[Env.ATTEMPT]),
+        writer="trainer",
+        files=[
+            CommittedFile(path="data", num_bytes=(folder / "data").stat().st_size, crc32=file_crc32(folder / "data"))
+        ],
+    )
+    write_commit(folder, commit)
+    return commit.ref(folder).to_json()
+
+
+def main() -> int:
+    steps, every, dies = map(int, sys.argv[1:4])
+    mailbox = LeaseMailbox(
+        namespace=os.environ[Env.NAMESPACE],
+        name=os.environ[Env.LEASE],
+        holder=os.uname().nodename,
+        server=(os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])),
+    )
+    heart = Heartbeat(mailbox, every_seconds=1.0, on_fenced=lambda reason: os._exit(1))
+    heart.start()
+    step = read_commit(os.environ[Env.RESUME]).step if os.environ[Env.RESUME] else 0
+    begin = step
+    while step < steps:
+        time.sleep(0.2)
+        step += 1
+        notes = {LeaseKey.PHASE: TrainerPhase.TRAINING, LeaseKey.STEP: str(step), LeaseKey.STEP_TIME: now()}
+        if step == begin + 1:
+            notes[LeaseKey.FIRST_STEP_TIME] = now()
+        draining = heart.request == Request.DRAIN
+        if draining or (every and step % every == 0):
+            notes[LeaseKey.COMMIT] = save(step)
+        if draining:
+            notes[LeaseKey.PHASE] = TrainerPhase.DRAINED
+        heart.update(notes, now=True)
+        if draining:
+            heart.stop()
+            return TrainerExit.DRAINED
+        if dies and step == begin + 3:
+            heart.flush()
+            return dies
+    heart.update({LeaseKey.PHASE: TrainerPhase.COMPLETE, LeaseKey.COMMIT: save(step)})
+    heart.stop()
+    return 0
+
+
+sys.exit(main())

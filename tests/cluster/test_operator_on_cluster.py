@@ -1,0 +1,362 @@
+"""The real operator on a real cluster: starts, suspends, fails, loses nodes, reshards, resumes, is killed itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed import podenv
+
+pytestmark = pytest.mark.cluster
+
+LIGHT = ["python", "tests/cluster/light_trainer.py"]
+GPT = ["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train.py", "--save-every", "5"]
+
+
+class Operator:
+    """`elastic-operator run` as a process of this machine."""
+
+    def __init__(self, kubeconfig: Path, namespace: str, log: Path, *options: str) -> None:
+        program = str(Path(sys.executable).with_name("elastic-operator"))
+        self._command = [
+            program, "run", "--kubeconfig", str(kubeconfig), "--namespace", namespace, "--no-leader-election", *options
+        ]  # fmt: skip
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        with open(self._log, "ab") as stream:
+            self._process = subprocess.Popen(self._command, stderr=stream)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+        self._process.wait(timeout=30)
+
+    def crash(self) -> None:
+        self.stop(signal.SIGKILL)
+        self.start()
+
+
+class Run:
+    """One ElasticTrainingJob and its operator."""
+
+    def __init__(self, cluster: Any, namespace: str) -> None:
+        self.cluster = cluster
+        self.namespace = namespace
+
+    def submit(self, command: list[str], *, pod: dict[str, Any] | None = None, **spec: Any) -> None:
+        container = {
+            "name": "train", "image": "replaced", "command": command,
+            "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
+        }  # fmt: skip
+        template = podenv.host_python({"spec": {"terminationGracePeriodSeconds": 5, "containers": [container]}})
+        template["spec"]["containers"][0] |= pod or {}
+        job = {
+            "apiVersion": "elastictraining.dev/v1alpha1",
+            "kind": "ElasticTrainingJob",
+            "metadata": {"name": "gpt", "namespace": self.namespace},
+            "spec": {
+                "accelerator": {"resource": "amd.com/gpu", "perNode": [2]},
+                "nodes": {"min": 1, "max": 1},
+                "batch": {"globalSamples": 20, "microSamples": 2},
+                "checkpoint": {"claimName": "ckpt", "path": "gpt", "intervalSeconds": 1000},
+                "template": template,
+                **spec,
+            },
+        }
+        self.cluster.apply(job)
+
+    def status(self) -> dict[str, Any]:
+        return dict(self.cluster.get("etj", "gpt", "-n", self.namespace).get("status", {}))
+
+    def until(self, what: str, test: Any, timeout_seconds: float = 120) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        def holds() -> bool:
+            found.clear()
+            found.update(self.status())
+            return bool(test(found))
+
+        try:
+            self.cluster.wait(holds, what=what, timeout_seconds=timeout_seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; status: {json.dumps(found, indent=1)}") from None
+        return found
+
+    def until_phase(self, phase: str, timeout_seconds: float = 120) -> dict[str, Any]:
+        return self.until(f"phase {phase}", lambda status: status.get("phase") == phase, timeout_seconds)
+
+    def patch(self, **spec: Any) -> None:
+        text = json.dumps({"spec": spec})
+        self.cluster.kubectl("patch", "etj", "gpt", "-n", self.namespace, "--type=merge", "-p", text)
+
+    def events(self) -> list[str]:
+        return [item["reason"] for item in self.cluster.get("events", "-n", self.namespace)["items"]]
+
+    def condition(self, type_: str) -> dict[str, Any]:
+        return next((item for item in self.status().get("conditions", []) if item["type"] == type_), {})
+
+    def workers(self) -> list[dict[str, Any]]:
+        items = self.cluster.get("pods", "-n", self.namespace, "-l", "elastictraining.dev/role=worker")["items"]
+        return [item for item in items if "deletionTimestamp" not in item["metadata"]]
+
+
+@pytest.fixture(scope="module")
+def crd(cluster: Any) -> None:
+    path = Path(__file__).parents[2] / "crds/elastictrainingjobs.yaml"
+    cluster.kubectl("apply", "--server-side", "-f", str(path))
+    cluster.kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "operator.log"
+
+
+@pytest.fixture
+def operator(testbed: Any, namespace: str, crd: None, log: Path) -> Iterator[Operator]:
+    process = Operator(
+        testbed.kubeconfig,
+        namespace,
+        log,
+        "--image-seconds=3",
+        "--node-stable-seconds=5",
+        "--reshard-backoff-seconds=2",
+    )
+    yield process
+    with contextlib.suppress(ProcessLookupError):
+        process.stop()
+    sys.stdout.write(log.read_text())
+
+
+@pytest.fixture
+def run(testbed: Any, namespace: str, checkpoints: Path, operator: Operator) -> Iterator[Run]:
+    job = Run(testbed, namespace)
+    yield job
+    # Frees the GPUs for the next test before the namespace is gone.
+    testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
+    testbed.kubectl("delete", "pods", "--all", "-n", namespace, "--grace-period=0", "--force", check=False)
+
+
+def test_a_job_runs_to_completion_and_nothing_restarts(run: Run) -> None:
+    run.submit([*LIGHT, "10", "3", "0"])
+    status = run.until_phase("Complete")
+    assert (status["attempt"], status["checkpoint"]["step"]) == (1, 10)
+    time.sleep(3)
+    assert run.status()["attempt"] == 1
+    assert {"Planned", "StartsFromNothing", "Launched", "Running", "Complete"} <= set(run.events())
+
+
+def test_suspend_drains_and_resume_continues_from_that_commit(run: Run) -> None:
+    run.submit([*LIGHT, "100000", "0", "0"])
+    run.until_phase("Running")
+    run.patch(suspend=True)
+    status = run.until_phase("Suspended")
+    step = status["checkpoint"]["step"]
+    assert step > 0
+    assert run.workers() == []
+    run.patch(suspend=False)
+    status = run.until_phase("Running")
+    assert status["attempt"] == 2
+    assert status["current"]["resume"]["step"] == step
+    assert status["current"]["resume"]["uri"].endswith(f"/a1/step-{step:08d}")
+
+
+def test_a_pod_that_fails_restarts_in_the_same_shape_until_the_budget_is_spent(run: Run) -> None:
+    run.submit([*LIGHT, "1000", "0", "7"], recovery={"restartBudget": {"limit": 2, "windowSeconds": 3600}})
+    status = run.until_phase("Failed")
+    assert status["reason"] == "RestartBudgetExceeded"
+    assert "exit code 7" in status["message"]
+    assert status["attempt"] == 3
+    assert run.condition("Resumed")["reason"] == "NoCommit"
+    time.sleep(3)
+    assert run.status()["attempt"] == 3
+
+
+def test_a_failed_attempt_resumes_from_the_newest_commit(run: Run) -> None:
+    run.submit([*LIGHT, "6", "2", "7"])
+    status = run.until_phase("Complete")
+    assert status["attempt"] == 3
+    assert [item["commitStep"] for item in status["recoveries"]] == [2, 4]
+    assert all("total" in item["seconds"] for item in status["recoveries"])
+
+
+def test_an_image_that_does_not_exist_fails_the_job_within_its_budget(run: Run) -> None:
+    recovery = {"restartBudget": {"limit": 1, "windowSeconds": 3600}}
+    run.submit(LIGHT, pod={"image": "localhost/nowhere:1", "imagePullPolicy": "Never"}, recovery=recovery)
+    status = run.until_phase("Failed")
+    assert "ErrImageNeverPull" in status["message"]
+    assert status["attempt"] == 2
+
+
+def test_a_job_that_no_topology_fits_waits_and_names_every_factor(run: Run) -> None:
+    run.submit(LIGHT, nodes={"min": 1, "max": 3}, parallelism={"tensor": [5]})
+    status = run.until_phase("Waiting")
+    assert status["reason"] == "NoFeasibleTopology"
+    condition = run.condition("Planned")
+    assert (condition["status"], condition["reason"]) == ("False", "NoFeasibleTopology")
+    assert "5" in condition["message"]
+    assert run.workers() == []
+    # Editing the spec is all it takes.
+    run.patch(parallelism={"tensor": [2]})
+    run.until("an attempt", lambda status: status.get("attempt") == 1)
+
+
+def test_a_pod_deleted_by_hand_ends_the_attempt_and_the_job_goes_on(run: Run) -> None:
+    run.submit([*LIGHT, "100000", "2", "0"])
+    run.until("a commit", lambda status: status.get("checkpoint", {}).get("step", 0) > 0)
+    (pod,) = run.workers()
+    run.cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", run.namespace, "--wait=false")
+    status = run.until("attempt 2", lambda status: status["attempt"] == 2 and status["phase"] == "Running")
+    assert status["current"]["resume"]["step"] > 0
+    assert status["recoveries"][0]["cause"] in ("PodDeleted", "PodFailed")
+
+
+def test_a_cordoned_node_is_drained_first_and_left(run: Run) -> None:
+    run.submit([*LIGHT, "100000", "0", "0"])
+    run.until_phase("Running")
+    (pod,) = run.workers()
+    node = pod["spec"]["nodeName"]
+    run.cluster.kubectl("cordon", node)
+    try:
+        status = run.until("attempt 2", lambda status: status["attempt"] == 2 and status["phase"] == "Running")
+        assert status["recoveries"][0]["planned"] is True
+        assert status["recoveries"][0]["lostSteps"] == 0
+        assert status["current"]["resume"]["step"] > 0
+        (pod,) = run.workers()
+        assert pod["spec"]["nodeName"] != node
+    finally:
+        run.cluster.kubectl("uncordon", node)
+
+
+def test_an_unhealthy_gpu_moves_the_attempt_away(run: Run) -> None:
+    run.submit([*LIGHT, "100000", "2", "0"])
+    run.until("a commit", lambda status: status.get("checkpoint", {}).get("step", 0) > 0)
+    (pod,) = run.workers()
+    node = pod["spec"]["nodeName"]
+    subprocess.run([sys.executable, "-m", "testbed", "gpu-fail", node, "gpu0"], check=True)
+    status = run.until("attempt 2", lambda status: status["attempt"] == 2 and status["phase"] == "Running")
+    assert status["recoveries"][0]["cause"] in ("DeviceUnhealthy", "DeviceMissing")
+    (pod,) = run.workers()
+    assert pod["spec"]["nodeName"] != node
+
+
+def elastic(**recovery: Any) -> dict[str, Any]:
+    """3 nodes of 2 GPUs: tp=1,pp=3,dp=2 on all of them, another tp or pp on two."""
+    return {
+        "nodes": {"min": 1, "max": 3},
+        "parallelism": {"tensor": [1, 2], "pipeline": [1, 2, 3]},
+        "model": {
+            "parameters": 1.0e6, "layers": 6, "hiddenSize": 128, "attentionHeads": 4, "keyValueHeads": 2,
+            "vocabSize": 257, "sequenceLength": 64,
+        },
+        "recovery": {"scaleUpStableSeconds": 5, **recovery},
+    }  # fmt: skip
+
+
+def victim(run: Run) -> str:
+    """A node of the attempt that does not host rank 0."""
+    label = "batch.kubernetes.io/job-completion-index"
+    return next(str(pod["spec"]["nodeName"]) for pod in run.workers() if pod["metadata"]["labels"][label] == "1")
+
+
+def resumed(attempt: int) -> Any:
+    return lambda status: status.get("attempt", 0) > attempt and status.get("phase") == "Running"
+
+
+def committed(status: dict[str, Any]) -> bool:
+    checkpoint = status.get("checkpoint", {})
+    return status.get("phase") == "Running" and checkpoint.get("attempt") == status.get("attempt")
+
+
+def test_losing_a_node_reshards_and_resumes_and_growing_back_reshards_again(run: Run) -> None:
+    run.submit([*GPT, "--steps", "100000"], **elastic())
+    before = run.until("a commit on 3 nodes", lambda status: committed(status) and status["replicas"] == 3, 240)
+    node = victim(run)
+    killed = time.time()
+    run.cluster.kill_node(node)
+    status = run.until("the next attempt", resumed(before["attempt"]), 240)
+    sys.stdout.write(
+        f"node killed to Running: {time.time() - killed:.1f} s\n{json.dumps(status['recoveries'][-1], indent=1)}\n"
+    )
+    assert status["replicas"] == 2
+    recovery = status["recoveries"][-1]
+    assert len(status["recoveries"]) == 1, "one loss is one recovery"
+    assert recovery["lost"] == [node]
+    assert status["reshard"]["verified"] is True
+    assert (status["topology"]["tp"], status["topology"]["pp"]) != (before["topology"]["tp"], before["topology"]["pp"])
+    small = run.until("a commit on 2 nodes", lambda status: committed(status) and status["replicas"] == 2, 120)
+    run.cluster.heal_node(node)
+    grown = run.until("growth", lambda status: resumed(small["attempt"])(status) and status["replicas"] == 3, 240)
+    assert grown["recoveries"][-1]["cause"] == "CapacityReturned"
+    assert grown["recoveries"][-1]["lostSteps"] == 0
+    assert grown["topology"] == before["topology"]
+
+
+def test_a_truncated_newest_commit_falls_back_to_the_one_before(run: Run, checkpoints: Path) -> None:
+    run.submit([*GPT, "--steps", "100000"], **elastic())
+    run.until("two commits", lambda status: len(status.get("checkpoint", {}).get("history", [])) >= 2, 240)
+    # Suspended, so that no newer commit appears between the damage and the loss.
+    run.patch(suspend=True)
+    status = run.until_phase("Suspended", 120)
+    newest, second = status["checkpoint"]["history"][:2]
+    folder = checkpoints / newest["uri"].removeprefix("/checkpoint/")
+    for path in folder.glob("*.pt"):
+        os.truncate(path, path.stat().st_size // 2)
+    run.patch(suspend=False, nodes={"min": 1, "max": 2})
+    status = run.until("an attempt that makes steps", resumed(status["attempt"]), 240)
+    history = {item["uri"]: item for item in status["checkpoint"]["history"]}
+    assert history[newest["uri"]]["invalid"] is True
+    assert status["current"]["resume"]["source"] == second["uri"]
+    assert "CommitInvalid" in run.events()
+
+
+def test_an_operator_killed_ten_times_during_recoveries_still_converges(run: Run, operator: Operator) -> None:
+    run.submit([*GPT, "--steps", "100000"], **elastic())
+    run.until("a commit on 3 nodes", lambda status: committed(status) and status["replicas"] == 3, 240)
+    node = victim(run)
+    seen: set[tuple[int, str]] = set()
+    crashes = 0
+    attempts: list[int] = []
+
+    def crash_at_new_moments(goal: Any, limit: int, timeout_seconds: float) -> dict[str, Any]:
+        """Kill the operator each time the job reaches a moment (attempt, phase, pods) not seen before."""
+        nonlocal crashes
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            status = run.status()
+            attempts.append(status["attempt"])
+            live = {pod["metadata"]["labels"]["elastictraining.dev/attempt"] for pod in run.workers()
+                    if pod["status"]["phase"] == "Running" and pod["spec"]["nodeName"] != node}  # fmt: skip
+            assert len(live) <= 1, f"attempts {live} run at the same time"
+            if goal(status):
+                return status
+            moment = (status["attempt"], f"{status['phase']}/{len(live)}/{len(status.get('recoveries', []))}")
+            if crashes < limit and moment not in seen:
+                seen.add(moment)
+                operator.crash()
+                crashes += 1
+        raise AssertionError(f"not reached after {crashes} crashes: {json.dumps(run.status(), indent=1)}")
+
+    run.cluster.kill_node(node)
+    small = crash_at_new_moments(
+        lambda status: committed(status) and status["replicas"] == 2 and len(status["recoveries"]) == 1, 5, 240
+    )
+    run.cluster.heal_node(node)
+    grown = crash_at_new_moments(lambda status: resumed(small["attempt"])(status) and status["replicas"] == 3, 10, 300)
+    sys.stdout.write(f"{crashes} crashes at {sorted(seen)}\n")
+    assert crashes >= 5
+    assert attempts == sorted(attempts), "attempts never go back"
+    assert grown["checkpoint"]["step"] >= small["checkpoint"]["step"]
