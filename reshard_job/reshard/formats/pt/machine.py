@@ -21,6 +21,17 @@ MAX_PICKLE_BYTES = 256 << 20
 _MARK = object()
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
+_SAFE_BUILTINS = frozenset(
+    "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple".split()
+)
+_BUILTINS = frozenset(("builtins", "__builtin__"))
+_FORBIDDEN = frozenset(
+    "asyncio code codeop commands ctypes gc importlib inspect io marshal multiprocessing nt operator os pdb pickle pip"
+    " pkgutil platform posix pty pydoc runpy shutil signal site socket ssl subprocess sys tempfile threading timeit"
+    " types urllib webbrowser zipimport".split()
+)
+"""Modules that checkpoints have no use for. Nothing of them would run here, but it would in who loads the target."""
+
 PersistentLoad = Callable[[Any], Any]
 Rebuild = Callable[[Global, tuple[Any, ...]], Any]
 """Turns a known callable with arguments into data, or returns NotImplemented."""
@@ -168,16 +179,28 @@ def _pop_pair(machine: _Machine) -> None:
     _set_items(machine, [key, value])
 
 
+def _name(machine: _Machine, module: str, name: str) -> None:
+    """Push a name; refuse those that only serve to break out."""
+    root = module.partition(".")[0]
+    if root in _FORBIDDEN or (root in _BUILTINS and name not in _SAFE_BUILTINS):
+        raise UnsafePickleError(
+            f"its pickle names {module}.{name}, which no checkpoint has use for",
+            path=machine.path,
+            hint="do not load this file with anything: it was made to run code",
+        )
+    machine.stack.append(Global(module, name))
+
+
 def _global(machine: _Machine) -> None:
     module = machine.line()
-    machine.stack.append(Global(module, machine.line()))
+    _name(machine, module, machine.line())
 
 
 def _stack_global(machine: _Machine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         raise ValueError("a name is not a string")
-    machine.stack.append(Global(module, name))
+    _name(machine, module, name)
 
 
 def _reduce(machine: _Machine) -> None:

@@ -1,0 +1,179 @@
+"""One rank of a real DeepSpeed run for the reshard tests. Started by `reshard_run.launch`, never collected by pytest.
+
+Reads a JSON task from argv: runs of one world size, each with its topology, what to load, how many steps, where to
+save. Writes one JSON line per run: the global mean loss of every step.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt_deepspeed"))
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from model import GptConfig, build, parameter_groups, pipeline_description, universal_checkpoint_info
+
+from reshard.topology import Topology
+
+GLOBAL_BATCH = 12
+SIZES = {
+    "small": GptConfig(
+        layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61, padded_vocabulary=64, sequence=16
+    ),
+    "tiny": GptConfig(layers=2, hidden=8, heads=4, kv_heads=2, ffn=6, vocabulary=13, padded_vocabulary=16, sequence=4),
+}
+
+
+class FlatModel(torch.nn.Module):
+    """Without a pipeline, for ZeRO-2 and ZeRO-3: odd sizes, a buffer, a tied name and two parameter groups."""
+
+    def __init__(self, config):
+        super().__init__()
+        torch.manual_seed(5)
+        hidden, inner = config.hidden - 1, config.ffn - 3
+        self.embed = torch.nn.Embedding(config.vocabulary, hidden)
+        torch.nn.init.normal_(self.embed.weight, std=0.1)
+        self.up = torch.nn.Linear(hidden, inner)
+        self.norm = torch.nn.LayerNorm(inner)
+        self.down = torch.nn.Linear(inner, hidden)
+        self.register_buffer("scale", torch.tensor([1.5, 2.0, 0.5]))
+        self.head = torch.nn.Linear(hidden, config.vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens, labels):
+        hidden = self.embed(tokens)
+        hidden = hidden + self.down(torch.nn.functional.silu(self.norm(self.up(hidden)))) * self.scale[0]
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
+
+
+def batch(config, step, sample):
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (GLOBAL_BATCH, config.sequence + 1)
+    tokens = torch.randint(0, config.vocabulary, shape, generator=generator)[sample : sample + 1]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def config_of(run, topology):
+    return {
+        "train_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": GLOBAL_BATCH // topology.dp,
+        "zero_optimization": {"stage": topology.zero, **run.get("zero", {})},
+        "bf16": {"enabled": bool(run.get("bf16"))},
+        "data_types": run.get("data_types", {}),
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 4}},
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def optimizer_of(run, groups):
+    if run.get("optimizer") == "sgd":
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+
+
+def make_engine(run, config, topology):
+    if run["model"] == "pipeline":
+        model = build(config, topology)
+        info = {**universal_checkpoint_info(config), "original_vocab_size": config.vocabulary}
+        client = {"universal_checkpoint_info": info, "pipeline_layout": pipeline_description(config, model)["pipeline"]}
+    else:
+        model, client = (
+            FlatModel(config),
+            {"note": {"a": (1, 2.5, None)}, "generator": torch.arange(7, dtype=torch.uint8)},
+        )
+    groups = parameter_groups(model, weight_decay=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(run, groups), config=config_of(run, topology))
+    return engine, client
+
+
+def pipeline_step(engine, config, topology, rank):
+    replica = topology.coordinate(rank).dp
+    micro = GLOBAL_BATCH // topology.dp
+    batches = (batch(config, engine.global_steps, replica * micro + at) for at in range(micro))
+    return float(engine.train_batch(data_iter=batches))
+
+
+def flat_step(engine, config, topology, rank):
+    micro = GLOBAL_BATCH // topology.dp
+    total = torch.zeros((), dtype=torch.float64)
+    for at in range(micro):
+        loss = engine(*batch(config, engine.global_steps, rank * micro + at))
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().double() / micro
+    torch.distributed.all_reduce(total)
+    return float(total) / topology.dp
+
+
+def write_truth(engine, path, place):
+    """What DeepSpeed itself says each of this stage's full (but for tensor parallelism) tensors is: SHA-256 by name."""
+    found = {}
+    if engine.zero_optimization_stage() < 3:  # linked once, before the optimizer's first step filled its state
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in engine.module.named_parameters():
+        tensors = {"fp32": safe_get_full_fp32_param(parameter)}
+        tensors |= {state: safe_get_full_optimizer_state(parameter, state) for state in ("exp_avg", "exp_avg_sq")}
+        for state, tensor in tensors.items():
+            content = tensor.detach().float().contiguous().numpy().tobytes()
+            found[f"{state}/{name}"] = f"{tuple(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
+    if place.dp == 0:
+        path.with_name(f"truth-pp{place.pp}-tp{place.tp}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def check_client(state, client):
+    """What the user saved beside the model has come through unchanged."""
+    for key, value in client.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(state[key], value), key
+        elif key != "pipeline_layout":
+            assert state[key] == value, (key, state[key], value)
+    if "pipeline_layout" in client:
+        assert list(state["pipeline_layout"]["parts"]) == client["pipeline_layout"]["parts"]
+
+
+def main():
+    task = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    engines = {}
+    for run in task["runs"]:
+        topology = Topology.parse(run["topology"])
+        config = SIZES[run.get("size", "small")]
+        step_once = pipeline_step if run["model"] == "pipeline" else flat_step
+        key = json.dumps(
+            [run.get(name) for name in ("topology", "model", "size", "zero", "bf16", "data_types", "optimizer")]
+        )
+        if key not in engines:
+            engines.clear()
+            engines[key] = make_engine(run, config, topology)
+        engine, client = engines[key]
+        if run.get("load"):
+            folder = Path(run["load"])
+            path, state = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+            assert path is not None, folder
+            check_client(state, client)
+        losses = []
+        for _ in range(run["steps"]):
+            losses.append(step_once(engine, config, topology, rank))
+            if run.get("save") and engine.global_steps == run["save_at"]:
+                folder = Path(run["save"])
+                engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=dict(client))
+                if run.get("truth"):
+                    write_truth(engine, Path(run["truth"]), topology.coordinate(rank))
+        if rank == 0:
+            with open(task["results"], "a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"name": run["name"], "losses": losses}) + "\n")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

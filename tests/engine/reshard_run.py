@@ -1,0 +1,68 @@
+"""Start the ranks of a real DeepSpeed run and collect their losses. Helper of the reshard tests."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from reshard.topology import Topology
+
+_RANK = Path(__file__).with_name("reshard_rank.py")
+
+
+def launch(runs: list[dict]) -> dict[str, list[float]]:
+    """Run `runs`, all of one world size, one after the other in one set of processes; losses by name."""
+    with tempfile.TemporaryDirectory() as scratch, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        results = Path(scratch) / "results.jsonl"
+        task = {"runs": runs, "results": str(results)}
+        (world,) = {Topology.parse(run["topology"]).world_size for run in runs}
+        logs = [open(Path(scratch) / f"rank{rank}.log", "wb") for rank in range(world)]  # noqa: SIM115
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(_RANK), json.dumps(task)],
+                env=_environment(rank, world, port),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            codes = [process.wait(timeout=500) for process in ranks]
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+            for log in logs:
+                log.close()
+        if any(codes):
+            failed = next(rank for rank, code in enumerate(codes) if code)
+            tail = (Path(scratch) / f"rank{failed}.log").read_text(errors="replace")[-6000:]
+            raise AssertionError(f"rank {failed} of {world} ended with {codes[failed]}\n{tail}")
+        lines = [json.loads(line) for line in results.read_text().splitlines()]
+    return {line["name"]: line["losses"] for line in lines}
+
+
+def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_EXTENSIONS_DIR": os.environ.get(
+            "TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "elastic-training-operator" / "torch_extensions")
+        ),
+    }

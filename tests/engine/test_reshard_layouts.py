@@ -1,0 +1,112 @@
+"""Every layout into every other one, with real DeepSpeed: a resumed run goes on as if nothing had happened.
+
+Two steps, save, convert, load with unmodified `engine.load_checkpoint`, three more steps. The losses must be those of
+the run that was never interrupted. One set of processes per world size keeps this in minutes.
+"""
+
+import itertools
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from reshard.api import reshard
+from reshard.topology import Topology
+from tests.engine.reshard_run import launch
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed: make setup"),
+]
+
+PIPELINE = [
+    "tp=1,pp=1,dp=1", "tp=1,pp=1,dp=2", "tp=2,pp=1,dp=1", "tp=1,pp=2,dp=1", "tp=1,pp=3,dp=1",
+    "tp=2,pp=2,dp=1", "tp=2,pp=1,dp=2", "tp=1,pp=2,dp=2",
+]  # fmt: skip
+
+FLAT = {
+    "zero1": {"stages": (1, 2)},
+    "zero3": {"stages": (3,)},
+    "zero3-sub-groups": {"stages": (3,), "zero": {"sub_group_size": 900}},
+    "round-robin": {"stages": (2,), "zero": {"round_robin_gradients": True}},
+    "aligned": {"stages": (1,), "zero": {"parameter_alignment": True}, "bf16": True},
+    "bf16-optimizer": {"stages": (1,), "bf16": True, "data_types": {"grad_accum_dtype": "fp32"}},
+    "sgd": {"stages": (1,), "optimizer": "sgd"},
+}
+"""Variants of the model without pipeline: which options they train with and at which ZeRO stages."""
+
+TOLERANCE = 1e-6
+BF16_TOLERANCE = 5e-4
+
+
+def cases() -> dict[str, dict]:
+    """Name -> how to train it."""
+    found = {f"pipeline/{layout}": {"model": "pipeline", "topology": f"{layout},zero=1"} for layout in PIPELINE}
+    for name, variant in FLAT.items():
+        options = {key: value for key, value in variant.items() if key != "stages"}
+        for stage, dp in itertools.product(variant["stages"], (2, 3)):
+            found[f"{name}/dp={dp},zero={stage}"] = {"model": "flat", "topology": f"dp={dp},zero={stage}", **options}
+    return found
+
+
+CASES = cases()
+PAIRS = [
+    (source, target)
+    for source, target in itertools.product(CASES, CASES)
+    if source.partition("/")[0] == target.partition("/")[0]
+]
+
+
+def by_processes(runs: list[dict]) -> list[list[dict]]:
+    """Runs that can share processes. A PipelineModule leaves global state behind that a plain model trips over."""
+
+    def key(run: dict) -> tuple[str, int]:
+        return run["model"], Topology.parse(run["topology"]).world_size
+
+    return [list(group) for _, group in itertools.groupby(sorted(runs, key=key), key=key)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
+    """Five steps of every case, saved after the second."""
+    root = tmp_path_factory.mktemp("sources")
+    runs = [
+        {"name": name, **case, "steps": 5, "save_at": 2, "save": str(root / name.replace("/", "-") / "step-00000002")}
+        for name, case in CASES.items()
+    ]
+    losses: dict[str, list[float]] = {}
+    for group in by_processes(runs):
+        losses |= launch(group)
+    return root, losses
+
+
+@pytest.fixture(scope="module")
+def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
+    """Three more steps of every target from every source's conversion."""
+    root, _ = uninterrupted
+    out = tmp_path_factory.mktemp("targets")
+    runs = []
+    for source, target in PAIRS:
+        name = f"{source} -> {target}"
+        folder = out / f"{len(runs)}" / "step-00000002"
+        topology = Topology.parse(CASES[target]["topology"])
+        reshard(root / source.replace("/", "-") / "step-00000002", folder, topology)
+        runs.append({"name": name, **CASES[target], "steps": 3, "load": str(folder)})
+    runs.sort(key=lambda run: run["name"].split(" -> ")[1])
+    losses: dict[str, list[float]] = {}
+    for group in by_processes(runs):
+        losses |= launch(group)
+    return losses
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{source} -> {target}" for source, target in PAIRS])
+def test_resumed_run_goes_on_with_the_losses_of_the_uninterrupted_one(source, target, uninterrupted, resumed):
+    expected = uninterrupted[1][source][2:]
+    tolerance = BF16_TOLERANCE if CASES[source].get("bf16") else TOLERANCE
+    assert resumed[f"{source} -> {target}"] == pytest.approx(expected, abs=tolerance, rel=0)
+
+
+def test_losses_move_enough_for_a_wrong_state_to_show(uninterrupted):
+    for name, losses in uninterrupted[1].items():
+        assert abs(losses[4] - losses[2]) > 1e-2, (name, losses)

@@ -1,0 +1,37 @@
+"""Make the tiny checkpoints beside this file again, with real DeepSpeed: `python -m tests.golden.make`.
+
+Each folder has what `engine.save_checkpoint` wrote, untouched, and what DeepSpeed's own accessors said at that moment
+each rank's tensors were (`truth-*.json`: shapes and SHA-256).
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from tests.engine.reshard_run import launch
+
+HERE = Path(__file__).parent / "deepspeed-0.19.8"
+CASES = {
+    "pipeline-tp2-pp2": {"model": "pipeline", "topology": "tp=2,pp=2,dp=1,zero=1"},
+    "pipeline-dp2": {"model": "pipeline", "topology": "tp=1,pp=1,dp=2,zero=1"},
+    "zero2-dp3": {"model": "flat", "topology": "dp=3,zero=2"},
+    "zero2-dp3-round-robin": {"model": "flat", "topology": "dp=3,zero=2", "zero": {"round_robin_gradients": True}},
+    "zero3-dp3": {"model": "flat", "topology": "dp=3,zero=3", "zero": {"sub_group_size": 40}},
+    "bf16-dp2": {"model": "flat", "topology": "dp=2,zero=1", "bf16": True},
+}
+
+
+def main() -> None:
+    """Make all, or those named on the command line."""
+    for name in sys.argv[1:] or CASES:
+        folder = HERE / name / "step-00000002"
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        run = {"name": name, "size": "tiny", "steps": 2, "save_at": 2, "save": str(folder)}
+        launch([{**run, **CASES[name], "truth": str(folder.parent / "truth")}])
+        for path in folder.parent.iterdir():
+            if path.suffix == ".py" or path.name == "latest":
+                path.unlink()
+
+
+if __name__ == "__main__":
+    main()
