@@ -1,0 +1,193 @@
+"""Objects of an attempt: names, environment, claims, placement, ownership."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from elastic_operator.manifests import (
+    JobRef,
+    attempt_objects,
+    checkpoint_root,
+    commit_uri,
+    reshard_job,
+    training_job,
+)
+from elastic_operator.spec import parse_spec
+from elastic_operator.status import Current, Resume
+from reshard.contract import Env
+from reshard.topology import Topology
+
+JOB = JobRef(name="gpt", namespace="team", uid="u-1", labels={"kueue.x-k8s.io/queue-name": "gpus", "team": "a"})
+CURRENT = Current(
+    topology=Topology(tp=2, dp=2).to_dict(),
+    num_nodes=2,
+    gpus_per_node=2,
+    resume=Resume(uri="/checkpoint/gpt/a4/step-00000020", source="/checkpoint/gpt/a3/step-00000020", ready=False),
+    avoid=("bad-1", "bad-2"),
+)
+SPEC: dict[str, Any] = {
+    "accelerator": {"resource": "amd.com/gpu", "perNode": [2]},
+    "nodes": {"min": 1, "max": 3},
+    "batch": {"globalSamples": 20, "microSamples": 2},
+    "checkpoint": {"claimName": "ckpt", "path": "gpt"},
+    "template": {
+        "metadata": {"labels": {"mine": "1"}},
+        "spec": {
+            "terminationGracePeriodSeconds": 7,
+            "containers": [
+                {
+                    "name": "train",
+                    "image": "trainer:1",
+                    "command": ["torchrun", "train.py"],
+                    "env": [{"name": "A", "value": "b"}, {"name": "ETJ_RESUME", "value": "mine"}],
+                    "resources": {"limits": {"memory": "8Gi", "amd.com/gpu": "9"}, "requests": {"cpu": "4"}},
+                },
+                {"name": "sidecar", "image": "s:1"},
+            ],
+        },
+    },
+}
+
+
+def spec(**template: Any) -> Any:
+    value = copy.deepcopy(SPEC)
+    value["template"]["spec"].update(template)
+    return parse_spec(value)
+
+
+def job(**template: Any) -> dict[str, Any]:
+    return training_job(JOB, spec(**template), 4, CURRENT, 5.0)
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {item["name"]: item.get("value", "") for item in container["env"]}
+
+
+def test_the_training_job_is_one_fixed_indexed_launch() -> None:
+    found = job()
+    assert found["metadata"]["name"] == "gpt-a4"
+    assert {key: found["spec"][key] for key in ("completions", "parallelism", "completionMode", "backoffLimit")} == {
+        "completions": 2, "parallelism": 2, "completionMode": "Indexed", "backoffLimit": 0
+    }  # fmt: skip
+    pod = found["spec"]["template"]["spec"]
+    assert (pod["restartPolicy"], pod["subdomain"], pod["serviceAccountName"]) == ("Never", "gpt-a4", "gpt-a4")
+
+
+def test_the_environment_names_rendezvous_topology_and_resume() -> None:
+    found = environment(job()["spec"]["template"]["spec"]["containers"][0])
+    assert found[Env.RESUME] == "/checkpoint/gpt/a4/step-00000020", "ours, whatever the template says"
+    assert found["A"] == "b"
+    assert found["PET_MASTER_ADDR"] == "gpt-a4-0.gpt-a4"
+    assert (found["PET_NNODES"], found["PET_NPROC_PER_NODE"], found[Env.WORLD_SIZE]) == ("2", "2", "4")
+    assert Topology.from_json(found[Env.TOPOLOGY]) == Topology(tp=2, dp=2)
+    assert found[Env.CHECKPOINT_ROOT] == "/checkpoint/gpt"
+    assert found[Env.GRACE_SECONDS] == "7"
+    assert not any("VISIBLE_DEVICES" in name for name in found)
+
+
+def test_accelerators_replace_what_the_template_asks_for_and_nothing_else() -> None:
+    found = job()["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert found["limits"] == {"memory": "8Gi", "amd.com/gpu": "2"}
+    assert found["requests"] == {"cpu": "4", "amd.com/gpu": "2"}
+
+
+def test_the_claim_is_mounted_once_and_never_owned() -> None:
+    pod = job()["spec"]["template"]["spec"]
+    assert pod["containers"][0]["volumeMounts"] == [{"name": "etj-checkpoint", "mountPath": "/checkpoint"}]
+    own = {
+        "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "ckpt"}}],
+        "containers": [{"name": "t", "image": "i", "volumeMounts": [{"name": "v", "mountPath": "/data/"}]}],
+    }
+    found = job(**own)["spec"]["template"]["spec"]
+    assert len(found["volumes"]) == 1
+    assert environment(found["containers"][0])[Env.CHECKPOINT_ROOT] == "/data/gpt"
+    assert checkpoint_root(spec(**own)) == "/data/gpt"
+
+
+@pytest.mark.parametrize(
+    "terms", [None, [{"matchExpressions": [{"key": "a", "operator": "Exists"}]}, {"matchFields": []}]]
+)
+def test_avoided_nodes_are_kept_out_of_every_alternative(terms: Any) -> None:
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+    found = job(**({"affinity": affinity} if terms else {}))["spec"]["template"]["spec"]["affinity"]
+    result = found["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert len(result) == len(terms or [1])
+    for term in result:
+        assert [item["values"] for item in term["matchFields"]] == [["bad-1"], ["bad-2"]]
+    if terms:
+        assert result[0]["matchExpressions"] == terms[0]["matchExpressions"]
+
+
+def test_builders_leave_the_users_template_alone() -> None:
+    parsed = spec()
+    before = copy.deepcopy(parsed.template)
+    training_job(JOB, parsed, 4, CURRENT, 5.0)
+    reshard_job(JOB, parsed, 4, CURRENT)
+    assert parsed.template == before
+
+
+def test_everything_is_owned_labelled_and_in_order() -> None:
+    found = attempt_objects(JOB, spec(), 4, CURRENT, 5.0)
+    assert [item["kind"] for item in found] == ["ServiceAccount", "Role", "RoleBinding", "Service", "Lease", "Job"]
+    for item in found:
+        meta = item["metadata"]
+        assert meta["name"] == "gpt-a4"
+        assert meta["ownerReferences"][0]["uid"] == "u-1"
+        assert meta["labels"]["elastictraining.dev/attempt"] == "4"
+    assert found[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+    assert "team" not in found[-1]["metadata"]["labels"]
+
+
+def test_the_account_may_touch_its_own_lease_and_nothing_else() -> None:
+    role = attempt_objects(JOB, spec(), 4, CURRENT, 5.0)[1]
+    assert role["rules"] == [
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "resourceNames": ["gpt-a4"],
+            "verbs": ["get", "update", "patch"],
+        }
+    ]
+
+
+def test_an_account_of_the_users_is_used_and_bound() -> None:
+    found = attempt_objects(JOB, spec(serviceAccountName="mine"), 4, CURRENT, 5.0)
+    assert found[0]["kind"] == "Role"
+    assert found[1]["subjects"][0]["name"] == "mine"
+    assert found[-1]["spec"]["template"]["spec"]["serviceAccountName"] == "mine"
+
+
+def test_the_reshard_pod_is_a_cpu_pod_made_from_the_training_pod() -> None:
+    found = reshard_job(JOB, spec(nodeSelector={"gpu": "yes"}), 4, CURRENT)
+    assert found["metadata"]["name"] == "gpt-a4-reshard"
+    pod = found["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["image"] == "trainer:1"
+    assert container["resources"] == {"limits": {"memory": "8Gi"}, "requests": {"cpu": "4"}}
+    assert "nodeSelector" not in pod
+    assert pod["automountServiceAccountToken"] is False
+    command = [*container["command"], *container["args"]]
+    assert command[:4] == ["reshard", "run", CURRENT.resume.source, CURRENT.resume.uri]
+    assert command[command.index("--to") + 1] == "tp=2,pp=1,dp=2,zero=1"
+    assert command[command.index("--attempt") + 1] == "4"
+
+
+def test_a_reshard_template_keeps_its_own_command() -> None:
+    value = copy.deepcopy(SPEC)
+    value["reshard"] = {
+        "template": {"spec": {"containers": [{"name": "r", "image": "r:1", "command": ["/venv/bin/reshard"]}]}},
+        "timeoutSeconds": 60,
+    }
+    found = reshard_job(JOB, parse_spec(value), 4, CURRENT)
+    assert found["spec"]["activeDeadlineSeconds"] == 60
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["/venv/bin/reshard"]
+    assert container["args"][0] == "run"
+    assert container["volumeMounts"][0]["mountPath"] == "/checkpoint"
+
+
+def test_the_folder_of_a_commit_has_a_padded_step() -> None:
+    assert commit_uri("/checkpoint/gpt", 3, 20) == "/checkpoint/gpt/a3/step-00000020"
