@@ -30,7 +30,8 @@ def main() -> int:
     try:
         with testbed(options):
             kube.prepare()
-            with operator(kube, options.output / "operator.log"):
+            with operator(kube, options.output / "operator.log") as process:
+                timeline.alive = lambda: process.poll() is None
                 story(options, kube, timeline)
         timeline.say("running the same training undisturbed, as reference")
         reference(options, timeline)
@@ -85,8 +86,7 @@ def wait_for_step(timeline: Timeline, *, attempt: int, step: int, needs_commit: 
 
     def reached() -> int:
         status = timeline.status
-        if status.get("phase") == "Failed":
-            raise DemoError(f"the job failed: {status.get('message')}")
+        check(timeline)
         running = status.get("attempt") == attempt and status.get("phase") == "Running"
         committed = not needs_commit or (status.get("checkpoint") or {}).get("step")
         return status_step(timeline) if running and committed and status_step(timeline) >= step else 0
@@ -94,10 +94,23 @@ def wait_for_step(timeline: Timeline, *, attempt: int, step: int, needs_commit: 
     return int(wait_for(reached, what=f"step {step} of attempt {attempt}", timeout_seconds=300))
 
 
+def check(timeline: Timeline) -> None:
+    """Give up at once where waiting is pointless.
+
+    Raises:
+        DemoError: the job has failed, or the operator has ended.
+    """
+    if timeline.status.get("phase") == "Failed":
+        raise DemoError(f"the job failed: {timeline.status.get('message')}")
+    if not timeline.alive():
+        raise DemoError("the operator ended")
+
+
 def wait_for_attempt(timeline: Timeline, *, after: int) -> int:
     """Wait for a later attempt to train; attempts that were planned and never launched leave gaps."""
 
     def running() -> int:
+        check(timeline)
         status = timeline.status
         found = int(status.get("attempt") or 0)
         return found if found > after and status.get("phase") == "Running" else 0

@@ -19,12 +19,13 @@ class Timeline:
     """Collects phases, marks and events of one job; prints each as it happens.
 
     Attributes:
-        fetch: returns the job as the API server has it now, or None while it is not there.
+        fetch: returns the job as the API server has it now, or an empty mapping while it is not there.
         fetch_events: returns (uid, reason, message) of the job's events, oldest first.
     """
 
-    fetch: Callable[[], Mapping[str, Any] | None]
+    fetch: Callable[[], Mapping[str, Any]]
     fetch_events: Callable[[], list[tuple[str, str, str]]]
+    alive: Callable[[], bool] = lambda: True
     started: float = dataclasses.field(default_factory=time.time)
     spans: list[Span] = dataclasses.field(default_factory=list)
     marks: list[Mark] = dataclasses.field(default_factory=list)
@@ -73,7 +74,7 @@ class Timeline:
         while not self._stop.is_set():
             try:
                 job = self.fetch()
-                if job is not None:
+                if job:
                     self.job = job
                     self._observe(job.get("status") or {})
                     self._tell_events()
