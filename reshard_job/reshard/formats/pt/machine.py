@@ -22,13 +22,65 @@ _MARK = object()
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
 _SAFE_BUILTINS = frozenset(
-    "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple".split()
+    [
+        "bool",
+        "bytearray",
+        "bytes",
+        "complex",
+        "dict",
+        "float",
+        "frozenset",
+        "int",
+        "list",
+        "object",
+        "range",
+        "set",
+        "slice",
+        "str",
+        "tuple",
+    ]
 )
 _BUILTINS = frozenset(("builtins", "__builtin__"))
 _FORBIDDEN = frozenset(
-    "asyncio code codeop commands ctypes gc importlib inspect io marshal multiprocessing nt operator os pdb pickle pip"
-    " pkgutil platform posix pty pydoc runpy shutil signal site socket ssl subprocess sys tempfile threading timeit"
-    " types urllib webbrowser zipimport".split()
+    [
+        "asyncio",
+        "code",
+        "codeop",
+        "commands",
+        "ctypes",
+        "gc",
+        "importlib",
+        "inspect",
+        "io",
+        "marshal",
+        "multiprocessing",
+        "nt",
+        "operator",
+        "os",
+        "pdb",
+        "pickle",
+        "pip",
+        "pkgutil",
+        "platform",
+        "posix",
+        "pty",
+        "pydoc",
+        "runpy",
+        "shutil",
+        "signal",
+        "site",
+        "socket",
+        "ssl",
+        "subprocess",
+        "sys",
+        "tempfile",
+        "threading",
+        "timeit",
+        "types",
+        "urllib",
+        "webbrowser",
+        "zipimport",
+    ]
 )
 """Modules that checkpoints have no use for. Nothing of them would run here, but it would in who loads the target."""
 
