@@ -86,8 +86,8 @@ def main() -> int:
     # First of all: as process 1 of a container it would not even notice an unhandled SIGTERM.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    for environment in rank_environments(os.environ, num_local=options.nproc):
-        processes.append(subprocess.Popen(command, env=environment))
+    environments = rank_environments(os.environ, num_local=options.nproc)
+    processes.extend(subprocess.Popen(command, env=environment) for environment in environments)
     if stopping:
         _signal_all(processes, signal.SIGTERM)
     return supervise(processes)
