@@ -63,7 +63,7 @@ def _adopt(context: Context, status: Status, plan: Plan) -> Status:
             num_nodes=plan.nodes,
             gpus_per_node=plan.per_node,
             resume=resume,
-            avoid=tuple(sorted(avoided_nodes(context, status))),
+            avoid=tuple(sorted(avoided_nodes(context, status) | _sick_nodes(context, status, plan.per_node))),
             spec_hash=spec_hash(context.spec),
             plan_time=Time(context.now),
         ),
@@ -95,6 +95,15 @@ def _adopt(context: Context, status: Status, plan: Plan) -> Status:
             lost_steps=max(0, last.last_step - resume.step),
         )
     return status
+
+
+def _sick_nodes(context: Context, status: Status, per_node: int) -> frozenset[str]:
+    """Nodes whose devices fail under our pods, as far as they cannot take a new one.
+
+    The scheduler learns of a sick device a second later than the pod's status does, and would place the next pod there.
+    """
+    sick = {pod.node for pod in context.world.pods if pod.unhealthy_devices and not pod.terminal and pod.node}
+    return frozenset(sick - set(capacity(context, status).usable(per_node)))
 
 
 def _wait(context: Context, status: Status, plan: Plan) -> Status:

@@ -103,13 +103,13 @@ class Run:
         self.cluster.kubectl("patch", "etj", "gpt", "-n", self.namespace, "--type=merge", "-p", text)
 
     def events(self) -> list[str]:
-        return [item["reason"] for item in self.cluster.get("events", "-n", self.namespace)["items"]]
+        return [item["reason"] for item in self.cluster.get("events", "-n", self.namespace).get("items", [])]
 
     def condition(self, type_: str) -> dict[str, Any]:
         return next((item for item in self.status().get("conditions", []) if item["type"] == type_), {})
 
     def workers(self) -> list[dict[str, Any]]:
-        items = self.cluster.get("pods", "-n", self.namespace, "-l", "elastictraining.dev/role=worker")["items"]
+        items = self.cluster.get("pods", "-n", self.namespace, "-l", "elastictraining.dev/role=worker").get("items", [])
         return [item for item in items if "deletionTimestamp" not in item["metadata"]]
 
 

@@ -364,3 +364,11 @@ def test_a_bad_spec_is_reported_in_full_and_leaves_what_runs_alone() -> None:
 def test_edited_nodes_that_no_longer_permit_the_attempt_are_a_planned_change() -> None:
     decision = look(settled(), nodes={"min": 1, "max": 2})
     assert (decision.status.phase, decision.status.drain.cause) == (Phase.DRAINING, "SpecChanged")  # type: ignore[union-attr]
+
+
+def test_a_sick_gpu_keeps_the_next_attempt_off_its_node_before_the_scheduler_knows() -> None:
+    pods = (dataclasses.replace(workers()[0], unhealthy_devices=1), *workers()[1:])
+    decision = look(settled(), dataclasses.replace(WORLD, pods=pods))
+    assert decision.status.recoveries[0].cause == "DeviceUnhealthy"
+    assert decision.status.current.num_nodes == 2  # type: ignore[union-attr]
+    assert decision.status.current.avoid == ("n1",)  # type: ignore[union-attr]
