@@ -20,6 +20,7 @@ from model import GptConfig, build, parameter_groups, pipeline_description, univ
 from reshard.topology import Topology
 
 GLOBAL_BATCH = 12
+OPTIONS = ("topology", "model", "size", "frozen", "zero", "bf16", "data_types", "optimizer")
 SIZES = {
     "small": GptConfig(
         layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61, padded_vocabulary=64, sequence=16
@@ -87,6 +88,8 @@ def make_engine(run, config, topology):
             FlatModel(config),
             {"note": {"a": (1, 2.5, None)}, "generator": torch.arange(7, dtype=torch.uint8)},
         )
+    for name in run.get("frozen", ()):
+        model.get_parameter(name).requires_grad_(False)
     groups = parameter_groups(model, weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(run, groups), config=config_of(run, topology))
     return engine, client
@@ -148,9 +151,7 @@ def main():
         topology = Topology.parse(run["topology"])
         config = SIZES[run.get("size", "small")]
         step_once = pipeline_step if run["model"] == "pipeline" else flat_step
-        key = json.dumps(
-            [run.get(name) for name in ("topology", "model", "size", "zero", "bf16", "data_types", "optimizer")]
-        )
+        key = json.dumps([run.get(name) for name in OPTIONS])
         if key not in engines:
             engines.clear()
             engines[key] = make_engine(run, config, topology)
@@ -160,6 +161,9 @@ def main():
             path, state = engine.load_checkpoint(str(folder.parent), tag=folder.name)
             assert path is not None, folder
             check_client(state, client)
+            if run.get("spoil"):  # a control: what a lost first moment would look like
+                for group_state in engine.optimizer.optimizer.state.values():
+                    group_state["exp_avg"].zero_()
         losses = []
         for _ in range(run["steps"]):
             losses.append(step_once(engine, config, topology, rank))

@@ -81,8 +81,10 @@ def tp_elements_agree(model: Model, num_layers: int, tp: int, bounds: tuple[int,
 def _same_bounds(source: Source, model: Model, target: Topology) -> bool:
     """At the same pp the stages stay as they are, unless another tp moves the balance of `parameters`."""
     info = model.pipeline
-    if target.tp == source.topology.tp or info is None or info.partition_method != "parameters" or not info.parts:
+    if target.tp == source.topology.tp or (info is not None and info.partition_method != "parameters"):
         return True
+    if info is None or not info.parts:
+        return False
     return tp_elements_agree(model, info.num_layers, target.tp, info.parts, target.pp)
 
 

@@ -1,0 +1,136 @@
+"""Shards, partitions and slots put together are the tensor: nothing missing, nothing twice."""
+
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed.logical import Param
+from reshard.formats.deepspeed.patterns import Rule
+from reshard.formats.deepspeed.pipeline import balanced, uniform
+from reshard.formats.deepspeed.rows import PADDING, Place, Rows
+
+COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=8)
+
+
+@st.composite
+def params(draw):
+    """A parameter with any rule, its tensor-parallel degree, and true rows if it is a vocabulary."""
+    tp = draw(st.sampled_from([1, 2, 3, 4]))
+    ndim = draw(st.integers(1, 3))
+    shape = [draw(st.integers(1, 4)) for _ in range(ndim)]
+    dim = draw(st.one_of(st.none(), st.integers(0, ndim - 1)))
+    parts: tuple[int, ...] = ()
+    if dim is not None:
+        parts = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+        parts = tuple(part * tp for part in parts)
+        shape[dim] = sum(parts)
+    rows = None
+    if dim in (None, 0) and len(parts) < 2 and draw(st.booleans()) and shape[0] > 1:
+        rows = draw(st.integers(1, shape[0] - 1))
+    return Param(name="p", shape=tuple(shape), rule=Rule(dim=dim, parts=parts if len(parts) > 1 else ()), rows=rows), tp
+
+
+@given(params())
+def test_pieces_of_all_ranks_tile_the_tensor(case):
+    param, tp = case
+    covered = np.zeros(param.shape, int)
+    for rank in range(tp):
+        shard = np.zeros(param.rule.shard_shape("p", param.shape, tp), int)
+        for local, whole, size in param.rule.pieces(param.shape, tp, rank):
+            shard[tuple(slice(low, low + n) for low, n in zip(local, size, strict=True))] += 1
+            covered[tuple(slice(low, low + n) for low, n in zip(whole, size, strict=True))] += 1
+        assert (shard == 1).all()
+    assert (covered == (tp if param.rule.dim is None else 1)).all()
+
+
+@given(COUNTS, st.integers(1, 9), st.sampled_from([1, 4, 8]))
+def test_partitions_hold_every_element_once_and_in_order(counts, dp, alignment):
+    group = flat.FlatGroup(num_elements=tuple(counts), dp=dp, param_alignment=alignment)
+    assert group.partition * dp >= group.used
+    assert group.partition * dp - group.used < 2 * dp or group.used == 0
+    seen = [0] * len(counts)
+    for rank in range(dp):
+        end = 0
+        for span in group.spans(rank):
+            assert span.start == seen[span.index]
+            assert span.offset >= end
+            assert rank * group.partition + span.offset == group.offsets[span.index] + span.start
+            seen[span.index] = span.stop
+            end = span.offset + span.stop - span.start
+        assert end <= group.partition - group.padding(rank)
+    assert seen == list(counts)
+    assert all(offset % alignment == 0 for offset in group.offsets)
+
+
+@given(COUNTS, st.integers(1, 9))
+def test_zero3_slots_hold_every_element_once(counts, dp):
+    seen = [0] * len(counts)
+    for rank in range(dp):
+        spans, length = flat.zero3_spans(counts, dp, rank)
+        assert length == sum(math.ceil(count / dp) for count in counts)
+        for span in spans:
+            assert span.start == seen[span.index]
+            seen[span.index] = span.stop
+    assert seen == list(counts)
+
+
+@given(COUNTS, st.integers(1, 9), st.integers(1, 60))
+def test_sub_groups_are_a_cut_of_the_group(counts, dp, size):
+    cuts = flat.zero3_sub_groups(counts, dp, size)
+    assert [index for start, stop in cuts for index in range(start, stop)] == list(range(len(counts)))
+    for start, stop in cuts[:-1]:
+        assert sum(math.ceil(count / dp) for count in counts[start:stop]) >= size
+
+
+@given(st.integers(0, 30), st.integers(1, 9))
+def test_round_robin_is_a_permutation(count, dp):
+    assert sorted(flat.round_robin(count, dp)) == list(range(count))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 6))
+def test_stages_are_a_cut_of_the_layers(weights, parts):
+    for bounds in (balanced(weights, parts), uniform(len(weights), parts)):
+        assert len(bounds) == parts + 1
+        assert bounds[0] == 0
+        assert bounds[-1] == len(weights)
+        assert list(bounds) == sorted(bounds)
+
+
+@given(params(), st.integers(1, 5))
+def test_rows_lead_to_the_bytes_of_the_right_elements(case, dp):
+    """Cut a tensor as DeepSpeed does, follow the rows back: the tensor again, in every copy."""
+    param, tp = case
+    truth = np.arange(math.prod(param.shape), dtype=np.float32).reshape(param.shape)
+    rows, files = Rows(), []
+    for rank in range(tp):
+        shape = param.rule.shard_shape("p", param.shape, tp)
+        shard = np.zeros(shape, np.float32)
+        for local, whole, size in param.rule.pieces(param.shape, tp, rank):
+            inside = tuple(slice(low, low + n) for low, n in zip(local, size, strict=True))
+            shard[inside] = truth[tuple(slice(low, low + n) for low, n in zip(whole, size, strict=True))]
+        group = flat.FlatGroup(num_elements=(shard.size,), dp=dp)
+        buffer = np.zeros(group.partition * dp, np.float32)
+        buffer[: shard.size] = shard.ravel()
+        for replica in range(dp):
+            for span in group.spans(replica):
+                place = Place(tp, rank, 0, len(files), 100 + 4 * span.offset)
+                rows.add_flat("fp32", param, place, dtype="float32", start=span.start, stop=span.stop)
+            files.append(bytes(100) + buffer[replica * group.partition : (replica + 1) * group.partition].tobytes())
+    table = rows.build()
+    for number, own in enumerate(table.by_tensor(len(rows.tensors))):
+        tensor = rows.tensors[number]
+        cut = param.shape[0] if param.rows is None else param.rows
+        expected = truth[cut:] if tensor.key.name.endswith(PADDING) else truth[:cut]
+        copies = {}
+        for at in own:
+            row = table.row(int(at), len(tensor.shape))
+            found = copies.setdefault(row.replica, np.full(tensor.shape, np.nan, np.float32))
+            data = np.frombuffer(files[row.file], np.float32, offset=row.byte_offset)
+            view = np.lib.stride_tricks.as_strided(data, row.box.size, [4 * stride for stride in row.strides])
+            found[tuple(slice(low, high) for low, high in zip(row.box.offset, row.box.end, strict=True))] = view
+        assert len(copies) == (tp if param.rule.dim is None else 1)
+        for found in copies.values():
+            assert (found == expected).all()
