@@ -1,0 +1,122 @@
+"""The .pt container against torch itself: what torch.save wrote, read and written again, loads equal in torch.load."""
+
+import argparse
+import random
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from reshard.formats.pt.reader import read
+from reshard.formats.pt.writer import lay_out_pt
+
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(find_spec("torch") is None, reason="needs torch: make setup")]
+
+
+def rewrite(source, target):
+    """Read `source` with our reader, write it to `target` with our writer."""
+    layout = lay_out_pt(target.stem, read(source).value)
+    content, cover = bytearray(layout.num_bytes), np.zeros(layout.num_bytes, np.int8)
+    original = source.read_bytes()
+    pieces = list(layout.fixed)
+    for storage, slot in layout.slots.items():
+        pieces.append((slot.offset, original[storage.file_offset : storage.file_offset + storage.num_bytes]))
+    for offset, data in pieces:
+        content[offset : offset + len(data)] = data
+        cover[offset : offset + len(data)] += 1
+    assert (cover == 1).all()
+    for slot in layout.slots.values():
+        checksum = zlib.crc32(content[slot.offset : slot.offset + slot.num_bytes])
+        for position in slot.crc_positions:
+            content[position : position + 4] = struct.pack("<I", checksum)
+    target.write_bytes(content)
+
+
+def assert_equal(left, right, path="root"):
+    import torch
+
+    assert type(left) is type(right), path
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), path
+        assert (left.dtype, left.stride(), left.requires_grad) == (right.dtype, right.stride(), right.requires_grad)
+    elif isinstance(left, np.ndarray):
+        assert (left == right).all(), path
+    elif isinstance(left, dict):
+        assert list(left) == list(right), path
+        for key, value in left.items():
+            assert_equal(value, right[key], f"{path}.{key}")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), path
+        for at, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert_equal(a, b, f"{path}[{at}]")
+    else:
+        assert left == right, path
+
+
+def everything():
+    import torch
+
+    base = torch.arange(100).to(torch.bfloat16)
+    with_attribute = torch.ones(3)
+    with_attribute.ds_id = "0_5"
+    dtypes = [
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.complex64,
+    ]  # fmt: skip
+    return {
+        "dtypes": {str(dtype): torch.arange(5).to(dtype) for dtype in dtypes},
+        "dtype": torch.float32,
+        "size": torch.Size([1, 2]),
+        "module": torch.nn.Linear(2, 3).state_dict(),
+        "parameter": torch.nn.Parameter(torch.zeros(2)),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 4),
+        "views": [base[3:13].view(2, 5), base[50:60].view(5, 2).t(), base[::7]],
+        "attribute": with_attribute,
+        "namespace": argparse.Namespace(lr=1e-3, names=["a", {"b": 3}]),
+        "random": random.getstate(),
+        "numpy": np.random.RandomState(5).get_state(),
+        "torch": torch.get_rng_state(),
+        "numbers": [0, 255, 256, 65535, 65536, -1, 2**31, -(2**31) - 1, 1 << 200, float("inf"), 2.5],
+        "others": (None, True, False, b"bytes", {1, 2}, frozenset([3]), OrderedDict(a=1), "text é", 1 + 2j),
+    }
+
+
+def test_rewritten_file_loads_equal(tmp_path):
+    import torch
+
+    value = everything()
+    torch.save(value, tmp_path / "source.pt")
+    rewrite(tmp_path / "source.pt", tmp_path / "target.pt")
+    with zipfile.ZipFile(tmp_path / "target.pt") as archive:
+        assert archive.testzip() is None
+    for mmap in (False, True):
+        loaded = torch.load(tmp_path / "target.pt", weights_only=False, mmap=mmap)
+        assert_equal(value, loaded)
+        assert loaded["module"]._metadata == value["module"]._metadata
+        assert loaded["attribute"].ds_id == "0_5"
+        storages = {view.untyped_storage().data_ptr() for view in loaded["views"]}
+        assert len(storages) == 1
+
+
+def test_plain_tensors_load_with_weights_only(tmp_path):
+    import torch
+
+    value = {"weight": torch.randn(3, 5), "module": torch.nn.Linear(2, 3).state_dict(), "step": 7}
+    torch.save(value, tmp_path / "source.pt")
+    rewrite(tmp_path / "source.pt", tmp_path / "target.pt")
+    assert_equal(value, torch.load(tmp_path / "target.pt", weights_only=True))
+
+
+def test_file_of_the_legacy_layout_is_refused_by_name(tmp_path):
+    import torch
+
+    from reshard.errors import UnsupportedError
+
+    torch.save({"a": torch.zeros(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsupportedError, match="legacy layout"):
+        read(tmp_path / "old.pt")
