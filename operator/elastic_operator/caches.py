@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_operator.observation import NodeView, node_view
+from elastic_operator.wire import parse_time
 
 
 class Renewals:
@@ -38,7 +39,7 @@ class Nodes:
     def __init__(self) -> None:
         self._views: dict[str, NodeView] = {}
         self._leases: dict[str, tuple[float, float]] = {}
-        self._renewals = Renewals()
+        self._skews: dict[str, float] = {}
 
     def update(self, node: Mapping[str, Any], now: float) -> bool:
         """Take up one node; True if anything that matters has changed."""
@@ -52,6 +53,7 @@ class Nodes:
         """The node does not exist any more."""
         self._views.pop(name, None)
         self._leases.pop(name, None)
+        self._skews.pop(name, None)
 
     def refresh(self, nodes: Iterable[Mapping[str, Any]], now: float) -> None:
         """Replace all by a fresh list."""
@@ -65,9 +67,12 @@ class Nodes:
     def renew(self, lease: Mapping[str, Any], now: float) -> None:
         """Take up the Lease that a kubelet renews."""
         name, spec = lease["metadata"]["name"], lease.get("spec") or {}
-        if spec.get("renewTime"):
-            seen = self._renewals.seen(name, spec["renewTime"], now)
-            self._leases[name] = (seen, float(spec.get("leaseDurationSeconds") or 40))
+        renewed = parse_time(spec.get("renewTime"))
+        if renewed is None:
+            return
+        # The smallest difference ever seen between our clock and the node's is its skew, near enough.
+        skew = self._skews[name] = min(self._skews.get(name, now - renewed), now - renewed)
+        self._leases[name] = (renewed + skew, float(spec.get("leaseDurationSeconds") or 40))
 
     def views(self) -> dict[str, NodeView]:
         """All nodes, with what is known of their Leases."""

@@ -77,7 +77,7 @@ def start_drain(context: Context, status: Status, cause: str, message: str, node
     lease = context.world.leases.get(status.attempt)
     if lease is None or lease.phase in ("", TrainerPhase.STARTING, TrainerPhase.RESTORING):
         return _change(context, status, drain)
-    context.emit("DrainRequested", f"{message}: attempt {status.attempt} is asked to commit and exit")
+    context.emit("DrainRequested", f"{message.removesuffix('.')}: attempt {status.attempt} is asked to commit and exit")
     return dataclasses.replace(status, drain=drain)
 
 

@@ -1,0 +1,61 @@
+"""What the operator remembers of nodes, and how it judges clocks that are not its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_operator.caches import Nodes, Renewals
+from elastic_operator.wire import format_time
+
+NOW = 1_800_000_000.0
+
+
+def node(name: str = "n1", gpus: int = 2) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name},
+        "status": {
+            "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": format_time(NOW - 100)}],
+            "allocatable": {"cpu": "4", "amd.com/gpu": str(gpus)},
+            "capacity": {"amd.com/gpu": "2"},
+        },
+    }
+
+
+def lease(renewed: float) -> dict[str, Any]:
+    return {"metadata": {"name": "n1"}, "spec": {"renewTime": format_time(renewed), "leaseDurationSeconds": 4}}
+
+
+@pytest.mark.parametrize("skew", [0.0, 300.0, -300.0])
+def test_the_age_of_a_node_lease_does_not_depend_on_the_nodes_clock(skew: float) -> None:
+    nodes = Nodes()
+    nodes.update(node(), NOW)
+    for second in range(0, 20, 5):
+        nodes.renew(lease(NOW + second - 0.5 * (second > 0) - skew), NOW + second)
+    nodes.renew(lease(NOW + 14.5 - skew), NOW + 40)
+    renewed = nodes.views()["n1"].lease_renewed_at
+    assert renewed is not None
+    assert renewed == pytest.approx(NOW + 15, abs=1)
+
+
+def test_an_unchanged_node_is_no_news_and_fewer_devices_are() -> None:
+    nodes = Nodes()
+    assert nodes.update(node(), NOW)
+    assert not nodes.update(node(), NOW + 5)
+    assert nodes.update(node(gpus=1), NOW + 9)
+    assert nodes.views()["n1"].allocatable_since == NOW + 9
+
+
+def test_a_refresh_drops_nodes_whose_deletion_was_missed() -> None:
+    nodes = Nodes()
+    nodes.refresh([node("n1"), node("n2")], NOW)
+    nodes.refresh([node("n2")], NOW)
+    assert list(nodes.views()) == ["n2"]
+
+
+def test_a_heartbeat_counts_from_when_it_was_seen_to_change() -> None:
+    renewals = Renewals()
+    assert renewals.seen("a", "1", NOW) == NOW
+    assert renewals.seen("a", "1", NOW + 5) == NOW
+    assert renewals.seen("a", "2", NOW + 6) == NOW + 6
