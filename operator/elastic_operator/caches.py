@@ -27,11 +27,6 @@ class Renewals:
             self._seen[key] = known = (value, now)
         return known[1]
 
-    def keep(self, keys: Iterable[str]) -> None:
-        """Forget all others."""
-        wanted = set(keys)
-        self._seen = {key: item for key, item in self._seen.items() if key in wanted}
-
 
 class Nodes:
     """All nodes of the cluster."""
