@@ -6,6 +6,7 @@ The truth beside each checkpoint is what DeepSpeed's own accessors returned when
 import hashlib
 import json
 import shutil
+import struct
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,10 @@ import pytest
 from reshard.api import reshard
 from reshard.errors import CorruptSourceError, ReshardError, UnsupportedError
 from reshard.formats import read_checkpoint
+from reshard.formats.deepspeed.template import Template
+from reshard.formats.pt.objects import Size
 from reshard.formats.pt.reader import read
+from reshard.formats.pt.writer import lay_out_pt
 from reshard.layout import Index
 from reshard.topology import Topology
 
@@ -193,6 +197,21 @@ def overwrite(folder: Path, old: str, new: str) -> None:
     shutil.copy(golden("pipeline-dp2") / old, folder / new)
 
 
+def edit(folder: Path, name: str, change) -> None:
+    """Write a file again with its object changed; small tensors keep their bytes."""
+    file = read(folder / name)
+    value = Template(file).copy(file.value)
+    change(value)
+    content = bytearray(lay_out_pt(name.removesuffix(".pt"), value).num_bytes)
+    for offset, data in lay_out_pt(name.removesuffix(".pt"), value).fixed:
+        content[offset : offset + len(data)] = data
+    (folder / name).write_bytes(content)
+
+
+def set_step(value) -> None:
+    value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"].storage.data = struct.pack("<f", 3.0)
+
+
 OPTIMIZER = "zero_pp_rank_0_mp_rank_{:02d}_optim_states.pt"
 MODEL = "mp_rank_{:02d}_model_states.pt"
 LAYER = "layer_{:02d}-model_{:02d}-model_states.pt"
@@ -202,7 +221,7 @@ DAMAGE = {
     "the first model file is missing": (lambda f: (f / MODEL.format(0)).unlink(), "rank 0"),
     "a shard of a layer is missing": (lambda f: (f / LAYER.format(1, 1)).unlink(), LAYER.format(1, 1)),
     "a whole layer is missing": (
-        lambda f: [(f / LAYER.format(1, tp)).unlink() for tp in (0, 1)], "1.qkv"),
+        lambda f: [(f / LAYER.format(1, tp)).unlink() for tp in (0, 1)], "1.attention_norm"),
     "a file of a larger dp is left over": (
         lambda f: duplicate(f, OPTIMIZER.format(1), "zero_pp_rank_1_mp_rank_01_optim_states.pt"),
         "zero_pp_rank_1_mp_rank_01"),
@@ -212,6 +231,21 @@ DAMAGE = {
     "stages are swapped": (lambda f: duplicate(f, OPTIMIZER.format(0), OPTIMIZER.format(2)), OPTIMIZER.format(2)),
     "a file of another layout": (lambda f: overwrite(f, OPTIMIZER.format(0), OPTIMIZER.format(1)), "partition"),
     "a model file of another layout": (lambda f: overwrite(f, MODEL.format(0), MODEL.format(1)), MODEL.format(1)),
+    "a model file of another step": (
+        lambda f: edit(f, MODEL.format(1), lambda value: value.update(global_steps=3)), MODEL.format(1)),
+    "an optimizer file of another step": (lambda f: edit(f, OPTIMIZER.format(1), set_step), OPTIMIZER.format(1)),
+    "a group is missing": (
+        lambda f: edit(f, MODEL.format(0), lambda value: value["param_shapes"].pop()), "different parameters"),
+    "a parameter is missing": (
+        lambda f: edit(f, MODEL.format(0), lambda value: value["param_shapes"][0].popitem()), "different parameters"),
+    "a parameter has another shape": (
+        lambda f: [
+            edit(f, MODEL.format(tp), lambda value: value["param_shapes"][0].update({"1.out": Size((8, 5))}))
+            for tp in (0, 1)
+        ], "weight 1.out has the shapes"),
+    "positions are stated wrong": (
+        lambda f: edit(f, OPTIMIZER.format(0), lambda value: value["optimizer_state_dict"]["param_slice_mappings"][0]
+                       ["1.out"].state.update(start=0)), "disagree about 1.out"),
     "a file is empty": (lambda f: (f / LAYER.format(2, 0)).write_bytes(b""), LAYER.format(2, 0)),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from reshard.formats.deepspeed import flat, patterns, pipeline
 from reshard.formats.deepspeed.logical import Model, Param, describe, layer_weights, make_param, param_shapes
 from reshard.formats.deepspeed.rows import Place, Rows
 from reshard.formats.deepspeed.source import Source, open_source
-from reshard.formats.deepspeed.states import group_states
+from reshard.formats.deepspeed.states import check_scalars, group_states
 from reshard.formats.pt.objects import ITEM_BYTES, Inert, Tensor
 from reshard.formats.pt.reader import PtFile
 from reshard.layout import Checksum, Index, SourceFile
@@ -48,6 +48,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
     source = open_source(folder)
+    check_scalars(source)
     first = source.models[0, 0].value
     commit_model = dict(commit.model) if commit is not None else {}
     told = commit_model.get("pipeline", first.get("pipeline_layout"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
@@ -77,3 +78,37 @@ def _split(master: Tensor, found: Any, path: str) -> GroupState:
         if not tensor.is_contiguous or len(tensor.shape) != 1:
             raise CorruptSourceError(f"partition {key!r} is not flat: {tensor.shape} {tensor.stride}", path=path)
     return GroupState(flat=flat, scalars=scalars, order=tuple(found))
+
+
+def check_scalars(source: Source) -> None:
+    """Ranks that hold parts of one group must agree about its scalars: another `step` is another save.
+
+    No payload is read: the archive states the CRC-32 of each scalar, which tells four bytes apart without fail.
+
+    Raises:
+        CorruptSourceError: naming the files.
+    """
+    topology = source.topology
+    problems: list[str] = []
+    for (mp, dp), file in source.optimizers.items():
+        first = mp - mp % topology.tp
+        if (mp, dp) == (first, 0):
+            continue
+        reference = Path(source.optimizers[first, 0].path).name
+        pairs = zip(group_states(source, mp, dp), group_states(source, first, 0), strict=False)
+        for at, (found, expected) in enumerate(pairs):
+            problems += [
+                f"{Path(file.path).name}: {key!r} of group {at} is not that of {reference}"
+                for key, value in found.scalars.items()
+                if _scalar(value) != _scalar(expected.scalars.get(key))
+            ]
+    if problems:
+        raise CorruptSourceError(
+            "optimizer files are of different steps", path=str(source.folder), problems=problems[:20]
+        )
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.storage.crc32
+    return value if isinstance(value, int | float | str | bool) else None

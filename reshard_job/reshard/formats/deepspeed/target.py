@@ -62,6 +62,13 @@ class Target:
     rows: Rows
     layout_note: Mapping[str, Any] | None = None
     files: list[TargetFile] = dataclasses.field(default_factory=list)
+    _holders: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    _groups: dict[tuple[int, int], GroupTemplate] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for pp, stage in enumerate(self.stages):
+            for name in (name for group in stage.groups for name in group):
+                self._holders.setdefault(name, []).append(pp)
 
     @property
     def source(self) -> Source:
@@ -70,7 +77,7 @@ class Target:
 
     def copy_of(self, name: str, pp: int) -> int:
         """How many earlier stages hold the parameter too."""
-        return sum(name in group for stage in self.stages[:pp] for group in stage.groups)
+        return self._holders[name].index(pp)
 
     def shard(self, name: str) -> tuple[int, ...]:
         """Shape `[ndim]` of a tensor-parallel shard of a parameter or weight."""
@@ -141,8 +148,14 @@ class Target:
 
     def group_template(self, group: int, tp: int) -> GroupTemplate:
         """States of a parameter group, from the source (ZeRO-3: from its first sub-group)."""
+        tp = min(tp, self.source.topology.tp - 1)
+        if (group, tp) not in self._groups:
+            self._groups[group, tp] = self._read_group(group, tp)
+        return self._groups[group, tp]
+
+    def _read_group(self, group: int, tp: int) -> GroupTemplate:
         pp, at = self.holder(group)
-        mp = pp * self.source.topology.tp + min(tp, self.source.topology.tp - 1)
+        mp = pp * self.source.topology.tp + tp
         if self.source.topology.zero == 3:
             at = sum(len(other["params"]) for other in param_groups(self.source, mp)[:at])
         state = group_states(self.source, mp, 0)[at]
