@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import commits
+from elastic_operator import commits, ledger
 from elastic_operator.context import Context
 from elastic_operator.observation import LeaseView
 from elastic_operator.recovering import charge, refresh_exclusions
 from elastic_operator.status import Commit, Current, Progress, Recovery, Status, edit_last_recovery
 from elastic_operator.wire import Time
 from reshard.contract import LeaseKey
-
-_PARTS = (
-    ("detect", "signal_time", "detect_time"),
-    ("stop", "detect_time", "stop_time"),
-    ("plan", "detect_time", "plan_time"),
-    ("reshard", "reshard_start_time", "reshard_end_time"),
-    ("schedule", "launch_time", "schedule_time"),
-    ("load", "schedule_time", "first_step_time"),
-    ("total", "signal_time", "first_step_time"),
-)
-"""Name of a part of a recovery, and the two times between which it lies. Some of them overlap."""
 
 
 def absorb(context: Context, status: Status) -> Status:
@@ -70,7 +59,8 @@ def _progress(context: Context, status: Status, lease: LeaseView) -> Status:
     if first is None and lease.step is not None and lease.step > current.resume.step:
         first = context.now
     if first is not None and current.first_step_time is None:
-        status = dataclasses.replace(status, current=dataclasses.replace(current, first_step_time=Time(first)))
+        current = dataclasses.replace(current, first_step_time=Time(first))
+        status = dataclasses.replace(status, current=current, first_step_time=status.first_step_time or Time(first))
         if _is_open(status):
             status = edit_last_recovery(status, first_step_time=Time(first))
             status = edit_last_recovery(status, seconds=durations(status.recoveries[-1]))
@@ -85,7 +75,7 @@ def _progress(context: Context, status: Status, lease: LeaseView) -> Status:
     )
     due = old is None or old.phase != new.phase or context.now - (old.time or 0.0) >= context.limits.progress_seconds
     moved = old is None or (old.phase, old.step, old.samples, old.loss) != (new.phase, new.step, new.samples, new.loss)
-    return dataclasses.replace(status, progress=new) if due and moved else status
+    return accounted(dataclasses.replace(status, progress=new), context.now) if due and moved else status
 
 
 def latest_step(context: Context, status: Status) -> int:
@@ -96,13 +86,18 @@ def latest_step(context: Context, status: Status) -> int:
 
 
 def durations(recovery: Recovery) -> dict[str, float]:
-    """Seconds of each part of a recovery that has both of its ends."""
-    found: dict[str, float] = {}
-    for name, begin, end in _PARTS:
-        first, last = getattr(recovery, begin), getattr(recovery, end)
-        if first is not None and last is not None:
-            found[name] = round(max(0.0, last - first), 3)
-    return found
+    """Seconds of a finished recovery by what it waited for, and of all of it."""
+    parts = ledger.parts(recovery)
+    return {**{name: round(seconds, 3) for name, seconds in parts.items()}, "total": round(sum(parts.values()), 3)}
+
+
+def accounted(status: Status, now: float) -> Status:
+    """`status` with its goodput as of `now`."""
+    if status.first_step_time is None:
+        return status
+    step = status.progress.step if status.progress else 0
+    found = ledger.account(status.recoveries, start=status.first_step_time, now=now, first_step=0, step=step)
+    return dataclasses.replace(status, goodput=ledger.to_status(found))
 
 
 def _is_open(status: Status) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import absorbing, planning, preparing, running
+from elastic_operator import absorbing, ledger, planning, preparing, running
 from elastic_operator.actions import Decision, Event
 from elastic_operator.conditions import Type, find, set_condition
 from elastic_operator.context import Context, stopped_pods
@@ -107,15 +107,18 @@ def _suspend(context: Context, status: Status) -> Status:
     current = status.current
     if current is not None and current.launch_time is not None:
         if status.drain is None:
-            return running.start_drain(context, status, "Suspended", "spec.suspend is true")
+            return running.start_drain(context, status, ledger.SUSPENDED, "spec.suspend is true")
         return running.run(context, status, current)
     status = dataclasses.replace(status, current=None, drain=None, growth=None)
-    if status.recoveries and status.recoveries[-1].to_attempt == 0:
+    last = status.recoveries[-1] if status.recoveries else None
+    if last is not None and last.to_attempt == 0 and last.cause != ledger.SUSPENDED:
         # Nothing follows a failure that came while suspending; what starts later is not its recovery.
         status = edit_last_recovery(status, to="suspended", to_attempt=status.attempt)
     running_pods = [pod for pod in stopped_pods(context, status) if not pod.terminal]
     if running_pods:
         return status if status.phase != Phase.SUSPENDED else dataclasses.replace(status, phase=Phase.STOPPING)
+    if last is not None and last.cause == ledger.SUSPENDED and last.stop_time is None:
+        status = edit_last_recovery(status, stop_time=Time(context.now))
     if status.phase != Phase.SUSPENDED:
         step = status.checkpoint.step
         context.emit("Suspended", f"nothing runs any more; the newest commit is of step {step}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import absorbing, growth, planner, recovering, signals
+from elastic_operator import absorbing, growth, ledger, planner, recovering, signals
 from elastic_operator.context import Context, capacity, lost_nodes, spec_hash
 from elastic_operator.observation import LeaseView
 from elastic_operator.planning import pinned
@@ -30,6 +30,8 @@ def run(context: Context, status: Status, current: Current) -> Status:
     if _complete(context, status, lease, verdict):
         step = absorbing.latest_step(context, status)
         context.emit("Complete", f"training is complete after step {step}, in attempt {status.attempt}")
+        progress = dataclasses.replace(status.progress or Progress(), phase=TrainerPhase.COMPLETE, step=step)
+        status = absorbing.accounted(dataclasses.replace(status, progress=progress), context.now)
         return dataclasses.replace(
             status,
             phase=Phase.COMPLETE,
@@ -38,7 +40,6 @@ def run(context: Context, status: Status, current: Current) -> Status:
             drain=None,
             growth=None,
             finish_time=Time(context.now),
-            progress=dataclasses.replace(status.progress or Progress(), phase=TrainerPhase.COMPLETE, step=step),
         )
     if status.drain is not None and lease is not None and lease.phase == TrainerPhase.DRAINED:
         context.emit("Drained", f"attempt {status.attempt} has committed step {status.checkpoint.step} and exits")
@@ -106,8 +107,6 @@ def _fail(context: Context, status: Status, verdict: Verdict, failure: Signal) -
 
 
 def _change(context: Context, status: Status, drain: Drain) -> Status:
-    if context.spec.suspend:
-        return dataclasses.replace(status, current=None, drain=None, growth=None)
     step = absorbing.latest_step(context, status)
     status = dataclasses.replace(status, progress=dataclasses.replace(status.progress or Progress(), step=step))
     return recovering.recover(
@@ -173,5 +172,9 @@ def _consider_growth(context: Context, status: Status, current: Current) -> Stat
 
 
 def _restart_seconds(status: Status) -> float:
-    measured = [recovery.seconds["total"] for recovery in status.recoveries if "total" in recovery.seconds]
+    measured = [
+        recovery.seconds["total"]
+        for recovery in status.recoveries
+        if "total" in recovery.seconds and recovery.cause != ledger.SUSPENDED
+    ]
     return max(measured, default=RESTART_SECONDS)

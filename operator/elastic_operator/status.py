@@ -193,7 +193,7 @@ class Recovery:
         stop_time: when no pod of the old attempt could run any more.
         plan_time: when the attempt that followed was planned.
         lost_steps: steps that have to be done again.
-        seconds: duration of each part: detect, stop, plan, reshard, schedule, load, total.
+        seconds: what it waited for, by part (`ledger.parts`), and their `total`.
     """
 
     cause: str
@@ -284,6 +284,7 @@ class Status:
         current: that attempt, or None while nothing may run.
         drain: a planned change is on its way.
         growth: a better topology has room, but not long enough yet.
+        first_step_time: when the first of all attempts made its first step.
         pinned: the only topology allowed, because resharding out of it failed for good.
     """
 
@@ -311,6 +312,7 @@ class Status:
     restart_budget: RestartBudget = RestartBudget()
     goodput: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     start_time: Time | None = None
+    first_step_time: Time | None = None
     finish_time: Time | None = None
 
     @property

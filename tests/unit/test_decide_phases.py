@@ -306,7 +306,7 @@ def test_suspending_drains_then_stops_then_rests() -> None:
     assert {"DeleteJob", "RevokeAttempt"} <= set(kinds(second))
     third = look(second.status, Observation(nodes=WORLD.nodes), suspend=True)
     assert third.status.phase == Phase.SUSPENDED
-    assert third.status.recoveries == ()
+    assert [(item.cause, item.planned) for item in third.status.recoveries] == [("Suspended", True)]
     fourth = look(third.status, Observation(nodes=WORLD.nodes))
     assert fourth.status.attempt == 2
     assert fourth.status.current.resume.uri == ref.uri  # type: ignore[union-attr]
