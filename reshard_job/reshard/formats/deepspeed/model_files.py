@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.logical import Param, layer_weights
+from reshard.formats.deepspeed.stages import inside
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.template import Template
 from reshard.formats.pt.objects import StatefulDict, Tensor, new_tensor
@@ -25,7 +25,7 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[tuple[str, ...]]
     }
     own: Module = {}
     if target.source.pipeline:
-        replaced["buffer_names"] = _buffer_names(target)
+        replaced["buffer_names"] = _buffer_names(target, pp)
     else:
         replaced["module"], own = _module(target, like.value["module"])
         replaced |= _frozen(target, like.value, replaced["module"])
@@ -82,13 +82,14 @@ def _frozen(target: Target, like: dict[str, Any], module: StatefulDict) -> dict[
     }
 
 
-def _buffer_names(target: Target) -> list[str]:
-    """Names of a pipeline's buffers: of all stages, for a target with one."""
+def _buffer_names(target: Target, pp: int) -> list[str]:
+    """Names of the buffers of a stage's layers: those of all source stages that lie inside its bounds."""
+    if not target.bounds and target.topology.pp > 1:  # the stages are the source's
+        return list(target.source.models[target.like(pp, 0), 0].value.get("buffer_names") or ())
     found: dict[str, None] = {}
     for file in target.source.models.values():
         found.update(dict.fromkeys(file.value.get("buffer_names") or ()))
-    if not found or target.topology.pp == 1:
+    if target.topology.pp == 1:
         return list(found)
-    raise UnsupportedError(
-        f"a pipeline with buffers ({next(iter(found))}) is only converted to pp=1", path=str(target.source.folder)
-    )
+    layers = range(target.bounds[pp], target.bounds[pp + 1])
+    return [name for name in found if inside(target.extra.model, name, layers)]

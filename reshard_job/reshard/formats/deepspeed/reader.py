@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from reshard.commit import Commit
-from reshard.errors import CorruptSourceError
+from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat, patterns, pipeline
 from reshard.formats.deepspeed.logical import Model, Param, describe, layer_weights, make_param, param_shapes
 from reshard.formats.deepspeed.rows import Place, Rows
 from reshard.formats.deepspeed.source import Source, open_source
 from reshard.formats.deepspeed.states import check_scalars, group_states
-from reshard.formats.pt.objects import ITEM_BYTES, Inert, Tensor
+from reshard.formats.pt.objects import Inert, Tensor
 from reshard.formats.pt.reader import PtFile
-from reshard.layout import Checksum, Index, SourceFile
+from reshard.layout import ITEM_BYTES, Checksum, Index, SourceFile
 
 NAME = "deepspeed"
 
@@ -141,6 +141,8 @@ def _module(file: PtFile) -> Mapping[str, Tensor]:
 def _weight(name: str, shards: list[Tensor], model: Model, source: Source, weights: dict[str, Param]) -> Param:
     """The parameter that a stored weight belongs to; buffers and frozen parameters get one of their own."""
     shapes = [tensor.shape for tensor in shards]
+    if unknown := {tensor.dtype for tensor in shards} - set(ITEM_BYTES):
+        raise UnsupportedError(f"weight {name} is of type {', '.join(unknown)}", path=str(source.folder))
     param = model.params.get(name) or weights.get(name)
     if param is None:
         param = weights[name] = make_param(name, shapes, model.patterns, source.topology.tp)

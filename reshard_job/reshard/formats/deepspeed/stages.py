@@ -16,7 +16,7 @@ def target_stages(source: Source, model: Model, target: Topology) -> tuple[tuple
 
     Returns:
         The stages, and the first layer of each stage with the number of layers behind it; the latter is empty where
-        the pipeline is as it was.
+        the stages are the source's, and at pp=1.
 
     Raises:
         UnsupportedError: the layers' distribution over stages is not known.
@@ -30,7 +30,7 @@ def target_stages(source: Source, model: Model, target: Topology) -> tuple[tuple
     if target.pp == 1:
         return (_stage(model, None),), ()
     if target.pp == source.topology.pp and _same_bounds(source, model, target):
-        return model.stages, model.pipeline.parts if model.pipeline else ()
+        return model.stages, ()
     info = model.pipeline
     if info is None:
         raise UnsupportedError(
@@ -95,7 +95,7 @@ def _stage(model: Model, layers: range | None) -> Stage:
     groups: list[tuple[str, ...]] = []
     ids: list[int] = []
     for at, names in enumerate(model.groups):
-        own = [name for name in names if _inside(model, name, layers)]
+        own = [name for name in names if inside(model, name, layers)]
         tied = [name for name in own if tied_key(name)]
         if len(tied) > 1:  # registered in the order in which the stage's layers name them
             ranked = iter(sorted(tied, key=lambda name: first_tied_layer(name, model.pipeline, layers)))
@@ -106,7 +106,8 @@ def _stage(model: Model, layers: range | None) -> Stage:
     return Stage(groups=tuple(groups), ids=tuple(ids))
 
 
-def _inside(model: Model, name: str, layers: range) -> bool:
+def inside(model: Model, name: str, layers: range) -> bool:
+    """A parameter or buffer belongs to one of the layers."""
     layer = layer_of(name)
     if layer is not None:
         return layer in layers

@@ -47,6 +47,7 @@ class Target:
         extra: the source.
         topology: of the target.
         stages: what each pipeline stage holds.
+        bounds: first layer of each stage and the number of layers; empty where the stages are the source's, or one.
         params: optimized parameters, with shapes as in the target.
         weights: frozen parameters and buffers, likewise.
         rows: where tensors go.
@@ -57,6 +58,7 @@ class Target:
     extra: Extra
     topology: Topology
     stages: tuple[Stage, ...]
+    bounds: tuple[int, ...]
     params: Mapping[str, Param]
     weights: Mapping[str, Param]
     rows: Rows

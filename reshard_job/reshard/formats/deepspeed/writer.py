@@ -35,6 +35,7 @@ def lay_out(index: Index, target: Topology) -> TargetLayout:
         extra=extra,
         topology=target,
         stages=stages,
+        bounds=bounds,
         params=params,
         weights=weights,
         rows=Rows(index.tensors),
