@@ -35,6 +35,7 @@ class Nodes:
         self._views: dict[str, NodeView] = {}
         self._leases: dict[str, tuple[float, float]] = {}
         self._skews: dict[str, float] = {}
+        self.polled_at = 0.0
 
     def update(self, node: Mapping[str, Any], now: float) -> bool:
         """Take up one node; True if anything that matters has changed."""
@@ -69,11 +70,19 @@ class Nodes:
         skew = self._skews[name] = min(self._skews.get(name, now - renewed), now - renewed)
         self._leases[name] = (renewed + skew, float(spec.get("leaseDurationSeconds") or 40))
 
-    def views(self) -> dict[str, NodeView]:
-        """All nodes, with what is known of their Leases."""
+    def polled(self, now: float) -> None:
+        """All Leases have been read as they were at `now`."""
+        self.polled_at = now
+
+    def views(self, now: float) -> dict[str, NodeView]:
+        """All nodes, with what is known of their Leases.
+
+        Time that has passed since they were read is no evidence against a node.
+        """
+        unread = max(0.0, now - self.polled_at)
         return {
             name: dataclasses.replace(
-                view, lease_renewed_at=self._leases[name][0], lease_duration_seconds=self._leases[name][1]
+                view, lease_renewed_at=self._leases[name][0] + unread, lease_duration_seconds=self._leases[name][1]
             )
             if name in self._leases
             else view

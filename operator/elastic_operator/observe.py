@@ -20,6 +20,9 @@ NODE_LEASES = "kube-node-lease"
 FRESH_SECONDS = 1.0
 """A look at the accelerators in use that is not older counts as fresh."""
 
+SECOND_OPINION_SECONDS = 1.0
+"""A look at the kubelets' Leases that is not older will do where a node is not Ready."""
+
 USED_SECONDS = 10.0
 """How old the accelerators in use may be where nothing is about to be planned."""
 
@@ -34,6 +37,7 @@ class Observer:
         self._used: dict[str, dict[str, dict[str, int]]] = {}
         self._used_at = 0.0
         self._used_lock = asyncio.Lock()
+        self._leases_lock = asyncio.Lock()
 
     async def training_job(self, namespace: str, name: str) -> dict[str, Any] | None:
         """A fresh copy of the resource, None if it does not exist."""
@@ -56,7 +60,13 @@ class Observer:
             self._list(LEASE, namespace, job),
             self._used_by_others(namespace, job, resource, FRESH_SECONDS if fresh else USED_SECONDS),
         )
+        held = {name for item in pods if (name := (item.get("spec") or {}).get("nodeName"))}
+        nodes = self._nodes.views(time.time())
+        if any(name in nodes and nodes[name].ready != "True" for name in held):
+            # A second opinion about a node that looks lost, at once.
+            await self.refresh_node_leases(max_age_seconds=SECOND_OPINION_SECONDS)
         now = time.time()
+        nodes = self._nodes.views(now)
         views = [
             lease_view(
                 item,
@@ -66,8 +76,6 @@ class Observer:
             )
             for item in leases
         ]
-        nodes = self._nodes.views()
-        held = {name for item in pods if (name := (item.get("spec") or {}).get("nodeName"))}
         return Observation(
             nodes={name: node for name, node in nodes.items() if name in held or node.capacity.get(resource, 0) > 0},
             pods=tuple(pod_view(item) for item in pods),
@@ -82,17 +90,22 @@ class Observer:
         items = [item async for item in self._client.list(NODE, chunk_size=500)]
         self._nodes.refresh(items, time.time())
 
-    async def refresh_node_leases(self) -> None:
-        """List all kubelets' Leases: one request, whatever the number of jobs."""
-        async for item in self._client.list(LEASE, namespace=NODE_LEASES, chunk_size=500):
-            self._nodes.renew(item, time.time())
+    async def refresh_node_leases(self, *, max_age_seconds: float = 0.0) -> None:
+        """List all kubelets' Leases, if the last look is older: one request, whatever the number of jobs."""
+        async with self._leases_lock:
+            now = time.time()
+            if now - self._nodes.polled_at <= max_age_seconds:
+                return
+            async for item in self._client.list(LEASE, namespace=NODE_LEASES, chunk_size=500):
+                self._nodes.renew(item, time.time())
+            self._nodes.polled(now)
 
     def stale_nodes(self) -> list[str]:
         """Nodes whose kubelet has not renewed its Lease for suspiciously long; `signals` judges them."""
         now = time.time()
         return [
             name
-            for name, node in self._nodes.views().items()
+            for name, node in self._nodes.views(now).items()
             if node.lease_renewed_at is not None and now - node.lease_renewed_at > node.lease_duration_seconds / 2
         ]
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from testbed import podenv
 
 pytestmark = pytest.mark.cluster
 
+ROOT = Path(__file__).parents[2]
 LIGHT = ["python", "tests/cluster/light_trainer.py"]
 GPT = ["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train.py", "--save-every", "5"]
 
@@ -29,7 +31,7 @@ class Operator:
     def __init__(self, kubeconfig: Path, namespace: str, log: Path, *options: str) -> None:
         program = str(Path(sys.executable).with_name("elastic-operator"))
         self._command = [
-            program, "run", "--kubeconfig", str(kubeconfig), "--namespace", namespace, "--no-leader-election", *options
+            program, "run", "--kubeconfig", str(kubeconfig), "--namespace", namespace, *options
         ]  # fmt: skip
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -115,7 +117,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def crd(cluster: Any) -> None:
-    path = Path(__file__).parents[2] / "crds/elastictrainingjobs.yaml"
+    path = ROOT / "crds/elastictrainingjobs.yaml"
     cluster.kubectl("apply", "--server-side", "-f", str(path))
     cluster.kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
 
@@ -131,6 +133,7 @@ def operator(testbed: Any, namespace: str, crd: None, log: Path) -> Iterator[Ope
         testbed.kubeconfig,
         namespace,
         log,
+        "--no-leader-election",
         "--image-seconds=3",
         "--node-stable-seconds=5",
         "--reshard-backoff-seconds=2",
@@ -251,6 +254,56 @@ def test_an_unhealthy_gpu_moves_the_attempt_away(run: Run) -> None:
     assert status["recoveries"][0]["cause"] in ("DeviceUnhealthy", "DeviceMissing")
     (pod,) = run.workers()
     assert pod["spec"]["nodeName"] != node
+
+
+def test_the_role_of_the_deployment_is_enough_for_a_whole_life(
+    testbed: Any, namespace: str, crd: None, checkpoints: Path, tmp_path: Path
+) -> None:
+    documents = yaml.safe_load_all((ROOT / "deploy/operator.yaml").read_text())
+    testbed.apply(*(item for item in documents if item["kind"] != "Deployment"))
+    account = "system:serviceaccount:elastic-training:elastic-training-operator"
+    config = yaml.safe_load(testbed.kubeconfig.read_text())
+    token = testbed.kubectl("create", "token", "elastic-training-operator", "-n", "elastic-training").strip()
+    config["users"] = [{"name": item["name"], "user": {"token": token}} for item in config["users"]]
+    path = tmp_path / "account.conf"
+    path.write_text(json.dumps(config))
+    assert testbed.kubectl("auth", "can-i", "delete", "nodes", "--as", account, check=False).strip() == "no"
+    process = Operator(path, namespace, tmp_path / "operator.log", "--lease-namespace", namespace)
+    job = Run(testbed, namespace)
+    try:
+        job.submit([*LIGHT, "100000", "2", "0"])
+        job.until("a commit", lambda status: status.get("checkpoint", {}).get("step", 0) > 0)
+        job.patch(suspend=True)
+        job.until_phase("Suspended")
+        job.patch(suspend=False)
+        job.until("attempt 2", lambda status: status["attempt"] == 2 and status["phase"] == "Running")
+    finally:
+        process.stop()
+        testbed.kubectl("delete", "etj", "gpt", "-n", namespace)
+    text = (tmp_path / "operator.log").read_text()
+    assert "forbidden" not in text, text
+
+
+def test_a_standby_takes_over_when_the_leader_dies(
+    testbed: Any, namespace: str, crd: None, checkpoints: Path, tmp_path: Path
+) -> None:
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    options = ("--lease-namespace", namespace)
+    first = Operator(testbed.kubeconfig, namespace, logs[0], *options)
+    testbed.wait(lambda: "is the leader" in logs[0].read_text(), what="the first leader")
+    second = Operator(testbed.kubeconfig, namespace, logs[1], *options)
+    job = Run(testbed, namespace)
+    try:
+        testbed.wait(lambda: "waiting to become" in logs[1].read_text(), what="the standby")
+        time.sleep(5)
+        assert "is the leader" not in logs[1].read_text()
+        first.stop(signal.SIGKILL)
+        job.submit([*LIGHT, "5", "0", "0"])
+        job.until_phase("Complete", 60)
+        assert "is the leader" in logs[1].read_text()
+    finally:
+        second.stop()
+        testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
 
 
 def elastic(**recovery: Any) -> dict[str, Any]:
