@@ -147,8 +147,10 @@ def _wake(context: Context, status: Status) -> float:
         if pod.deleted_at is not None and not pod.terminal
     ]
     if current is not None and current.launch_time is not None:
-        wake = running.judge(context, status, current).wake_at
-        moments += [] if wake is None else [wake]
+        verdict = running.judge(context, status, current)
+        moments += [] if verdict.wake_at is None else [verdict.wake_at]
+        if verdict.suspects:
+            moments.append(now + 1.0)  # for the second opinion
         lease = context.world.leases.get(status.attempt)
         if lease is not None and lease.renewed_at is not None:
             moments.append(lease.renewed_at + context.limits.heartbeat_stale_seconds + 0.1)
