@@ -82,7 +82,7 @@ class Observer:
             jobs=tuple(job_view(item) for item in jobs),
             leases={attempt_of(item["metadata"]): view for item, view in zip(leases, views, strict=True)},
             used=used,
-            capacity_fresh=now - self._used_at <= FRESH_SECONDS + 0.5,
+            capacity_fresh=fresh or now - self._used_at <= FRESH_SECONDS,
         )
 
     async def refresh_nodes(self) -> None:
