@@ -28,9 +28,9 @@ class Kind(enum.StrEnum):
     DEVICE_MISSING = "DeviceMissing"
     RESUME_REFUSED = "ResumeRefused"
     POD_DISRUPTED = "PodDisrupted"
-    POD_DELETED = "PodDeleted"
     POD_FAILED = "PodFailed"
     JOB_FAILED = "JobFailed"
+    POD_DELETED = "PodDeleted"  # the Job controller does so to the rest of a failed Job
     JOB_DELETED = "JobDeleted"
     HANG = "Hang"
     IMAGE = "ContainerCannotStart"
