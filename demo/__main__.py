@@ -47,7 +47,7 @@ def story(options: argparse.Namespace, kube: Kube, timeline: Timeline) -> None:
     job = manifests.job(options)
     timeline.restart_clock()
     kube.apply(job)
-    timeline.mark("kubectl apply")
+    timeline.say(">>>>> kubectl apply")
     timeline.start()
     try:
         step = wait_for_step(timeline, attempt=1, step=options.kill_at, needs_commit=True)

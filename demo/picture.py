@@ -117,12 +117,11 @@ def _phases(axes: Axes, spans: Sequence[Span], marks: Sequence[Mark]) -> None:
         )
         if span.phase == "Running":
             axes.text((span.start + span.end) / 2, 0, f"attempt {span.attempt}", ha="center", va="center", fontsize=9)
-    for mark in marks:
+    for index, mark in enumerate(marks):
         axes.axvline(mark.time, color="#b2182b", linewidth=1.5)
-        axes.annotate(
-            mark.text, (mark.time, 0.45), xytext=(3, 4), textcoords="offset points", fontsize=9, color="#b2182b"
-        )
-    axes.set_ylim(-0.5, 0.85)
+        height = 0.47 + 0.27 * (index % 2)  # neighbours' texts do not run into each other
+        axes.annotate(mark.text, (mark.time, height), xytext=(4, 0), textcoords="offset points", color="#b2182b")
+    axes.set_ylim(-0.5, 1.0)
     axes.set_yticks([])
     axes.set_xlabel("seconds since `kubectl apply`")
     axes.legend(ncols=8, loc="upper center", bbox_to_anchor=(0.5, -0.32), frameon=False, fontsize=9)

@@ -54,7 +54,7 @@ def deepspeed_config(plan: BatchPlan, *, zero: int, bf16: bool) -> dict[str, Any
         "zero_optimization": {"stage": zero},
         "gradient_clipping": 0.0,  # its default is 1.0 since DeepSpeed 0.19
         "bf16": {"enabled": bf16},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 20}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 20}},
         "steps_per_print": 10**9,
     }
 
@@ -96,7 +96,7 @@ def main() -> None:
     wide = {"hidden": 1024, "ffn": 2816} if options.big else {}
     config = GptConfig(layers=options.layers, **wide)
     model = build(config, session.topology)
-    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=3e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95), eps=1e-6)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
