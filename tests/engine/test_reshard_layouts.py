@@ -21,13 +21,12 @@ pytestmark = [
 ]
 
 PIPELINE = [
-    "tp=1,pp=1,dp=1", "tp=1,pp=1,dp=2", "tp=2,pp=1,dp=1", "tp=1,pp=2,dp=1", "tp=1,pp=3,dp=1",
+    "tp=1,pp=1,dp=1", "tp=1,pp=1,dp=2", "tp=2,pp=1,dp=1", "tp=1,pp=3,dp=1", "tp=1,pp=4,dp=1",
     "tp=2,pp=2,dp=1", "tp=2,pp=1,dp=2", "tp=1,pp=2,dp=2",
 ]  # fmt: skip
 
 FLAT = {
-    "zero1": {"stages": (1, 2)},
-    "zero3": {"stages": (3,)},
+    "stages": {"stages": (1, 2, 3)},
     "zero3-sub-groups": {"stages": (3,), "zero": {"sub_group_size": 900}},
     "round-robin": {"stages": (2,), "zero": {"round_robin_gradients": True}},
     "aligned": {"stages": (1,), "zero": {"parameter_alignment": True}, "bf16": True},
@@ -60,7 +59,7 @@ PAIRS = [
 ]
 
 
-CONTROLS = ["pipeline/tp=2,pp=1,dp=1", "zero1/dp=2,zero=2", "zero3/dp=2,zero=3"]
+CONTROLS = ["pipeline/tp=2,pp=1,dp=1", "stages/dp=2,zero=2", "stages/dp=2,zero=3"]
 """Resumed from their own checkpoint with the first moment set to zero: the comparison has to notice."""
 
 

@@ -1,4 +1,7 @@
-"""Files with the model's weights and the run's scalars: `mp_rank_*` below ZeRO-3, and a pipeline's `layer_*`."""
+"""Files with the model's weights and the run's scalars: `mp_rank_*` below ZeRO-3, and a pipeline's `layer_*`.
+
+ZeRO-3 stores no weights beside its master weights. A target below gets its fp32 weights from those.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[tuple[str, ...]]
     like = target.source.models[target.like(pp, tp), 0]
     template = Template(like)
     replaced: dict[str, Any] = {
-        **target.common(like.value),
+        **target.common(like.value, first=pp == tp == 0),
         **target.config(template, like.value),
         "param_shapes": [target.shapes(group) for group in buffers],
     }
@@ -27,12 +30,15 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[tuple[str, ...]]
     if target.source.pipeline:
         replaced["buffer_names"] = _buffer_names(target, pp)
     else:
-        replaced["module"], own = _module(target, like.value["module"])
+        replaced["module"], own = _module(target, like.value["module"], template)
         replaced |= _frozen(target, like.value, replaced["module"])
     value = template.copy_except(like.value, replaced)
     file = target.add_file(names.model_file(pp * target.topology.tp + tp), value)
     for param, tensor in own.values():
-        file.add_weight(param, tensor, tp, 0)
+        if target.source.topology.zero == 3 and param.name in target.params:
+            file.add_master_weight(param, tensor, tp)
+        else:
+            file.add_weight(param, tensor, tp, 0)
 
 
 def write_layers(target: Target) -> None:
@@ -55,18 +61,23 @@ def write_layers(target: Target) -> None:
                 file.add_weight(target.params.get(name) or target.weights[name], value[key], tp, copies[name])
 
 
-def _module(target: Target, like: StatefulDict) -> tuple[StatefulDict, Module]:
+def _module(target: Target, like: StatefulDict, template: Template) -> tuple[StatefulDict, Module]:
     """The module's state dict with new shapes; a tied weight's second name shares the first one's tensor."""
     module = StatefulDict()
     own: Module = {}
-    module.state = Template(target.source.models[0, 0]).copy(like.state)
+    module.state = template.copy(like.state)
+    from_zero3 = target.source.topology.zero == 3
+    shared = target.source.models[0, 0].value.get("shared_params") or {}
     for name, tensor in like.items():
-        twin = next((other for other in own if like[other].same_view(tensor)), None)
-        if twin is not None and name not in target.params:
+        views = (other for other in own if like[other].same_view(tensor))
+        twin = shared.get(name) if from_zero3 else next(views, None)
+        if twin in module and name not in target.params:
             module[name] = module[twin]
-            continue
-        module[name] = new_tensor(tensor.dtype, target.shard(name))
-        own[name] = (target.params.get(name) or target.weights[name], module[name])
+        elif name in target.params or name in target.weights:
+            module[name] = new_tensor(tensor.dtype, target.shard(name))
+            own[name] = (target.params.get(name) or target.weights[name], module[name])
+        else:  # a buffer of a ZeRO-3 source
+            module[name] = template.copy(tensor)
     return module, own
 
 

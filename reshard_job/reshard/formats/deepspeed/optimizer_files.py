@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 from reshard.formats.deepspeed import flat, names
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.template import Template, fragment_address, zero_stage_enum
 from reshard.formats.pt.objects import StatefulDict, Tensor, new_tensor
 
+_CLIP_GRAD = 1.0
+"""DeepSpeed's default for `gradient_clipping` (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT)."""
+
 
 def buffer_order(target: Target, group: tuple[str, ...]) -> tuple[str, ...]:
     """Names of a group in the order of its flat buffer."""
-    if not target.extra.model.round_robin:
+    if not target.round_robin:
         return group
     return tuple(group[at] for at in flat.round_robin(len(group), target.topology.dp))
 
@@ -22,7 +26,7 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[tup
     stage = target.stages[pp]
     like = target.source.optimizers[target.like(pp, tp), target.like_dp(dp)]
     template = Template(like)
-    state = like.value["optimizer_state_dict"]
+    state = _state_below_zero3(like.value)
     # BF16_Optimizer says no stage and keeps the padding of its master weights.
     keeps_padding = "zero_stage" not in state
     layouts = [_flat_group(target, group) for group in buffers]
@@ -63,6 +67,29 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[tup
         for span in layout.spans(dp):
             name = buffer[span.index]
             file.add_span(target.params[name], own, span, tp, target.copy_of(name, pp))
+
+
+def _state_below_zero3(like: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The source's `optimizer_state_dict`; of ZeRO-3 what stages 1 and 2 would have, in their order."""
+    state = like["optimizer_state_dict"]
+    if "fp32_flat_groups" not in state:
+        return cast(Mapping[str, Any], state)
+    config = like.get("ds_config")
+    clip = config.get("gradient_clipping", _CLIP_GRAD) if isinstance(config, Mapping) else _CLIP_GRAD
+    return {
+        "loss_scaler": state["loss_scaler"],
+        "dynamic_loss_scale": state["dynamic_loss_scale"],
+        "overflow": state["overflow"],
+        "clip_grad": clip,
+        "base_optimizer_state": state["optimizer_state_dict"],
+        "single_partition_of_fp32_groups": None,
+        "zero_stage": None,
+        "group_paddings": None,
+        "param_alignment_paddings": None,
+        "partition_count": None,
+        "ds_version": like.get("ds_version"),
+        "param_slice_mappings": None,
+    }
 
 
 def _flat_group(target: Target, buffer: tuple[str, ...]) -> flat.FlatGroup:

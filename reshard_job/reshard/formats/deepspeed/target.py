@@ -81,6 +81,15 @@ class Target:
         """How many earlier stages hold the parameter too."""
         return self._holders[name].index(pp)
 
+    def num_copies(self, name: str) -> int:
+        """Stages that hold the parameter."""
+        return len(self._holders[name])
+
+    @property
+    def round_robin(self) -> bool:
+        """Flat buffers are in round-robin order."""
+        return bool(self.source.zero_config.get("round_robin_gradients")) and self.topology.zero < 3
+
     def shard(self, name: str) -> tuple[int, ...]:
         """Shape `[ndim]` of a tensor-parallel shard of a parameter or weight."""
         param = self.params.get(name) or self.weights[name]
@@ -103,10 +112,12 @@ class Target:
         """Data-parallel rank of the source whose scalars a target rank inherits."""
         return min(dp, self.source.topology.dp - 1)
 
-    def common(self, like: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of a model file that follow from the topology."""
+    def common(self, like: Mapping[str, Any], *, first: bool) -> dict[str, Any]:
+        """Fields of a model file that follow from the topology; `first` is the file of rank 0."""
         topology = self.topology
         fields: dict[str, Any] = {} if self.layout_note is None else {"pipeline_layout": self.layout_note}
+        if not first:  # only rank 0 says which names are shared
+            fields["shared_params"] = {}
         return {
             **{key: value for key, value in fields.items() if key in like},
             "dp_world_size": topology.dp,
@@ -186,6 +197,11 @@ class File:
         """The tensor is the shard of a weight."""
         place = self.place(tensor, tp, copy)
         self.target.rows.add_shard("weight", param, place, dtype=tensor.dtype, strides=tensor.stride)
+
+    def add_master_weight(self, param: Param, tensor: Tensor, tp: int) -> None:
+        """The tensor is the shard of a weight, and of the same type as the master weight: one more copy of that."""
+        place = self.place(tensor, tp, self.target.num_copies(param.name))
+        self.target.rows.add_shard("fp32", param, place, dtype=tensor.dtype, strides=tensor.stride)
 
     def add_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, tp: int, copy: int) -> None:
         """Part of each partition is part of a parameter's shard."""

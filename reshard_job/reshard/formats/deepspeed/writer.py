@@ -84,12 +84,9 @@ def _with_parts(described: Any, target: Topology, bounds: tuple[int, ...]) -> di
 
 def _refuse(extra: Extra, target: Topology) -> None:
     """Conversions that need more than is known."""
-    source, topology = extra.source, extra.source.topology
-    where = str(source.folder)
-    if (target.zero == 3) != (topology.zero == 3) or target.zero == 0:
-        raise UnsupportedError(
-            f"from ZeRO stage {topology.zero} to {target.zero}: only 1 and 2 are exchanged", path=where
-        )
+    topology = extra.source.topology
+    where = str(extra.source.folder)
+    _refuse_stage(extra, target, where)
     if target.ep > 1 or target.cp > 1:
         raise UnsupportedError(f"{target}: expert and context parallelism are not laid out", path=where)
     if target.tp == topology.tp:
@@ -107,6 +104,31 @@ def _refuse(extra: Extra, target: Topology) -> None:
             " wrong dim (Megatron-DeepSpeed leaves them out at tp=1)",
             path=where,
             hint="save with parameter_with_row_parallelism_patterns filled in at tp=1 too",
+        )
+
+
+def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
+    """Changes of the ZeRO stage that need more than moving bytes."""
+    source, stage = extra.source, extra.source.topology.zero
+    change = f"from ZeRO stage {stage} to {target.zero}"
+    if target.zero == 0:
+        raise UnsupportedError(f"{change}: stage 0 is not laid out", path=where)
+    if (stage == 3) == (target.zero == 3):
+        return
+    if source.pipeline:
+        raise UnsupportedError(f"{change}: DeepSpeed has no ZeRO-3 with a PipelineModule", path=where)
+    if "loss_scaler" not in source.optimizer(0, 0):
+        raise UnsupportedError(
+            f"{change}: written by BF16_Optimizer, which keeps no loss scaler",
+            path=where,
+            hint="train with data_types.grad_accum_dtype unset",
+        )
+    types = {tensor.dtype for tensor in source.models[0, 0].value["module"].values()} & {"bfloat16", "float16"}
+    if stage == 3 and types:
+        raise UnsupportedError(
+            f"{change}: ZeRO-3 stores no {types.pop()} weights, and the fp32 master weights would have to be rounded",
+            path=where,
+            hint="only fp32 training is converted from ZeRO-3 to a lower stage",
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 from reshard.formats.deepspeed import flat, names
 from reshard.formats.deepspeed.target import Target
@@ -31,20 +32,58 @@ def _sub_groups(target: Target) -> list[list[tuple[str, ...]]]:
 
 
 def _write_model(target: Target, tp: int, dp: int, sub_groups: list[tuple[str, ...]]) -> None:
-    like = target.source.models[target.like(0, tp), target.like_dp(dp)]
-    frozen = {name: _fragment(target, name, dp) for name in like.value.get("frozen_param_fragments") or ()}
+    like = target.source.models[target.like(0, tp), target.like_dp(dp) if target.source.topology.zero == 3 else 0]
+    template = Template(like)
+    frozen = {name: _fragment(target, name, dp) for name in _frozen(target, like.value)}
     replaced: dict[str, Any] = {
-        **target.common(like.value),
+        **target.common(like.value, first=tp == dp == 0),
+        **target.config(template, like.value),
+        "module": _module(target, like.value["module"], template, set(like.value.get("buffer_names") or ())),
         "param_shapes": [target.shapes(names_) for names_ in sub_groups],
         "frozen_param_shapes": StatefulDict((name, Size(target.shard(name))) for name in frozen),
         "frozen_param_fragments": StatefulDict(frozen),
     }
-    value = Template(like).copy_except(like.value, replaced)
+    value = template.copy_except(like.value, replaced)
     file = target.add_file(names.model_file(tp, dp=dp), value)
     for name, tensor in frozen.items():
         spans, _ = flat.zero3_spans([math.prod(target.shard(name))], target.topology.dp, dp)
         for span in spans:
             file.add_span(target.weights[name], {"weight": tensor}, span, tp, 0)
+
+
+def _frozen(target: Target, like: Mapping[str, Any]) -> tuple[str, ...]:
+    """Parameters that are not optimized."""
+    if target.source.topology.zero == 3:
+        return tuple(like.get("frozen_param_fragments") or ())
+    buffers = set(like.get("buffer_names") or ())
+    return tuple(name for name in target.weights if name not in buffers)
+
+
+def _module(target: Target, like: StatefulDict, template: Template, buffers: set[str]) -> StatefulDict:
+    """ZeRO-3 stores whole buffers, and an empty tensor for every parameter."""
+    if target.source.topology.zero == 3:
+        return cast(StatefulDict, template.copy(like))
+    module = StatefulDict(
+        (name, template.copy(tensor) if name in buffers else new_tensor(tensor.dtype, (0,)))
+        for name, tensor in like.items()
+    )
+    module.state = template.copy(like.state)
+    return module
+
+
+def _state_of_zero3(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The source's `optimizer_state_dict`; of stages 1 and 2 what ZeRO-3 would have, in its order."""
+    if "fp32_flat_groups" in state:
+        return state
+    return {
+        "zero_stage": None,
+        "loss_scaler": state["loss_scaler"],
+        "dynamic_loss_scale": state["dynamic_loss_scale"],
+        "overflow": state["overflow"],
+        "partition_count": None,
+        "optimizer_state_dict": state["base_optimizer_state"],
+        "fp32_flat_groups": None,
+    }
 
 
 def _fragment(target: Target, name: str, dp: int) -> Tensor:
@@ -55,7 +94,7 @@ def _fragment(target: Target, name: str, dp: int) -> Tensor:
 def _write_optimizer(target: Target, tp: int, dp: int, sub_groups: list[list[tuple[str, ...]]]) -> None:
     like = target.source.optimizers[target.like(0, tp), target.like_dp(dp)]
     template = Template(like)
-    state = like.value["optimizer_state_dict"]
+    state = _state_of_zero3(like.value["optimizer_state_dict"])
     inner = state["optimizer_state_dict"]
     partitions: list[dict[str, Tensor]] = []
     states: dict[int, dict[str, Any]] = {}
@@ -78,7 +117,8 @@ def _write_optimizer(target: Target, tp: int, dp: int, sub_groups: list[list[tup
         "optimizer_state_dict": template.copy_except(inner, {"state": states, "param_groups": groups}),
         "fp32_flat_groups": [own["fp32"] for own in partitions],
     }
-    value = template.copy_except(like.value, {"optimizer_state_dict": template.copy_except(state, replaced)})
+    outer = {**target.config(template, like.value), "optimizer_state_dict": template.copy_except(state, replaced)}
+    value = template.copy_except(like.value, outer)
     file = target.add_file(names.optimizer_file(target.source.prefix, dp, tp), value)
     for (names_, spans), own in zip(spans_of, partitions, strict=True):
         for span in spans:
