@@ -1,6 +1,7 @@
 """Ratchets: rules about the checkout itself that are easy to break and expensive to notice."""
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ MODULES = sorted(
     path
     for folder in [*PACKAGES, ROOT / "testbed", ROOT / "demo", ROOT / "benchmarks", ROOT / "examples"]
     for path in folder.rglob("*.py")
+    if "output" not in path.parts
 )
 
 
@@ -50,3 +52,26 @@ def test_the_checkout_holds_no_large_or_generated_files() -> None:
         name: size for name in names if (ROOT / name).exists() and (size := (ROOT / name).stat().st_size) > 600_000
     }
     assert not large
+
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_of_a_page_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_readmes_tree_names_only_what_is_there() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = readme.split("<!-- tree:begin -->")[1].split("<!-- tree:end -->")[0]
+    folder, absent = ROOT, []
+    for line in tree.splitlines():
+        names = [word for word in line.split("   ")[0].split() if re.fullmatch(r"[\w./]+(\.py|/)", word)]
+        if line.startswith("  ") and names:
+            absent += [name for name in names if not (folder / name).exists()]
+        elif names:
+            folder = ROOT / names[0]
+            absent += [] if folder.is_dir() else names
+    assert absent == []
