@@ -3,8 +3,10 @@
 The truth beside each checkpoint is what DeepSpeed's own accessors returned when it was saved. `make.py` makes it again.
 """
 
+import contextlib
 import hashlib
 import json
+import random
 import shutil
 import struct
 import zipfile
@@ -13,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard.api import reshard
+from reshard.api import plan_of, reshard
 from reshard.errors import CorruptSourceError, ReshardError, UnsupportedError
 from reshard.formats import read_checkpoint
 from reshard.formats.pt.objects import Size
@@ -333,6 +335,37 @@ def test_flipped_byte_in_any_payload_is_caught(tmp_path):
         with pytest.raises(CorruptSourceError, match=victim.replace(".", r"\.")):
             reshard(folder, tmp_path / f"out{number}" / STEP, Topology(dp=2, zero=2))
         assert not (tmp_path / f"out{number}" / STEP).exists()
+
+
+def places(value, found: list) -> list:
+    """(container, key) of everything inside an object tree."""
+    if isinstance(value, dict | list):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            found.append((value, key))
+            places(value[key], found)
+    elif hasattr(value, "target"):
+        places(value.state, found)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("name", ["pipeline-tp2-pp2", "zero2-dp3", "zero3-dp3"])
+def test_field_of_another_kind_never_ends_in_another_error(tmp_path, name, seed):
+    """Replace or remove one field anywhere: the checkpoint is refused, or the field did not matter."""
+    chance = random.Random(seed)
+    folder = Path(shutil.copytree(golden(name), tmp_path / "source"))
+
+    def spoil(value) -> None:
+        container, key = chance.choice(places(value, []))
+        if chance.random() < 0.3:
+            del container[key]
+        else:
+            container[key] = chance.choice([None, 5, -1, "x", [], {}, (), 1.5, True, b"z", [None], {"a": 1}])
+
+    edit(folder, chance.choice(sorted(path.name for path in folder.glob("*.pt"))), spoil)
+    with contextlib.suppress(ReshardError):
+        index = read_checkpoint(folder, None)
+        plan_of(index, Topology.parse(TARGETS[name][1]))
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,32 @@ What is read, written and refused: docs/deepspeed-format.md.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.commit import Commit
+from reshard.errors import CorruptSourceError, ReshardError
 from reshard.formats.deepspeed.reader import NAME, read_index
 from reshard.formats.deepspeed.source import has_checkpoint
 from reshard.formats.deepspeed.writer import lay_out
 from reshard.layout import Index, TargetLayout
 from reshard.topology import Topology
+
+
+@contextlib.contextmanager
+def _understood(folder: Path) -> Iterator[None]:
+    """Fields of other types than DeepSpeed writes surface wherever they are used: say whose fault it is."""
+    try:
+        yield
+    except ReshardError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise CorruptSourceError(
+            f"holds something that DeepSpeed does not write ({type(error).__name__}: {error})",
+            path=str(folder),
+            hint="use an earlier commit; if DeepSpeed loads this one, report it as a bug of reshard",
+        ) from error
 
 
 class DeepSpeedFormat:
@@ -30,11 +48,13 @@ class DeepSpeedFormat:
 
     def read(self, path: Path, commit: Commit | None) -> Index:
         """Index the checkpoint, see `read_index`."""
-        return read_index(path, commit)
+        with _understood(path):
+            return read_index(path, commit)
 
     def layout(self, index: Index, target: Topology) -> TargetLayout:
         """Lay out the checkpoint for another topology, see `lay_out`."""
-        return lay_out(index, target)
+        with _understood(index.root):
+            return lay_out(index, target)
 
 
 FORMAT = DeepSpeedFormat()
