@@ -1,0 +1,89 @@
+"""The golden checkpoints and what tests do with them: put tensors together, change a file."""
+
+from pathlib import Path
+
+import numpy as np
+
+from reshard.formats.pt.reader import read
+from reshard.formats.pt.writer import lay_out_pt
+from reshard.layout import Index
+
+ROOT = Path(__file__).parent / "deepspeed-0.19.8"
+STEP = "step-00000002"
+TARGETS = {
+    "pipeline-tp2-pp2": ["tp=1", "tp=2", "pp=2", "pp=3,dp=2", "tp=2,pp=2,dp=2", "dp=5", "tp=2,pp=1,dp=3"],
+    "pipeline-dp2": ["tp=1", "tp=2", "pp=2", "tp=2,pp=2", "tp=2,pp=3,dp=2", "dp=7"],
+    "zero2-dp3": ["dp=1,zero=2", "dp=2,zero=1", "dp=8,zero=2", "dp=64,zero=2"],
+    "zero2-dp3-round-robin": ["dp=1,zero=2", "dp=2,zero=1", "dp=8,zero=2"],
+    "zero3-dp3": ["dp=1,zero=3", "dp=2,zero=3", "dp=7,zero=3", "dp=64,zero=3"],
+    "bf16-dp2": ["dp=1", "dp=3", "dp=4,zero=2"],
+}
+NUMPY = {"float32": np.uint32, "bfloat16": np.uint16, "uint8": np.uint8, "int64": np.int64}
+
+
+def assemble(index: Index) -> dict[str, np.ndarray]:
+    """Every replica of every logical tensor, put together from the files; replicas must agree."""
+    contents = [np.fromfile(index.root / file.path, dtype=np.uint8) for file in index.files]
+    result: dict[str, np.ndarray] = {}
+    rows_of = index.shards.by_tensor(len(index.tensors))
+    for tensor, rows in zip(index.tensors, rows_of, strict=True):
+        kind = np.dtype(NUMPY[tensor.dtype])
+        copies: dict[int, np.ndarray] = {}
+        filled: dict[int, np.ndarray] = {}
+        for number in rows:
+            row = index.shards.row(int(number), len(tensor.shape))
+            last = sum((size - 1) * stride for size, stride in zip(row.box.size, row.strides, strict=True))
+            flat = contents[row.file][row.byte_offset : row.byte_offset + (last + 1) * kind.itemsize].copy().view(kind)
+            view = np.lib.stride_tricks.as_strided(flat, row.box.size, [s * kind.itemsize for s in row.strides])
+            target = copies.setdefault(row.replica, np.zeros(tensor.shape, kind))
+            seen = filled.setdefault(row.replica, np.zeros(tensor.shape, np.int64))
+            where = tuple(slice(low, high) for low, high in zip(row.box.offset, row.box.end, strict=True))
+            target[where] = view
+            seen[where] += 1
+        assert all((seen == 1).all() for seen in filled.values()), tensor.key
+        for copy in copies.values():
+            assert (copy == copies[0]).all(), f"copies of {tensor.key} differ"
+        result[str(tensor.key)] = copies[0]
+    return result
+
+
+def whole(tensors: dict[str, np.ndarray], key: str) -> np.ndarray:
+    """A tensor with its vocabulary's padding rows put back."""
+    padding = tensors.get(f"{key}#padding")
+    return tensors[key] if padding is None else np.concatenate([tensors[key], padding])
+
+
+def cut(name: str, value: np.ndarray, tp: int, rank: int) -> np.ndarray:
+    """The example model's tensor parallelism in words of numpy: what rank `rank` holds."""
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf in ("attention_norm", "ffn_norm", "norm"):
+        return value
+    if leaf in ("out", "down"):
+        return np.split(value, tp, axis=1)[rank]
+    if leaf == "qkv":  # 4 heads and twice 2 heads of width 2
+        return np.concatenate([np.split(part, tp)[rank] for part in np.split(value, [8, 12])])
+    if leaf == "gate_up":
+        return np.concatenate([np.split(part, tp)[rank] for part in np.split(value, 2)])
+    return np.split(value, tp)[rank]
+
+
+def golden(name: str) -> Path:
+    return ROOT / name / STEP
+
+
+def edit(folder: Path, name: str, change) -> None:
+    """Write a file again with its object changed."""
+    file, original = read(folder / name), (folder / name).read_bytes()
+    for storage in file.storages.values():
+        storage.data = original[storage.file_offset : storage.file_offset + storage.num_bytes]
+    change(file.value)
+    layout = lay_out_pt(name.removesuffix(".pt"), file.value)
+    content = bytearray(layout.num_bytes)
+    for offset, data in layout.fixed:
+        content[offset : offset + len(data)] = data
+    (folder / name).write_bytes(content)
+
+
+OPTIMIZER = "zero_pp_rank_0_mp_rank_{:02d}_optim_states.pt"
+MODEL = "mp_rank_{:02d}_model_states.pt"
+LAYER = "layer_{:02d}-model_{:02d}-model_states.pt"
