@@ -65,6 +65,13 @@ def lost_nodes(context: Context, status: Status) -> frozenset[str]:
     return frozenset(confirmed | still)
 
 
+def suspect_nodes(context: Context) -> frozenset[str]:
+    """Nodes with pods of ours and any sign of being lost, confirmed or not."""
+    names = {pod.node for pod in context.world.pods if pod.node and not pod.terminal}
+    nodes = context.world.nodes
+    return frozenset(name for name in names if signals.node_signals(nodes.get(name), name, context.limits, context.now))
+
+
 def avoided_nodes(context: Context, status: Status) -> frozenset[str]:
     """Nodes that a new attempt is not placed on: excluded, or with a stale Lease."""
     excluded = {item.name for item in status.excluded_nodes}

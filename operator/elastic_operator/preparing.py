@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import commits, recovering, signals
+from elastic_operator import commits, recovering
 from elastic_operator.capacity import Capacity
 from elastic_operator.conditions import Type, set_condition
-from elastic_operator.context import Context, capacity, lost_nodes, spec_hash, stopped_pods
+from elastic_operator.context import Context, capacity, lost_nodes, spec_hash, stopped_pods, suspect_nodes
 from elastic_operator.manifests import reshard_name
 from elastic_operator.observation import RESHARD, JobView, report_of
 from elastic_operator.signals import Kind
@@ -80,19 +80,12 @@ def _replan(context: Context, status: Status, current: Current) -> Status | None
     return recovering.recover(
         context,
         status,
-        cause=Kind.NODE_NOT_READY if stuck or _suspects(context) else "CapacityLost",
+        cause=Kind.NODE_NOT_READY if stuck or suspect_nodes(context) else "CapacityLost",
         message=message,
         since=context.now,
         lost=lost,
-        suspected=_suspects(context),
+        suspected=suspect_nodes(context),
     )
-
-
-def _suspects(context: Context) -> frozenset[str]:
-    """Nodes with pods of ours and any sign of being lost, confirmed or not."""
-    names = {pod.node for pod in context.world.pods if pod.node and not pod.terminal}
-    nodes = context.world.nodes
-    return frozenset(name for name in names if signals.node_signals(nodes.get(name), name, context.limits, context.now))
 
 
 def fits(free: Capacity, current: Current) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_operator import absorbing, growth, ledger, planner, recovering, signals
-from elastic_operator.context import Context, capacity, lost_nodes, spec_hash
+from elastic_operator.context import Context, capacity, lost_nodes, spec_hash, suspect_nodes
 from elastic_operator.observation import LeaseView
 from elastic_operator.planning import pinned
-from elastic_operator.signals import KINDS, Signal, Verdict
+from elastic_operator.signals import Kind, Signal, Verdict
 from elastic_operator.status import Current, Drain, Growth, Phase, Progress, Status, short
 from elastic_operator.usable import tolerates
 from elastic_operator.wire import Time
@@ -94,15 +94,20 @@ def _complete(context: Context, status: Status, lease: LeaseView | None, verdict
 
 def _fail(context: Context, status: Status, verdict: Verdict, failure: Signal) -> Status:
     lost = set(verdict.lost_nodes) | lost_nodes(context, status)
+    suspected = suspect_nodes(context)
     step = absorbing.latest_step(context, status)
     status = dataclasses.replace(status, progress=dataclasses.replace(status.progress or Progress(), step=step))
+    # Pods fail when a peer's node vanishes, often before the node is confirmed lost: that is the cause, not they.
+    entailed = bool(suspected) and failure.kind in (Kind.POD_FAILED, Kind.JOB_FAILED, Kind.POD_DELETED)
+    names = ", ".join(sorted(suspected))
     return recovering.recover(
         context,
         status,
-        cause=failure.kind,
-        message=failure.message,
+        cause=Kind.NODE_NOT_READY if entailed else failure.kind,
+        message=f"{failure.message}; lost or about to be: {names}" if entailed else failure.message,
         since=failure.since,
-        lost=lost if KINDS[failure.kind].takes_node or lost else (),
+        lost=lost,
+        suspected=suspected,
     )
 
 

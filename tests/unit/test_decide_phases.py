@@ -372,3 +372,20 @@ def test_a_sick_gpu_keeps_the_next_attempt_off_its_node_before_the_scheduler_kno
     assert decision.status.recoveries[0].cause == "DeviceUnhealthy"
     assert decision.status.current.num_nodes == 2  # type: ignore[union-attr]
     assert decision.status.current.avoid == ("n1",)  # type: ignore[union-attr]
+
+
+def test_a_pod_that_fails_because_its_peers_node_vanished_is_put_down_to_the_node() -> None:
+    """The peer's connection breaks before the node is confirmed lost."""
+    suspect = nodes("n1", "n2") | nodes("n3", ready="Unknown", ready_since=NOW)
+    pods = (dataclasses.replace(workers()[0], phase="Failed", exit_code=1), *workers()[1:])
+    decision = look(settled(), dataclasses.replace(WORLD, nodes=suspect, pods=pods))
+    (recovery,) = decision.status.recoveries
+    assert (recovery.cause, recovery.lost) == ("NodeNotReady", ("n3",))
+    assert "exit code 1" in recovery.message
+    assert decision.status.excluded_nodes == (), "suspicion alone excludes nobody"
+    # The old pod on the suspect node holds the launch up until the loss is confirmed.
+    assert decision.status.current.num_nodes == 2  # type: ignore[union-attr]
+    job, pod = resharded()
+    prepared_world = Observation(nodes=suspect, pods=(workers()[2], pod), jobs=(job,))
+    assert "LaunchAttempt" not in kinds(look(decision.status, prepared_world, now=NOW + 5))
+    assert "LaunchAttempt" in kinds(look(decision.status, prepared_world, now=NOW + 21))
