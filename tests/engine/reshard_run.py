@@ -6,10 +6,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from reshard.topology import Topology
 
+_LIMIT_SECONDS = 500
 _RANK = Path(__file__).with_name("reshard_rank.py")
 
 
@@ -33,7 +35,7 @@ def launch(runs: list[dict]) -> dict[str, list[float]]:
             for rank, log in enumerate(logs)
         ]
         try:
-            codes = [process.wait(timeout=500) for process in ranks]
+            codes = _wait(ranks)
         finally:
             for process in ranks:
                 if process.poll() is None:
@@ -47,6 +49,17 @@ def launch(runs: list[dict]) -> dict[str, list[float]]:
             raise AssertionError(f"rank {failed} of {world} ended with {codes[failed]}\n{tail}")
         lines = [json.loads(line) for line in results.read_text().splitlines()]
     return {line["name"]: line["losses"] for line in lines}
+
+
+def _wait(ranks: list[subprocess.Popen]) -> list[int | None]:
+    """Exit codes, as soon as all ranks have ended or one has failed: the others would wait for it for ever."""
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in ranks]
+        if any(codes) or None not in codes:
+            return codes
+        time.sleep(0.05)
+    raise TimeoutError(f"{len(ranks)} ranks have not ended in {_LIMIT_SECONDS} s")
 
 
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:
