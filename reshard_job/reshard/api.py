@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
+import os
 import resource
 import secrets
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from reshard.check import check_plan
 from reshard.commit import Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import ReshardError, SourceError, StorageFullError, TargetError, UncommittedError
+from reshard.errors import SourceError, StorageFullError, TargetError, UncommittedError
 from reshard.execute import Outcome, Progress, execute
 from reshard.formats import read_checkpoint, writer_of
 from reshard.layout import Index
 from reshard.limits import default_num_threads
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
-from reshard.storage import free_bytes
+from reshard.storage import free_bytes, target_errors
 from reshard.topology import Topology
-from reshard.verify import compare, digests
+from reshard.verify import compare, digests, total
 
 
 def index_of(source: Path, *, require_commit: bool = False) -> Index:
@@ -65,6 +68,7 @@ def reshard(
     num_threads: int = 0,
     reread: bool = False,
     progress: Progress | None = None,
+    planned: Callable[[Plan], None] | None = None,
 ) -> ReshardReport:
     """Convert checkpoint folder `source` to `topology` in the new folder `target`.
 
@@ -81,6 +85,7 @@ def reshard(
         num_threads: 0 for the processors that this process may use.
         reread: read the whole result back through the format's reader before it is published.
         progress: told about bytes moved.
+        planned: shown the plan before a byte moves.
 
     Raises:
         ReshardError: see `reshard.errors`.
@@ -91,16 +96,16 @@ def reshard(
         return _report(done, source, target, started, message="already converted, verified and committed")
     index = index_of(source, require_commit=require_commit)
     plan = plan_of(index, topology, memory_bytes=memory_bytes, num_threads=num_threads)
-    staging = _make_staging(target, plan)
-    try:
+    if planned is not None:
+        planned(plan)
+    with _staging(target, plan) as staging:
         outcome = execute(plan, staging, progress=progress)
         commit = _commit(plan, source, outcome, attempt)
         if reread:
             compare(outcome.digests, digests(read_checkpoint(staging, commit)))
-        write_commit(staging, commit)
+        with target_errors(staging, plan.bytes_to_write):
+            write_commit(staging, commit)
         _publish(staging, target, source, topology)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     message = f"converted {index.topology} to {topology}, {len(outcome.digests)} tensors verified"
     return _report(commit, source, target, started, outcome=outcome, message=message)
 
@@ -120,13 +125,18 @@ def _already_done(source: Path, target: Path, topology: Topology) -> Commit | No
     )
 
 
-def _make_staging(target: Path, plan: Plan) -> Path:
-    """A hidden folder beside the target, in which the result grows; leftovers of killed runs are removed."""
+@contextlib.contextmanager
+def _staging(target: Path, plan: Plan) -> Iterator[Path]:
+    """A hidden folder beside the target, in which the result grows; leftovers of killed runs are removed.
+
+    The folder is locked while its run lives, so that a second run of the same conversion leaves it alone. File systems
+    without locks on folders (NFS) cannot tell: there the later run wins, and the earlier one fails without harm.
+    """
     parent = target.parent
-    try:
+    with target_errors(target, plan.bytes_to_write):
         parent.mkdir(parents=True, exist_ok=True)
         for stale in parent.glob(f".{target.name}.partial-*"):
-            shutil.rmtree(stale, ignore_errors=True)
+            _remove_unless_locked(stale)
         free = free_bytes(parent)
         if free < plan.bytes_to_write:
             raise StorageFullError(
@@ -136,9 +146,31 @@ def _make_staging(target: Path, plan: Plan) -> Path:
             )
         staging = parent / f".{target.name}.partial-{secrets.token_hex(4)}"
         staging.mkdir()
-    except OSError as error:
-        raise TargetError(f"cannot be written: {error}", path=str(parent)) from error
-    return staging
+        descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_unless_locked(folder: Path) -> None:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
 
 
 def _commit(plan: Plan, source: Path, outcome: Outcome, attempt: int) -> Commit:
@@ -193,17 +225,17 @@ def _report(
         seconds=round(time.monotonic() - started, 3),
         peak_rss_bytes=peak_rss_bytes(),
         num_tensors=len(commit.digests),
-        digest=outcome.total_digest if outcome else "",
+        digest=total(commit.digests),
         verified=True,
     )
 
 
-def failure_report(error: ReshardError, source: Path, target: Path, seconds: float) -> ReshardReport:
+def failure_report(exit_code: ExitCode, message: str, source: Path, target: Path, seconds: float) -> ReshardReport:
     """The report of a conversion that failed."""
     return ReshardReport(
         ok=False,
-        exit_code=error.exit_code,
-        message=str(error),
+        exit_code=exit_code,
+        message=message,
         source=str(source),
         target=str(target),
         seconds=round(seconds, 3),

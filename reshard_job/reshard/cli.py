@@ -12,6 +12,7 @@ import json
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _termination_as_interrupt():
             value, text = options.handler(options)
     except ReshardError as error:
-        sys.stderr.write(f"reshard: {error}\n")
-        _write_failure(options, error, time.monotonic() - started)
-        return int(error.exit_code)
+        return _failed(options, error.exit_code, str(error), started)
     except KeyboardInterrupt:
-        sys.stderr.write("reshard: interrupted; nothing was published\n")
-        return int(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        return int(ExitCode.OK)
+        return _failed(options, ExitCode.INTERRUPTED, "interrupted; nothing was published", started)
+    except Exception as error:
+        traceback.print_exc()
+        return _failed(options, ExitCode.INTERNAL, f"a bug: {type(error).__name__}: {error}", started)
     sys.stdout.write((json.dumps(value, indent=1) if options.json else text) + "\n")
     return int(ExitCode.OK)
 
@@ -99,8 +98,7 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     topology = Topology.parse(options.to)
-    num_bytes = sum(path.stat().st_size for path in options.source.glob("*") if path.is_file())
-    line = ProgressLine(num_bytes)
+    line = ProgressLine()
     report = api.reshard(
         options.source.absolute(),
         options.target.absolute(),
@@ -111,6 +109,7 @@ def _run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         num_threads=options.threads,
         reread=options.reread,
         progress=line,
+        planned=lambda plan: line.expect(plan.bytes_to_read),
     )
     line.close()
     _write_report(options.report, report)
@@ -142,10 +141,15 @@ def _write_report(path: Path | None, report: ReshardReport) -> None:
         path.write_text(report.to_json(), encoding="utf-8")
 
 
-def _write_failure(options: argparse.Namespace, error: ReshardError, seconds: float) -> None:
+def _failed(options: argparse.Namespace, exit_code: ExitCode, message: str, started: float) -> int:
+    """Say why on stderr and in the report."""
+    sys.stderr.write(f"reshard: {message}\n")
     if options.verb == "run":
+        seconds = time.monotonic() - started
         with contextlib.suppress(OSError):
-            _write_report(options.report, api.failure_report(error, options.source, options.target, seconds))
+            report = api.failure_report(exit_code, message, options.source, options.target, seconds)
+            _write_report(options.report, report)
+    return int(exit_code)
 
 
 @contextlib.contextmanager

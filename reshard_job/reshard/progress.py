@@ -14,12 +14,12 @@ class ProgressLine:
     """Counts bytes and says how far, how fast and how long still.
 
     Args:
-        total_bytes: to be moved.
+        total_bytes: to be moved, or 0 where that is not known yet; see `expect`.
         stream: where to; stderr by default.
         every_seconds: between lines where the stream is no terminal.
     """
 
-    def __init__(self, total_bytes: int, *, stream: TextIO | None = None, every_seconds: float = 5.0) -> None:
+    def __init__(self, total_bytes: int = 0, *, stream: TextIO | None = None, every_seconds: float = 5.0) -> None:
         self._total = max(1, total_bytes)
         self._stream = stream or sys.stderr
         self._terminal = self._stream.isatty()
@@ -27,6 +27,11 @@ class ProgressLine:
         self._started = self._printed = time.monotonic()
         self._done = 0
         self._lock = threading.Lock()
+
+    def expect(self, total_bytes: int) -> None:
+        """There are `total_bytes` to move; the clock starts now."""
+        self._total = max(1, total_bytes)
+        self._started = self._printed = time.monotonic()
 
     def __call__(self, num_bytes: int) -> None:
         """`num_bytes` more have been moved."""

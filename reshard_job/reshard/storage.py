@@ -141,10 +141,11 @@ class Target:
         self.bytes_written = 0
         for file in files:
             path = folder / file.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            self._descriptors.append(descriptor)
-            os.ftruncate(descriptor, file.num_bytes)
+            with target_errors(path, file.num_bytes):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                self._descriptors.append(descriptor)
+                os.ftruncate(descriptor, file.num_bytes)
 
     def write(self, file: int, position: int, content: Bytes) -> None:
         """Write tensor bytes ([num_bytes], contiguous).
@@ -179,7 +180,7 @@ class Target:
                 self._write(number, position, np.frombuffer(content, dtype=np.uint8))
                 pieces.append((position, len(content), zlib.crc32(content)))
             sums.append(crc.assemble(pieces, start=0, num_bytes=file.num_bytes))
-            with _errors(self._folder / file.path, file.num_bytes):
+            with target_errors(self._folder / file.path, file.num_bytes):
                 os.fsync(self._descriptors[number])
         return sums
 
@@ -191,7 +192,7 @@ class Target:
 
     def _write(self, file: int, position: int, content: Bytes) -> None:
         done = 0
-        with _errors(self._folder / self._files[file].path, len(content)):
+        with target_errors(self._folder / self._files[file].path, len(content)):
             while done < len(content):
                 done += os.pwrite(self._descriptors[file], content.data[done:], position + done)
         with self._lock:
@@ -206,8 +207,8 @@ def _patch(fixed: Sequence[tuple[int, bytearray]], position: int, value: bytes) 
     raise ValueError(f"no fixed bytes at {position} to hold a checksum")
 
 
-class _errors:  # noqa: N801  (a context manager that reads like a function)
-    """Turn the operating system's errors into ours."""
+class target_errors:  # noqa: N801  (a context manager that reads like a function)
+    """Turn the operating system's errors while writing `num_bytes` to `path` into ours."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self._path, self._num_bytes = path, num_bytes

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-
-import numpy as np
 
 from reshard.commit import check_files, read_commit
 from reshard.digest import MODULUS, to_hex
@@ -69,7 +68,7 @@ def verify_commit(index: Index) -> dict[str, str]:
     return found
 
 
-def compare(first: dict[str, str], second: dict[str, str]) -> None:
+def compare(first: Mapping[str, str], second: Mapping[str, str]) -> None:
     """Check that two checkpoints hold the same tensors.
 
     Raises:
@@ -86,6 +85,6 @@ def compare(first: dict[str, str], second: dict[str, str]) -> None:
         raise VerificationError(f"{len(problems)} tensors differ", problems=problems[:20])
 
 
-def total(values: dict[str, str]) -> str:
+def total(values: Mapping[str, str]) -> str:
     """Sum of all digests, in hex."""
-    return to_hex(int(np.sum([int(value, 16) for value in values.values()], dtype=object)) % MODULUS) if values else ""
+    return to_hex(sum(int(value, 16) for value in values.values()) % MODULUS) if values else ""
