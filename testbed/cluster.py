@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from testbed import cgroups, components, controlplane, images, machine, nodes
+from testbed import cgroups, components, controlplane, images, machine, nodes, storage
 from testbed.dns import Api
 from testbed.errors import CannotRunHereError, TestbedError
 from testbed.paths import (
@@ -113,6 +113,7 @@ def up(
         members = nodes.layout(num_gpu_nodes=num_gpu_nodes, gpus_per_node=gpus_per_node, resource=resource)
         _remember(wanted)
         _make_bridge(members)
+        storage.make_volume(storage.LIMITED, limit_mebibytes=storage.LIMITED_MEBIBYTES)
         authority = Authority(run_dir() / "pki")
         controlplane.prepare(authority)
         for node in members:

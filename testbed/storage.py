@@ -8,11 +8,16 @@ from typing import Any
 from testbed.paths import state_dir
 from testbed.shell import run
 
+LIMITED = "limited"
+LIMITED_MEBIBYTES = 64
+"""A volume that can be filled; it is there from the start, because nodes do not see mounts that come later."""
+
 
 def make_volume(name: str, *, limit_mebibytes: int = 0) -> Path:
     """A folder for a volume; with a limit, a file system of exactly that size.
 
-    A limited volume must be made before the nodes are switched on: their view of mounts is a copy.
+    A limited volume must be made before the nodes are switched on: their view of mounts is a copy. `up` makes the one
+    called `LIMITED`.
     """
     folder = state_dir() / "volumes" / name
     folder.mkdir(parents=True, exist_ok=True)
