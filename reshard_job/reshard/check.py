@@ -80,8 +80,10 @@ def _file_problems(plan: Plan) -> list[str]:
     shards, problems = plan.layout.shards, []
     item = np.array([tensor.item_bytes for tensor in plan.index.tensors], dtype=np.int64)
     extent = (((shards.size - 1) * shards.stride).sum(axis=1) + 1) * item[shards.tensor]
+    order = np.argsort(shards.file, kind="stable")
+    bounds = np.searchsorted(shards.file[order], np.arange(len(plan.layout.files) + 1))
     for number, file in enumerate(plan.layout.files):
-        rows = np.flatnonzero(shards.file == number)
+        rows = order[bounds[number] : bounds[number + 1]]
         dense = rows[shards.size[rows].prod(axis=1) * item[shards.tensor[rows]] == extent[rows]]
         ranges = [(int(shards.byte_offset[row]), int(extent[row])) for row in dense]
         ranges += [(start, len(content)) for start, content in file.fixed]

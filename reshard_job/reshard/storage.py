@@ -6,6 +6,7 @@ threads may work on one file.
 
 from __future__ import annotations
 
+import bisect
 import errno
 import os
 import threading
@@ -75,7 +76,7 @@ class Source:
             pieces = sorted(self._pieces[number])
             for stated in file.checksums:
                 end = stated.start + stated.num_bytes
-                inside = [piece for piece in pieces if stated.start <= piece[0] and piece[0] + piece[1] <= end]
+                inside = [piece for piece in _starting_in(pieces, stated.start, end) if piece[0] + piece[1] <= end]
                 gaps = _gaps(inside, stated.start, end)
                 if not inside or gaps is None or sum(length for _, length in gaps) > _GAP_LIMIT_BYTES:
                     continue
@@ -113,6 +114,11 @@ class Source:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
                 self._descriptors[file] = descriptor
             return self._descriptors[file]
+
+
+def _starting_in(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
+    """Those of the sorted pieces that start in start:end."""
+    return list(pieces[bisect.bisect_left(pieces, (start,)) : bisect.bisect_left(pieces, (end,))])
 
 
 def _gaps(pieces: Sequence[Piece], start: int, end: int) -> list[tuple[int, int]] | None:
@@ -168,17 +174,17 @@ class Target:
         """
         sums = []
         for number, file in enumerate(self._files):
-            pieces = self._pieces[number]
+            pieces = sorted(self._pieces[number])
             fixed = [(position, bytearray(content)) for position, content in file.fixed]
             for field in file.checksums:
                 end = field.start + field.num_bytes
-                inside = [piece for piece in pieces if field.start <= piece[0] < end]
+                inside = _starting_in(pieces, field.start, end)
                 value = crc.assemble(inside, start=field.start, num_bytes=field.num_bytes).to_bytes(4, "little")
                 for position in field.positions:
                     _patch(fixed, position, value)
             for position, content in fixed:
                 self._write(number, position, np.frombuffer(content, dtype=np.uint8))
-                pieces.append((position, len(content), zlib.crc32(content)))
+            pieces += [(position, len(content), zlib.crc32(content)) for position, content in fixed]
             sums.append(crc.assemble(pieces, start=0, num_bytes=file.num_bytes))
             with target_errors(self._folder / file.path, file.num_bytes):
                 os.fsync(self._descriptors[number])

@@ -1,0 +1,58 @@
+"""What the resharder says on stderr while it works, and how sizes are read and written."""
+
+import io
+
+import pytest
+
+from reshard.limits import format_bytes, parse_bytes
+from reshard.progress import ProgressLine
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_gets_plain_lines_and_a_terminal_one_living_line() -> None:
+    log, terminal = io.StringIO(), Terminal()
+    for stream in (log, terminal):
+        line = ProgressLine(4096, stream=stream, every_seconds=0.0)
+        line(1024)
+        line.close()
+    assert log.getvalue().startswith("reshard:  25.0 %  1.0 KiB")
+    assert "\r" not in log.getvalue()
+    assert "\n" not in terminal.getvalue()
+
+
+def test_a_log_is_not_flooded() -> None:
+    log = io.StringIO()
+    line = ProgressLine(4096, stream=log, every_seconds=3600.0)
+    for _ in range(1000):
+        line(4)
+    assert log.getvalue() == ""
+
+
+def test_the_line_says_how_far_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.progress.time.monotonic", lambda: 100.0)
+    line = ProgressLine(stream=io.StringIO())
+    line.expect(100 << 20)
+    line(25 << 20)
+    assert line.text(110.0) == " 25.0 %  25.0 MiB  2.5 MiB/s  30 s left"
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("1", 1), ("7B", 7), ("64KiB", 65536), ("96MiB", 96 << 20)])
+def test_sizes_are_read(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1MB", "1.5GiB", "1 KiBiB", "KiB1"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write for instance"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.00 GiB")]
+)
+def test_sizes_are_printed(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
