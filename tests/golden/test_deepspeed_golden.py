@@ -123,6 +123,20 @@ def test_conversion_to_the_same_layout_rebuilds_every_field(tmp_path, name):
         assert ours == theirs, file
 
 
+@pytest.mark.parametrize(
+    ("name", "target"), [("zero3-dp3", "dp=2,zero=3"), ("zero2-dp3", "dp=2,zero=3"), ("pipeline-dp2", "tp=2")]
+)
+def test_groups_count_their_steps_apart(tmp_path, name, target):
+    """One `step` tensor for all sub-groups would be counted up by each of them: DeepSpeed's own converter does that."""
+    reshard(golden(name), tmp_path / STEP, Topology.parse(target))
+    for path in (tmp_path / STEP).glob("*_optim_states.pt"):
+        state = read(path).value["optimizer_state_dict"]
+        inner = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+        steps = [group["step"].storage for group in inner["state"].values()]
+        assert len(steps) >= 2
+        assert len({id(storage) for storage in steps}) == len(steps)
+
+
 def describe(value):
     """A comparable form: tensors by type and shape."""
     if hasattr(value, "storage"):

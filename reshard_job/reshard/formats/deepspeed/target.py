@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -35,8 +36,12 @@ class GroupTemplate:
     scalars: Mapping[str, Any]
 
     def state(self, own: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The optimizer's state of one group, with partitions `own`."""
-        return {key: own[key] if key in own else self.scalars[key] for key in self.order}
+        """The optimizer's state of one group or sub-group, with partitions `own`.
+
+        Scalars are copied for each: groups that share one `step` tensor in the file would share it after loading, and
+        each of them would count its own steps onto it.
+        """
+        return {key: own[key] if key in own else copy.deepcopy(self.scalars[key]) for key in self.order}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
