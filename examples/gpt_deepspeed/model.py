@@ -281,7 +281,7 @@ def universal_checkpoint_info(config: GptConfig) -> dict[str, Any]:
         "parameter_with_row_parallelism_patterns": [r"^\d+\.(out|down)$"],
         "parameter_with_2_sub_params_cat_dim_0": [r"^\d+\.gate_up$"],
         "parameter_with_sub_params": [
-            {"patterns": [r"^\d+\.qkv$"], "shape": [list(config.qkv_sizes), config.hidden], "partition_dim": 0}
+            {"patterns": [r"^\d+\.qkv$"], "shape": (config.qkv_sizes, config.hidden), "partition_dim": 0}
         ],
     }
 
