@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from reshard.digest import MODULUS, box_digest, to_hex
 from reshard.errors import VerificationError
-from reshard.geometry import Box, strides_of, tiles
+from reshard.geometry import Box, tiles
 from reshard.layout import Int64Array, ShardRow, ShardTable
 from reshard.plan import Plan
 from reshard.storage import Source, Target
@@ -200,11 +200,3 @@ def row_digest(source: Source, row: ShardRow, shape: tuple[int, ...], item_bytes
         part = tile.shift(row.box.offset)
         total += box_digest(_read_part(source, row, part, item_bytes), part, shape)
     return total % MODULUS
-
-
-def is_dense(row: ShardRow) -> bool:
-    """The row's box is one run of its file."""
-    return all(
-        size == 1 or stride == dense
-        for size, stride, dense in zip(row.box.size, row.strides, strides_of(row.box.size), strict=True)
-    )

@@ -120,3 +120,20 @@ def test_file_of_the_legacy_layout_is_refused_by_name(tmp_path):
     torch.save({"a": torch.zeros(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(UnsupportedError, match="legacy layout"):
         read(tmp_path / "old.pt")
+
+
+def test_a_file_without_checksums_is_no_damaged_file(tmp_path):
+    import torch
+
+    before = torch.serialization.get_crc32_options()
+    try:
+        torch.serialization.set_crc32_options(False)
+        torch.save({"w": torch.arange(10.0), "step": 3}, tmp_path / "plain.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    found = read(tmp_path / "plain.pt")
+    assert found.value["step"] == 3
+    assert [storage.crc32 for storage in found.storages.values()] == [None]
+    rewrite(tmp_path / "plain.pt", tmp_path / "again.pt")
+    assert_equal(torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "again.pt"))
+    assert zipfile.ZipFile(tmp_path / "again.pt").testzip() is None

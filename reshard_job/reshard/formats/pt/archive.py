@@ -37,13 +37,13 @@ class Entry:
         name: without the archive's common prefix.
         offset: byte offset of the payload in the file.
         num_bytes: length of the payload.
-        crc32: as stated in the directory.
+        crc32: as stated in the directory; None where the archive states none.
     """
 
     name: str
     offset: int
     num_bytes: int
-    crc32: int
+    crc32: int | None
 
 
 def read_directory(descriptor: int, path: str) -> dict[str, Entry]:
@@ -66,6 +66,8 @@ def read_directory(descriptor: int, path: str) -> dict[str, Entry]:
     if not 0 < len(infos) <= MAX_ENTRIES:
         raise CorruptSourceError(f"{len(infos)} entries: expected 1 to {MAX_ENTRIES}", path=path)
     prefix = infos[0].filename.partition("/")[0] + "/"
+    # torch.serialization.set_crc32_options(False) (torch 2.6 and later) leaves 0 in the place of every checksum.
+    stated = any(info.CRC for info in infos)
     entries: dict[str, Entry] = {}
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
@@ -80,7 +82,7 @@ def read_directory(descriptor: int, path: str) -> dict[str, Entry]:
                 f"entry {info.filename!r} ends at byte {offset + info.file_size} of {num_file_bytes}", path=path
             )
         name = info.filename[len(prefix) :]
-        entries[name] = Entry(name=name, offset=offset, num_bytes=info.file_size, crc32=info.CRC)
+        entries[name] = Entry(name=name, offset=offset, num_bytes=info.file_size, crc32=info.CRC if stated else None)
     _check_apart(entries, path)
     return entries
 

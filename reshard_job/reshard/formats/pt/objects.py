@@ -107,7 +107,7 @@ class Storage:
         location: device that it was saved from, for instance `cpu` or `cuda:0`.
         file_offset: byte offset of the payload in the file it was read from; -1 for a storage yet to be written.
         data: the payload where it is known in memory (little endian), else None.
-        crc32: CRC-32 of the payload as the archive states it; None for a storage yet to be written.
+        crc32: CRC-32 of the payload as the archive states it; None where it states none (a new storage, for instance).
     """
 
     dtype: str

@@ -100,7 +100,9 @@ def _payload(descriptor: int, entry: Entry, path: str, limit_bytes: int) -> byte
     if entry.num_bytes > limit_bytes:
         raise UnsafePickleError(f"entry {entry.name!r} has {entry.num_bytes} bytes: at most {limit_bytes}", path=path)
     data = os.pread(descriptor, entry.num_bytes, entry.offset)
-    if len(data) != entry.num_bytes or zlib.crc32(data) != entry.crc32:
+    if len(data) != entry.num_bytes:
+        raise CorruptSourceError(f"ends inside of entry {entry.name!r}", path=path)
+    if entry.crc32 is not None and zlib.crc32(data) != entry.crc32:
         raise CorruptSourceError(f"entry {entry.name!r} is damaged: its CRC-32 does not match", path=path)
     return data
 
