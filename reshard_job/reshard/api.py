@@ -16,7 +16,7 @@ from pathlib import Path
 from reshard.check import check_plan
 from reshard.commit import Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import SourceError, StorageFullError, TargetError, UncommittedError
+from reshard.errors import SourceError, StorageFullError, TargetError, UncommittedError, VerificationError
 from reshard.execute import Outcome, Progress, execute
 from reshard.formats import read_checkpoint, writer_of
 from reshard.layout import Index
@@ -102,7 +102,7 @@ def reshard(
         outcome = execute(plan, staging, progress=progress)
         commit = _commit(plan, source, outcome, attempt)
         if reread:
-            compare(outcome.digests, digests(read_checkpoint(staging, commit)))
+            _reread(staging, commit)
         with target_errors(staging, plan.bytes_to_write):
             write_commit(staging, commit)
         _publish(staging, target, source, topology)
@@ -195,6 +195,17 @@ def _commit(plan: Plan, source: Path, outcome: Outcome, attempt: int) -> Commit:
         source=str(source),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
     )
+
+
+def _reread(staging: Path, commit: Commit) -> None:
+    """Read the result as any reader would. What is wrong with it is the target's fault, never the source's."""
+    try:
+        check_files(staging, commit, crc=True)
+        compare(commit.digests, digests(read_checkpoint(staging, commit)))
+    except SourceError as error:
+        raise VerificationError(
+            f"what was written reads back differently: nothing was published\n{error}", path=str(staging)
+        ) from error
 
 
 def _publish(staging: Path, target: Path, source: Path, topology: Topology) -> None:

@@ -219,3 +219,23 @@ def test_the_digest_of_a_run_is_that_of_verify(tmp_path: Path, capsys: pytest.Ca
     assert main(["verify", str(SOURCE), str(tmp_path / "out"), "--json"]) == ExitCode.OK
     verify = json.loads(capsys.readouterr().out)
     assert (verify["digest"], verify["tensors"]) == (run["digest"], run["num_tensors"])
+
+
+def test_rereading_finds_what_the_disk_spoiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, spoiled = os.pwrite, []
+
+    def pwrite(descriptor: int, content: memoryview, position: int) -> int:
+        if not spoiled and len(content) >= 64:
+            spoiled.append(position)
+            content = memoryview(bytes([content[0] ^ 1]) + bytes(content[1:]))
+        return real(descriptor, content, position)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    code = main(["run", str(SOURCE), str(tmp_path / "out"), "--to", TO, "--reread"])
+    assert spoiled
+    assert code == ExitCode.VERIFICATION_FAILED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rereading_accepts_what_is_well(tmp_path: Path) -> None:
+    assert main(["run", str(SOURCE), str(tmp_path / "out"), "--to", TO, "--reread"]) == ExitCode.OK
