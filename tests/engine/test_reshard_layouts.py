@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 PIPELINE = [
-    "tp=1,pp=1,dp=1", "tp=1,pp=1,dp=2", "tp=2,pp=1,dp=1", "tp=1,pp=2,dp=1", "tp=1,pp=3,dp=1",
+    "tp=1,pp=1,dp=1", "tp=1,pp=1,dp=2", "tp=2,pp=1,dp=1", "tp=1,pp=3,dp=1",
     "tp=2,pp=2,dp=1", "tp=2,pp=1,dp=2", "tp=1,pp=2,dp=2",
 ]  # fmt: skip
 
