@@ -78,7 +78,7 @@ class Cluster:
         """Switch on again and wait until the node is Ready with its GPUs."""
         faults.heal_node(name)
         self.wait(lambda: self.node_is_ready(name), what=f"{name} to be Ready", timeout_seconds=NODE_RECOVERY_SECONDS)
-        bed.wait_ready(bed.members())
+        bed.wait_ready(tuple(node for node in bed.members() if node.name == name))
 
 
 def _unavailable(reason: str) -> None:
