@@ -17,6 +17,7 @@ from demo.kube import DemoError, Kube, operator, testbed, wait_for
 from demo.options import JOB, NAMESPACE, parse
 from demo.picture import draw
 from demo.timeline import Timeline
+from reshard.topology import Topology
 from testbed.errors import TestbedError
 
 
@@ -128,23 +129,20 @@ def events(kube: Kube) -> list[tuple[str, str, str]]:
 def reference(options: argparse.Namespace, timeline: Timeline) -> None:
     """The same steps in the first attempt's topology, without a cluster and without a disturbance."""
     spec: dict[str, Any] = timeline.job["spec"]
-    topology = timeline.topologies[1]
-    world_size = 1
-    for part in topology.split(","):
-        if not part.startswith("zero"):
-            world_size *= int(part.split("=")[1])
+    zero = spec.get("parallelism", {}).get("zeroStage", 1)
+    topology = Topology.parse(f"{timeline.topologies[1]},zero={zero}")
     folder = options.output / "reference"
     shutil.rmtree(folder, ignore_errors=True)
     environment = {
         **os.environ,
-        "ETJ_TOPOLOGY": f"{topology},zero={spec.get('parallelism', {}).get('zeroStage', 1)}",
+        "ETJ_TOPOLOGY": str(topology),
         "ETJ_GLOBAL_BATCH": str(spec["batch"]["globalSamples"]),
         "ETJ_MICRO_BATCH": str(spec["batch"]["microSamples"]),
         "ETJ_CHECKPOINT_ROOT": str(folder.absolute()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     script = str(manifests.ROOT / "examples/gpt_deepspeed/train.py")
-    command = [sys.executable, "-m", "elastic_trainer.launch", "--nproc", str(world_size), script]
+    command = [sys.executable, "-m", "elastic_trainer.launch", "--nproc", str(topology.world_size), script]
     with open(options.output / "reference.log", "wb") as log:
         code = subprocess.run(
             [*command, "--steps", str(options.steps)], env=environment, stdout=log, stderr=log, check=False
