@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
-import fcntl
-import os
 import resource
-import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from reshard.check import check_plan
 from reshard.commit import Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import SourceError, StorageFullError, TargetError, UncommittedError, VerificationError
-from reshard.execute import Outcome, Progress, execute
+from reshard.errors import SourceError, TargetError, UncommittedError, VerificationError
+from reshard.execute import Mover, Outcome, Progress, UnitRecord
 from reshard.formats import read_checkpoint, writer_of
+from reshard.formats.base import DEFAULT_FILE_BYTES, Request
+from reshard.journal import FOLDER as JOURNAL_FOLDER
+from reshard.journal import Journal
 from reshard.layout import Index
 from reshard.limits import default_num_threads
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
-from reshard.storage import free_bytes, target_errors
+from reshard.staging import Sharing, only_one, staging
+from reshard.storage import target_errors
 from reshard.topology import Topology
 from reshard.verify import compare, digests, total
+from reshard.views import select_states
 
 
 def index_of(source: Path, *, require_commit: bool = False) -> Index:
@@ -44,46 +47,119 @@ def index_of(source: Path, *, require_commit: bool = False) -> Index:
     return read_checkpoint(source, commit)
 
 
-def plan_of(index: Index, target: Topology, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_threads: int = 0) -> Plan:
+def plan_of(
+    index: Index,
+    target: Topology | Request,
+    *,
+    target_format: str = "",
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    num_threads: int = 0,
+) -> Plan:
     """Lay out, plan and prove a conversion; nothing is written.
+
+    Args:
+        index: the source.
+        target: what it shall become; a topology alone keeps everything else.
+        target_format: name of a format; empty for the source's.
+        memory_bytes: for buffers.
+        num_threads: 0 for the processors that this process may use.
 
     Raises:
         UnsupportedError: the conversion would need a guess.
         PlanError: the plan is not exact.
     """
-    layout = writer_of(index.format).layout(index, target)
+    request = Request(topology=target) if isinstance(target, Topology) else target
+    layout = writer_of(target_format or index.format).layout(index, request)
     plan = make_plan(index, layout, memory_bytes=memory_bytes, num_threads=num_threads or default_num_threads())
     check_plan(plan)
     return plan
 
 
-def reshard(
-    source: Path,
-    target: Path,
-    topology: Topology,
-    *,
-    attempt: int = 0,
-    require_commit: bool = False,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    num_threads: int = 0,
-    reread: bool = False,
-    progress: Progress | None = None,
-    planned: Callable[[Plan], None] | None = None,
-) -> ReshardReport:
-    """Convert checkpoint folder `source` to `topology` in the new folder `target`.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What a run is asked for.
 
-    The target appears complete, verified and with its commit marker, or not at all. A target that was committed from
-    the same source for the same topology before is left as it is.
-
-    Args:
+    Attributes:
         source: folder of one checkpoint.
         target: folder to make; its parent is made if needed.
         topology: degrees of the target.
+        target_format: name of a format; empty for the source's.
+        weight_dtype: type of the weights, or None for the source's.
+        states: states to take along (`weight`, `fp32`, `exp_avg`, ...); empty for all.
+        like: checkpoint of the target's format that says what the source cannot, or None.
+        file_bytes: largest size of a file where the format leaves that open.
         attempt: recorded in the commit.
         require_commit: refuse a source without a commit marker.
+    """
+
+    source: Path
+    target: Path
+    topology: Topology
+    target_format: str = ""
+    weight_dtype: str | None = None
+    states: tuple[str, ...] = ()
+    like: Path | None = None
+    file_bytes: int = DEFAULT_FILE_BYTES
+    attempt: int = 0
+    require_commit: bool = False
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What tells the result from that of another conversion of the same source, for the commit."""
+        found = {
+            "dtype": self.weight_dtype or "",
+            "states": ",".join(self.states),
+        }
+        return {key: value for key, value in found.items() if value}
+
+
+def plan_conversion(wanted: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_threads: int = 0) -> Plan:
+    """Index the source and plan the conversion; nothing is written.
+
+    Raises:
+        ReshardError: see `reshard.errors`.
+    """
+    index = index_of(wanted.source, require_commit=wanted.require_commit)
+    request = Request(
+        topology=wanted.topology,
+        weight_dtype=wanted.weight_dtype,
+        like=None if wanted.like is None else index_of(wanted.like),
+        file_bytes=wanted.file_bytes,
+    )
+    return plan_of(
+        select_states(index, wanted.states),
+        request,
+        target_format=wanted.target_format,
+        memory_bytes=memory_bytes,
+        num_threads=num_threads,
+    )
+
+
+def convert(
+    wanted: Conversion,
+    *,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    num_threads: int = 0,
+    reread: bool = False,
+    sync: bool = True,
+    sharing: Sharing = Sharing.ALONE,
+    worker: tuple[int, int] = (0, 1),
+    progress: Progress | None = None,
+    planned: Callable[[Plan], None] | None = None,
+) -> ReshardReport:
+    """Convert a checkpoint.
+
+    The target appears complete, verified and with its commit marker, or not at all. A target that was committed by
+    the same conversion before is left as it is.
+
+    Args:
+        wanted: source, target and what to do.
         memory_bytes: for buffers.
         num_threads: 0 for the processors that this process may use.
         reread: read the whole result back through the format's reader before it is published.
+        sync: have every file on stable storage before it is published.
+        sharing: alone, resumable after a failure, or together with other workers.
+        worker: which of how many workers, from 0.
         progress: told about bytes moved.
         planned: shown the plan before a byte moves.
 
@@ -91,108 +167,101 @@ def reshard(
         ReshardError: see `reshard.errors`.
     """
     started = time.monotonic()
-    done = _already_done(source, target, topology)
+    done = _already_done(wanted)
     if done is not None:
-        return _report(done, source, target, started, message="already converted, verified and committed")
-    index = index_of(source, require_commit=require_commit)
-    plan = plan_of(index, topology, memory_bytes=memory_bytes, num_threads=num_threads)
+        return _report(done, wanted, started, message="already converted, verified and committed")
+    plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=num_threads)
     if planned is not None:
         planned(plan)
-    with _staging(target, plan) as staging:
-        outcome = execute(plan, staging, progress=progress)
-        commit = _commit(plan, source, outcome, attempt)
-        if reread:
-            _reread(staging, commit)
-        with target_errors(staging, plan.bytes_to_write):
-            write_commit(staging, commit)
-        _publish(staging, target, source, topology)
-    message = f"converted {index.topology} to {topology}, {len(outcome.digests)} tensors verified"
-    return _report(commit, source, target, started, outcome=outcome, message=message)
+    with (
+        staging(wanted.target, plan.fingerprint, plan.bytes_to_write, sharing) as folder,
+        Mover(plan, folder, sync=sync, progress=progress) as mover,
+    ):
+        if sharing is Sharing.ALONE:
+            records = mover.do(range(len(plan.units)))
+            outcome, commit = _complete(plan, wanted, mover, records, folder, reread=reread)
+        else:
+            _do_share(plan, mover, Journal(folder), sharing, worker)
+            with only_one(folder):
+                done = _already_done(wanted)
+                if done is not None:
+                    return _report(done, wanted, started, message="converted together with other workers")
+                records = Journal(folder).records()
+                outcome, commit = _complete(plan, wanted, mover, records, folder, reread=reread)
+    message = f"converted {plan.index.topology} to {wanted.topology}, {len(outcome.digests)} tensors verified"
+    return _report(commit, wanted, started, outcome=outcome, message=message)
 
 
-def _already_done(source: Path, target: Path, topology: Topology) -> Commit | None:
-    if not target.exists():
+def reshard(source: Path, target: Path, topology: Topology, *, reread: bool = False) -> ReshardReport:
+    """Convert checkpoint folder `source` to `topology` in the new folder `target`: `convert` with all defaults."""
+    return convert(Conversion(source=source, target=target, topology=topology), reread=reread)
+
+
+def _do_share(plan: Plan, mover: Mover, journal: Journal, sharing: Sharing, worker: tuple[int, int]) -> None:
+    """Do what no record says is done."""
+    for record in journal.records():
+        if not mover.intact(record, reread=sharing is Sharing.RESUMABLE):
+            journal.forget(record.unit)
+    if sharing is Sharing.RESUMABLE:
+        done = journal.done()
+        mover.do((unit for unit in range(len(plan.units)) if unit not in done), journal.record)
+    else:
+        mover.do(journal.share(len(plan.units), *worker), journal.record)
+
+
+def _complete(
+    plan: Plan, wanted: Conversion, mover: Mover, records: list[UnitRecord], folder: Path, *, reread: bool
+) -> tuple[Outcome, Commit]:
+    """Prove, commit and publish."""
+    outcome = mover.finish(records)
+    commit = _commit(plan, wanted, outcome)
+    if reread:
+        _reread(folder, commit)
+    with target_errors(folder, plan.bytes_to_write):
+        (folder / ".finish").unlink(missing_ok=True)
+        shutil.rmtree(folder / JOURNAL_FOLDER, ignore_errors=True)
+        write_commit(folder, commit)
+    _publish(folder, wanted)
+    return outcome, commit
+
+
+def _already_done(wanted: Conversion) -> Commit | None:
+    if not wanted.target.exists():
         return None
     with contextlib.suppress(SourceError):
-        commit = read_commit(target)
-        if commit.source == str(source) and commit.topology == topology:
-            check_files(target, commit)
+        commit = read_commit(wanted.target)
+        same = commit.source == str(wanted.source) and commit.topology == wanted.topology
+        if same and wanted.target_format in ("", commit.format) and commit.options == wanted.options:
+            check_files(wanted.target, commit)
             return commit
     raise TargetError(
         "exists and is not the result of this conversion",
-        path=str(target),
+        path=str(wanted.target),
         hint="choose another folder or remove this one",
     )
 
 
-@contextlib.contextmanager
-def _staging(target: Path, plan: Plan) -> Iterator[Path]:
-    """A hidden folder beside the target, in which the result grows; leftovers of killed runs are removed.
-
-    The folder is locked while its run lives, so that a second run of the same conversion leaves it alone. File systems
-    without locks on folders (NFS) cannot tell: there the later run wins, and the earlier one fails without harm.
-    """
-    parent = target.parent
-    with target_errors(target, plan.bytes_to_write):
-        parent.mkdir(parents=True, exist_ok=True)
-        for stale in parent.glob(f".{target.name}.partial-*"):
-            _remove_unless_locked(stale)
-        free = free_bytes(parent)
-        if free < plan.bytes_to_write:
-            raise StorageFullError(
-                f"{plan.bytes_to_write} bytes are needed, {free} bytes are free",
-                path=str(parent),
-                hint="free space on the volume, or keep fewer commits; nothing was written",
-            )
-        staging = parent / f".{target.name}.partial-{secrets.token_hex(4)}"
-        staging.mkdir()
-        descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _remove_unless_locked(folder: Path) -> None:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
-
-
-def _commit(plan: Plan, source: Path, outcome: Outcome, attempt: int) -> Commit:
+def _commit(plan: Plan, wanted: Conversion, outcome: Outcome) -> Commit:
     files = [
         CommittedFile(path=file.path, num_bytes=file.num_bytes, crc32=crc32)
         for file, crc32 in zip(plan.layout.files, outcome.file_crc32, strict=True)
     ]
     data = {}
     with contextlib.suppress(SourceError):
-        data = dict(read_commit(source).data)
+        data = dict(read_commit(wanted.source).data)
     return Commit(
         format=plan.layout.format,
         step=plan.index.step,
         samples=plan.index.samples,
         topology=plan.layout.topology,
-        attempt=attempt,
+        attempt=wanted.attempt,
         writer="reshard",
         files=files,
         digests=outcome.digests,
         data=data,
         model=plan.layout.model,
-        source=str(source),
+        source=str(wanted.source),
+        options=wanted.options,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
     )
 
@@ -208,26 +277,26 @@ def _reread(staging: Path, commit: Commit) -> None:
         ) from error
 
 
-def _publish(staging: Path, target: Path, source: Path, topology: Topology) -> None:
+def _publish(folder: Path, wanted: Conversion) -> None:
     try:
-        staging.rename(target)
+        folder.rename(wanted.target)
     except OSError as error:
         # Another run of the same conversion may have been faster; its result is as good.
-        if _already_done(source, target, topology) is None:
-            raise TargetError(f"cannot be published: {error}", path=str(target)) from error
+        if _already_done(wanted) is None:
+            raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
         return
-    sync_folder(target.parent)
+    sync_folder(wanted.target.parent)
 
 
 def _report(
-    commit: Commit, source: Path, target: Path, started: float, *, message: str, outcome: Outcome | None = None
+    commit: Commit, wanted: Conversion, started: float, *, message: str, outcome: Outcome | None = None
 ) -> ReshardReport:
     return ReshardReport(
         ok=True,
         exit_code=ExitCode.OK,
         message=message,
-        source=str(source),
-        target=str(target),
+        source=str(wanted.source),
+        target=str(wanted.target),
         step=commit.step,
         samples=commit.samples,
         bytes_read=outcome.bytes_read if outcome else 0,

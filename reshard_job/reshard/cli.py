@@ -20,9 +20,11 @@ from typing import Any
 from reshard import api
 from reshard.contract import ExitCode, ReshardReport
 from reshard.errors import ReshardError, UsageError
+from reshard.formats import known_formats
 from reshard.limits import format_bytes, parse_bytes
 from reshard.progress import ProgressLine
 from reshard.render import inspect_text, plan_text, report_text
+from reshard.staging import Sharing
 from reshard.topology import Topology
 from reshard.verify import compare, total, verify_commit
 
@@ -64,6 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--require-commit", action="store_true", help="refuse a source without COMMIT.json")
     run.add_argument("--report", type=Path, help="write a JSON report here, also on failure")
     run.add_argument("--reread", action="store_true", help="read the whole result back before it is published")
+    run.add_argument(
+        "--resume", action="store_true", help="keep an unfinished result, and go on with one that is there"
+    )
+    run.add_argument("--worker", metavar="I/N", help="one of N processes, on any machines, that make one result (0/4)")
+    run.add_argument("--no-sync", action="store_true", help="do not wait for the disk: for results that can be lost")
     run.set_defaults(handler=_run)
 
     verify = verbs.add_parser("verify", help="check one checkpoint against its commit, or two against each other")
@@ -73,6 +80,13 @@ def _parser() -> argparse.ArgumentParser:
 
     for verb in (plan, run):
         verb.add_argument("--to", required=True, metavar="TOPOLOGY", help="for instance tp=2,pp=2,dp=3,zero=1")
+        verb.add_argument("--format", default="", help=f"of the target, default that of the source: {known_formats()}")
+        verb.add_argument("--dtype", metavar="TYPE", help="of the weights, where the format leaves that open")
+        verb.add_argument("--states", default="", metavar="A,B", help="only these (weight, fp32, exp_avg, ...)")
+        verb.add_argument(
+            "--like", type=Path, help="a checkpoint of the target's format and the same model, as template"
+        )
+        verb.add_argument("--file-size", default="5GiB", help="largest file, where the format leaves that open")
         verb.add_argument("--memory", default="96MiB", help="for buffers (default: %(default)s)")
         verb.add_argument("--threads", type=int, default=0, help="default: the processors of this process, at most 8")
     for verb in (inspect, plan, run, verify):
@@ -86,34 +100,55 @@ def _inspect(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    plan = api.plan_of(
-        api.index_of(options.source),
-        Topology.parse(options.to),
-        memory_bytes=_memory(options.memory),
-        num_threads=options.threads,
-    )
+    wanted = _conversion(options, options.source)
+    plan = api.plan_conversion(wanted, memory_bytes=_memory(options.memory), num_threads=options.threads)
     summary = plan.summary()
     return summary, plan_text(summary)
 
 
 def _run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    topology = Topology.parse(options.to)
+    wanted = _conversion(options, options.target)
+    worker = _worker(options.worker)
+    sharing = Sharing.TOGETHER if worker else Sharing.RESUMABLE if options.resume else Sharing.ALONE
     line = ProgressLine()
-    report = api.reshard(
-        options.source.absolute(),
-        options.target.absolute(),
-        topology,
-        attempt=options.attempt,
-        require_commit=options.require_commit,
+    report = api.convert(
+        wanted,
         memory_bytes=_memory(options.memory),
         num_threads=options.threads,
         reread=options.reread,
+        sync=not options.no_sync,
+        sharing=sharing,
+        worker=worker or (0, 1),
         progress=line,
-        planned=lambda plan: line.expect(plan.bytes_to_read),
+        planned=lambda plan: line.expect(plan.bytes_to_read // (worker[1] if worker else 1)),
     )
     line.close()
     _write_report(options.report, report)
     return json.loads(report.to_json()), report_text(report)
+
+
+def _conversion(options: argparse.Namespace, target: Path) -> api.Conversion:
+    return api.Conversion(
+        source=options.source.absolute(),
+        target=target.absolute(),
+        topology=Topology.parse(options.to),
+        target_format=options.format,
+        weight_dtype=options.dtype,
+        states=tuple(filter(None, options.states.split(","))),
+        like=None if options.like is None else options.like.absolute(),
+        file_bytes=_bytes("--file-size", options.file_size),
+        attempt=getattr(options, "attempt", 0),
+        require_commit=getattr(options, "require_commit", False),
+    )
+
+
+def _worker(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    worker, _, count = text.partition("/")
+    if not (worker.isdigit() and count.isdigit() and int(worker) < int(count)):
+        raise UsageError(f"--worker {text}: write the worker's number, from 0, and their number, for instance 0/4")
+    return int(worker), int(count)
 
 
 def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -126,11 +161,15 @@ def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return value, f"{options.first} and {options.second} hold the same {len(first)} tensors, digest {total(first)}"
 
 
-def _memory(text: str) -> int:
+def _bytes(option: str, text: str) -> int:
     try:
-        value = parse_bytes(text)
+        return parse_bytes(text)
     except ValueError as error:
-        raise UsageError(f"--memory: {error}") from error
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _memory(text: str) -> int:
+    value = _bytes("--memory", text)
     if value < 1 << 20:
         raise UsageError(f"--memory {format_bytes(value)}: at least 1MiB is needed")
     return value

@@ -56,6 +56,7 @@ class Commit:
         data: position in the data, as the trainer's sampler wrote it (seed, sample index).
         model: what the files do not say about the model and a resharder needs (pipeline layers, partition method).
         source: folder of the commit that this one was converted from; empty for a trainer's own.
+        options: what the conversion was asked for besides the topology (`dtype`, `states`, `names`); usually empty.
         created: RFC 3339 time, UTC.
     """
 
@@ -70,6 +71,7 @@ class Commit:
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = ""
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     created: str = ""
 
     @property

@@ -1,32 +1,53 @@
 """Move the bytes: every source byte is read once, every target byte written once, in bounded memory.
 
-Work is cut into tiles, parts of one logical tensor that fit the memory budget. A tile is gathered from the source boxes
-that touch it and scattered to the target boxes that touch it; both sides are digested with their own coordinates, so
-that equal digests mean that every element arrived in every copy exactly once.
+A unit of the plan is cut into tiles, parts of one logical tensor that fit the memory budget. A tile is gathered from
+the source boxes that touch it and scattered to the target boxes that touch it; both sides are digested with their own
+coordinates, so that equal digests mean that every element arrived in every copy exactly once. What a unit did is a
+record; records of all units, whoever did them, add up to the proof.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from reshard import crc
+from reshard.cast import UNSIGNED, Bits, cast
+from reshard.crc import Piece
 from reshard.digest import MODULUS, box_digest, to_hex
 from reshard.errors import VerificationError
 from reshard.geometry import Box, tiles
 from reshard.layout import Int64Array, ShardRow, ShardTable
 from reshard.plan import Plan
-from reshard.storage import Source, Target
+from reshard.storage import Bytes, Source, Target
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes moved since the last call."""
+"""Called with the number of source bytes moved since the last call."""
 
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-Elements = npt.NDArray[np.unsignedinteger]
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class UnitRecord:
+    """What was done for one unit of the plan.
+
+    Attributes:
+        unit: its position in `Plan.units`.
+        source: target tensor -> digest of what was read for it (converted, if it is of another type).
+        target: (target tensor, replica) -> digest of what was written.
+        read: source file -> ranges.
+        written: target file -> ranges.
+    """
+
+    unit: int
+    source: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
+    target: dict[tuple[int, int], int] = dataclasses.field(default_factory=lambda: defaultdict(int))
+    read: dict[int, list[Piece]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    written: dict[int, list[Piece]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,31 +55,19 @@ class Outcome:
     """What happened.
 
     Attributes:
-        digests: logical tensor to digest in hex; source and target agree.
-        total_digest: sum of all digests, in hex.
+        digests: target tensor to digest in hex; source and target agree.
         file_crc32: CRC-32 of every target file, in the layout's order.
         bytes_read: from the source.
         bytes_written: to the target.
     """
 
     digests: dict[str, str]
-    total_digest: str
     file_crc32: tuple[int, ...]
     bytes_read: int
     bytes_written: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Moved:
-    """Digests of one tile: of what was read, and of what was written to each replica."""
-
-    tensor: int
-    source: int
-    target: dict[int, int]
-    num_bytes: int
-
-
-def execute(plan: Plan, folder: Path, *, progress: Progress | None = None) -> Outcome:
+def execute(plan: Plan, folder: Path, *, progress: Progress | None = None, sync: bool = True) -> Outcome:
     """Convert into `folder`, which exists, is empty, and is published by the caller afterwards.
 
     Raises:
@@ -66,68 +75,184 @@ def execute(plan: Plan, folder: Path, *, progress: Progress | None = None) -> Ou
         StorageFullError: no space left for the target.
         VerificationError: the digests of source and target differ.
     """
-    source = Source(plan.index.root, plan.index.files)
-    target = Target(folder, plan.layout.files)
-    try:
-        moved = _move_all(plan, source, target, progress)
-        source.check_sums()
-        digests = _compare(plan, moved)
-        sums = target.finish()
+    with Mover(plan, folder, sync=sync, progress=progress) as mover:
+        return mover.finish(mover.do(range(len(plan.units))))
+
+
+class Mover:
+    """Open files of a conversion, and the threads that work on them."""
+
+    def __init__(self, plan: Plan, folder: Path, *, sync: bool = True, progress: Progress | None = None) -> None:
+        self.plan = plan
+        self._source = Source(plan.index.root, plan.index.files)
+        self._target = Target(folder, plan.layout.files)
+        self._sync = sync
+        self._progress = progress
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Mover:
+        try:
+            self._target.create()
+        except BaseException:
+            self._target.close()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._source.close()
+        self._target.close()
+
+    def do(self, units: Iterable[int], done: Callable[[UnitRecord], None] | None = None) -> list[UnitRecord]:
+        """Do units, in as many threads as the plan says; `units` is asked for the next one when a thread is free.
+
+        `done` is told about each unit when its bytes are on stable storage, from another thread.
+
+        Raises:
+            ReshardError: the first failure of any thread; no further unit is begun.
+        """
+        todo, lock = iter(units), threading.Lock()
+        records: list[UnitRecord] = []
+        flushes: list[Future[None]] = []
+
+        def work() -> None:
+            scratch = np.empty(self.plan.tile_bytes, dtype=np.uint8)
+            while not self._stop.is_set():
+                with lock:
+                    unit = next(todo, None)
+                if unit is None:
+                    return
+                record = self._do_unit(unit, scratch)
+                if self._stop.is_set():  # another thread has failed: the record may be incomplete
+                    return
+                with lock:
+                    records.append(record)
+                flushes.append(flusher.submit(self._settle, record, done))  # while the next unit is read
+
+        with ThreadPoolExecutor(1) as flusher, ThreadPoolExecutor(self.plan.num_threads) as pool:
+            futures = [pool.submit(work) for _ in range(self.plan.num_threads)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                self._stop.set()
+            for future in (*futures, *flushes):
+                future.result()
+        self._stop.clear()
+        return records
+
+    def _settle(self, record: UnitRecord, done: Callable[[UnitRecord], None] | None) -> None:
+        """What is said to be done is on stable storage."""
+        if self._sync:
+            for file in record.written:
+                self._target.flush(file)
+        if done is not None:
+            done(record)
+
+    def intact(self, record: UnitRecord, *, reread: bool) -> bool:
+        """The files that the record speaks of were there when this began, and with `reread` hold what it says."""
+        if self._target.created & record.written.keys():
+            return False
+        every = ((file, piece) for file, pieces in record.written.items() for piece in pieces)
+        return not reread or all(self._target.holds(file, piece) for file, piece in every)
+
+    def finish(self, records: Iterable[UnitRecord]) -> Outcome:
+        """Compare digests and checksums, and complete the files.
+
+        Raises:
+            VerificationError: digests differ, or a unit is missing.
+            CorruptSourceError: the source does not match its own checksums.
+            StorageFullError, TargetError: the files cannot be completed.
+        """
+        every = {record.unit: record for record in records}
+        if missing := set(range(len(self.plan.units))) - every.keys():
+            raise VerificationError(f"{len(missing)} of {len(self.plan.units)} units were not done")
+        read, written = _merge(r.read for r in every.values()), _merge(r.written for r in every.values())
+        more = self._source.check_sums(read)
+        digests = _compare(self.plan, every.values())
+        sums, fixed = self._target.finish(written, sync=self._sync)
         return Outcome(
-            digests={str(plan.index.tensors[number].key): to_hex(value) for number, value in digests.items()},
-            total_digest=to_hex(sum(digests.values()) % MODULUS),
+            digests={str(self.plan.target_tensors[at].key): to_hex(value) for at, value in sorted(digests.items())},
             file_crc32=tuple(sums),
-            bytes_read=source.bytes_read,
-            bytes_written=target.bytes_written,
+            bytes_read=_num_bytes(read) + more,
+            bytes_written=_num_bytes(written) + fixed,
         )
-    finally:
-        source.close()
-        target.close()
+
+    def _do_unit(self, unit: int, scratch: Bytes) -> UnitRecord:
+        record = UnitRecord(unit=unit)
+        for number, region in self.plan.units[unit].regions:
+            item_bytes = self.plan.index.tensors[number].item_bytes
+            ndim = region.ndim
+            source = _rows_in(self.plan.index.shards, self.plan.source_rows[number], region, ndim)
+            target = _rows_in(self.plan.layout.shards, self.plan.target_rows[number], region, ndim)
+            for tile in tiles(region.size, max(1, self.plan.tile_bytes // item_bytes)):
+                if self._stop.is_set():
+                    return record
+                self._move_tile(record, number, tile.shift(region.offset), (source, target), scratch)
+                if self._progress is not None:
+                    self._progress(tile.num_elements * item_bytes)
+        for pieces in (*record.read.values(), *record.written.values()):
+            pieces[:] = crc.join(pieces)
+        return record
+
+    def _move_tile(
+        self, record: UnitRecord, number: int, tile: Box, rows: tuple[Int64Array, Int64Array], scratch: Bytes
+    ) -> None:
+        plan = self.plan
+        tensor, shape, ndim = plan.index.tensors[number], plan.index.tensors[number].shape, tile.ndim
+        targets = list(touching(plan.layout.shards, rows[1], tile, ndim))
+        if not targets:
+            return
+        kinds = {row.tensor: plan.target_tensors[row.tensor].dtype for row, _ in targets}
+        num_bytes = tile.num_elements * tensor.item_bytes
+        buffer: Bits = _buffer(scratch, num_bytes).view(UNSIGNED[tensor.item_bytes]).reshape(tile.size)
+        found: dict[str, int] = dict.fromkeys(kinds.values(), 0)
+        sources = list(touching(plan.index.shards, rows[0], tile, ndim))
+        for row, part in sources:
+            elements = self._read(record, row, part, buffer[(*_slices(part, tile), ...)])
+            for dtype in found:
+                found[dtype] += box_digest(cast(elements, tensor.dtype, dtype), part, shape)
+        for number_, dtype in kinds.items():
+            record.source[number_] = (record.source[number_] + found[dtype]) % MODULUS
+        converted = {dtype: cast(buffer, tensor.dtype, dtype) for dtype in found}
+        for row, part in targets:
+            dtype = kinds[row.tensor]
+            elements = np.ascontiguousarray(converted[dtype][(*_slices(part, tile), ...)])
+            # One source box and one target box, both the whole tile: their digests are of the same bytes.
+            same = part == tile and len(sources) == 1
+            digest = found[dtype] if same else box_digest(elements, part, shape)
+            key = (row.tensor, row.replica)
+            record.target[key] = (record.target[key] + digest) % MODULUS
+            self._write(record, row, part, elements)
+
+    def _read(self, record: UnitRecord, row: ShardRow, part: Box, view: Bits) -> Bits:
+        """Read a part into its place in the tile; returns it in one piece of memory."""
+        elements: Bits = view if view.flags.c_contiguous else np.empty(part.size, dtype=view.dtype)
+        pieces = record.read[row.file]
+        for position, piece in _runs(row, part, elements):
+            pieces.append(self._source.read_into(row.file, position, piece))
+        if elements is not view:
+            view[...] = elements
+        return elements
+
+    def _write(self, record: UnitRecord, row: ShardRow, part: Box, elements: Bits) -> None:
+        pieces = record.written[row.file]
+        for position, piece in _runs(row, part, elements):
+            pieces.append(self._target.write(row.file, position, piece))
 
 
-def _move_all(plan: Plan, source: Source, target: Target, progress: Progress | None) -> list[_Moved]:
-    pool = ThreadPoolExecutor(plan.num_threads, thread_name_prefix="reshard")
-    moved: list[_Moved] = []
-    try:
-        futures: list[Future[_Moved]] = []
-        for number in plan.needed:
-            tensor = plan.index.tensors[number]
-            futures.extend(
-                pool.submit(_move_tile, plan, source, target, number, tile)
-                for tile in tiles(tensor.shape, plan.tile_bytes // tensor.item_bytes)
-            )
-        for future in as_completed(futures):
-            moved.append(future.result())
-            if progress is not None:
-                progress(moved[-1].num_bytes)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-    return moved
+def _buffer(scratch: Bytes, num_bytes: int) -> Bytes:
+    return scratch[:num_bytes] if num_bytes <= len(scratch) else np.empty(num_bytes, dtype=np.uint8)
 
 
-def _move_tile(plan: Plan, source: Source, target: Target, number: int, tile: Box) -> _Moved:
-    tensor = plan.index.tensors[number]
-    ndim = len(tensor.shape)
-    buffer: Elements = np.empty(tile.size, dtype=_UNSIGNED[tensor.item_bytes])
-    source_digest = 0
-    for row, part in touching(plan.index.shards, plan.source_rows[number], tile, ndim):
-        elements = _read_part(source, row, part, tensor.item_bytes)
-        source_digest += box_digest(elements, part, tensor.shape)
-        buffer[_slices(part, tile)] = elements
-    target_digests: dict[int, int] = {}
-    for row, part in touching(plan.layout.shards, plan.target_rows[number], tile, ndim):
-        elements = np.ascontiguousarray(buffer[_slices(part, tile)])
-        digest = box_digest(elements, part, tensor.shape)
-        target_digests[row.replica] = (target_digests.get(row.replica, 0) + digest) % MODULUS
-        _write_part(target, row, part, elements)
-    return _Moved(number, source_digest % MODULUS, target_digests, tile.num_elements * tensor.item_bytes)
+def _rows_in(shards: ShardTable, rows: Int64Array, region: Box, ndim: int) -> Int64Array:
+    low, size = shards.offset[rows, :ndim], shards.size[rows, :ndim]
+    hit = ((low < np.array(region.end)) & (low + size > np.array(region.offset))).all(axis=1)
+    found: Int64Array = rows[hit]
+    return found
 
 
 def touching(shards: ShardTable, rows: Int64Array, tile: Box, ndim: int) -> Iterator[tuple[ShardRow, Box]]:
     """Rows whose boxes touch the tile, each with the common region."""
-    low, size = shards.offset[rows, :ndim], shards.size[rows, :ndim]
-    hit = ((low < np.array(tile.end)) & (low + size > np.array(tile.offset))).all(axis=1)
-    for index in rows[hit]:
+    for index in _rows_in(shards, rows, tile, ndim):
         row = shards.row(int(index), ndim)
         part = row.box.intersect(tile)
         if part is not None:
@@ -141,48 +266,54 @@ def _slices(part: Box, tile: Box) -> tuple[slice, ...]:
     )
 
 
-def runs(row: ShardRow, part: Box) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _runs(row: ShardRow, part: Box, elements: Bits) -> Iterator[tuple[int, Bytes]]:
     """Cut a part of a row's box into pieces that are consecutive in the file.
 
     Yields:
-        (distance of the piece's first element from the box's first element in the file, in elements; index of the piece
-        in the leading dims of the part). A part that is consecutive as a whole has one piece with an empty index.
+        Position in the file in bytes, and the piece's bytes in `elements` (contiguous, of the part's size).
     """
+    item_bytes = elements.dtype.itemsize
     start = sum((p - b) * s for p, b, s in zip(part.offset, row.box.offset, row.strides, strict=True))
     dim, expected = part.ndim, 1
     while dim > 0 and (part.size[dim - 1] == 1 or row.strides[dim - 1] == expected):
         dim -= 1
         expected *= part.size[dim]
-    for index in np.ndindex(*part.size[:dim]):
-        yield start + sum(i * s for i, s in zip(index, row.strides[:dim], strict=True)), index
+    flat = elements.reshape(-1).view(np.uint8)
+    first = row.byte_offset + start * item_bytes
+    if dim == 0:
+        yield first, flat
+        return
+    distances = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(part.size[:dim], row.strides[:dim], strict=True):
+        distances = (distances[:, None] + np.arange(size) * stride).reshape(-1)
+    length = expected * item_bytes
+    for number, distance in enumerate((distances * item_bytes + first).tolist()):
+        yield distance, flat[number * length : (number + 1) * length]
 
 
-def _read_part(source: Source, row: ShardRow, part: Box, item_bytes: int) -> Elements:
-    elements: Elements = np.empty(part.size, dtype=_UNSIGNED[item_bytes])
-    for distance, index in runs(row, part):
-        piece = elements[index] if index else elements
-        source.read_into(row.file, row.byte_offset + distance * item_bytes, piece.reshape(-1).view(np.uint8))
-    return elements
+def _merge(parts: Iterable[Mapping[int, list[Piece]]]) -> dict[int, list[Piece]]:
+    merged: dict[int, list[Piece]] = defaultdict(list)
+    for part in parts:
+        for file, pieces in part.items():
+            merged[file] += pieces
+    return {file: crc.join(pieces) for file, pieces in merged.items()}
 
 
-def _write_part(target: Target, row: ShardRow, part: Box, elements: Elements) -> None:
-    for distance, index in runs(row, part):
-        piece = elements[index] if index else elements
-        position = row.byte_offset + distance * elements.dtype.itemsize
-        target.write(row.file, position, piece.reshape(-1).view(np.uint8))
+def _num_bytes(pieces: Mapping[int, list[Piece]]) -> int:
+    return sum(piece.num_bytes for every in pieces.values() for piece in every)
 
 
-def _compare(plan: Plan, moved: Sequence[_Moved]) -> dict[int, int]:
-    """Digest of every tensor; every target replica must have the source's."""
-    sources: dict[int, int] = {}
-    targets: dict[tuple[int, int], int] = {}
-    for tile in moved:
-        sources[tile.tensor] = (sources.get(tile.tensor, 0) + tile.source) % MODULUS
-        for replica, digest in tile.target.items():
-            key = (tile.tensor, replica)
-            targets[key] = (targets.get(key, 0) + digest) % MODULUS
+def _compare(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:
+    """Digest of every target tensor; every replica must have the source's."""
+    sources: dict[int, int] = defaultdict(int)
+    targets: dict[tuple[int, int], int] = defaultdict(int)
+    for record in records:
+        for number, digest in record.source.items():
+            sources[number] = (sources[number] + digest) % MODULUS
+        for key, digest in record.target.items():
+            targets[key] = (targets[key] + digest) % MODULUS
     problems = [
-        f"{plan.index.tensors[number].key}, copy {replica}: source {to_hex(sources[number])}, target {to_hex(digest)}"
+        f"{plan.target_tensors[number].key}, copy {replica}: source {to_hex(sources[number])}, target {to_hex(digest)}"
         for (number, replica), digest in sorted(targets.items())
         if digest != sources[number]
     ]
@@ -190,13 +321,24 @@ def _compare(plan: Plan, moved: Sequence[_Moved]) -> dict[int, int]:
         raise VerificationError(
             f"{len(problems)} tensors did not arrive as they were: nothing was published", problems=problems[:20]
         )
-    return sources
+    return dict(sources)
 
 
-def row_digest(source: Source, row: ShardRow, shape: tuple[int, ...], item_bytes: int, max_elements: int) -> int:
-    """Digest of one row of a source, read in parts of at most `max_elements`."""
-    total = 0
+def row_digest(source: Source, row: ShardRow, shape: tuple[int, ...], item_bytes: int, max_elements: int) -> RowDigest:
+    """Digest of one row of a source, read in parts of at most `max_elements`, and the ranges that were read."""
+    total, pieces = 0, []
     for tile in tiles(row.box.size, max_elements):
         part = tile.shift(row.box.offset)
-        total += box_digest(_read_part(source, row, part, item_bytes), part, shape)
-    return total % MODULUS
+        elements: Bits = np.empty(part.size, dtype=UNSIGNED[item_bytes])
+        for position, piece in _runs(row, part, elements):
+            pieces.append(source.read_into(row.file, position, piece))
+        total += box_digest(elements, part, shape)
+    return RowDigest(total % MODULUS, crc.join(pieces))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowDigest:
+    """Digest of a row, and the ranges that were read for it."""
+
+    digest: int
+    pieces: list[Piece]

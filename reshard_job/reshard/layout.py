@@ -7,6 +7,7 @@ same logical tensors, so planning is intersecting boxes. Tables are columns of n
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,10 +139,11 @@ class ShardTable:
 
 
 class ShardTableBuilder:
-    """Collects rows and turns them into columns."""
+    """Collects rows and turns them into columns; tens of bytes a row while it does."""
 
     def __init__(self) -> None:
-        self._rows: list[ShardRow] = []
+        self._scalars = array("q")  # tensor, replica, file, byte_offset and number of dims of every row
+        self._dims = array("q")  # offset, size and stride of every dim of every row
 
     def add(
         self,
@@ -154,28 +156,32 @@ class ShardTableBuilder:
         replica: int = 0,
     ) -> None:
         """Add a row; without `strides` the box lies in the file as a row-major array of its own."""
-        found = tuple(strides) if strides is not None else strides_of(box.size)
-        self._rows.append(ShardRow(tensor, replica, box, file, byte_offset, found))
+        found = strides if strides is not None else strides_of(box.size)
+        self._scalars.extend((tensor, replica, file, byte_offset, len(box.size)))
+        for dim in zip(box.offset, box.size, found, strict=True):
+            self._dims.extend(dim)
 
     def build(self) -> ShardTable:
         """The table."""
-        ndim = max([1, *(row.box.ndim for row in self._rows)])
-
-        def column(values: list[int]) -> Int64Array:
-            return np.array(values, dtype=np.int64)
-
-        def matrix(values: list[tuple[int, ...]], missing: int) -> Int64Array:
-            padded = [(*value, *(missing,) * (ndim - len(value))) for value in values]
-            return np.array(padded, dtype=np.int64).reshape(len(values), ndim)
-
+        scalars = np.array(self._scalars, dtype=np.int64).reshape(-1, 5)
+        dims = np.array(self._dims, dtype=np.int64).reshape(-1, 3)
+        ndims = scalars[:, 4]
+        shape = (len(scalars), max(1, int(ndims.max(initial=1))))
+        row = np.repeat(np.arange(len(scalars)), ndims)
+        dim = np.arange(len(dims)) - np.repeat(np.cumsum(ndims) - ndims, ndims)
+        matrices = []
+        for column, missing in ((0, 0), (1, 1), (2, 0)):
+            matrix = np.full(shape, missing, dtype=np.int64)
+            matrix[row, dim] = dims[:, column]
+            matrices.append(matrix)
         return ShardTable(
-            tensor=column([row.tensor for row in self._rows]),
-            replica=column([row.replica for row in self._rows]),
-            offset=matrix([row.box.offset for row in self._rows], 0),
-            size=matrix([row.box.size for row in self._rows], 1),
-            file=column([row.file for row in self._rows]),
-            byte_offset=column([row.byte_offset for row in self._rows]),
-            stride=matrix([row.strides for row in self._rows], 0),
+            tensor=np.ascontiguousarray(scalars[:, 0]),
+            replica=np.ascontiguousarray(scalars[:, 1]),
+            offset=matrices[0],
+            size=matrices[1],
+            file=np.ascontiguousarray(scalars[:, 2]),
+            byte_offset=np.ascontiguousarray(scalars[:, 3]),
+            stride=matrices[2],
         )
 
 
@@ -203,6 +209,25 @@ class SourceFile:
     checksums: tuple[Checksum, ...] = ()
 
 
+Plain = int | float | str | bool | None | Sequence["Plain"] | Mapping[str, "Plain"]
+"""What settings and scalars are, once the framework's own classes are left behind."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroup:
+    """One parameter group of the optimizer, in words that every format shares.
+
+    Attributes:
+        names: parameters, in the optimizer's order.
+        options: settings of the group (`lr`, `betas`, `weight_decay`, ...), without its `params`.
+        scalars: states that are one number for the whole group (`step`).
+    """
+
+    names: tuple[str, ...]
+    options: Mapping[str, Plain] = dataclasses.field(default_factory=dict)
+    scalars: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
     """A source checkpoint, known from its metadata alone.
@@ -216,7 +241,9 @@ class Index:
         tensors: all logical tensors; tables refer to them by position.
         files: all files with shards.
         shards: where everything is.
-        extra: what the format's own writer needs besides (scalars, parameter groups, order of names); opaque here.
+        groups: the optimizer's parameter groups, for writers of other formats; empty where there is no optimizer.
+        aliases: second name of a tied weight -> name of the tensor that it is.
+        extra: what the format's own writer needs besides; opaque here.
     """
 
     root: Path
@@ -227,7 +254,13 @@ class Index:
     tensors: tuple[LogicalTensor, ...]
     files: tuple[SourceFile, ...]
     shards: ShardTable
+    groups: tuple[ParamGroup, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra: Any = None
+
+    def number_of(self, key: TensorKey) -> int | None:
+        """Position of a tensor in `tensors`, or None."""
+        return next((at for at, tensor in enumerate(self.tensors) if tensor.key == key), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,12 +303,19 @@ class TargetLayout:
         format: name of the format.
         topology: what the files are laid out for.
         files: all files.
-        shards: where every box of the source's logical tensors goes; refers to `Index.tensors` and to `files`.
+        shards: where every box goes; refers to the target's tensors and to `files`.
+        tensors: the target's tensors, as its own reader will find them; empty if they are the source's, one for one.
+        origins: source tensor (position in `Index.tensors`) of each of `tensors`, [tensors]. Shapes are equal; a float
+            type may differ and is converted, rounding to nearest even. One source tensor may have several targets.
         model: `Commit.model` of the target.
+        notes: what of the source the target does not hold, in words for the user.
     """
 
     format: str
     topology: Topology
     files: tuple[TargetFile, ...]
     shards: ShardTable
+    tensors: tuple[LogicalTensor, ...] = ()
+    origins: tuple[int, ...] = ()
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()

@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from typing import Any
 
 import numpy as np
 
 from reshard.errors import PlanError
+from reshard.geometry import Box, tiles
 from reshard.layout import Index, Int64Array, LogicalTensor, ShardTable, TargetLayout
 
 DEFAULT_MEMORY_BYTES = 96 << 20
 """For buffers. The interpreter with numpy takes about 60 MiB besides, so the process stays below 256 MiB."""
 
+_LARGEST_UNIT_BYTES = 64 << 20
+_SMALLEST_UNIT_BYTES = 1 << 20
+_UNITS = 64
+
 _BUFFERS_PER_THREAD = 4  # assembled tile, one piece on its way in, one on its way out, and digest scratch
-_LARGEST_TILE_BYTES = 8 << 20  # larger reads and writes gain nothing on the disks and file systems measured
+_LARGEST_TILE_BYTES = 4 << 20  # larger reads and writes gain nothing on the disks and file systems measured
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """Work that is done by one worker at a time.
+
+    Attributes:
+        regions: parts of source tensors: position in `Index.tensors`, and the box.
+        num_bytes: of source elements.
+    """
+
+    regions: tuple[tuple[int, Box], ...]
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that `execute` needs to know.
 
     Attributes:
         index: the source.
         layout: the target.
-        source_rows: rows of `index.shards` to read, by tensor: one complete replica each, [num_tensors][rows].
-        target_rows: rows of `layout.shards` to write, by tensor, [num_tensors][rows].
+        source_rows: rows of `index.shards` to read, by source tensor: one complete replica each, [tensors][rows].
+        target_rows: rows of `layout.shards` to write, by source tensor, [tensors][rows].
         bytes_to_read: tensor bytes; metadata and gaps come on top (a fraction of a percent).
         bytes_to_write: size of all target files.
         memory_bytes: for buffers, all threads together.
@@ -42,36 +62,92 @@ class Plan:
     num_threads: int
 
     @property
+    def target_tensors(self) -> tuple[LogicalTensor, ...]:
+        """The target's tensors; `layout.shards` refers to them."""
+        return self.layout.tensors or self.index.tensors
+
+    @functools.cached_property
+    def origins(self) -> Int64Array:
+        """Source tensor of every target tensor, [target tensors]."""
+        return _origins(self.index, self.layout)
+
+    @property
     def tile_bytes(self) -> int:
         """Largest part of a tensor that is in memory at once, per thread."""
         return max(1 << 16, min(_LARGEST_TILE_BYTES, self.memory_bytes // (self.num_threads * _BUFFERS_PER_THREAD)))
 
     @property
     def needed(self) -> list[int]:
-        """Tensors that the target holds, in the order in which they are moved: that of the source's files."""
+        """Source tensors that the target is made of, in the order in which they lie in the source's files."""
         shards = self.index.shards
         numbers = [number for number, rows in enumerate(self.target_rows) if len(rows)]
         first = {number: self.source_rows[number][0] for number in numbers}
         return sorted(numbers, key=lambda n: (int(shards.file[first[n]]), int(shards.byte_offset[first[n]])))
 
+    @property
+    def unit_bytes(self) -> int:
+        """Work is handed out, recorded and resumed in units of about this many source bytes.
+
+        The same on every machine, so that workers with different memory agree about the units.
+        """
+        return max(_SMALLEST_UNIT_BYTES, min(_LARGEST_UNIT_BYTES, self.bytes_to_read // _UNITS))
+
+    @functools.cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The work: every region of every needed tensor once, in the order of the source's files."""
+        units: list[Unit] = []
+        regions: list[tuple[int, Box]] = []
+        held = 0
+        for number in self.needed:
+            tensor = self.index.tensors[number]
+            for box in tiles(tensor.shape, self.unit_bytes // tensor.item_bytes):
+                num_bytes = box.num_elements * tensor.item_bytes
+                if regions and held + num_bytes > self.unit_bytes:
+                    units.append(Unit(tuple(regions), held))
+                    regions, held = [], 0
+                regions.append((number, box))
+                held += num_bytes
+        if regions:
+            units.append(Unit(tuple(regions), held))
+        return tuple(units)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that tell this conversion from any other: source files, target files, and what goes where."""
+        found = hashlib.sha256(f"{self.index.root} {self.index.step} {self.unit_bytes}".encode())
+        for source in self.index.files:
+            found.update(f"{source.path} {source.num_bytes} {source.checksums}".encode())
+        for target in self.layout.files:
+            found.update(f"{target.path} {target.num_bytes}".encode())
+            for position, content in target.fixed:
+                found.update(position.to_bytes(8, "little") + content)
+        for tensor in self.target_tensors:
+            found.update(f"{tensor.key} {tensor.shape} {tensor.dtype}".encode())
+        shards = self.layout.shards
+        for column in (shards.tensor, shards.replica, shards.offset, shards.size, shards.file, shards.byte_offset):
+            found.update(np.ascontiguousarray(column).data)
+        return found.hexdigest()[:16]
+
     def summary(self) -> dict[str, Any]:
         """What `reshard plan` prints."""
-        num_tensors = sum(1 for rows in self.target_rows if len(rows))
         return {
             "source": str(self.index.root),
+            "source_format": self.index.format,
             "format": self.layout.format,
             "mode": "materialize",
             "from": str(self.index.topology),
             "to": str(self.layout.topology),
             "step": self.index.step,
-            "tensors": num_tensors,
+            "tensors": len(np.unique(self.layout.shards.tensor)),
             "source_shards": int(sum(len(rows) for rows in self.source_rows)),
-            "target_shards": int(sum(len(rows) for rows in self.target_rows)),
+            "target_shards": len(self.layout.shards),
             "bytes_to_read": self.bytes_to_read,
             "bytes_to_write": self.bytes_to_write,
             "files_to_write": len(self.layout.files),
+            "units": len(self.units),
             "memory_bytes": self.memory_bytes,
             "threads": self.num_threads,
+            "notes": list(self.layout.notes),
         }
 
 
@@ -83,16 +159,15 @@ def make_plan(
     Raises:
         PlanError: the target wants a tensor that the source does not hold.
     """
-    count = len(index.tensors)
-    target_rows = layout.shards.by_tensor(count)
+    target_rows = _target_rows(index, layout)
     source_rows = [
         _one_replica(index.shards, rows) if len(target) else rows[:0]
-        for rows, target in zip(index.shards.by_tensor(count), target_rows, strict=True)
+        for rows, target in zip(index.shards.by_tensor(len(index.tensors)), target_rows, strict=True)
     ]
     absent = [
-        str(index.tensors[number].key)
-        for number in range(count)
-        if len(target_rows[number]) and not len(source_rows[number])
+        str(tensor.key)
+        for tensor, source, target in zip(index.tensors, source_rows, target_rows, strict=True)
+        if len(target) and not len(source)
     ]
     if absent:
         raise PlanError("the source does not hold tensors that the target needs", problems=absent)
@@ -108,6 +183,22 @@ def make_plan(
         memory_bytes=memory_bytes,
         num_threads=num_threads,
     )
+
+
+def _origins(index: Index, layout: TargetLayout) -> Int64Array:
+    count = len(layout.tensors or index.tensors)
+    origins = np.array(layout.origins, dtype=np.int64) if layout.tensors else np.arange(count, dtype=np.int64)
+    if len(origins) != count or (origins < 0).any() or (origins >= len(index.tensors)).any():
+        raise PlanError(f"the layout names {count} tensors and {len(origins)} origins among {len(index.tensors)}")
+    return origins
+
+
+def _target_rows(index: Index, layout: TargetLayout) -> list[Int64Array]:
+    """Rows of the target by the source tensor that they are made of."""
+    origin = _origins(index, layout)[layout.shards.tensor]
+    order = np.argsort(origin, kind="stable")
+    bounds = np.searchsorted(origin[order], np.arange(len(index.tensors) + 1))
+    return [order[bounds[at] : bounds[at + 1]] for at in range(len(index.tensors))]
 
 
 def _one_replica(shards: ShardTable, rows: Int64Array) -> Int64Array:

@@ -52,6 +52,7 @@ def plan_text(summary: dict[str, Any]) -> str:
             f"  read      {format_bytes(summary['bytes_to_read'])}",
             f"  write     {format_bytes(summary['bytes_to_write'])} in {summary['files_to_write']} files",
             f"  memory    {format_bytes(summary['memory_bytes'])} of buffers, {summary['threads']} threads",
+            *(f"  note      {note}" for note in summary["notes"]),
             "  exact: every element of every copy is written once",
         )
     )

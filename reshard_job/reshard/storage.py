@@ -1,7 +1,7 @@
 """Reading ranges of source files and writing ranges of target files, with checksums of what passed.
 
 The only module that touches tensor bytes on disk. Positioned reads and writes on shared descriptors, so any number of
-threads may work on one file.
+threads, and of processes, may work on one file.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import bisect
 import errno
 import os
 import threading
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard import crc
+from reshard.crc import Piece
 from reshard.errors import CorruptSourceError, StorageFullError, TargetError
-from reshard.layout import SourceFile, TargetFile
+from reshard.layout import Checksum, SourceFile, TargetFile
 
 Bytes = npt.NDArray[np.uint8]
-Piece = tuple[int, int, int]
-"""Position, length and CRC-32 of a range that was read or written."""
+Pieces = Mapping[int, Sequence[Piece]]
+"""Ranges that were read or written, by position of the file."""
 
 _GAP_LIMIT_BYTES = 1 << 20
+_BLOCK_BYTES = 4 << 20
 
 
 class Source:
@@ -35,60 +36,57 @@ class Source:
         self._root = root
         self._files = files
         self._descriptors: dict[int, int] = {}
-        self._pieces: list[list[Piece]] = [[] for _ in files]
         self._lock = threading.Lock()
-        self.bytes_read = 0
 
-    def read_into(self, file: int, position: int, target: Bytes) -> None:
+    def read_into(self, file: int, position: int, target: Bytes) -> Piece:
         """Fill `target` ([num_bytes], contiguous) from a file.
 
         Raises:
             CorruptSourceError: the file is shorter than it was, or cannot be read.
         """
-        descriptor, path, done = self._open(file), self._root / self._files[file].path, 0
+        self.fill(file, position, target)
+        return Piece(position, len(target), crc.crc32(target.data))
+
+    def fill(self, file: int, position: int, target: Bytes) -> None:
+        """The same without the checksum."""
+        descriptor, done = self._open(file), 0
         while done < len(target):
             try:
                 count = os.preadv(descriptor, [target.data[done:]], position + done)
             except OSError as error:
                 raise CorruptSourceError(
-                    f"cannot be read at byte {position + done}: {error}", path=str(path)
+                    f"cannot be read at byte {position + done}: {error}", path=self._path(file)
                 ) from error
             if count == 0:
                 raise CorruptSourceError(
                     f"ends at byte {position + done}, {len(target) - done} more bytes were expected there: truncated",
-                    path=str(path),
+                    path=self._path(file),
                     hint="use an earlier commit",
                 )
             done += count
-        piece = (position, len(target), zlib.crc32(target.data))
-        with self._lock:
-            self.bytes_read += len(target)
-            self._pieces[file].append(piece)
 
-    def check_sums(self) -> None:
-        """Compare what was read with the checksums that the container states, reading small gaps to complete a range.
+    def check_sums(self, read: Pieces) -> int:
+        """Compare what was read with the checksums that the containers state, reading small gaps to complete a range.
+
+        Returns:
+            Bytes that were read to complete ranges.
 
         Raises:
             CorruptSourceError: with every range that is damaged.
         """
-        problems = []
+        problems: list[str] = []
+        more = 0
         for number, file in enumerate(self._files):
-            pieces = sorted(self._pieces[number])
+            pieces = sorted(set(read.get(number, ())))
             for stated in file.checksums:
-                end = stated.start + stated.num_bytes
-                inside = [piece for piece in _starting_in(pieces, stated.start, end) if piece[0] + piece[1] <= end]
-                gaps = _gaps(inside, stated.start, end)
-                if not inside or gaps is None or sum(length for _, length in gaps) > _GAP_LIMIT_BYTES:
+                found = self._checksum(number, pieces, stated)
+                if found is None:
                     continue
-                for position, length in gaps:
-                    self.read_into(number, position, np.empty(length, dtype=np.uint8))
-                    inside.append(self._pieces[number][-1])
-                actual = crc.assemble(inside, start=stated.start, num_bytes=stated.num_bytes)
+                actual, num_bytes = found
+                more += num_bytes
                 if actual != stated.crc32:
-                    problems.append(
-                        f"{file.path}: bytes {stated.start}:{end} have CRC-32 {actual:08x}, the file itself states "
-                        f"{stated.crc32:08x}"
-                    )
+                    where = f"{file.path}: bytes {stated.start}:{stated.start + stated.num_bytes}"
+                    problems.append(f"{where} have CRC-32 {actual:08x}, the file itself states {stated.crc32:08x}")
         if problems:
             raise CorruptSourceError(
                 f"{len(problems)} tensors are damaged",
@@ -96,6 +94,144 @@ class Source:
                 problems=problems[:20],
                 hint="use an earlier commit",
             )
+        return more
+
+    def _checksum(self, file: int, pieces: Sequence[Piece], stated: Checksum) -> tuple[int, int] | None:
+        """(CRC-32 of the range, bytes read to complete it), or None where little of the range was needed."""
+        end = stated.start + stated.num_bytes
+        inside = [piece for piece in _starting_in(pieces, stated.start, end) if piece.start + piece.num_bytes <= end]
+        if not inside:
+            return None
+        gaps = _gaps(inside, stated.start, end)
+        if gaps is None:  # ranges that were read twice, with other limits
+            inside, gaps = [], [(stated.start, stated.num_bytes)]
+        elif sum(length for _, length in gaps) > _GAP_LIMIT_BYTES:
+            return None
+        more = 0
+        for start, length in gaps:
+            for position in range(start, start + length, _BLOCK_BYTES):
+                block = np.empty(min(_BLOCK_BYTES, start + length - position), dtype=np.uint8)
+                inside.append(self.read_into(file, position, block))
+                more += len(block)
+        return crc.assemble(inside, start=stated.start, num_bytes=stated.num_bytes), more
+
+    def close(self) -> None:
+        """Close all files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _path(self, file: int) -> str:
+        return str(self._root / self._files[file].path)
+
+    def _open(self, file: int) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                try:
+                    descriptor = os.open(self._path(file), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CorruptSourceError(f"cannot be opened: {error.strerror}", path=self._path(file)) from error
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                self._descriptors[file] = descriptor
+            return self._descriptors[file]
+
+
+def _starting_in(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
+    """Those of the sorted pieces that start in start:end."""
+    first = bisect.bisect_left(pieces, start, key=lambda piece: piece.start)
+    return list(pieces[first : bisect.bisect_left(pieces, end, key=lambda piece: piece.start)])
+
+
+def _gaps(pieces: Sequence[Piece], start: int, end: int) -> list[tuple[int, int]] | None:
+    """(position, length) of what sorted pieces leave out of start:end; None if pieces overlap."""
+    gaps, position = [], start
+    for piece in pieces:
+        if piece.start < position:
+            return None
+        if piece.start > position:
+            gaps.append((position, piece.start - position))
+        position = piece.start + piece.num_bytes
+    if position < end:
+        gaps.append((position, end - position))
+    return gaps
+
+
+class Target:
+    """Files of a target checkpoint in a folder that no reader sees yet. Several processes may fill the same folder."""
+
+    def __init__(self, folder: Path, files: Sequence[TargetFile]) -> None:
+        self._folder = folder
+        self._files = files
+        self._descriptors: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self.created: set[int] = set()
+        """Files that were not there in their final size."""
+
+    def create(self) -> None:
+        """Make all files in their final sizes; what they hold already is kept.
+
+        Raises:
+            StorageFullError, TargetError: that cannot be done.
+        """
+        for number in range(len(self._files)):
+            self._open(number)
+
+    def write(self, file: int, position: int, content: Bytes) -> Piece:
+        """Write tensor bytes ([num_bytes], contiguous).
+
+        Raises:
+            StorageFullError: no space left.
+            TargetError: any other failure.
+        """
+        descriptor, done = self._open(file), 0
+        with target_errors(self._folder / self._files[file].path, len(content)):
+            while done < len(content):
+                done += os.pwrite(descriptor, content.data[done:], position + done)
+        return Piece(position, len(content), crc.crc32(content.data))
+
+    def holds(self, file: int, piece: Piece) -> bool:
+        """The range has the content that it was written with; reads it."""
+        value = 0
+        with target_errors(self._folder / self._files[file].path, piece.num_bytes):
+            descriptor = self._open(file)
+            for position in range(piece.start, piece.start + piece.num_bytes, _BLOCK_BYTES):
+                length = min(_BLOCK_BYTES, piece.start + piece.num_bytes - position)
+                value = crc.crc32(os.pread(descriptor, length, position), value)
+        return value == piece.crc32
+
+    def flush(self, file: int) -> None:
+        """Send what was written to stable storage."""
+        with target_errors(self._folder / self._files[file].path, self._files[file].num_bytes):
+            os.fdatasync(self._open(file))
+
+    def finish(self, written: Pieces, *, sync: bool = True) -> tuple[list[int], int]:
+        """Write everything that is not tensor data, and sync.
+
+        Returns:
+            CRC-32 of every file, and the number of bytes written here.
+
+        Raises:
+            StorageFullError: no space left.
+            TargetError: any other failure.
+        """
+        sums: list[int] = []
+        count = 0
+        for number, file in enumerate(self._files):
+            pieces = sorted(set(written.get(number, ())))
+            fixed = [(position, bytearray(content)) for position, content in file.fixed]
+            for field in file.checksums:
+                inside = _starting_in(pieces, field.start, field.start + field.num_bytes)
+                value = crc.assemble(inside, start=field.start, num_bytes=field.num_bytes).to_bytes(4, "little")
+                for position in field.positions:
+                    _patch(fixed, position, value)
+            for position, content in fixed:
+                pieces.append(self.write(number, position, np.frombuffer(content, dtype=np.uint8)))
+                count += len(content)
+            sums.append(crc.assemble(pieces, start=0, num_bytes=file.num_bytes))
+            if sync:
+                with target_errors(self._folder / file.path, file.num_bytes):
+                    os.fsync(self._open(number))
+        return sums, count
 
     def close(self) -> None:
         """Close all files."""
@@ -106,103 +242,16 @@ class Source:
     def _open(self, file: int) -> int:
         with self._lock:
             if file not in self._descriptors:
-                path = self._root / self._files[file].path
-                try:
-                    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                except OSError as error:
-                    raise CorruptSourceError(f"cannot be opened: {error.strerror}", path=str(path)) from error
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                self._descriptors[file] = descriptor
+                path, num_bytes = self._folder / self._files[file].path, self._files[file].num_bytes
+                with target_errors(path, num_bytes):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                    descriptor = os.open(path, flags, 0o644)
+                    self._descriptors[file] = descriptor
+                    if os.fstat(descriptor).st_size != num_bytes:
+                        os.ftruncate(descriptor, num_bytes)
+                        self.created.add(file)
             return self._descriptors[file]
-
-
-def _starting_in(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
-    """Those of the sorted pieces that start in start:end."""
-    return list(pieces[bisect.bisect_left(pieces, (start,)) : bisect.bisect_left(pieces, (end,))])
-
-
-def _gaps(pieces: Sequence[Piece], start: int, end: int) -> list[tuple[int, int]] | None:
-    """(position, length) of what sorted pieces leave out of start:end; None if pieces overlap."""
-    gaps, position = [], start
-    for offset, length, _ in pieces:
-        if offset < position:
-            return None
-        if offset > position:
-            gaps.append((position, offset - position))
-        position = offset + length
-    if position < end:
-        gaps.append((position, end - position))
-    return gaps
-
-
-class Target:
-    """Files of a target checkpoint in a folder that nobody else sees yet."""
-
-    def __init__(self, folder: Path, files: Sequence[TargetFile]) -> None:
-        self._folder = folder
-        self._files = files
-        self._descriptors: list[int] = []
-        self._pieces: list[list[Piece]] = [[] for _ in files]
-        self._lock = threading.Lock()
-        self.bytes_written = 0
-        for file in files:
-            path = folder / file.path
-            with target_errors(path, file.num_bytes):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                self._descriptors.append(descriptor)
-                os.ftruncate(descriptor, file.num_bytes)
-
-    def write(self, file: int, position: int, content: Bytes) -> None:
-        """Write tensor bytes ([num_bytes], contiguous).
-
-        Raises:
-            StorageFullError: no space left.
-            TargetError: any other failure.
-        """
-        self._write(file, position, content)
-        piece = (position, len(content), zlib.crc32(content.data))
-        with self._lock:
-            self._pieces[file].append(piece)
-
-    def finish(self) -> list[int]:
-        """Write everything that is not tensor data, sync, and return the CRC-32 of every file.
-
-        Raises:
-            StorageFullError: no space left.
-            TargetError: any other failure.
-        """
-        sums = []
-        for number, file in enumerate(self._files):
-            pieces = sorted(self._pieces[number])
-            fixed = [(position, bytearray(content)) for position, content in file.fixed]
-            for field in file.checksums:
-                end = field.start + field.num_bytes
-                inside = _starting_in(pieces, field.start, end)
-                value = crc.assemble(inside, start=field.start, num_bytes=field.num_bytes).to_bytes(4, "little")
-                for position in field.positions:
-                    _patch(fixed, position, value)
-            for position, content in fixed:
-                self._write(number, position, np.frombuffer(content, dtype=np.uint8))
-            pieces += [(position, len(content), zlib.crc32(content)) for position, content in fixed]
-            sums.append(crc.assemble(pieces, start=0, num_bytes=file.num_bytes))
-            with target_errors(self._folder / file.path, file.num_bytes):
-                os.fsync(self._descriptors[number])
-        return sums
-
-    def close(self) -> None:
-        """Close all files."""
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def _write(self, file: int, position: int, content: Bytes) -> None:
-        done = 0
-        with target_errors(self._folder / self._files[file].path, len(content)):
-            while done < len(content):
-                done += os.pwrite(self._descriptors[file], content.data[done:], position + done)
-        with self._lock:
-            self.bytes_written += len(content)
 
 
 def _patch(fixed: Sequence[tuple[int, bytearray]], position: int, value: bytes) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
 from reshard.commit import check_files, read_commit
+from reshard.crc import Piece
 from reshard.digest import MODULUS, to_hex
 from reshard.errors import CorruptSourceError, UncommittedError, VerificationError
 from reshard.execute import row_digest
@@ -23,6 +25,7 @@ def digests(index: Index) -> dict[str, str]:
     """
     source = Source(index.root, index.files)
     found: dict[str, str] = {}
+    read: dict[int, list[Piece]] = defaultdict(list)
     problems = []
     try:
         for number, rows in enumerate(index.shards.by_tensor(len(index.tensors))):
@@ -30,14 +33,15 @@ def digests(index: Index) -> dict[str, str]:
             by_replica: dict[int, int] = {}
             for row_number in rows:
                 row = index.shards.row(int(row_number), len(tensor.shape))
-                value = row_digest(source, row, tensor.shape, tensor.item_bytes, _PART_BYTES // tensor.item_bytes)
-                by_replica[row.replica] = (by_replica.get(row.replica, 0) + value) % MODULUS
+                found_row = row_digest(source, row, tensor.shape, tensor.item_bytes, _PART_BYTES // tensor.item_bytes)
+                by_replica[row.replica] = (by_replica.get(row.replica, 0) + found_row.digest) % MODULUS
+                read[row.file] += found_row.pieces
             if len(set(by_replica.values())) > 1:
                 copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sorted(by_replica.items()))
                 problems.append(f"{tensor.key}: its copies differ ({copies})")
             if by_replica:
                 found[str(tensor.key)] = to_hex(by_replica[min(by_replica)])
-        source.check_sums()
+        source.check_sums(read)
     finally:
         source.close()
     if problems:

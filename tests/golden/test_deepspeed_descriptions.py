@@ -35,7 +35,7 @@ def test_commit_describes_the_pipeline_where_the_files_do_not(tmp_path):
     )  # fmt: skip
     write_commit(folder, commit)
     target = tmp_path / "target" / STEP
-    reshard(folder, target, Topology(pp=2, tp=2), require_commit=True)
+    reshard(folder, target, Topology(pp=2, tp=2))
     assert read_commit(target).model == {"pipeline": {**PIPELINE, "parts": [0, 3, 5]}}
     stages = [set(read(target / MODEL.format(2 * pp)).value["param_shapes"][0]) for pp in (0, 1)]
     assert "tied_modules.embed.weight" in stages[0] & stages[1]

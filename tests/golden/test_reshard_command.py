@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import api
+from reshard import staging
 from reshard.cli import main
 from reshard.commit import Commit, CommittedFile, file_crc32, read_commit, write_commit
 from reshard.contract import ExitCode, ReshardReport
@@ -129,7 +129,7 @@ def test_refusals_leave_a_report_with_their_exit_code(tmp_path: Path, to: str, o
 
 
 def test_a_full_volume_is_known_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "free_bytes", lambda _folder: 10_000)
+    monkeypatch.setattr(staging, "free_bytes", lambda _folder: 10_000)
     report = tmp_path / "report"
     code = main(["run", str(SOURCE), str(tmp_path / "out"), "--to", TO, "--report", str(report)])
     assert code == ExitCode.STORAGE_FULL

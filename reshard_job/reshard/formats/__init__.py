@@ -13,6 +13,11 @@ from reshard.layout import Index
 FORMATS: tuple[Format, ...] = (DEEPSPEED,)
 
 
+def known_formats() -> str:
+    """Their names, for people."""
+    return ", ".join(item.name for item in FORMATS)
+
+
 def read_checkpoint(path: Path, commit: Commit | None) -> Index:
     """Index the checkpoint in folder `path`, whatever its format.
 
@@ -39,4 +44,4 @@ def writer_of(name: str) -> Format:
     for candidate in FORMATS:
         if candidate.name == name:
             return candidate
-    raise UnsupportedError(f"format {name!r}: this version knows {', '.join(item.name for item in FORMATS)}")
+    raise UnsupportedError(f"format {name!r}: this version knows {known_formats()}")

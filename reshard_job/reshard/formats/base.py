@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Protocol
 
 from reshard.commit import Commit
+from reshard.errors import UnsupportedError
 from reshard.layout import Index, TargetLayout
 from reshard.topology import Topology
+
+DEFAULT_FILE_BYTES = 5 << 30
+"""Largest file that formats make which choose the size of their files themselves."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the target shall be.
+
+    Attributes:
+        topology: degrees of parallelism; formats that are not cut for ranks take no notice.
+        weight_dtype: type of the weights in the target, or None to keep the source's.
+        like: a checkpoint of the target's format and model, for what a source of another format cannot tell (files,
+            scalars and settings that are not tensors); its topology does not matter.
+        file_bytes: largest size of a file where the format leaves that open.
+    """
+
+    topology: Topology
+    weight_dtype: str | None = None
+    like: Index | None = None
+    file_bytes: int = DEFAULT_FILE_BYTES
 
 
 class Format(Protocol):
@@ -36,10 +59,23 @@ class Format(Protocol):
         """
         ...
 
-    def layout(self, index: Index, target: Topology) -> TargetLayout:
-        """Lay out the same logical tensors for `target`, in this format.
+    def layout(self, index: Index, request: Request) -> TargetLayout:
+        """Lay out the tensors of `index`, which any format may have read, in this format.
 
         Raises:
             UnsupportedError: a conversion that would need a guess, with the tensors that it would be about.
         """
         ...
+
+
+def refuse_options(name: str, request: Request, *, weight_dtype: bool = False) -> None:
+    """Refuse what a format has no use for, rather than ignore it.
+
+    Raises:
+        UnsupportedError: naming the option.
+    """
+    if request.weight_dtype is not None and not weight_dtype:
+        raise UnsupportedError(
+            f"--dtype {request.weight_dtype}: the format {name} keeps the types of the source",
+            hint="leave --dtype out, or choose --format safetensors",
+        )

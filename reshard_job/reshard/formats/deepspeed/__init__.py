@@ -11,11 +11,11 @@ from pathlib import Path
 
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, ReshardError
+from reshard.formats.base import Request, refuse_options
 from reshard.formats.deepspeed.reader import NAME, read_index
 from reshard.formats.deepspeed.source import has_checkpoint
 from reshard.formats.deepspeed.writer import lay_out
 from reshard.layout import Index, TargetLayout
-from reshard.topology import Topology
 
 
 @contextlib.contextmanager
@@ -51,10 +51,11 @@ class DeepSpeedFormat:
         with _understood(path):
             return read_index(path, commit)
 
-    def layout(self, index: Index, target: Topology) -> TargetLayout:
+    def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out the checkpoint for another topology, see `lay_out`."""
+        refuse_options(NAME, request)
         with _understood(index.root):
-            return lay_out(index, target)
+            return lay_out(index, request.topology)
 
 
 FORMAT = DeepSpeedFormat()

@@ -1,0 +1,64 @@
+"""Changing the type of floating-point elements, as torch does: rounded to nearest, ties to even.
+
+numpy has no bfloat16, so elements travel as their bits in unsigned integers of the same width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Unsigned type by bytes of an element."""
+
+_QUIET_NAN = np.uint16(0x7FC0)
+
+
+def _float32_of_bfloat16(bits: Bits) -> npt.NDArray[np.float32]:
+    widened: npt.NDArray[np.uint32] = bits.astype(np.uint32) << np.uint32(16)
+    return widened.view(np.float32)
+
+
+def _bfloat16_of_float32(values: npt.NDArray[np.float32]) -> Bits:
+    """Source of the rounding: c10/util/BFloat16.h, round_to_nearest_even (torch 2.13)."""
+    bits = values.view(np.uint32)
+    bias = ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)
+    with np.errstate(over="ignore"):
+        rounded: Bits = ((bits + bias) >> np.uint32(16)).astype(np.uint16)
+    rounded[np.isnan(values)] = _QUIET_NAN
+    return rounded
+
+
+_TO_WIDE: dict[str, Callable[[Bits], npt.NDArray[Any]]] = {
+    "float64": lambda bits: bits.view(np.float64),
+    "float32": lambda bits: bits.view(np.float32),
+    "float16": lambda bits: bits.view(np.float16).astype(np.float32),
+    "bfloat16": _float32_of_bfloat16,
+}
+_FROM_WIDE: dict[str, Callable[[npt.NDArray[Any]], Bits]] = {
+    "float64": lambda values: values.astype(np.float64).view(np.uint64),
+    "float32": lambda values: values.astype(np.float32).view(np.uint32),
+    "float16": lambda values: values.astype(np.float16).view(np.uint16),
+    "bfloat16": lambda values: _bfloat16_of_float32(values.astype(np.float32)),
+}
+
+
+def can_cast(source: str, target: str) -> bool:
+    """Elements of type `source` can be had as `target`; names are torch's."""
+    return source == target or (source in _TO_WIDE and target in _FROM_WIDE)
+
+
+def cast(bits: Bits, source: str, target: str) -> Bits:
+    """Elements of type `source` as elements of type `target`, both as bits; same shape.
+
+    float64 becomes bfloat16 by way of float32, as in torch. Values outside of the target's range become infinite.
+    """
+    if source == target:
+        return bits
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _FROM_WIDE[target](_TO_WIDE[source](np.ascontiguousarray(bits)))

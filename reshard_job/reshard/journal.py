@@ -1,0 +1,125 @@
+"""What of a conversion is done, beside its unfinished result: for resuming, and for several workers on one result.
+
+Every unit that is done leaves a record, written under another name and renamed. A unit that is taken leaves a claim, a
+file that only one worker can create. Nobody waits for a worker that died: units that stay claimed without a record are
+done once more by whoever has nothing else to do, which is harmless, for the same bytes go to the same places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.crc import Piece
+from reshard.execute import UnitRecord
+
+FOLDER = ".journal"
+_POLL_SECONDS = 0.1
+_PATIENCE_SECONDS = 2.0
+_PATIENCE_UNITS = 3.0  # a unit that takes this many times as long as one's own is a straggler's
+
+
+class Journal:
+    """Records and claims in folder `.journal` of an unfinished result."""
+
+    def __init__(self, staging: Path) -> None:
+        self._folder = staging / FOLDER
+        self._folder.mkdir(exist_ok=True)
+
+    def record(self, record: UnitRecord) -> None:
+        """Leave the record of a unit."""
+        draft = self._folder / f".{record.unit:08d}.{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):  # published meanwhile: others did this unit too
+            draft.write_text(to_json(record), encoding="utf-8")
+            draft.rename(self._folder / f"{record.unit:08d}.json")
+
+    def done(self) -> set[int]:
+        """Units that have a record."""
+        return {int(path.stem) for path in self._folder.glob("[0-9]*.json")}
+
+    def records(self) -> list[UnitRecord]:
+        """All records; one that cannot be read is as good as none."""
+        found = []
+        for path in sorted(self._folder.glob("[0-9]*.json")):
+            try:
+                found.append(from_json(path.read_text(encoding="utf-8")))
+            except (ValueError, KeyError, TypeError):
+                path.unlink(missing_ok=True)
+        return found
+
+    def forget(self, unit: int) -> None:
+        """Take back the record and the claim of a unit."""
+        (self._folder / f"{unit:08d}.json").unlink(missing_ok=True)
+        (self._folder / f"{unit:08d}.claim").unlink(missing_ok=True)
+
+    def claim(self, unit: int) -> bool:
+        """Take a unit; False if somebody else has it."""
+        try:
+            descriptor = os.open(self._folder / f"{unit:08d}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except (FileExistsError, FileNotFoundError):
+            return False
+        os.close(descriptor)
+        return True
+
+    def remove(self) -> None:
+        """The result is complete: nobody needs the journal any more."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def exists(self) -> bool:
+        """The result is not published yet."""
+        return self._folder.exists()
+
+    def share(self, num_units: int, worker: int, num_workers: int) -> Iterator[int]:
+        """Units for one of several workers: first its own share, then what others have not begun, then stragglers'."""
+        first = worker * num_units // num_workers
+        started, count = time.monotonic(), 0
+        for unit in (*range(first, num_units), *range(first)):
+            if self.claim(unit):
+                yield unit
+                count += 1
+        mean = (time.monotonic() - started) / max(1, count)
+        patience = max(_PATIENCE_SECONDS, _PATIENCE_UNITS * mean)
+        waited_since = time.monotonic()
+        while self.exists and (missing := sorted(set(range(num_units)) - self.done())):
+            if time.monotonic() - waited_since >= patience:
+                yield missing[worker % len(missing)]
+                waited_since = time.monotonic()
+            else:
+                time.sleep(_POLL_SECONDS)
+
+
+def to_json(record: UnitRecord) -> str:
+    """One line."""
+    return json.dumps(
+        {
+            "unit": record.unit,
+            "source": [[number, f"{value:016x}"] for number, value in record.source.items()],
+            "target": [[number, replica, f"{value:016x}"] for (number, replica), value in record.target.items()],
+            "read": [[file, *piece] for file, pieces in record.read.items() for piece in pieces],
+            "written": [[file, *piece] for file, pieces in record.written.items() for piece in pieces],
+        }
+    )
+
+
+def from_json(text: str) -> UnitRecord:
+    """Inverse of `to_json`.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not such a line.
+    """
+    value = json.loads(text)
+    record = UnitRecord(unit=int(value["unit"]))
+    for number, digest in value["source"]:
+        record.source[number] = int(digest, 16)
+    for number, replica, digest in value["target"]:
+        record.target[number, replica] = int(digest, 16)
+    for name, pieces in (("read", record.read), ("written", record.written)):
+        for file, start, num_bytes, crc32 in value[name]:
+            pieces[file].append(Piece(start, num_bytes, crc32))
+    return record

@@ -1,0 +1,129 @@
+"""The hidden folder beside a target in which it grows, until it appears complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.errors import CorruptSourceError, StorageFullError, TargetError, VerificationError
+from reshard.storage import free_bytes, target_errors
+
+
+class Sharing(enum.Enum):
+    """Who may work on an unfinished result, and what becomes of it after a failure."""
+
+    ALONE = "alone"
+    """This run; a failure removes it."""
+    RESUMABLE = "resumable"
+    """One run at a time; a failure leaves it for the next run of the same conversion."""
+    TOGETHER = "together"
+    """Any number of workers at a time; likewise."""
+
+
+@contextlib.contextmanager
+def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) -> Iterator[Path]:
+    """A folder for the unfinished result; what killed runs of other conversions left for this target is removed.
+
+    The folder is locked while its runs live. File systems without locks on folders (some NFS) cannot tell: there the
+    later run of the same conversion wins, and the earlier one fails without harm.
+
+    Args:
+        target: folder that the result will be.
+        fingerprint: of the conversion.
+        num_bytes: that the result will have.
+        sharing: who may work on it.
+
+    Raises:
+        StorageFullError: the result would not fit.
+        TargetError: the folder cannot be made, or somebody else works on it.
+    """
+    parent = target.parent
+    name = secrets.token_hex(4) if sharing is Sharing.ALONE else fingerprint
+    folder = parent / f".{target.name}.partial-{name}"
+    with target_errors(target, num_bytes):
+        parent.mkdir(parents=True, exist_ok=True)
+        for stale in parent.glob(f".{target.name}.partial-*"):
+            if stale != folder:
+                _remove_unless_locked(stale)
+        _check_free(parent, num_bytes - _allocated_bytes(folder))
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    keep = sharing is not Sharing.ALONE
+    try:
+        _lock(descriptor, folder, shared=sharing is Sharing.TOGETHER)
+        yield folder
+    except (VerificationError, CorruptSourceError):
+        keep = sharing is Sharing.TOGETHER
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, *, shared: bool) -> None:
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise TargetError(
+            "another run works on this conversion", path=str(folder), hint="wait for it, or share with --worker I/N"
+        ) from error
+    except OSError:
+        return
+
+
+def _check_free(parent: Path, num_bytes: int) -> None:
+    free = free_bytes(parent)
+    if free < num_bytes:
+        raise StorageFullError(
+            f"{num_bytes} bytes are needed, {free} bytes are free",
+            path=str(parent),
+            hint="free space on the volume, or keep fewer commits; nothing was written",
+        )
+
+
+def _allocated_bytes(folder: Path) -> int:
+    """Bytes that an unfinished result occupies already."""
+    found = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            found += path.lstat().st_blocks * 512
+    return found
+
+
+def _remove_unless_locked(folder: Path) -> None:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Of all workers on an unfinished result, one at a time; the folder may be gone when it is one's turn."""
+    try:
+        descriptor = os.open(folder / ".finish", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
