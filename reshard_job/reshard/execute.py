@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -207,7 +208,7 @@ class Mover:
         found: dict[str, int] = dict.fromkeys(kinds.values(), 0)
         sources = list(touching(plan.index.shards, rows[0], tile, ndim))
         for row, part in sources:
-            elements = self._read(record, row, part, buffer[(*_slices(part, tile), ...)])
+            elements = self._read(record, row, part, buffer[_slices(part, tile)])
             for dtype in found:
                 found[dtype] += box_digest(cast(elements, tensor.dtype, dtype), part, shape)
         for number_, dtype in kinds.items():
@@ -215,7 +216,7 @@ class Mover:
         converted = {dtype: cast(buffer, tensor.dtype, dtype) for dtype in found}
         for row, part in targets:
             dtype = kinds[row.tensor]
-            elements = np.ascontiguousarray(converted[dtype][(*_slices(part, tile), ...)])
+            elements = np.ascontiguousarray(converted[dtype][_slices(part, tile)])
             # One source box and one target box, both the whole tile: their digests are of the same bytes.
             same = part == tile and len(sources) == 1
             digest = found[dtype] if same else box_digest(elements, part, shape)
@@ -259,11 +260,10 @@ def touching(shards: ShardTable, rows: Int64Array, tile: Box, ndim: int) -> Iter
             yield row, part
 
 
-def _slices(part: Box, tile: Box) -> tuple[slice, ...]:
-    return tuple(
-        slice(low - base, low - base + size)
-        for low, base, size in zip(part.offset, tile.offset, part.size, strict=True)
-    )
+def _slices(part: Box, tile: Box) -> tuple[Any, ...]:
+    """Index of a part in its tile's array; a view, for scalars too."""
+    within = (low - base for low, base in zip(part.offset, tile.offset, strict=True))
+    return (*(slice(low, low + size) for low, size in zip(within, part.size, strict=True)), ...)
 
 
 def _runs(row: ShardRow, part: Box, elements: Bits) -> Iterator[tuple[int, Bytes]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import staging
+from reshard import api, staging
 from reshard.cli import main
 from reshard.commit import Commit, CommittedFile, file_crc32, read_commit, write_commit
 from reshard.contract import ExitCode, ReshardReport
