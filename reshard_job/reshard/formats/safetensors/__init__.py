@@ -1,0 +1,38 @@
+"""Safetensors: weights by name in one file or several, as Hugging Face's libraries read and write them.
+
+What is read, written and refused: docs/safetensors.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.commit import Commit
+from reshard.formats.base import Request
+from reshard.formats.safetensors.reader import NAME, read_index
+from reshard.formats.safetensors.source import names_in
+from reshard.formats.safetensors.writer import lay_out
+from reshard.layout import Index, TargetLayout
+
+
+class SafetensorsFormat:
+    """`reshard.formats.base.Format` for safetensors files."""
+
+    name = NAME
+
+    def sniff(self, path: Path) -> str | None:
+        """Why `path` is not a safetensors checkpoint, or None if it is."""
+        if not path.is_dir():
+            return "not a folder (name the folder of the files)"
+        return None if names_in(path) else "no file *.safetensors"
+
+    def read(self, path: Path, commit: Commit | None) -> Index:
+        """Index the checkpoint, see `read_index`."""
+        return read_index(path, commit)
+
+    def layout(self, index: Index, request: Request) -> TargetLayout:
+        """Lay out the weights of a checkpoint, see `lay_out`."""
+        return lay_out(index, request)
+
+
+FORMAT = SafetensorsFormat()

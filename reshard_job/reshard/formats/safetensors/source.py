@@ -1,0 +1,182 @@
+"""Files of a safetensors checkpoint: which of a folder's files belong to it, and their headers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.safetensors import header
+from reshard.formats.safetensors.header import Header
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+_SERIES = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors$")
+_MAX_INDEX_BYTES = 256 << 20
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A file and its header.
+
+    Attributes:
+        name: in the folder.
+        num_bytes: of the whole file.
+        header: parsed.
+    """
+
+    name: str
+    num_bytes: int
+    header: Header
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of the folder's safetensors files, sorted; empty if it cannot be listed."""
+    try:
+        return sorted(item.name for item in folder.iterdir() if _is_plain(item.name))
+    except OSError:
+        return []
+
+
+def open_source(folder: Path) -> tuple[File, ...]:
+    """Read the headers of all files of the checkpoint in `folder` and check them against each other.
+
+    Raises:
+        CorruptSourceError: damaged, missing or mixed files.
+        UnsupportedError: shards of tensors, or files of two checkpoints.
+    """
+    indexes = sorted(item.name for item in folder.iterdir() if item.name.endswith(INDEX_SUFFIX))
+    if len(indexes) > 1:
+        raise UnsupportedError(
+            f"holds {len(indexes)} checkpoints: {', '.join(indexes)}",
+            path=str(folder),
+            hint="keep each with its files in a folder of its own",
+        )
+    present = names_in(folder)
+    weight_map = _read_index(folder / indexes[0]) if indexes else None
+    wanted = sorted(set(weight_map.values())) if weight_map is not None else present
+    _check_series(folder, present, wanted, indexes)
+    files = tuple(_read_file(folder, name) for name in wanted)
+    _check_names(folder, files, weight_map)
+    return files
+
+
+def _read_file(folder: Path, name: str) -> File:
+    path = folder / name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        hint = "copy what it links to into the folder: cp -rL" if path.is_symlink() else ""
+        what = "is a symbolic link" if path.is_symlink() else f"cannot be opened: {error.strerror}"
+        raise CorruptSourceError(what, path=str(path), hint=hint) from error
+    try:
+        num_bytes = os.fstat(descriptor).st_size
+        length = header.header_bytes(os.pread(descriptor, header.PREFIX_BYTES, 0), num_bytes, str(path))
+        parsed = header.parse(_pread(descriptor, length, header.PREFIX_BYTES), num_bytes, str(path))
+    except OSError as error:
+        raise CorruptSourceError(f"cannot be read: {error.strerror}", path=str(path)) from error
+    finally:
+        os.close(descriptor)
+    if _SHARDING in parsed.metadata:
+        raise UnsupportedError(
+            "holds shards of tensors, as torch.distributed.checkpoint writes them for each rank",
+            path=str(path),
+            hint="put them together first: torch.distributed.checkpoint's consolidate_safetensors_files",
+        )
+    return File(name=name, num_bytes=num_bytes, header=parsed)
+
+
+def _pread(descriptor: int, length: int, position: int) -> bytes:
+    parts: list[bytes] = []
+    while length:
+        part = os.pread(descriptor, length, position)
+        if not part:
+            break
+        parts.append(part)
+        position, length = position + len(part), length - len(part)
+    return b"".join(parts)
+
+
+def _read_index(path: Path) -> Mapping[str, str]:
+    """`weight_map` of an index: tensor -> file. Its `total_size` is not read: the headers say more, and are checked."""
+    try:
+        if path.stat().st_size > _MAX_INDEX_BYTES:
+            raise CorruptSourceError(f"is larger than {_MAX_INDEX_BYTES} bytes", path=str(path))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=header.unique_pairs)
+    except OSError as error:
+        raise CorruptSourceError(f"cannot be read: {error.strerror}", path=str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptSourceError(f"is no valid JSON: {error}", path=str(path)) from error
+    found = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise CorruptSourceError("has no weight_map from tensors to files", path=str(path))
+    outside = sorted({str(name)[:80] for name in found.values() if not _is_plain(name)})
+    if outside:
+        raise CorruptSourceError(
+            "names files that are no safetensors files of its folder", path=str(path), problems=outside[:20]
+        )
+    return found
+
+
+def _is_plain(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name
+
+
+def _check_series(folder: Path, present: Sequence[str], wanted: Sequence[str], indexes: Sequence[str]) -> None:
+    """Every file is there, and none is left over from another save."""
+    problems = [f"{name} is missing" for name in wanted if name not in present]
+    series: dict[tuple[str, int], set[int]] = {}
+    for name in wanted:
+        if match := _SERIES.match(name):
+            series.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
+    for (stem, count), numbers in series.items():
+        if not indexes and (lost := sorted(set(range(1, count + 1)) - numbers)):
+            problems.append(f"{stem}: of {count} files number {', '.join(map(str, lost[:20]))} is missing")
+    stems = {stem for stem, _ in series}
+    if indexes:
+        stems.add(indexes[0].removesuffix(INDEX_SUFFIX))
+    for name in sorted(set(present) - set(wanted)):
+        match = _SERIES.match(name)
+        if (match["stem"] if match else name.removesuffix(SUFFIX)) in stems:
+            problems.append(f"{name} is not in {indexes[0]}")
+    if problems:
+        raise CorruptSourceError(
+            "its files do not fit each other",
+            path=str(folder),
+            problems=problems[:20],
+            hint="a file was not copied, or two saves are mixed in one folder",
+        )
+
+
+def _check_names(folder: Path, files: Sequence[File], weight_map: Mapping[str, str] | None) -> None:
+    """Every tensor is in one file, the one that the index names."""
+    holders: dict[str, str] = {}
+    problems = []
+    for file in files:
+        for entry in file.header.entries:
+            if entry.name in holders:
+                problems.append(f"tensor {entry.name!r} is in {holders[entry.name]} and in {file.name}")
+            elif weight_map is not None and weight_map.get(entry.name) != file.name:
+                stated = weight_map.get(entry.name, "no file")
+                problems.append(f"tensor {entry.name!r} is in {file.name}, the index names {stated}")
+            holders.setdefault(entry.name, file.name)
+    if weight_map is not None:
+        problems += [
+            f"tensor {name!r} is not in {file}, which the index names"
+            for name, file in weight_map.items()
+            if name not in holders
+        ]
+    if problems:
+        raise CorruptSourceError(
+            f"its files contradict each other about {len(problems)} tensors",
+            path=str(folder),
+            problems=problems[:20],
+            hint="two saves are mixed in one folder, or the folder holds more than one model",
+        )
