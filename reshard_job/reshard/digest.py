@@ -16,6 +16,7 @@ mistakes, not against an attacker.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -122,21 +123,36 @@ def _short_runs_digest(rows: npt.NDArray[np.generic], starts: UInt64Array) -> in
 
 
 def _long_runs_digest(rows: npt.NDArray[np.generic], starts: UInt64Array) -> int:
-    """The same for longer runs: one dot product for each."""
-    low, length = _low(), rows.shape[1]
-    step = max(1, _BLOCK // length)
-    high = _high(starts >> np.uint64(_LOW_BITS)).tolist()
-    within = (starts & np.uint64(_BLOCK - 1)).tolist()
-    total = 0
-    for first in range(0, len(rows), step):
-        widened = rows[first : first + step].astype(np.uint64)
-        for number, run in enumerate(widened, start=first):
-            offset = within[number]
-            if offset + length <= _BLOCK:
-                total += int(np.dot(run, low[offset : offset + length])) * high[number]
-            else:
-                total += run_digest(rows[number], int(starts[number]))
+    """The same for longer runs: one product for all runs that lie evenly spaced in one block of weights."""
+    length = rows.shape[1]
+    block = (starts >> np.uint64(_LOW_BITS)).astype(np.int64)
+    within = (starts & np.uint64(_BLOCK - 1)).astype(np.int64)
+    crossing = within + length > _BLOCK
+    total = sum(run_digest(rows[at], int(starts[at])) for at in np.flatnonzero(crossing).tolist())
+    inside = np.flatnonzero(~crossing)
+    if not len(inside):
+        return total % MODULUS
+    high = _high(block[inside].astype(np.uint64)).tolist()
+    step = np.diff(within[inside])
+    same = (np.diff(block[inside]) == 0) & (np.diff(inside) == 1)
+    same[1:] &= step[1:] == step[:-1]
+    bounds = [0, *(np.flatnonzero(~same) + 1).tolist(), len(inside)]
+    for first, last in itertools.pairwise(bounds):
+        runs = rows[inside[first] : inside[last - 1] + 1]
+        spacing = int(step[first]) if last - first > 1 else length
+        total += _evenly_spaced(runs, int(within[inside[first]]), spacing) * high[first]
     return total % MODULUS
+
+
+def _evenly_spaced(runs: npt.NDArray[np.generic], first: int, spacing: int) -> int:
+    """Sum of `bits * v` over runs ([runs, length]) whose weights start at `first`, `first + spacing`, ..."""
+    weights = _low()
+    if len(runs) == 1:
+        return int(np.dot(runs[0].astype(np.uint64), weights[first : first + runs.shape[1]]))
+    own = np.lib.stride_tricks.as_strided(
+        weights[first:], shape=runs.shape, strides=(spacing * weights.itemsize, weights.itemsize), writeable=False
+    )
+    return int(np.einsum("ij,ij->", runs.astype(np.uint64), own))
 
 
 def to_hex(digest: int) -> str:

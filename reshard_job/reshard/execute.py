@@ -217,12 +217,13 @@ class Mover:
         for row, part in targets:
             dtype = kinds[row.tensor]
             elements = np.ascontiguousarray(converted[dtype][_slices(part, tile)])
-            # One source box and one target box, both the whole tile: their digests are of the same bytes.
+            # One source box and one target box, both the whole tile: the same bytes in memory have the same sums.
             same = part == tile and len(sources) == 1
             digest = found[dtype] if same else box_digest(elements, part, shape)
             key = (row.tensor, row.replica)
             record.target[key] = (record.target[key] + digest) % MODULUS
-            self._write(record, row, part, elements)
+            known = record.read[sources[0][0].file][-1] if same and dtype == tensor.dtype else None
+            self._write(record, row, part, elements, known)
 
     def _read(self, record: UnitRecord, row: ShardRow, part: Box, view: Bits) -> Bits:
         """Read a part into its place in the tile; returns it in one piece of memory."""
@@ -234,10 +235,11 @@ class Mover:
             view[...] = elements
         return elements
 
-    def _write(self, record: UnitRecord, row: ShardRow, part: Box, elements: Bits) -> None:
+    def _write(self, record: UnitRecord, row: ShardRow, part: Box, elements: Bits, known: Piece | None) -> None:
         pieces = record.written[row.file]
         for position, piece in _runs(row, part, elements):
-            pieces.append(self._target.write(row.file, position, piece))
+            whole = known is not None and known.num_bytes == len(piece) == elements.nbytes
+            pieces.append(self._target.write(row.file, position, piece, known.crc32 if known and whole else None))
 
 
 def _buffer(scratch: Bytes, num_bytes: int) -> Bytes:

@@ -7,10 +7,12 @@ threads, and of processes, may work on one file.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import errno
+import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -176,8 +178,8 @@ class Target:
         for number in range(len(self._files)):
             self._open(number)
 
-    def write(self, file: int, position: int, content: Bytes) -> Piece:
-        """Write tensor bytes ([num_bytes], contiguous).
+    def write(self, file: int, position: int, content: Bytes, crc32: int | None = None) -> Piece:
+        """Write tensor bytes ([num_bytes], contiguous), whose CRC-32 may be known.
 
         Raises:
             StorageFullError: no space left.
@@ -187,7 +189,7 @@ class Target:
         with target_errors(self._folder / self._files[file].path, len(content)):
             while done < len(content):
                 done += os.pwrite(descriptor, content.data[done:], position + done)
-        return Piece(position, len(content), crc.crc32(content.data))
+        return Piece(position, len(content), crc.crc32(content.data) if crc32 is None else crc32)
 
     def holds(self, file: int, piece: Piece) -> bool:
         """The range has the content that it was written with; reads it."""
@@ -249,9 +251,31 @@ class Target:
                     descriptor = os.open(path, flags, 0o644)
                     self._descriptors[file] = descriptor
                     if os.fstat(descriptor).st_size != num_bytes:
-                        os.ftruncate(descriptor, num_bytes)
+                        _reserve(descriptor, num_bytes)
                         self.created.add(file)
             return self._descriptors[file]
+
+
+@functools.cache
+def _fallocate() -> Callable[..., int] | None:
+    """Linux' fallocate: the C library's posix_fallocate would write zeros where the file system cannot reserve."""
+    try:
+        function = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+    found: Callable[..., int] = function
+    return found
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Give a file its size and, where the file system can, its space: a full volume shows before a byte is moved."""
+    reserve = _fallocate()
+    if reserve is not None and num_bytes and reserve(descriptor, 0, 0, num_bytes) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(code, os.strerror(code))
+    os.ftruncate(descriptor, num_bytes)
 
 
 def _patch(fixed: Sequence[tuple[int, bytearray]], position: int, value: bytes) -> None:
