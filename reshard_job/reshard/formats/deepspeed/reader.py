@@ -11,6 +11,7 @@ from typing import Any
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat, patterns, pipeline
+from reshard.formats.deepspeed.groups import read_groups
 from reshard.formats.deepspeed.logical import Model, Param, describe, layer_weights, make_param, param_shapes
 from reshard.formats.deepspeed.rows import Place, Rows
 from reshard.formats.deepspeed.source import Source, open_source
@@ -56,10 +57,13 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     rows = Rows()
     files = {file.path: at for at, file in enumerate(source.files)}
     weights: dict[str, Param] = {}
+    aliases: dict[str, str] = {}
     if source.pipeline:
         _add_layers(rows, source, model, files, weights)
     elif source.topology.zero < 3:
-        _add_modules(rows, source, model, files, weights)
+        aliases = _add_modules(rows, source, model, files, weights)
+    else:
+        aliases = _shared_names(first.get("shared_params"), model)
     element_bytes = _element_bytes(rows)
     if source.topology.zero < 3:
         _add_partitions(rows, source, model, files, element_bytes)
@@ -75,6 +79,8 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         tensors=tuple(rows.tensors),
         files=tuple(_source_file(file) for file in source.files),
         shards=rows.build(),
+        groups=read_groups(source, model),
+        aliases=aliases,
         extra=Extra(
             source=source, model=model, weights=weights, commit_model=commit_model, element_bytes=element_bytes
         ),
@@ -113,22 +119,38 @@ def _add_layers(rows: Rows, source: Source, model: Model, files: Mapping[str, in
         )
 
 
-def _add_modules(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:
-    """Weights of a model without pipeline: `module` in each tensor-parallel rank's model file."""
+def _shared_names(shared: Any, model: Model) -> dict[str, str]:
+    """Second names of tied weights as ZeRO-3 states them."""
+    found = shared.items() if isinstance(shared, Mapping) else ()
+    return {alias: name for alias, name in found if name in model.params and alias not in model.params}
+
+
+def _add_modules(
+    rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+) -> dict[str, str]:
+    """Weights of a model without pipeline: `module` in each tensor-parallel rank's model file.
+
+    Returns:
+        Second name of a tied weight -> its first.
+    """
     modules = [_module(source.models[tp, 0]) for tp in range(source.topology.tp)]
     if any(list(module) != list(modules[0]) for module in modules):
         raise CorruptSourceError("tensor-parallel ranks hold modules of different names", path=str(source.folder))
-    seen: list[Tensor] = []
+    seen: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
     for name in modules[0]:
         shards = [module[name] for module in modules]
-        if any(shards[0].same_view(other) for other in seen) and name not in model.params:
-            continue  # the second name of a tied weight
-        seen.append(shards[0])
+        twin = next((other for other, tensor in seen.items() if shards[0].same_view(tensor)), None)
+        if twin is not None and name not in model.params:
+            aliases[name] = twin
+            continue
+        seen[name] = shards[0]
         param = _weight(name, shards, model, source, weights)
         for tp, tensor in enumerate(shards):
             _add_weight(rows, param, tensor, Place(source.topology.tp, tp, 0, files[source.models[tp, 0].path], 0))
     if missing := sorted(model.params.keys() - set(modules[0])):
         raise CorruptSourceError(f"the module misses {', '.join(missing[:5])}", path=source.models[0, 0].path)
+    return aliases
 
 
 def _module(file: PtFile) -> Mapping[str, Tensor]:

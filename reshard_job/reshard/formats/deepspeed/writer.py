@@ -26,7 +26,12 @@ def lay_out(index: Index, target: Topology) -> TargetLayout:
         UnsupportedError: a conversion that would need a guess or is not implemented.
     """
     extra = index.extra
-    assert isinstance(extra, Extra)
+    if not isinstance(extra, Extra):
+        raise UnsupportedError(
+            f"the source is of the format {index.format}, which does not say what else DeepSpeed files hold",
+            path=str(index.root),
+            hint="name a DeepSpeed checkpoint of the same model with --like",
+        )
     _refuse(extra, target)
     stages, bounds = target_stages(extra.source, extra.model, target)
     params = {name: _at_target(param, extra.model, target.tp) for name, param in extra.model.params.items()}

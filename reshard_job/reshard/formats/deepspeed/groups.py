@@ -1,0 +1,89 @@
+"""The optimizer's parameter groups in words that every format shares: names, settings, and scalars such as `step`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from reshard.formats.deepspeed.logical import Model, param_groups
+from reshard.formats.deepspeed.source import Source
+from reshard.formats.deepspeed.states import group_states
+from reshard.formats.pt.objects import Inert, Tensor
+from reshard.formats.pt.reader import PtFile, read_tensor_bytes
+from reshard.layout import ParamGroup, Plain
+
+_MAX_SCALAR_BYTES = 8
+_KINDS = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "int64": "<i8", "int32": "<i4", "uint8": "<u1"}
+
+
+def read_groups(source: Source, model: Model) -> tuple[ParamGroup, ...]:
+    """All parameter groups of the whole model, in its canonical order.
+
+    Settings that are neither numbers, texts nor collections of those (functions, hooks) are left out.
+    """
+    found = []
+    for number, names in enumerate(model.groups):
+        mp, at = group_holder(source, model, number)
+        file = source.optimizers[mp, 0]
+        saved = param_groups(source, mp)
+        options = {key: value for key, value in saved[at].items() if key != "params"} if at < len(saved) else {}
+        states = group_states(source, mp, 0)
+        first = first_sub_group(source, mp, at)
+        scalars = states[first].scalars if first < len(states) else {}
+        found.append(
+            ParamGroup(
+                names=names,
+                options={str(key): plain(value, file) for key, value in options.items() if _is_plain(value)},
+                scalars={
+                    key: number_
+                    for key, value in scalars.items()
+                    if isinstance(number_ := plain(value, file) if _is_plain(value) else None, int | float)
+                },
+            )
+        )
+    return tuple(found)
+
+
+def group_holder(source: Source, model: Model, group: int) -> tuple[int, int]:
+    """A model-parallel rank of the first stage that holds a group of the whole model, and the position there."""
+    for pp, stage in enumerate(model.stages):
+        if group in stage.ids:
+            return pp * source.topology.tp, stage.ids.index(group)
+    raise AssertionError(f"group {group} is on no stage")
+
+
+def first_sub_group(source: Source, mp: int, group: int) -> int:
+    """Position of a group's states: ZeRO-3 has one entry per sub-group, the other stages one per group."""
+    if source.topology.zero < 3:
+        return group
+    return sum(len(other["params"]) for other in param_groups(source, mp)[:group])
+
+
+def plain(value: Any, file: PtFile) -> Plain:
+    """A setting without the framework's classes; tensors of one element become numbers.
+
+    Raises:
+        CorruptSourceError: the file ends before the tensor does.
+    """
+    if isinstance(value, Tensor):
+        data = read_tensor_bytes(file.path, value, limit_bytes=_MAX_SCALAR_BYTES)
+        if value.dtype == "bfloat16":
+            data = b"\0\0" + data
+        number: int | float = np.frombuffer(data, dtype=_KINDS.get(value.dtype, "<f4"))[0].item()
+        return number
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, file) for key, item in value.items() if _is_plain(item)}
+    if isinstance(value, list | tuple):
+        return [plain(item, file) for item in value if _is_plain(item)]
+    assert value is None or isinstance(value, int | float | str | bool)
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.num_elements == 1 and (value.dtype in _KINDS or value.dtype == "bfloat16")
+    if isinstance(value, Inert):
+        return False
+    return value is None or isinstance(value, int | float | str | bool | list | tuple | Mapping)
