@@ -23,7 +23,7 @@ from reshard.journal import Journal
 from reshard.layout import Index
 from reshard.limits import default_num_threads
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
-from reshard.staging import Sharing, only_one, staging
+from reshard.staging import FINISH_FILE, Sharing, only_one, staging
 from reshard.storage import target_errors
 from reshard.topology import Topology
 from reshard.verify import compare, digests, total
@@ -173,23 +173,23 @@ def convert(
     plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=num_threads)
     if planned is not None:
         planned(plan)
-    with (
-        staging(wanted.target, plan.fingerprint, plan.bytes_to_write, sharing) as folder,
-        Mover(plan, folder, sync=sync, progress=progress) as mover,
-    ):
-        if sharing is Sharing.ALONE:
-            records = mover.do(range(len(plan.units)))
-            outcome, commit = _complete(plan, wanted, mover, records, folder, reread=reread)
-        else:
-            _do_share(plan, mover, Journal(folder), sharing, worker)
-            with only_one(folder):
-                done = _already_done(wanted)
-                if done is not None:
-                    return _report(done, wanted, started, message="converted together with other workers")
-                records = Journal(folder).records()
-                outcome, commit = _complete(plan, wanted, mover, records, folder, reread=reread)
+    with staging(wanted.target, plan.fingerprint, plan.bytes_to_write, sharing) as folder:
+        outcome: Outcome | None = None
+        done = _already_done(wanted)  # by another worker, while this one planned
+        if done is None:
+            with Mover(plan, folder, sync=sync, progress=progress) as mover:
+                records = _work(mover, folder, sharing, worker)
+                with only_one(folder):
+                    done = _already_done(wanted)
+                    if done is None:
+                        records = records or Journal(folder).records()
+                        outcome = mover.finish(records, fresh=sharing is Sharing.ALONE)
+                        done = _publish(folder, wanted, _commit(plan, wanted, outcome), reread=reread)
+        if outcome is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            return _report(done, wanted, started, message="converted together with other workers")
     message = f"converted {plan.index.topology} to {wanted.topology}, {len(outcome.digests)} tensors verified"
-    return _report(commit, wanted, started, outcome=outcome, message=message)
+    return _report(done, wanted, started, outcome=outcome, message=message)
 
 
 def reshard(source: Path, target: Path, topology: Topology, *, reread: bool = False) -> ReshardReport:
@@ -197,32 +197,21 @@ def reshard(source: Path, target: Path, topology: Topology, *, reread: bool = Fa
     return convert(Conversion(source=source, target=target, topology=topology), reread=reread)
 
 
-def _do_share(plan: Plan, mover: Mover, journal: Journal, sharing: Sharing, worker: tuple[int, int]) -> None:
-    """Do what no record says is done."""
+def _work(mover: Mover, folder: Path, sharing: Sharing, worker: tuple[int, int]) -> list[UnitRecord]:
+    """Do all units, or this worker's; what was recorded in a journal is not returned."""
+    count = len(mover.plan.units)
+    if sharing is Sharing.ALONE:
+        return mover.do(range(count))
+    journal = Journal(folder)
     for record in journal.records():
         if not mover.intact(record, reread=sharing is Sharing.RESUMABLE):
             journal.forget(record.unit)
     if sharing is Sharing.RESUMABLE:
         done = journal.done()
-        mover.do((unit for unit in range(len(plan.units)) if unit not in done), journal.record)
+        mover.do((unit for unit in range(count) if unit not in done), journal.record)
     else:
-        mover.do(journal.share(len(plan.units), *worker), journal.record)
-
-
-def _complete(
-    plan: Plan, wanted: Conversion, mover: Mover, records: list[UnitRecord], folder: Path, *, reread: bool
-) -> tuple[Outcome, Commit]:
-    """Prove, commit and publish."""
-    outcome = mover.finish(records)
-    commit = _commit(plan, wanted, outcome)
-    if reread:
-        _reread(folder, commit)
-    with target_errors(folder, plan.bytes_to_write):
-        (folder / ".finish").unlink(missing_ok=True)
-        shutil.rmtree(folder / JOURNAL_FOLDER, ignore_errors=True)
-        write_commit(folder, commit)
-    _publish(folder, wanted)
-    return outcome, commit
+        mover.do(journal.share(count, *worker), journal.record)
+    return []
 
 
 def _already_done(wanted: Conversion) -> Commit | None:
@@ -277,15 +266,24 @@ def _reread(staging: Path, commit: Commit) -> None:
         ) from error
 
 
-def _publish(folder: Path, wanted: Conversion) -> None:
+def _publish(folder: Path, wanted: Conversion, commit: Commit, *, reread: bool) -> Commit:
+    """Commit the result and let it appear under its name."""
+    if reread:
+        _reread(folder, commit)
+    with target_errors(folder, commit.num_bytes):
+        (folder / FINISH_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder / JOURNAL_FOLDER, ignore_errors=True)
+        write_commit(folder, commit)
     try:
         folder.rename(wanted.target)
     except OSError as error:
         # Another run of the same conversion may have been faster; its result is as good.
-        if _already_done(wanted) is None:
+        done = _already_done(wanted)
+        if done is None:
             raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
-        return
+        return done
     sync_folder(wanted.target.parent)
+    return commit
 
 
 def _report(

@@ -155,8 +155,8 @@ class Mover:
         every = ((file, piece) for file, pieces in record.written.items() for piece in pieces)
         return not reread or all(self._target.holds(file, piece) for file, piece in every)
 
-    def finish(self, records: Iterable[UnitRecord]) -> Outcome:
-        """Compare digests and checksums, and complete the files.
+    def finish(self, records: Iterable[UnitRecord], *, fresh: bool = True) -> Outcome:
+        """Compare digests and checksums, and complete the files, which are `fresh` if this run made them.
 
         Raises:
             VerificationError: digests differ, or a unit is missing.
@@ -169,7 +169,7 @@ class Mover:
         read, written = _merge(r.read for r in every.values()), _merge(r.written for r in every.values())
         more = self._source.check_sums(read)
         digests = _compare(self.plan, every.values())
-        sums, fixed = self._target.finish(written, sync=self._sync)
+        sums, fixed = self._target.finish(written, sync=self._sync, fresh=fresh)
         return Outcome(
             digests={str(self.plan.target_tensors[at].key): to_hex(value) for at, value in sorted(digests.items())},
             file_crc32=tuple(sums),

@@ -14,6 +14,9 @@ from pathlib import Path
 from reshard.errors import CorruptSourceError, StorageFullError, TargetError, VerificationError
 from reshard.storage import free_bytes, target_errors
 
+FINISH_FILE = ".finish"
+"""Locked by the worker that completes a shared result."""
+
 
 class Sharing(enum.Enum):
     """Who may work on an unfinished result, and what becomes of it after a failure."""
@@ -118,7 +121,7 @@ def _remove_unless_locked(folder: Path) -> None:
 def only_one(folder: Path) -> Iterator[None]:
     """Of all workers on an unfinished result, one at a time; the folder may be gone when it is one's turn."""
     try:
-        descriptor = os.open(folder / ".finish", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(folder / FINISH_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     except FileNotFoundError:
         yield
         return

@@ -206,8 +206,13 @@ class Target:
         with target_errors(self._folder / self._files[file].path, self._files[file].num_bytes):
             os.fdatasync(self._open(file))
 
-    def finish(self, written: Pieces, *, sync: bool = True) -> tuple[list[int], int]:
+    def finish(self, written: Pieces, *, sync: bool = True, fresh: bool = True) -> tuple[list[int], int]:
         """Write everything that is not tensor data, and sync.
+
+        Args:
+            written: ranges with tensor data.
+            sync: wait for stable storage.
+            fresh: the files were made by this run, so that what nobody wrote is zero; else zeros are written.
 
         Returns:
             CRC-32 of every file, and the number of bytes written here.
@@ -230,6 +235,8 @@ class Target:
                 pieces.append(self.write(number, position, np.frombuffer(content, dtype=np.uint8)))
                 count += len(content)
             sums.append(crc.assemble(pieces, start=0, num_bytes=file.num_bytes))
+            for position, length in () if fresh else _gaps(sorted(pieces), 0, file.num_bytes) or ():
+                self.write(number, position, np.zeros(length, dtype=np.uint8))
             if sync:
                 with target_errors(self._folder / file.path, file.num_bytes):
                     os.fsync(self._open(number))

@@ -8,9 +8,10 @@ from reshard.commit import Commit
 from reshard.errors import NotACheckpointError, UnsupportedError
 from reshard.formats.base import Format
 from reshard.formats.deepspeed import FORMAT as DEEPSPEED
+from reshard.formats.safetensors import FORMAT as SAFETENSORS
 from reshard.layout import Index
 
-FORMATS: tuple[Format, ...] = (DEEPSPEED,)
+FORMATS: tuple[Format, ...] = (DEEPSPEED, SAFETENSORS)
 
 
 def known_formats() -> str:

@@ -184,7 +184,7 @@ def _check_key(key: Any) -> Any:
         for part in key:
             if not isinstance(part, _SCALARS):
                 raise ValueError("a key is a tuple of something other than scalars")
-    elif not isinstance(key, (*_SCALARS, Global)):
+    elif not isinstance(key, (*_SCALARS, Global, Inert)):  # an Inert hashes by identity
         raise ValueError(f"a key is a {type(key).__name__}")
     return key
 

@@ -58,8 +58,7 @@ def read(path: str | Path) -> PtFile:
         if "byteorder" in entries and (order := _record(descriptor, entries["byteorder"], name)) != b"little":
             raise UnsupportedError(f"byte order {order!r}: only little endian is read", path=name)
         pickle_bytes = _payload(descriptor, entries["data.pkl"], name, machine.MAX_PICKLE_BYTES)
-        tensors = _Tensors(entries, name)
-        value = machine.load(pickle_bytes, persistent_load=tensors.persistent_load, rebuild=tensors.rebuild, path=name)
+        value, storages = build(pickle_bytes, entries, name)
         num_file_bytes = os.fstat(descriptor).st_size
     except OSError as error:
         raise CorruptSourceError(f"cannot be read: {error.strerror}", path=name) from error
@@ -69,9 +68,20 @@ def read(path: str | Path) -> PtFile:
         path=name,
         num_bytes=num_file_bytes,
         value=value,
-        storages=tensors.storages,
+        storages=storages,
         metadata_bytes=len(pickle_bytes),
     )
+
+
+def build(pickle_bytes: bytes, entries: dict[str, Entry], path: str) -> tuple[Any, dict[str, Storage]]:
+    """The object of an archive's pickle, and its storages by their key in the archive.
+
+    Raises:
+        UnsupportedError, UnsafePickleError, CorruptSourceError: as `read`.
+    """
+    tensors = _Tensors(entries, path)
+    value = machine.load(pickle_bytes, persistent_load=tensors.persistent_load, rebuild=tensors.rebuild, path=path)
+    return value, tensors.storages
 
 
 def read_tensor_bytes(path: str | Path, tensor: Tensor, *, limit_bytes: int) -> bytes:

@@ -1,0 +1,185 @@
+"""Conversions that are killed at any moment and resumed, and conversions that several workers share."""
+
+import filecmp
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reshard import journal, plan
+from reshard.cli import main
+from reshard.commit import read_commit
+from reshard.contract import ExitCode
+from reshard.journal import Journal
+
+SOURCE = Path(__file__).parent / "deepspeed-0.19.8/zero2-dp3/step-00000002"
+TO = "dp=2,zero=2"
+CALLS = ("pwrite", "fdatasync", "fsync", "rename", "ftruncate")
+"""Where a run can be killed: before every system call that changes the disk."""
+
+WORKER = """
+import sys
+from reshard import cli, plan
+plan._SMALLEST_UNIT_BYTES = 128
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny checkpoints have several units too."""
+    monkeypatch.setattr(plan, "_SMALLEST_UNIT_BYTES", 128)
+
+
+def command(target: Path, *options: str) -> list[str]:
+    return ["run", str(SOURCE), str(target), "--to", TO, "--threads", "1", *options]
+
+
+def same_files(first: Path, second: Path) -> bool:
+    names = sorted(path.name for path in first.iterdir())
+    others = sorted(path.name for path in second.iterdir())
+    files = [name for name in names if name != "COMMIT.json"]
+    return names == others and filecmp.cmpfiles(first, second, files, shallow=False)[0] == files
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> Path:
+    target = tmp_path / "undisturbed"
+    assert main(command(target)) == ExitCode.OK
+    return target
+
+
+def in_child(action: Callable[[], int]) -> int:
+    """Status of a forked process that runs the action."""
+    process = os.fork()
+    if process == 0:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        os._exit(action())
+    return os.waitpid(process, 0)[1]
+
+
+def killed_before(call: int, arguments: list[str]) -> bool:
+    """Run the command, killed (SIGKILL) before the call of that number; False if it ended before."""
+
+    def action() -> int:
+        count = [0]
+
+        def counted(real: Callable[..., object]) -> Callable[..., object]:
+            def wrapper(*values: object, **named: object) -> object:
+                count[0] += 1
+                if count[0] > call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*values, **named)
+
+            return wrapper
+
+        for name in CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+        return main(arguments)
+
+    status = in_child(action)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == ExitCode.OK
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_killed_before_any_change_of_the_disk_and_resumed_the_result_is_the_same(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    call = moments = 0
+    while True:
+        target = tmp_path / f"target-{call}" / "step-00000002"
+        if not killed_before(call, command(target, "--resume")):
+            break
+        assert not target.exists() or read_commit(target)  # nothing half is visible
+        assert main(command(target, "--resume")) == ExitCode.OK
+        assert same_files(target, undisturbed)
+        assert [path.name for path in target.parent.iterdir()] == [target.name]
+        moments += 1
+        call += 1 if call < 20 else 7
+    assert moments > 30
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_resuming_does_not_convert_again_what_a_record_says_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    assert killed_before(60, command(target, "--resume"))
+    (partial,) = tmp_path.glob(".target.partial-*")
+    before = Journal(partial).done()
+    converted: list[int] = []
+    real = journal.Journal.record
+    monkeypatch.setattr(Journal, "record", lambda self, record: (converted.append(record.unit), real(self, record)))
+    assert main(command(target, "--resume")) == ExitCode.OK
+    assert before
+    assert converted
+    assert not before & set(converted)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("damage", ["flip", "lost"])
+def test_what_was_damaged_between_two_runs_is_converted_again(tmp_path: Path, undisturbed: Path, damage: str) -> None:
+    target = tmp_path / "target"
+    assert killed_before(60, command(target, "--resume"))
+    (partial,) = tmp_path.glob(".target.partial-*")
+    assert Journal(partial).done()
+    for path in partial.glob("*.pt"):
+        if damage == "lost":
+            path.unlink()
+        else:
+            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    assert main(command(target, "--resume")) == ExitCode.OK
+    assert same_files(target, undisturbed)
+
+
+def test_a_run_that_does_not_resume_removes_what_was_left(tmp_path: Path, undisturbed: Path) -> None:
+    stale = tmp_path / ".target.partial-0123456789abcdef"
+    stale.mkdir()
+    (stale / "junk").write_bytes(b"x")
+    target = tmp_path / "target"
+    assert main(command(target)) == ExitCode.OK
+    assert not stale.exists()
+    assert same_files(target, undisturbed)
+
+
+def test_workers_share_a_conversion_and_publish_it_once(tmp_path: Path, undisturbed: Path) -> None:
+    target = tmp_path / "shared" / "step-00000002"
+    workers = [worker(target, f"{number}/3") for number in range(3)]
+    assert [process.wait(timeout=60) for process in workers] == [0, 0, 0]
+    assert same_files(target, undisturbed)
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+def test_a_worker_that_stands_still_does_not_hold_up_the_others(tmp_path: Path, undisturbed: Path) -> None:
+    target = tmp_path / "shared" / "step-00000002"
+    straggler = worker(target, "0/2")
+    try:
+        deadline = time.monotonic() + 30
+        while not list(target.parent.glob(f".{target.name}.partial-*/.journal/*.claim")):
+            assert time.monotonic() < deadline
+            assert straggler.poll() is None
+            time.sleep(0.0005)
+        straggler.send_signal(signal.SIGSTOP)
+        assert worker(target, "1/2").wait(timeout=60) == 0
+        assert same_files(target, undisturbed)
+    finally:
+        straggler.send_signal(signal.SIGCONT)
+    assert straggler.wait(timeout=60) == 0
+    assert same_files(target, undisturbed)
+
+
+def worker(target: Path, share: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", WORKER, *command(target, "--worker", share)])
+
+
+@pytest.mark.parametrize("share", ["2/2", "1", "a/b", "-1/2"])
+def test_a_share_that_makes_no_sense_is_refused(tmp_path: Path, share: str) -> None:
+    assert main(command(tmp_path / "target", f"--worker={share}")) == ExitCode.USAGE
