@@ -1,0 +1,168 @@
+"""A checkpoint's index in other names. Only the table changes: parts of tensors are boxes, and no byte moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from reshard.errors import UnsupportedError
+from reshard.layout import Index, LogicalTensor, ParamGroup, ShardTable, TensorKey
+from reshard.names import boxes
+from reshard.names.match import Job, check_targets, match
+from reshard.names.rules import NameMap
+from reshard.names.tensors import Piece, cut, put_together
+
+MARK = "#"
+"""What follows it in a name (`#padding`) is no part of the parameter's name and goes along with it."""
+
+
+def rename(index: Index, name_map: NameMap) -> Index:
+    """Express a checkpoint in other names.
+
+    All states of a parameter (weight, master weight, moments) go the same way, and so do the optimizer's groups and the
+    second names of tied weights. `extra`, which speaks of the old names, is left out.
+
+    Raises:
+        UnsupportedError: the map is no bijection for this checkpoint: with every name that no rule or several rules
+            match, that two tensors would have, whose parts are missing, or whose sizes do not add up.
+    """
+    problems: list[str] = []
+    names = dict.fromkeys(_parameter(tensor.key) for tensor in index.tensors)
+    jobs = match(names, name_map, problems)
+    targets = check_targets(jobs.values(), problems)
+    aliases = _aliases(index, name_map, jobs, targets, problems)
+    groups = tuple(_group(group, jobs, names, problems) for group in index.groups)
+    tensors, shards = _tensors(index, jobs, problems)
+    if problems:
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        raise UnsupportedError(
+            f"the name map does not fit the checkpoint {index.root}",
+            path=name_map.path or None,
+            problems=[*problems[:20], *more],
+            hint="every tensor needs one rule, also those that are to be dropped: see docs/name-maps.md",
+        )
+    return dataclasses.replace(
+        index, tensors=tensors, shards=shards, groups=groups, aliases=dict(sorted(aliases.items())), extra=None
+    )
+
+
+def _parameter(key: TensorKey) -> str:
+    return key.name.partition(MARK)[0]
+
+
+def _tensors(
+    index: Index, jobs: Mapping[str, Job], problems: list[str]
+) -> tuple[tuple[LogicalTensor, ...], ShardTable]:
+    """All tensors after, and their rows."""
+    pieces = _Pieces(index)
+    tensors: list[LogicalTensor] = []
+    tables: list[ShardTable] = []
+    number = np.full(len(index.tensors), -1, dtype=np.int64)  # of those that only get another name
+    done: set[tuple[str, str]] = set()
+    for at, tensor in enumerate(index.tensors):
+        name, mark, suffix = tensor.key.name.partition(MARK)
+        job = jobs.get(name)
+        if job is None or not job.targets:
+            continue
+        if job.rule.is_rename:
+            number[at] = len(tensors)
+            key = TensorKey(tensor.key.state, job.targets[0] + mark + suffix)
+            tensors.append(dataclasses.replace(tensor, key=key))
+        elif mark:
+            problems.append(f"{tensor.key}: padding of a tensor that {job.rule} cuts or puts together")
+        elif (tensor.key.state, job.sources[0]) not in done:
+            done.add((tensor.key.state, job.sources[0]))
+            for piece in pieces.make(job, tensor.key.state, problems):
+                tables.append(boxes.renumber(piece.rows, len(tensors)))
+                tensors.append(piece.tensor)
+    kept = boxes.rows_of(index.shards, np.flatnonzero(number[index.shards.tensor] >= 0))
+    kept = dataclasses.replace(kept, tensor=number[kept.tensor])
+    num_dims = max([1, *(len(tensor.shape) for tensor in tensors)])
+    return tuple(tensors), boxes.join([kept, *tables], num_dims)
+
+
+class _Pieces:
+    """Looks tensors up by state and name, with their rows."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._rows = index.shards.by_tensor(len(index.tensors))
+        self._at = {tensor.key: at for at, tensor in enumerate(index.tensors)}
+        self._ndim: dict[str, int] = {}
+        for tensor in index.tensors:
+            self._ndim[tensor.key.name] = max(len(tensor.shape), self._ndim.get(tensor.key.name, 0))
+
+    def make(self, job: Job, state: str, problems: list[str]) -> list[Piece]:
+        """The targets' tensors of one state."""
+        missing = [name for name in job.sources if TensorKey(state, name) not in self._at]
+        if missing:
+            present = next(name for name in job.sources if name not in missing)
+            problems.append(f"{state}/{missing[0]}: not there, {state}/{present} is: {job.rule} needs both")
+            return []
+        found = [self._piece(TensorKey(state, name)) for name in job.sources]
+        # A number for each parameter (`step`) belongs to every part of it, and every part has the same.
+        scalar = all(not piece.tensor.shape for piece in found) and all(self._ndim[name] for name in job.sources)
+        keys = [TensorKey(state, name) for name in job.targets]
+        try:
+            make = put_together if job.rule.joins else cut
+            return make(job.rule, found, keys, scalar=scalar)
+        except ValueError as error:
+            problems.append(str(error))
+            return []
+
+    def _piece(self, key: TensorKey) -> Piece:
+        at = self._at[key]
+        return Piece(self._index.tensors[at], boxes.rows_of(self._index.shards, self._rows[at]))
+
+
+def _aliases(
+    index: Index, name_map: NameMap, jobs: Mapping[str, Job], targets: Mapping[str, Job], problems: list[str]
+) -> dict[str, str]:
+    """Second names after."""
+    untied = dict(name_map.untied)
+    problems += [
+        f"{second}: the map unties it from {untied[second]}, it is {name}"
+        for second, name in index.aliases.items()
+        if untied.get(second, name) != name
+    ]
+    kept = {second: name for second, name in index.aliases.items() if second not in untied}
+    second_jobs = match(kept, name_map, problems)
+    found: dict[str, str] = {}
+    for second, name in kept.items():
+        job, of = second_jobs.get(second), jobs.get(name)
+        if job is None or of is None or not job.targets:
+            continue
+        if not (job.rule.is_rename and of.rule.is_rename):
+            problems.append(f"{second} is {name}: of tied weights, neither may be cut, put together or dropped alone")
+            continue
+        _add_alias(found, job.targets[0], of.targets[0], targets, problems)
+    for second, name in name_map.tied:
+        if name not in targets:
+            problems.append(f"{second}: the map ties it to {name}, which is no tensor after the map")
+        else:
+            _add_alias(found, second, name, targets, problems)
+    return found
+
+
+def _add_alias(found: dict[str, str], second: str, name: str, targets: Mapping[str, Job], problems: list[str]) -> None:
+    if second in targets or found.setdefault(second, name) != name:
+        other = ", ".join(targets[second].sources) if second in targets else found[second]
+        problems.append(f"{second}: second name of {name}, and made of {other}")
+
+
+def _group(group: ParamGroup, jobs: Mapping[str, Job], names: Mapping[str, None], problems: list[str]) -> ParamGroup:
+    """The group in names after; parts that are put together take the place of the first of them."""
+    after: dict[str, None] = {}
+    own = set(group.names)
+    for name in group.names:
+        if name not in names:
+            problems.append(f"{name}: in a parameter group of the optimizer, but no tensor")
+        job = jobs.get(name)
+        if job is None:
+            continue
+        if apart := [other for other in job.sources if other not in own]:
+            problems.append(f"{apart[0]} and {name}: in different parameter groups, {job.rule} puts them together")
+        after |= dict.fromkeys(job.targets)
+    return dataclasses.replace(group, names=tuple(after))

@@ -1,0 +1,125 @@
+"""Name maps as data: rules from names to names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from reshard.errors import UnsupportedError
+from reshard.names.template import Template
+
+
+class Cut(NamedTuple):
+    """A part of the whole tensor of a rule, along its dim, and where it is in the tensor of one part.
+
+    Attributes:
+        part: which of the parts.
+        whole: first element in the whole.
+        local: first element in the part.
+        size: number of elements.
+    """
+
+    part: int
+    whole: int
+    local: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What becomes of the tensors of some names.
+
+    One source and one target: another name. Several targets: the source is cut into them. Several sources: they are
+    put together. No target: dropped.
+
+    Attributes:
+        sources: names before.
+        targets: names after.
+        dim: along which the whole is made of its parts.
+        groups: how often the sequence of parts is repeated in the whole: 1 where each part is in one piece, the number
+            of heads where each head has its query, key and value together.
+        sizes: elements of each part along `dim` in one group; None where they are equal or as found.
+        equal: all parts are equally large.
+        stacked: the whole has a dim more than its parts, and each part is one step along it.
+        joins: the sources are the parts; else the targets are.
+    """
+
+    sources: tuple[Template, ...]
+    targets: tuple[Template, ...]
+    dim: int = 0
+    groups: int = 1
+    sizes: tuple[int, ...] | None = None
+    equal: bool = False
+    stacked: bool = False
+    joins: bool = False
+
+    @property
+    def is_rename(self) -> bool:
+        """Nothing is cut, put together or dropped."""
+        return len(self.sources) == len(self.targets) == 1 and not self.stacked
+
+    @property
+    def parts(self) -> int:
+        """Tensors that the whole is made of."""
+        return max(len(self.sources), len(self.targets))
+
+    def inverse(self) -> Rule:
+        """The rule that undoes this one.
+
+        Raises:
+            UnsupportedError: what was dropped is gone, or sizes are not said.
+        """
+        if not self.targets:
+            raise UnsupportedError(f"{self} has no inverse: what is dropped cannot be had back")
+        if self.joins and self.sizes is None and not self.equal and not self.stacked:
+            raise UnsupportedError(f"{self} has no inverse: it does not say how large its parts are", hint="give sizes")
+        return dataclasses.replace(self, sources=self.targets, targets=self.sources, joins=not self.joins)
+
+    def cuts(self, sizes: Sequence[int]) -> list[Cut]:
+        """All pieces of the whole in order, for parts of these sizes in each group, `[parts]`."""
+        found: list[Cut] = []
+        whole = 0
+        for group in range(self.groups):
+            for part, size in enumerate(sizes):
+                found.append(Cut(part, whole, group * size, size))
+                whole += size
+        return found
+
+    def __str__(self) -> str:
+        left, right = (", ".join(map(str, names[:4])) for names in (self.sources, self.targets))
+        return f"rule {left!r} -> {right!r}" if self.targets else f"rule drop {left!r}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NameMap:
+    """How a checkpoint's tensors are called elsewhere.
+
+    Attributes:
+        rules: each tensor must be matched by exactly one.
+        tied: (second name, name): names after, that the target knows a tensor by besides.
+        untied: (second name, name): names before, second names of the source that are left out.
+        path: file that it was read from, for messages.
+    """
+
+    rules: tuple[Rule, ...]
+    tied: tuple[tuple[str, str], ...] = ()
+    untied: tuple[tuple[str, str], ...] = ()
+    path: str = ""
+
+    def inverse(self) -> NameMap:
+        """The map that undoes this one.
+
+        Raises:
+            UnsupportedError: naming the rules that cannot be undone.
+        """
+        problems: list[str] = []
+        rules: list[Rule] = []
+        for rule in self.rules:
+            try:
+                rules.append(rule.inverse())
+            except UnsupportedError as error:
+                problems.append(str(error))
+        if problems:
+            raise UnsupportedError("the name map has no inverse", path=self.path or None, problems=problems)
+        return NameMap(rules=tuple(rules), tied=self.untied, untied=self.tied, path=self.path)
