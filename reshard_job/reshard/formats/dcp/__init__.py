@@ -1,0 +1,59 @@
+"""torch DCP checkpoints (`torch.distributed.checkpoint`, FileSystemWriter). Written against torch 2.13.
+
+What is read, written and refused: docs/dcp-format.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.commit import Commit
+from reshard.errors import CorruptSourceError, ReshardError
+from reshard.formats.base import Request
+from reshard.formats.dcp.metadata import METADATA_FILE
+from reshard.formats.dcp.reader import NAME, read_index
+from reshard.formats.dcp.writer import lay_out
+from reshard.layout import Index, TargetLayout
+
+
+@contextlib.contextmanager
+def _understood(folder: Path) -> Iterator[None]:
+    """Fields of other types than torch writes surface wherever they are used: say whose fault it is."""
+    try:
+        yield
+    except ReshardError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OverflowError, OSError) as error:
+        raise CorruptSourceError(
+            f"holds something that torch does not write ({type(error).__name__}: {error})",
+            path=str(folder),
+            hint="use an earlier checkpoint; if torch loads this one, report it as a bug of reshard",
+        ) from error
+
+
+class DcpFormat:
+    """`reshard.formats.base.Format` for DCP checkpoints."""
+
+    name = NAME
+
+    def sniff(self, path: Path) -> str | None:
+        """Why `path` is not a DCP checkpoint, or None if it is."""
+        if not path.is_dir():
+            return "not a folder"
+        if not (path / METADATA_FILE).is_file():
+            return "no file .metadata (it is written last: a save that did not end has none)"
+        return None
+
+    def read(self, path: Path, commit: Commit | None) -> Index:
+        """Index the checkpoint, see `read_index`."""
+        with _understood(path):
+            return read_index(path, commit)
+
+    def layout(self, index: Index, request: Request) -> TargetLayout:
+        """Lay out a checkpoint for a topology, see `lay_out`."""
+        return lay_out(index, request)
+
+
+FORMAT = DcpFormat()

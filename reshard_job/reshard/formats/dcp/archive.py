@@ -1,0 +1,174 @@
+"""The zip archive of one item, in the middle of a file: what `pt.archive` does for whole files, by ranged reads.
+
+An item is what `torch.save` makes of one tensor or object. Of a tensor's item the head (with the pickle) and the tail
+(with the directory) are read, of a small item all of it at once. Source: caffe2/serialize/inline_container.cc of torch
+2.13 and the zip specification (APPNOTE 6.3.10, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16 and 4.5.3).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.pt.archive import Entry
+
+END_BYTES = 2 << 10
+"""Bytes read at each end of an item; its pickle, headers and directory take less unless it is unusual."""
+
+MAX_DIRECTORY_BYTES = 64 << 20
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_LIMIT32 = 0xFFFFFFFF
+_LIMIT16 = 0xFFFF
+
+
+class Window:
+    """Bytes `start:start + length` of a file; both ends are read at once and kept."""
+
+    def __init__(self, descriptor: int, start: int, length: int, where: str) -> None:
+        self.descriptor = descriptor
+        self.start = start
+        self.length = length
+        self.where = where
+        self.num_bytes_read = 0
+        if length <= 2 * END_BYTES:
+            self._head = self._tail = self._pread(0, length)
+        else:
+            self._head, self._tail = self._pread(0, END_BYTES), self._pread(length - END_BYTES, END_BYTES)
+
+    def _pread(self, offset: int, length: int) -> bytes:
+        data = os.pread(self.descriptor, length, self.start + offset)
+        self.num_bytes_read += len(data)
+        if len(data) != length:
+            raise CorruptSourceError(
+                f"{self.where}: the file ends inside of it: truncated", hint="use an earlier checkpoint"
+            )
+        return data
+
+    def get(self, offset: int, length: int) -> bytes:
+        """Bytes `offset:offset + length` of the window.
+
+        Raises:
+            CorruptSourceError: outside of the window, or the file is shorter.
+        """
+        if offset < 0 or length < 0 or offset + length > self.length:
+            raise CorruptSourceError(f"{self.where}: byte {offset + length} of {self.length} is asked for")
+        if offset + length <= len(self._head):
+            return self._head[offset : offset + length]
+        first = self.length - len(self._tail)
+        if offset >= first:
+            return self._tail[offset - first : offset - first + length]
+        return self._pread(offset, length)
+
+
+def read_directory(window: Window) -> dict[str, Entry]:
+    """Entries of the archive by name; offsets are those of the file, payloads lie inside the item and apart.
+
+    Raises:
+        UnsupportedError: compressed or encrypted entries.
+        CorruptSourceError: truncated, lying or overlapping directory.
+    """
+    try:
+        return _check_apart(_entries(window), window.where)
+    except (struct.error, UnicodeDecodeError, ValueError) as error:
+        raise CorruptSourceError(f"{window.where}: its zip directory is damaged ({error})") from error
+
+
+def _entries(window: Window) -> dict[str, Entry]:
+    if window.get(0, min(4, window.length)) != b"PK\x03\x04":
+        raise CorruptSourceError(f"{window.where}: is not a zip archive, as torch.save makes them")
+    count, num_bytes, position = _end(window)
+    if num_bytes > MAX_DIRECTORY_BYTES or position + num_bytes > window.length:
+        raise CorruptSourceError(f"{window.where}: its zip directory claims {num_bytes} bytes at {position}")
+    data, at = window.get(position, num_bytes), 0
+    found: dict[str, tuple[int, int, int]] = {}
+    prefix = ""
+    for _ in range(count):
+        name, fields, at = _central(data, at, window.where)
+        prefix = prefix or name.partition("/")[0] + "/"
+        if not name.startswith(prefix) or name[len(prefix) :] in found:
+            raise CorruptSourceError(f"{window.where}: entry {name!r} is there twice, or outside of {prefix!r}")
+        found[name[len(prefix) :]] = fields
+    # torch.serialization.set_crc32_options(False) (torch 2.6 and later) leaves 0 in the place of every checksum.
+    stated = any(crc for crc, _, _ in found.values())
+    return {
+        name: Entry(name=name, offset=_payload(window, header, size), num_bytes=size, crc32=crc if stated else None)
+        for name, (crc, size, header) in found.items()
+    }
+
+
+def _end(window: Window) -> tuple[int, int, int]:
+    """Number of entries, and bytes and position of the directory. torch writes no comment behind the end record."""
+    end = window.length - _END.size
+    fields = _END.unpack(window.get(end, _END.size)) if end >= 0 else (b"",)
+    if fields[0] != b"PK\x05\x06":
+        raise CorruptSourceError(f"{window.where}: does not end with a zip directory: truncated or damaged")
+    count, num_bytes, position = fields[4], fields[5], fields[6]
+    if end >= _LOCATOR64.size:
+        locator = _LOCATOR64.unpack(window.get(end - _LOCATOR64.size, _LOCATOR64.size))
+        if locator[0] == b"PK\x06\x07":
+            wide = _END64.unpack(window.get(locator[2], _END64.size))
+            if wide[0] != b"PK\x06\x06":
+                raise CorruptSourceError(f"{window.where}: its zip directory has no ZIP64 end record")
+            return wide[7], wide[8], wide[9]
+    return count, num_bytes, position
+
+
+def _central(data: bytes, at: int, where: str) -> tuple[str, tuple[int, int, int], int]:
+    """Name, (CRC-32, size, position of the local header) and end of the directory's record at `at`."""
+    record = _CENTRAL.unpack_from(data, at)
+    if record[0] != b"PK\x01\x02":
+        raise CorruptSourceError(f"{where}: its zip directory is damaged at byte {at}")
+    flags, method, crc, packed, size = record[3], record[4], record[7], record[8], record[9]
+    name_end = at + _CENTRAL.size + record[10]
+    end = name_end + record[11] + record[12]
+    if end > len(data):
+        raise CorruptSourceError(f"{where}: its zip directory is cut off")
+    name = data[at + _CENTRAL.size : name_end].decode()
+    if method != 0 or flags & 1:
+        raise UnsupportedError(f"{where}: entry {name!r} is compressed or encrypted, torch.save does neither")
+    wide = _zip64(data[name_end : name_end + record[11]])
+    header = record[16]
+    if size == _LIMIT32:
+        size, wide = wide[0], wide[1:]
+    if packed == _LIMIT32:
+        packed, wide = wide[0], wide[1:]
+    if header == _LIMIT32:
+        header = wide[0]
+    if packed != size:
+        raise CorruptSourceError(f"{where}: entry {name!r} has the sizes {packed} and {size}")
+    return name, (crc, size, header), end
+
+
+def _zip64(extra: bytes) -> tuple[int, ...]:
+    """Numbers of the ZIP64 field, and zeros for those that are absent."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            return (*struct.unpack_from(f"<{length // 8}Q", extra, at + 4), 0, 0, 0)
+        at += 4 + length
+    return (0, 0, 0)
+
+
+def _payload(window: Window, header: int, size: int) -> int:
+    """Position in the file, behind the *local* header: its extra field holds the padding, the directory's does not."""
+    fields = _LOCAL.unpack(window.get(header, _LOCAL.size))
+    offset: int = header + _LOCAL.size + fields[9] + fields[10]
+    if fields[0] != b"PK\x03\x04" or offset + size > window.length:
+        raise CorruptSourceError(f"{window.where}: no entry of {size} bytes at byte {header}")
+    return window.start + offset
+
+
+def _check_apart(entries: dict[str, Entry], where: str) -> dict[str, Entry]:
+    end, before = 0, ""
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
+        if entry.offset < end:
+            raise CorruptSourceError(f"{where}: entries {before!r} and {entry.name!r} overlap")
+        end, before = entry.offset + entry.num_bytes, entry.name
+    return entries

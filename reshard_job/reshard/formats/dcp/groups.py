@@ -1,0 +1,71 @@
+"""The optimizer's parameter groups, from options that are stored by group or by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.errors import CorruptSourceError
+from reshard.formats.dcp.items import plain
+from reshard.layout import ParamGroup, Plain
+
+_PARAMS = "params"
+Number = int | float
+
+
+def find_groups(
+    listed: Mapping[tuple[int, str], Any],
+    named: Mapping[tuple[str, str], Any],
+    scalars: Mapping[str, Mapping[str, Number]],
+    where: str,
+) -> tuple[ParamGroup, ...]:
+    """Groups in the optimizer's order; where options are by parameter, parameters of equal options are a group.
+
+    Args:
+        listed: values of options by (group, option), `params` among them.
+        named: values of options by (parameter, option).
+        scalars: parameter -> state -> number.
+        where: for errors.
+
+    Raises:
+        CorruptSourceError: no list of parameters, or options that are not plain data.
+    """
+    problems: list[str] = []
+    options: dict[Any, dict[str, Plain]] = {}
+    members: dict[int, tuple[str, ...]] = {}
+    for (owner, option), value in (*listed.items(), *named.items()):
+        own = options.setdefault(owner, {})
+        if option == _PARAMS and isinstance(owner, int):
+            if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+                problems.append(f"param_groups.{owner}.params: expected a list of names, found {value!r:.80}")
+            else:
+                members[owner] = tuple(value)
+            continue
+        try:
+            own[option] = plain(value)
+        except ValueError as error:
+            problems.append(f"param_groups.{owner}.{option}: expected plain data, found {error}")
+    numbers = sorted({owner for owner, _ in listed})
+    problems += [f"param_groups.{number} has no params" for number in numbers if number not in members]
+    if problems:
+        raise CorruptSourceError("cannot tell the optimizer's parameter groups", path=where, problems=problems[:20])
+    if numbers:
+        return tuple(_group(members[number], options[number], scalars) for number in numbers)
+    alike: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for name, _ in named):
+        alike.setdefault(repr(sorted(options[name].items())), []).append(name)
+    return tuple(_group(names, options[names[0]], scalars) for names in alike.values())
+
+
+def _group(
+    names: Sequence[str], options: Mapping[str, Plain], scalars: Mapping[str, Mapping[str, Number]]
+) -> ParamGroup:
+    return ParamGroup(names=tuple(names), options=options, scalars=common(names, scalars))
+
+
+def common(names: Sequence[str], scalars: Mapping[str, Mapping[str, Number]]) -> dict[str, Number]:
+    """States that are the same number for all parameters of a group that have a state at all."""
+    having = [scalars[name] for name in names if name in scalars]
+    if not having:
+        return {}
+    return {state: value for state, value in having[0].items() if all(other.get(state) == value for other in having)}

@@ -1,0 +1,194 @@
+"""What the items of the files hold: where a chunk's elements lie, and the values of small objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.dcp.archive import Window, read_directory
+from reshard.formats.dcp.metadata import Entry, Place
+from reshard.formats.pt.archive import Entry as ZipEntry
+from reshard.formats.pt.objects import Tensor
+from reshard.formats.pt.reader import build
+from reshard.geometry import Box
+from reshard.layout import ITEM_BYTES, Checksum, Plain
+
+MAX_OBJECT_BYTES = 64 << 20
+"""Largest object (data loader state, random states) that is carried along."""
+
+_SCALAR_CODES = {"float32": "<f", "float64": "<d", "float16": "<e", "int64": "<q", "int32": "<i"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Where a chunk's elements are.
+
+    Attributes:
+        byte_offset: of its first element, in the file.
+        strides: in elements, [ndim].
+        checksum: of the storage, as the item states it; None where it states none.
+    """
+
+    byte_offset: int
+    strides: tuple[int, ...]
+    checksum: Checksum | None
+
+
+class Items:
+    """The files of a checkpoint. Use as a context manager, and ask in the order of the files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.num_bytes_read = 0
+        self._current: tuple[str, int, int] | None = None
+
+    def __enter__(self) -> Items:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._close()
+
+    def file_bytes(self, name: str) -> int:
+        """Size of a file.
+
+        Raises:
+            CorruptSourceError: missing, a link, or not a plain file.
+        """
+        return self._file(name)[1]
+
+    def chunk(self, entry: Entry, box: Box, place: Place) -> Chunk:
+        """Locate a chunk; its item must hold one tensor of the chunk's size and the entry's type.
+
+        Raises:
+            CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
+        """
+        window = self._window(entry.key, place)
+        value, _ = self._value(window)
+        if not isinstance(value, Tensor):
+            raise CorruptSourceError(f"{window.where}: holds a {type(value).__name__}, expected a tensor")
+        if value.shape != box.size or value.dtype != entry.dtype:
+            raise CorruptSourceError(
+                f"{window.where}: holds {value.dtype} {list(value.shape)}, .metadata says {entry.dtype} "
+                f"{list(box.size)}: files of two saves are mixed",
+                hint="use an earlier checkpoint; never save twice into one folder",
+            )
+        storage = value.storage
+        checksum = None
+        if storage.crc32 is not None and storage.num_bytes:
+            checksum = Checksum(start=storage.file_offset, num_bytes=storage.num_bytes, crc32=storage.crc32)
+        self.num_bytes_read += window.num_bytes_read
+        return Chunk(byte_offset=value.file_offset, strides=value.stride, checksum=checksum)
+
+    def object(self, key: str, place: Place) -> Any:
+        """The object of an item that is not a tensor: plain data, inert recipes, references to tensors."""
+        window = self._window(key, place)
+        value, _ = self._value(window)
+        self.num_bytes_read += window.num_bytes_read
+        return value
+
+    def scalar(self, entry: Entry) -> int | float:
+        """Value of an entry that is a number: a tensor without dims, or an object.
+
+        Raises:
+            UnsupportedError: it is neither.
+        """
+        _, place = entry.chunks[0]
+        window = self._window(entry.key, place)
+        value, zip_entries = self._value(window)
+        self.num_bytes_read += window.num_bytes_read
+        if isinstance(value, int | float):
+            return value
+        code = _SCALAR_CODES.get(value.dtype) if isinstance(value, Tensor) else None
+        if code is None or value.num_elements != 1:
+            raise UnsupportedError(f"{window.where}: expected a number, found a {type(value).__name__}")
+        storage = next(iter(zip_entries.values()))
+        data = _checked(window, storage)
+        number: int | float = struct.unpack_from(code, data, value.offset * ITEM_BYTES[value.dtype])[0]
+        return number
+
+    def raw(self, key: str, place: Place) -> bytes:
+        """All bytes of an item, after a look at its checksums.
+
+        Raises:
+            UnsupportedError: larger than `MAX_OBJECT_BYTES`.
+            CorruptSourceError: damaged.
+        """
+        if place.length > MAX_OBJECT_BYTES:
+            raise UnsupportedError(
+                f"{place.file}: {key} has {place.length} bytes, objects of up to {MAX_OBJECT_BYTES} are carried along"
+            )
+        window = self._window(key, place)
+        for entry in read_directory(window).values():
+            _checked(window, entry)
+        data = os.pread(window.descriptor, place.length, place.offset)
+        self.num_bytes_read += window.num_bytes_read + len(data)
+        return data
+
+    def _value(self, window: Window) -> tuple[Any, Mapping[str, ZipEntry]]:
+        """The item's object, and the archive's entries of tensor storages."""
+        entries = read_directory(window)
+        if "data.pkl" not in entries:
+            raise UnsupportedError(f"{window.where}: has no entry data.pkl: not written by torch.save")
+        if "byteorder" in entries and (order := _checked(window, entries["byteorder"])) != b"little":
+            raise UnsupportedError(f"{window.where}: byte order {order!r:.40}: only little endian is read")
+        if entries["data.pkl"].num_bytes > MAX_OBJECT_BYTES:
+            raise UnsupportedError(f"{window.where}: its pickle has {entries['data.pkl'].num_bytes} bytes")
+        value, _ = build(_checked(window, entries["data.pkl"]), entries, window.where)
+        return value, {name: entry for name, entry in entries.items() if name.startswith("data/")}
+
+    def _window(self, key: str, place: Place) -> Window:
+        descriptor, num_bytes = self._file(place.file)
+        where = f"{self.folder / place.file}: item {key}"
+        if place.offset + place.length > num_bytes:
+            raise CorruptSourceError(
+                f"{where}: bytes {place.offset}:{place.offset + place.length} are expected, the file ends at "
+                f"{num_bytes}: truncated",
+                hint="use an earlier checkpoint",
+            )
+        return Window(descriptor, place.offset, place.length, where)
+
+    def _file(self, name: str) -> tuple[int, int]:
+        """Descriptor and size. One file is open at a time: there are as many files as ranks."""
+        if self._current is None or self._current[0] != name:
+            self._close()
+            path = self.folder / name
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except OSError as error:
+                raise CorruptSourceError(f"cannot be opened: {error.strerror}", path=str(path)) from error
+            self._current = (name, descriptor, os.fstat(descriptor).st_size)
+        return self._current[1], self._current[2]
+
+    def _close(self) -> None:
+        if self._current is not None:
+            os.close(self._current[1])
+            self._current = None
+
+
+def _checked(window: Window, entry: ZipEntry) -> bytes:
+    """An entry's payload; its checksum must hold."""
+    data = window.get(entry.offset - window.start, entry.num_bytes)
+    if entry.crc32 is not None and zlib.crc32(data) != entry.crc32:
+        raise CorruptSourceError(f"{window.where}: entry {entry.name!r} is damaged: its CRC-32 does not match")
+    return data
+
+
+def plain(value: Any) -> Plain:
+    """An option's value without recipes and tensors.
+
+    Raises:
+        ValueError: there is no such thing.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(plain(item) for item in value) if type(value) in (list, tuple) else list(map(plain, value))
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: plain(item) for key, item in value.items()}
+    raise ValueError(f"{value!r:.80}")

@@ -1,0 +1,137 @@
+"""The bytes of a DCP checkpoint that are not tensor data: items inside the ranks' files, and `.metadata`.
+
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.13 (classes, file names, `Metadata` as
+`FileSystemWriter.finish` leaves it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from reshard.formats.dcp.metadata import METADATA_FILE, VERSION, Entry, Place
+from reshard.formats.pt.emit import emit
+from reshard.formats.pt.objects import Global, Inert, Size, new_tensor
+from reshard.formats.pt.writer import lay_out_pt
+from reshard.layout import ChecksumField, TargetFile
+
+_STEM = "archive"  # torch.save's prefix where it writes into a stream
+_ALIGNMENT = 64
+"""Items begin at multiples of this, so that payloads are aligned in the file and not only in their archive."""
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_STRIDED = Inert("reduce", Global("torch.serialization", "_get_layout"), ("torch.strided",))
+_CONTIGUOUS = Inert("reduce", Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _RankFile:
+    """A file so far."""
+
+    end: int = 0
+    fixed: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
+    checksums: list[ChecksumField] = dataclasses.field(default_factory=list)
+
+
+class RankFiles:
+    """The files `__<rank>_0.distcp` of a checkpoint that is being laid out."""
+
+    def __init__(self, world_size: int) -> None:
+        self._files = [_RankFile() for _ in range(world_size)]
+
+    def add_raw(self, rank: int, data: bytes) -> Place:
+        """An item whose bytes are known."""
+        file = self._files[rank]
+        start = file.end + -file.end % _ALIGNMENT
+        file.fixed.append((start, data))
+        file.end = start + len(data)
+        return Place(file_name(rank), start, len(data))
+
+    def add_object(self, rank: int, value: Any) -> Place:
+        """An item for plain data, or for a tensor whose bytes are known."""
+        layout = lay_out_pt(_STEM, value)
+        content = bytearray(layout.num_bytes)
+        for offset, data in layout.fixed:
+            content[offset : offset + len(data)] = data
+        return self.add_raw(rank, bytes(content))
+
+    def add_chunk(self, rank: int, dtype: str, shape: tuple[int, ...]) -> tuple[Place, int]:
+        """An item for a chunk; also the position of its first element in the file."""
+        file = self._files[rank]
+        start = file.end + -file.end % _ALIGNMENT
+        layout = lay_out_pt(_STEM, tensor := new_tensor(dtype, shape))
+        slot = layout.slots[tensor.storage]
+        file.fixed += [(start + offset, data) for offset, data in layout.fixed]
+        if slot.num_bytes:
+            positions = tuple(start + position for position in slot.crc_positions)
+            file.checksums.append(
+                ChecksumField(start=start + slot.offset, num_bytes=slot.num_bytes, positions=positions)
+            )
+        file.end = start + layout.num_bytes
+        return Place(file_name(rank), start, layout.num_bytes), start + slot.offset
+
+    def build(self) -> tuple[TargetFile, ...]:
+        """One file per rank; the last ranks have none if there is nothing for them."""
+        return tuple(
+            TargetFile(
+                path=file_name(rank),
+                num_bytes=file.end,
+                fixed=tuple(file.fixed),
+                checksums=tuple(file.checksums),
+            )
+            for rank, file in enumerate(self._files)
+            if file.end  # chunks go to the first ranks, so only the last can be without
+        )
+
+
+def file_name(rank: int) -> str:
+    """The only file of a rank, as `FileSystemWriter` names it."""
+    return f"__{rank}_0.distcp"
+
+
+def metadata_file(entries: Iterable[Entry]) -> TargetFile:
+    """`.metadata` of the entries, for `FileSystemReader` to unpickle."""
+    described: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    for entry in entries:
+        paths[entry.key] = tuple(entry.path)
+        described[entry.key] = _described(entry)
+        for at, (box, place) in enumerate(entry.chunks):
+            index: dict[str, Any] = {"fqn": entry.key, "index": None}
+            if box is not None:
+                index |= {"index": at, "offset": Size(box.offset)}
+            info = {"relative_path": place.file, "offset": place.offset, "length": place.length}
+            stored[_new("MetadataIndex", index)] = Inert("new", _STORAGE_INFO, (), info)
+    root = _new(
+        "Metadata",
+        {
+            "state_dict_metadata": described,
+            "planner_data": paths,
+            "storage_data": stored,
+            "storage_meta": _new(
+                "StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+            ),
+            "version": VERSION,
+        },
+    )
+    pickled, _ = emit(root)
+    return TargetFile(path=METADATA_FILE, num_bytes=len(pickled), fixed=((0, pickled),))
+
+
+def _described(entry: Entry) -> Inert:
+    if entry.shape is None:
+        return _new("BytesStorageMetadata", None)
+    chunks = [
+        _new("ChunkStorageMetadata", {"offsets": Size(box.offset), "sizes": Size(box.size)})
+        for box, _ in entry.chunks
+        if box is not None
+    ]
+    properties = _new("TensorProperties", (Global("torch", entry.dtype), _STRIDED, False, _CONTIGUOUS, False))
+    return _new("TensorStorageMetadata", {"properties": properties, "size": Size(entry.shape), "chunks": chunks})
+
+
+def _new(name: str, state: Any) -> Inert:
+    return Inert("new", Global(_MODULE, name), (), state)
