@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,14 +61,12 @@ def run_digest(data: npt.NDArray[np.generic], start: int) -> int:
     bits = data.reshape(-1).view(_UNSIGNED[data.dtype.itemsize])
     low, count = _low(), len(bits)
     high = _high(np.arange(start >> _LOW_BITS, (start + count >> _LOW_BITS) + 1, dtype=np.uint64)).tolist()
-    scratch = np.empty(min(count, _BLOCK), dtype=np.uint64)
     total = position = 0
     while position < count:
         block, within = divmod(start + position, _BLOCK)
         length = min(_BLOCK - within, count - position)
-        widened = scratch[:length]
-        np.copyto(widened, bits[position : position + length])
-        total += int(np.dot(widened, low[within : within + length])) * high[block - (start >> _LOW_BITS)]
+        product = _product("i,i->", bits[position : position + length], low[within : within + length])
+        total += product * high[block - (start >> _LOW_BITS)]
         position += length
     return total % MODULUS
 
@@ -148,11 +147,16 @@ def _evenly_spaced(runs: npt.NDArray[np.generic], first: int, spacing: int) -> i
     """Sum of `bits * v` over runs ([runs, length]) whose weights start at `first`, `first + spacing`, ..."""
     weights = _low()
     if len(runs) == 1:
-        return int(np.dot(runs[0].astype(np.uint64), weights[first : first + runs.shape[1]]))
+        return _product("i,i->", runs[0], weights[first : first + runs.shape[1]])
     own = np.lib.stride_tricks.as_strided(
         weights[first:], shape=runs.shape, strides=(spacing * weights.itemsize, weights.itemsize), writeable=False
     )
-    return int(np.einsum("ij,ij->", runs.astype(np.uint64), own))
+    return _product("ij,ij->", runs, own)
+
+
+def _product(subscripts: str, bits: npt.NDArray[Any], weights: UInt64Array) -> int:
+    """Sum of products modulo 2^64; einsum widens on the way, twice as fast as `dot` of widened bits."""
+    return int(np.einsum(subscripts, bits, weights, dtype=np.uint64, casting="unsafe"))
 
 
 def to_hex(digest: int) -> str:
