@@ -16,7 +16,7 @@ from reshard.commit import Commit, CommittedFile, check_files, read_commit, sync
 from reshard.contract import ExitCode, ReshardReport
 from reshard.errors import SourceError, TargetError, UncommittedError, VerificationError
 from reshard.execute import Mover, Outcome, Progress, UnitRecord
-from reshard.formats import read_checkpoint, writer_of
+from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import DEFAULT_FILE_BYTES, Request
 from reshard.journal import FOLDER as JOURNAL_FOLDER
 from reshard.journal import Journal
@@ -69,7 +69,7 @@ def plan_of(
         PlanError: the plan is not exact.
     """
     request = Request(topology=target) if isinstance(target, Topology) else target
-    layout = writer_of(target_format or index.format).layout(index, request)
+    layout = format_of(target_format or index.format).layout(index, request)
     plan = make_plan(index, layout, memory_bytes=memory_bytes, num_threads=num_threads or default_num_threads())
     check_plan(plan)
     return plan
@@ -142,6 +142,7 @@ def convert(
     num_threads: int = 0,
     reread: bool = False,
     sync: bool = True,
+    bytes_per_second: float | None = None,
     sharing: Sharing = Sharing.ALONE,
     worker: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
@@ -158,6 +159,7 @@ def convert(
         num_threads: 0 for the processors that this process may use.
         reread: read the whole result back through the format's reader before it is published.
         sync: have every file on stable storage before it is published.
+        bytes_per_second: read no faster than that, all threads together.
         sharing: alone, resumable after a failure, or together with other workers.
         worker: which of how many workers, from 0.
         progress: told about bytes moved.
@@ -177,7 +179,7 @@ def convert(
         outcome: Outcome | None = None
         done = _already_done(wanted)  # by another worker, while this one planned
         if done is None:
-            with Mover(plan, folder, sync=sync, progress=progress) as mover:
+            with Mover(plan, folder, sync=sync, bytes_per_second=bytes_per_second, progress=progress) as mover:
                 records = _work(mover, folder, sharing, worker)
                 with only_one(folder):
                     done = _already_done(wanted)

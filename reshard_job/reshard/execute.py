@@ -83,9 +83,17 @@ def execute(plan: Plan, folder: Path, *, progress: Progress | None = None, sync:
 class Mover:
     """Open files of a conversion, and the threads that work on them."""
 
-    def __init__(self, plan: Plan, folder: Path, *, sync: bool = True, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        sync: bool = True,
+        bytes_per_second: float | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         self.plan = plan
-        self._source = Source(plan.index.root, plan.index.files)
+        self._source = Source(plan.index.root, plan.index.files, bytes_per_second=bytes_per_second)
         self._target = Target(folder, plan.layout.files)
         self._sync = sync
         self._progress = progress

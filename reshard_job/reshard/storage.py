@@ -12,6 +12,7 @@ import errno
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -34,11 +35,12 @@ _BLOCK_BYTES = 4 << 20
 class Source:
     """Files of a source checkpoint, opened read-only when first needed."""
 
-    def __init__(self, root: Path, files: Sequence[SourceFile]) -> None:
+    def __init__(self, root: Path, files: Sequence[SourceFile], *, bytes_per_second: float | None = None) -> None:
         self._root = root
         self._files = files
         self._descriptors: dict[int, int] = {}
         self._lock = threading.Lock()
+        self._pace = None if bytes_per_second is None else Pace(bytes_per_second)
 
     def read_into(self, file: int, position: int, target: Bytes) -> Piece:
         """Fill `target` ([num_bytes], contiguous) from a file.
@@ -52,6 +54,8 @@ class Source:
     def fill(self, file: int, position: int, target: Bytes) -> None:
         """The same without the checksum."""
         descriptor, done = self._open(file), 0
+        if self._pace is not None:
+            self._pace.take(len(target))
         while done < len(target):
             try:
                 count = os.preadv(descriptor, [target.data[done:]], position + done)
@@ -136,6 +140,23 @@ class Source:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
                 self._descriptors[file] = descriptor
             return self._descriptors[file]
+
+
+class Pace:
+    """Keeps all threads together at a number of bytes per second, so that others get their share of the storage."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._seconds_per_byte = 1 / bytes_per_second
+        self._free_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> None:
+        """Wait until it is time for `num_bytes` more."""
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            until = self._free_at = start + num_bytes * self._seconds_per_byte
+        time.sleep(max(0.0, until - now))
 
 
 def _starting_in(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.commit import Commit
 from reshard.errors import NotACheckpointError, UnsupportedError
 from reshard.formats.base import Format
-from reshard.formats.deepspeed import FORMAT as DEEPSPEED
-from reshard.formats.safetensors import FORMAT as SAFETENSORS
 from reshard.layout import Index
 
-FORMATS: tuple[Format, ...] = (DEEPSPEED, SAFETENSORS)
+FORMATS = ("deepspeed", "dcp", "safetensors")
+"""Names, in the order in which they are asked about a folder; each is a package here, imported when it is needed."""
 
 
 def known_formats() -> str:
     """Their names, for people."""
-    return ", ".join(item.name for item in FORMATS)
+    return ", ".join(FORMATS)
+
+
+def format_of(name: str) -> Format:
+    """The format called `name`.
+
+    Raises:
+        UnsupportedError: this version does not know it.
+    """
+    if name not in FORMATS:
+        raise UnsupportedError(f"format {name!r}: this version knows {known_formats()}")
+    found: Format = importlib.import_module(f"reshard.formats.{name}").FORMAT
+    return found
+
+
+def recognise(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Name of each format, and why it says that a folder is not its own, or None."""
+    for name in FORMATS:
+        yield name, format_of(name).sniff(path)
 
 
 def read_checkpoint(path: Path, commit: Commit | None) -> Index:
@@ -28,21 +47,8 @@ def read_checkpoint(path: Path, commit: Commit | None) -> Index:
         UnsupportedError: recognised, but not read by this version.
     """
     reasons = []
-    for candidate in FORMATS:
-        reason = candidate.sniff(path)
+    for name, reason in recognise(path):
         if reason is None:
-            return candidate.read(path, commit)
-        reasons.append(f"{candidate.name}: {reason}")
+            return format_of(name).read(path, commit)
+        reasons.append(f"{name}: {reason}")
     raise NotACheckpointError("no known checkpoint format", path=str(path), problems=reasons)
-
-
-def writer_of(name: str) -> Format:
-    """The format called `name`.
-
-    Raises:
-        UnsupportedError: this version does not know it.
-    """
-    for candidate in FORMATS:
-        if candidate.name == name:
-            return candidate
-    raise UnsupportedError(f"format {name!r}: this version knows {known_formats()}")
