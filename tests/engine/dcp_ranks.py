@@ -1,0 +1,204 @@
+"""Real FSDP2 and plain torch runs that save and load with torch.distributed.checkpoint, for the DCP tests.
+
+`python dcp_ranks.py TASK` with a JSON task: runs, done one after the other, each in as many forked processes as it has
+ranks (torch is imported once). One JSON line per run goes to the task's results: the global mean loss of every step.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+BATCH = 12
+SIZES = {"tiny": (5, 4, 6), "small": (13, 7, 10)}
+
+
+class Net(torch.nn.Module):
+    """Odd sizes, a tied name, a buffer, and two parameter groups."""
+
+    def __init__(self, vocabulary, hidden, inner):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = torch.nn.Embedding(vocabulary, hidden)
+        self.up = torch.nn.Linear(hidden, inner)
+        self.down = torch.nn.Linear(inner, hidden, bias=False)
+        self.register_buffer("scale", torch.tensor([1.5, 2.0, 0.5]))
+        self.head = torch.nn.Linear(hidden, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens, labels):
+        hidden = self.embed(tokens)
+        hidden = hidden + self.down(torch.nn.functional.silu(self.up(hidden))) * self.scale[0]
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+class Velocity(torch.optim.Optimizer):
+    """Of nobody's making but ours: a state of an uncommon name, and few options."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 1e-1, "weight_decay": 0.0})
+
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    state = self.state[weight]
+                    if not state:
+                        state["velocity"] = torch.zeros_like(weight)
+                    state["velocity"].mul_(0.9).add_(weight.grad)
+                    weight.data.mul_(1 - group["weight_decay"] * group["lr"]).sub_(group["lr"] * state["velocity"])
+
+
+def build(run):
+    """Model, optimizer, schedule, and this rank's part of the batch."""
+    dp, tp = run["dp"], run["tp"]
+    model = Net(*SIZES[run["size"]])
+    rank = 0
+    if run["sharded"]:
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        rank = mesh["dp"].get_local_rank()
+        if tp > 1:
+            parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for part in (model.up, model.down, model):
+            fully_shard(part, mesh=mesh["dp"])
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    if run["optimizer"] == "velocity":
+        optimizer = Velocity(groups)
+    elif run["optimizer"] == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=1e-1, momentum=0.9, foreach=False)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), foreach=False)
+    schedule = None
+    if run["style"] != "flat":  # a converter from another framework knows of no schedule
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return model, optimizer, schedule, slice(rank * BATCH // dp, (rank + 1) * BATCH // dp)
+
+
+def state_of(run, model, optimizer, schedule):
+    """The state dict in one of three styles that people use, and its parts for model and optimizer."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=run["style"] != "nested")
+    weights, states = get_state_dict(model, optimizer, options=flat)
+    if run["style"] == "flat":
+        return {"model": weights, "optim": states}, weights, states
+    if run["style"] == "nested":
+        app = {"model": weights, "optimizer": states, "schedule": schedule.state_dict()}
+        return {"app": app}, weights, states
+    rest = {"lr_scheduler": schedule.state_dict(), "train_state": {"tokens": 7, "rng": torch.arange(9.0)}}
+    return {**weights, "optimizer": states, **rest}, weights, states
+
+
+def load(run, model, optimizer, schedule):
+    state, weights, states = state_of(run, model, optimizer, schedule)
+    dcp.load(state, checkpoint_id=run["load"], no_dist=not run["sharded"])
+    if run["style"] == "titan":
+        weights = {name: state[name] for name in weights}
+        assert torch.equal(state["train_state"]["rng"], torch.arange(9.0)) and state["train_state"]["tokens"] == 7
+    flat = StateDictOptions(flatten_optimizer_state_dict=run["style"] != "nested")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=flat)
+    if schedule is not None:
+        schedule.load_state_dict(state["app"]["schedule"] if run["style"] == "nested" else state["lr_scheduler"])
+
+
+def train(run):
+    model, optimizer, schedule, own = build(run)
+    vocabulary = SIZES[run["size"]][0]
+    losses = []
+    first = run.get("first", 0)
+    if "load" in run:
+        load(run, model, optimizer, schedule)
+    for step in range(first, first + run["steps"]):
+        if step == run.get("save_at"):
+            save(run, model, optimizer, schedule)
+        generator = torch.Generator().manual_seed(1000 + step)
+        tokens = torch.randint(0, vocabulary, (BATCH, 9), generator=generator)[own]
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        total = loss.detach().double()
+        if run["sharded"]:
+            torch.distributed.all_reduce(total)
+            total /= run["dp"] * run["tp"]
+        losses.append(float(total))
+    if run.get("save_at") == first + run["steps"]:
+        save(run, model, optimizer, schedule)
+    return losses
+
+
+def save(run, model, optimizer, schedule):
+    state, weights, _ = state_of(run, model, optimizer, schedule)
+    dcp.save(state, checkpoint_id=run["save"], no_dist=not run["sharded"])
+    if "truth" in run:
+        found = {f"model/{name}": summary(value) for name, value in weights.items()}
+        nested = get_state_dict(model, optimizer)[1]["state"]
+        found |= {f"{kind}/{name}": summary(value) for name, own in nested.items() for kind, value in own.items()}
+        if int(os.environ["RANK"]) == 0:
+            Path(run["truth"]).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def summary(tensor):
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    content = tensor.detach().contiguous().numpy().tobytes()
+    return {"shape": list(tensor.shape), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def rank_main(run, rank, world, store, results):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if run["sharded"]:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    losses = train(run)
+    if rank == 0:
+        with open(results, "a") as stream:
+            stream.write(json.dumps({"name": run["name"], "losses": losses}) + "\n")
+    if run["sharded"]:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def main():
+    """Do the runs of the task in argv."""
+    task = json.loads(sys.argv[1])
+    defaults = {"size": "small", "optimizer": "adamw", "style": "flat", "dp": 1, "tp": 1, "sharded": True}
+    for given in task["runs"]:
+        run = {**defaults, **given}
+        world = run["dp"] * run["tp"]
+        with tempfile.TemporaryDirectory() as scratch:
+            children = []
+            for rank in range(world):
+                child = os.fork()
+                if child == 0:
+                    code = 1
+                    try:
+                        rank_main(run, rank, world, f"{scratch}/store", task["results"])
+                        code = 0
+                    except BaseException:
+                        traceback.print_exc()
+                    finally:
+                        sys.stdout.flush()
+                        sys.stderr.flush()
+                        os._exit(code)
+                children.append(child)
+            if failed := [rank for rank, child in enumerate(children) if os.waitpid(child, 0)[1]]:
+                sys.exit(f"{run['name']}: ranks {failed} of {world} failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Checkpoints that real torch wrote: every element is found, and conversions keep each of them."""
+
+import dataclasses
+import hashlib
+import json
+
+import pytest
+
+from reshard.formats.dcp import FORMAT
+from reshard.formats.dcp.metadata import read_metadata
+from reshard.layout import TensorKey
+from tests.golden.dcp_files import NAMES, ROOT, check_archives, convert, golden, items
+from tests.golden.files import assemble
+
+STATES = {
+    "fsdp2-flat": ("exp_avg", "exp_avg_sq"),
+    "single-nested": ("momentum_buffer",),
+    "tp2-fsdp2-titan": ("velocity",),
+}
+MATRICES, VECTORS = ("embed.weight", "up.weight", "down.weight"), ("up.bias",)
+LEFT = {
+    "fsdp2-flat": (),
+    "single-nested": ("app.schedule.last_epoch",),
+    "tp2-fsdp2-titan": ("lr_scheduler.last_epoch", "train_state.rng", "train_state.tokens"),
+}
+
+
+def truth(name):
+    return json.loads((ROOT / name / "truth.json").read_text())
+
+
+def named(index):
+    """The same tensors as another format would hand them over."""
+    return dataclasses.replace(index, format="other", extra=None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_is_what_torch_said_it_was(name):
+    found = assemble(FORMAT.read(golden(name), None))
+    wanted = {key.replace("model/", "weight/", 1): value for key, value in truth(name).items() if "step/" not in key}
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert list(found[key].shape) == value["shape"], key
+        assert hashlib.sha256(found[key].tobytes()).hexdigest() == value["sha256"], key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameter_groups_and_the_rest_are_told_apart(name):
+    index = FORMAT.read(golden(name), None)
+    assert [group.names for group in index.groups] == [MATRICES, VECTORS]
+    assert [group.options["weight_decay"] for group in index.groups] == [0.1, 0.0]
+    assert {key.state for key in (item.key for item in index.tensors)} == {"weight", *STATES[name]}
+    assert set(LEFT[name]) <= set(index.extra.objects)
+    assert not any(key.startswith(("optim.", "optimizer.", "app.optimizer.")) for key in index.extra.objects)
+
+
+def test_steps_are_numbers_of_their_group():
+    index = FORMAT.read(golden("fsdp2-flat"), None)
+    assert index.step == 2
+    assert [group.scalars for group in index.groups] == [{"step": 2.0}, {"step": 2.0}]
+    assert index.groups[0].options["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_another_number_of_ranks_keeps_every_element_and_every_object(name, world, tmp_path):
+    index = FORMAT.read(golden(name), None)
+    layout, outcome = convert(index, tmp_path / "out", world)
+    again = FORMAT.read(tmp_path / "out", None)
+    before, after = assemble(index), assemble(again)
+    assert before.keys() == after.keys()
+    assert all((before[key] == after[key]).all() for key in before)
+    assert outcome.bytes_read == sum(tensor.num_bytes for tensor in index.tensors)
+    assert again.groups == index.groups
+    assert again.extra.order == index.extra.order
+    assert again.topology.world_size == min(world, 6)  # six rows at most: more ranks have nothing
+    old, new = items(golden(name)), items(tmp_path / "out")
+    carried = [key for key in old if key[0] in {entry.key for entry in index.extra.carried}]
+    assert all(old[key] == new[key] for key in carried)
+    assert check_archives(tmp_path / "out") == len(new)
+    assert layout.notes == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_paths_in_the_state_dict_stay(name, tmp_path):
+    convert(FORMAT.read(golden(name), None), tmp_path / "out", 3)
+    before = {entry.key: (entry.path, entry.shape, entry.dtype) for entry in read_metadata(golden(name))}
+    assert before == {entry.key: (entry.path, entry.shape, entry.dtype) for entry in read_metadata(tmp_path / "out")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_from_another_format_names_are_those_of_get_state_dict(name, tmp_path):
+    index = named(FORMAT.read(golden(name), None))
+    convert(index, tmp_path / "out", 2)
+    again = FORMAT.read(tmp_path / "out", None)
+    before, after = assemble(index), assemble(again)
+    assert before.keys() == after.keys()
+    assert all((before[key] == after[key]).all() for key in before)
+    assert [(group.names, group.options, group.scalars) for group in again.groups] == [
+        (group.names, group.options, group.scalars) for group in index.groups
+    ]
+    keys = {entry.key for entry in read_metadata(tmp_path / "out")}
+    state = STATES[name][0]
+    assert {"model.up.bias", f"optim.state.up.bias.{state}", "optim.param_groups.up.bias.lr"} <= keys
+    assert {"optim.param_groups.1.lr", "optim.param_groups.1.params"} <= keys
+    assert ("optim.state.up.bias.step" in keys) == (name == "fsdp2-flat")
+
+
+def test_weights_of_another_type_are_rounded_and_nothing_else(tmp_path):
+    index = FORMAT.read(golden("fsdp2-flat"), None)
+    convert(index, tmp_path / "out", 2, weight_dtype="bfloat16")
+    types = {tensor.key: tensor.dtype for tensor in FORMAT.read(tmp_path / "out", None).tensors}
+    assert types[TensorKey("weight", "up.weight")] == "bfloat16"
+    assert types[TensorKey("exp_avg", "up.weight")] == "float32"
+    before, after = (
+        assemble(index)["weight/up.weight"],
+        assemble(FORMAT.read(tmp_path / "out", None))["weight/up.weight"],
+    )
+    rounded = (before + 0x7FFF + ((before >> 16) & 1)) >> 16
+    assert (rounded == after).all()
+
+
+def test_what_was_converted_twice_is_what_was_converted_once(tmp_path):
+    index = FORMAT.read(golden("tp2-fsdp2-titan"), None)
+    convert(index, tmp_path / "three", 3)
+    convert(FORMAT.read(tmp_path / "three", None), tmp_path / "two", 2)
+    convert(index, tmp_path / "direct", 2)
+    assert items(tmp_path / "two") == items(tmp_path / "direct")
