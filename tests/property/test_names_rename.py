@@ -135,6 +135,7 @@ def test_parts_are_where_numpy_puts_them_and_the_way_back_changes_nothing(folder
         assert found_parts[key].shape == value.shape, key
         assert (found_parts[key] == value).all(), key
     back = rename(renamed, name_map.inverse())
+    assert name_map.inverse().inverse() == name_map
     assert digests(back) == digests(index)
     assert sorted(back.tensors, key=str) == sorted(index.tensors, key=str)
     assert back.groups == index.groups
@@ -173,6 +174,7 @@ def test_other_names_and_back_give_the_same_index(folder, case):
     renamed = rename(index, name_map)
     assert len({tensor.key for tensor in renamed.tensors}) == len(tensors)
     assert sorted(digests(renamed).values()) == sorted(digests(index).values())
+    assert name_map.inverse().inverse() == name_map
     back = rename(renamed, name_map.inverse())
     assert back.tensors == index.tensors
     assert back.groups == index.groups

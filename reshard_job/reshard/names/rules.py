@@ -72,6 +72,8 @@ class Rule:
         """
         if not self.targets:
             raise UnsupportedError(f"{self} has no inverse: what is dropped cannot be had back")
+        if self.is_rename:
+            return dataclasses.replace(self, sources=self.targets, targets=self.sources)
         if self.joins and self.sizes is None and not self.equal and not self.stacked:
             raise UnsupportedError(f"{self} has no inverse: it does not say how large its parts are", hint="give sizes")
         return dataclasses.replace(self, sources=self.targets, targets=self.sources, joins=not self.joins)
