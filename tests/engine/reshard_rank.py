@@ -114,15 +114,32 @@ def flat_step(engine, config, topology, rank):
     return float(total) / topology.dp
 
 
-def write_truth(engine, path, place):
-    """What DeepSpeed itself says each of this stage's full (but for tensor parallelism) tensors is: SHA-256 by name."""
-    found = {}
+def whole_states(engine):
+    """Name -> what DeepSpeed itself says each state of a parameter (but for tensor parallelism whole) is."""
+    optimizer = engine.optimizer
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    states = ("exp_avg", "exp_avg_sq")
+    if engine.zero_optimization_stage() == 0:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        groups = getattr(optimizer, "fp16_groups", [group["params"] for group in inner.param_groups])
+        masters = getattr(optimizer, "fp32_groups", groups)
+        for group, own in zip(groups, masters, strict=True):
+            for parameter, master in zip(group, own, strict=True):
+                fp32 = {} if master is parameter else {"fp32": master}
+                yield names[parameter], fp32 | {state: inner.state[master][state] for state in states}
+        return
     if engine.zero_optimization_stage() < 3:  # linked once, before the optimizer's first step filled its state
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in engine.module.named_parameters():
-        tensors = {"fp32": safe_get_full_fp32_param(parameter)}
-        tensors |= {state: safe_get_full_optimizer_state(parameter, state) for state in ("exp_avg", "exp_avg_sq")}
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    for parameter, name in names.items():
+        fp32 = {"fp32": safe_get_full_fp32_param(parameter)}
+        yield name, fp32 | {state: safe_get_full_optimizer_state(parameter, state) for state in states}
+
+
+def write_truth(engine, path, place):
+    """SHA-256 of each of this stage's whole tensors by name."""
+    found = {}
+    for name, tensors in whole_states(engine):
         for state, tensor in tensors.items():
             content = tensor.detach().float().contiguous().numpy().tobytes()
             found[f"{state}/{name}"] = f"{tuple(tensor.shape)} {hashlib.sha256(content).hexdigest()}"

@@ -17,6 +17,9 @@ TARGETS = {
     "zero2-dp3-round-robin": ["dp=1,zero=2", "dp=2,zero=1", "dp=8,zero=2"],
     "zero3-dp3": ["dp=1,zero=3", "dp=2,zero=3", "dp=7,zero=3", "dp=64,zero=3"],
     "bf16-dp2": ["dp=1", "dp=3", "dp=4,zero=2"],
+    "bf16-optimizer-dp2": ["dp=1", "dp=3", "dp=4,zero=2"],
+    "zero0-dp2": ["dp=1,zero=0", "dp=3,zero=0"],
+    "zero0-bf16-dp2": ["dp=1,zero=0", "dp=3,zero=0"],
 }
 NUMPY = {"float32": np.uint32, "bfloat16": np.uint16, "uint8": np.uint8, "int64": np.int64}
 

@@ -18,6 +18,15 @@ CASES = {
     "zero2-dp3-round-robin": {"model": "flat", "topology": "dp=3,zero=2", "zero": {"round_robin_gradients": True}},
     "zero3-dp3": {"model": "flat", "topology": "dp=3,zero=3", "zero": {"sub_group_size": 40}},
     "bf16-dp2": {"model": "flat", "topology": "dp=2,zero=1", "bf16": True},
+    "bf16-optimizer-dp2": {
+        "model": "flat",
+        "topology": "dp=2,zero=1",
+        "bf16": True,
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    "elastic-dp2": {"model": "flat", "topology": "dp=2,zero=2", "zero": {"elastic_checkpoint": True}},
+    "zero0-dp2": {"model": "flat", "topology": "dp=2,zero=0"},
+    "zero0-bf16-dp2": {"model": "flat", "topology": "dp=2,zero=0", "bf16": True},
 }
 
 

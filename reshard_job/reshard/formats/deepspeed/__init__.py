@@ -1,4 +1,4 @@
-"""DeepSpeed's native checkpoints, ZeRO stages 1 to 3, with tensor and pipeline parallelism. Written against 0.19.8.
+"""DeepSpeed's native checkpoints, ZeRO stages 0 to 3, with tensor and pipeline parallelism. Written against 0.19.8.
 
 What is read, written and refused: docs/deepspeed-format.md.
 """
@@ -52,10 +52,10 @@ class DeepSpeedFormat:
             return read_index(path, commit)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
-        """Lay out the checkpoint for another topology, see `lay_out`."""
+        """Lay out tensors as a checkpoint of DeepSpeed, see `lay_out`."""
         refuse_options(NAME, request)
         with _understood(index.root):
-            return lay_out(index, request.topology)
+            return lay_out(index, request)
 
 
 FORMAT = DeepSpeedFormat()

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.logical import Model, param_groups
 from reshard.formats.deepspeed.source import Source
-from reshard.formats.deepspeed.states import group_states
+from reshard.formats.deepspeed.states import GroupState, group_states, same_scalar
+from reshard.formats.deepspeed.unpartitioned import param_states
 from reshard.formats.pt.objects import Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read_tensor_bytes
 from reshard.layout import ParamGroup, Plain
@@ -26,12 +28,10 @@ def read_groups(source: Source, model: Model) -> tuple[ParamGroup, ...]:
     found = []
     for number, names in enumerate(model.groups):
         mp, at = group_holder(source, model, number)
-        file = source.optimizers[mp, 0]
+        file = source.optimizer_file(mp, 0)
         saved = param_groups(source, mp)
         options = {key: value for key, value in saved[at].items() if key != "params"} if at < len(saved) else {}
-        states = group_states(source, mp, 0)
-        first = first_sub_group(source, mp, at)
-        scalars = states[first].scalars if first < len(states) else {}
+        scalars = group_state(source, mp, at).scalars
         found.append(
             ParamGroup(
                 names=names,
@@ -54,11 +54,36 @@ def group_holder(source: Source, model: Model, group: int) -> tuple[int, int]:
     raise AssertionError(f"group {group} is on no stage")
 
 
-def first_sub_group(source: Source, mp: int, group: int) -> int:
-    """Position of a group's states: ZeRO-3 has one entry per sub-group, the other stages one per group."""
-    if source.topology.zero < 3:
-        return group
-    return sum(len(other["params"]) for other in param_groups(source, mp)[:group])
+def group_state(source: Source, mp: int, group: int) -> GroupState:
+    """States of a rank's parameter group: their types, order and scalars (ZeRO-3: of its first sub-group).
+
+    Raises:
+        UnsupportedError: ZeRO-0, and the group's parameters do not agree about their scalars.
+    """
+    if source.topology.zero == 0:
+        return _unpartitioned(source, mp, group)
+    at = group
+    if source.topology.zero == 3:  # one entry per sub-group, not one per group
+        at = sum(len(other["params"]) for other in param_groups(source, mp)[:group])
+    states = group_states(source, mp, 0)
+    return states[at]
+
+
+def _unpartitioned(source: Source, mp: int, group: int) -> GroupState:
+    file = source.models[mp, 0]
+    states = param_states(source.optimizer(mp, 0), file.path)[group]
+    first = states[0]
+    for name, state in zip(source.named[mp][group], states, strict=True):
+        if state.order and {key: same_scalar(value) for key, value in state.scalars.items()} != {
+            key: same_scalar(value) for key, value in first.scalars.items()
+        }:
+            raise UnsupportedError(
+                f"{name} has done another number of optimizer steps than {next(iter(source.named[mp][group]))},"
+                " which stands in the same parameter group",
+                path=file.path,
+                hint="parameters of one group must get gradients from the same step on",
+            )
+    return GroupState(flat=first.tensors, scalars=first.scalars, order=first.order)
 
 
 def plain(value: Any, file: PtFile) -> Plain:

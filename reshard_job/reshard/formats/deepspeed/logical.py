@@ -10,6 +10,7 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed.fields import base_state
 from reshard.formats.deepspeed.patterns import WHOLE, Patterns, Rule
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.source import Source
@@ -100,7 +101,7 @@ def describe(source: Source, patterns: Patterns, pipeline: PipelineInfo | None) 
             path=str(source.folder),
             hint="save with client_state={'universal_checkpoint_info': ...}, as for DeepSpeed's universal checkpoints",
         )
-    round_robin = bool(source.zero_config.get("round_robin_gradients")) and topology.zero < 3
+    round_robin = bool(source.zero_config.get("round_robin_gradients")) and topology.zero in (1, 2)
     local: dict[str, list[tuple[int, ...]]] = {}
     orders: list[tuple[tuple[str, ...], ...]] = []
     for pp in range(topology.pp):
@@ -136,6 +137,8 @@ def param_shapes(source: Source, mp: int) -> list[Mapping[str, tuple[int, ...]]]
     Raises:
         CorruptSourceError: there is none, or it is no such list.
     """
+    if source.named:
+        return list(source.named[mp])
     file = source.models[mp, 0]
     value = file.value.get("param_shapes")
     if not isinstance(value, list) or not all(isinstance(group, Mapping) for group in value):
@@ -167,9 +170,7 @@ def make_param(name: str, shards: Sequence[tuple[int, ...]], patterns: Patterns,
 
 def param_groups(source: Source, mp: int) -> list[Mapping[str, Any]]:
     """The optimizer's parameter groups as saved by a rank; empty where they were not (elastic checkpoints)."""
-    state = source.optimizer(mp, 0)
-    inner = state.get("optimizer_state_dict" if source.topology.zero == 3 else "base_optimizer_state")
-    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+    groups = base_state(source, mp, 0).get("param_groups")
     return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
 
 

@@ -1,17 +1,19 @@
 """Files with the model's weights and the run's scalars: `mp_rank_*` below ZeRO-3, and a pipeline's `layer_*`.
 
-ZeRO-3 stores no weights beside its master weights. A target below gets its fp32 weights from those.
+ZeRO-3 stores no weights beside its master weights. A target below gets its weights from those, rounded.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.logical import Param, layer_weights
 from reshard.formats.deepspeed.stages import inside
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.template import Template
+from reshard.formats.deepspeed.zero0 import unpartitioned_optimizer
 from reshard.formats.pt.objects import StatefulDict, Tensor, new_tensor
 
 Module = dict[str, tuple[Param, Tensor]]
@@ -24,7 +26,7 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[tuple[str, ...]]
     replaced: dict[str, Any] = {
         **target.common(like.value, first=pp == tp == 0),
         **target.config(template, like.value),
-        "param_shapes": [target.shapes(group) for group in buffers],
+        "param_shapes": [target.shapes(group) for group in buffers] if target.topology.zero else None,
     }
     own: Module = {}
     if target.source.pipeline:
@@ -32,13 +34,15 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[tuple[str, ...]]
     else:
         replaced["module"], own = _module(target, like.value["module"], template)
         replaced |= _frozen(target, like.value, replaced["module"])
+    optimizer = unpartitioned_optimizer(target, tp) if target.topology.zero == 0 else None
+    if optimizer is not None:
+        replaced["optimizer"] = optimizer.value
     value = template.copy_except(like.value, replaced)
     file = target.add_file(names.model_file(pp * target.topology.tp + tp), value)
     for param, tensor in own.values():
-        if target.source.topology.zero == 3 and param.name in target.params:
-            file.add_master_weight(param, tensor, tp)
-        else:
-            file.add_weight(param, tensor, tp, 0)
+        file.add_weight(param, tensor, tp, 0)
+    for param, state, tensor in optimizer.tensors if optimizer is not None else ():
+        file.add_state(state, param, tensor, tp)
 
 
 def write_layers(target: Target) -> None:
@@ -66,24 +70,21 @@ def _module(target: Target, like: StatefulDict, template: Template) -> tuple[Sta
     module = StatefulDict()
     own: Module = {}
     module.state = template.copy(like.state)
-    from_zero3 = target.source.topology.zero == 3
-    shared = target.source.models[0, 0].value.get("shared_params") or {}
     for name, tensor in like.items():
-        views = (other for other in own if like[other].same_view(tensor))
-        twin = shared.get(name) if from_zero3 else next(views, None)
-        if twin in module and name not in target.params:
+        twin = target.extra.aliases.get(name)
+        if twin in module:
             module[name] = module[twin]
         elif name in target.params or name in target.weights:
             module[name] = new_tensor(tensor.dtype, target.shard(name))
             own[name] = (target.params.get(name) or target.weights[name], module[name])
-        else:  # a buffer of a ZeRO-3 source
-            module[name] = template.copy(tensor)
+        else:
+            raise CorruptSourceError(f"the module holds {name}, which is neither parameter nor buffer")
     return module, own
 
 
 def _frozen(target: Target, like: dict[str, Any], module: StatefulDict) -> dict[str, Any]:
     """ZeRO-2 states parameters that are not optimized once more: the same tensors under two keys."""
-    if target.topology.zero == 1:
+    if target.topology.zero < 2:
         return {"frozen_param_shapes": None, "frozen_param_fragments": None}
     buffers = set(like.get("buffer_names") or ())
     frozen = tuple(name for name in target.weights if name not in buffers)

@@ -11,11 +11,13 @@ from typing import Any
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat, patterns, pipeline
+from reshard.formats.deepspeed.fields import Kind, kind_of
 from reshard.formats.deepspeed.groups import read_groups
 from reshard.formats.deepspeed.logical import Model, Param, describe, layer_weights, make_param, param_shapes
 from reshard.formats.deepspeed.rows import Place, Rows
 from reshard.formats.deepspeed.source import Source, open_source
 from reshard.formats.deepspeed.states import check_scalars, group_states
+from reshard.formats.deepspeed.unpartitioned import param_states
 from reshard.formats.pt.objects import Inert, Tensor
 from reshard.formats.pt.reader import PtFile
 from reshard.layout import ITEM_BYTES, Checksum, Index, SourceFile
@@ -33,6 +35,7 @@ class Extra:
         weights: module parameters and buffers that are not optimized (frozen, buffers), by name.
         commit_model: `Commit.model` of the source.
         element_bytes: of the model's dtype, which `parameter_alignment` depends on.
+        aliases: second name of a tied weight -> its first.
     """
 
     source: Source
@@ -40,6 +43,7 @@ class Extra:
     weights: Mapping[str, Param]
     commit_model: Mapping[str, Any]
     element_bytes: int
+    aliases: Mapping[str, str]
 
 
 def read_index(folder: Path, commit: Commit | None) -> Index:
@@ -64,12 +68,15 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         aliases = _add_modules(rows, source, model, files, weights)
     else:
         aliases = _shared_names(first.get("shared_params"), model)
-    element_bytes = _element_bytes(rows)
-    if source.topology.zero < 3:
+    element_bytes = 2 if source.half_type else 4
+    if source.topology.zero == 0:
+        _add_unpartitioned(rows, source, model, files)
+    elif source.topology.zero < 3:
         _add_partitions(rows, source, model, files, element_bytes)
     else:
         _add_zero3(rows, source, model, files)
         _add_zero3_frozen(rows, source, model, files, weights)
+        _add_zero3_buffers(rows, source, files, weights)
     return Index(
         root=folder,
         format=NAME,
@@ -82,7 +89,12 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         groups=read_groups(source, model),
         aliases=aliases,
         extra=Extra(
-            source=source, model=model, weights=weights, commit_model=commit_model, element_bytes=element_bytes
+            source=source,
+            model=model,
+            weights=weights,
+            commit_model=commit_model,
+            element_bytes=element_bytes,
+            aliases=aliases,
         ),
     )
 
@@ -180,9 +192,20 @@ def _add_weight(rows: Rows, param: Param, tensor: Tensor, place: Place) -> None:
     )
 
 
-def _element_bytes(rows: Rows) -> int:
-    sizes = [ITEM_BYTES[tensor.dtype] for tensor in rows.tensors if tensor.dtype in ("bfloat16", "float16", "float32")]
-    return min(sizes, default=4)
+def _add_unpartitioned(rows: Rows, source: Source, model: Model, files: Mapping[str, int]) -> None:
+    """ZeRO-0: every state has the shape of its parameter's shard."""
+    topology = source.topology
+    for (tp, _), file in source.models.items():
+        states = param_states(source.optimizer(tp, 0), file.path)
+        for group, own in zip(source.named[tp], states, strict=True):
+            for name, state in zip(group, own, strict=True):
+                for key, tensor in state.tensors.items():
+                    if tensor.shape != group[name]:
+                        raise CorruptSourceError(
+                            f"{key} of {name} has the shape {tensor.shape}, expected {group[name]}", path=file.path
+                        )
+                    place = Place(topology.tp, tp, 0, files[file.path], tensor.file_offset)
+                    rows.add_shard(key, model.params[name], place, dtype=tensor.dtype, strides=tensor.stride)
 
 
 def _add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str, int], element_bytes: int) -> None:
@@ -193,7 +216,8 @@ def _add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str
     """
     topology = source.topology
     copies = _copies(model)
-    alignment = flat.param_alignment(element_bytes, bool(source.zero_config.get("parameter_alignment")))
+    aligned = bool(source.zero_config.get("parameter_alignment")) and kind_of(source.optimizer(0, 0)) is Kind.ZERO12
+    alignment = flat.param_alignment(element_bytes, aligned)
     for (mp, dp), file in source.optimizers.items():
         pp, tp = divmod(mp, topology.tp)
         shapes = param_shapes(source, mp)
@@ -262,6 +286,25 @@ def _add_zero3_frozen(
                 raise CorruptSourceError(f"frozen parameter {name}: expected {length} elements", path=file.path)
             for span in spans:
                 _add_span(rows, weights[name], {"weight": tensor}, span, Place(topology.tp, mp, 0, files[file.path], 0))
+
+
+def _add_zero3_buffers(rows: Rows, source: Source, files: Mapping[str, int], weights: dict[str, Param]) -> None:
+    """Buffers are not partitioned: every rank's model file holds them whole."""
+    for (mp, dp), file in source.models.items():
+        module = _module(file)
+        for name in file.value.get("buffer_names") or ():
+            tensor = module.get(name)
+            if tensor is None:
+                continue
+            if tensor.dtype not in ITEM_BYTES:
+                raise UnsupportedError(f"buffer {name} is of type {tensor.dtype}", path=file.path)
+            param = weights.setdefault(name, Param(name=name, shape=tensor.shape, rule=patterns.WHOLE))
+            if tensor.shape != param.shape:
+                raise CorruptSourceError(
+                    f"buffer {name} is {tensor.shape}, another rank's {param.shape}", path=file.path
+                )
+            place = Place(source.topology.tp, mp, dp, files[file.path], 0)
+            _add_weight(rows, param, tensor, place)
 
 
 def _add_span(rows: Rows, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, place: Place) -> None:

@@ -37,22 +37,20 @@ class Place(NamedTuple):
 
 
 class Rows:
-    """Collects logical tensors and rows. With `tensors` given (a target), tensors that are not in it are left out."""
+    """Collects logical tensors and rows.
 
-    def __init__(self, tensors: Sequence[LogicalTensor] | None = None) -> None:
-        self.tensors: list[LogicalTensor] = list(tensors or ())
-        self._open = tensors is None
-        self._ids: dict[TensorKey, int] = {tensor.key: at for at, tensor in enumerate(self.tensors)}
+    Attributes:
+        tensors: in the order in which they were first seen.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[LogicalTensor] = []
+        self._ids: dict[TensorKey, int] = {}
         self._builder = ShardTableBuilder()
 
     def build(self) -> ShardTable:
         """The table."""
         return self._builder.build()
-
-    def dtype(self, state: str, name: str) -> str | None:
-        """Type of a tensor that is known, else None."""
-        at = self._ids.get(TensorKey(state, name))
-        return None if at is None else self.tensors[at].dtype
 
     def add_flat(self, state: str, param: Param, place: Place, *, dtype: str, start: int, stop: int) -> None:
         """Elements `start:stop` of a flattened shard lie at the place."""
@@ -93,19 +91,24 @@ class Rows:
                     replica=replica,
                 )
 
-    def _tensor(self, state: str, param: Param, is_padding: bool, dtype: str) -> int | None:
-        key = TensorKey(state, param.name + PADDING if is_padding else param.name)
+    def _identity(self, state: str, param: Param, is_padding: bool) -> tuple[TensorKey, tuple[int, ...]]:
+        """Key and shape of a parameter's tensor; a padded vocabulary has two."""
         shape = param.shape
         if param.rows is not None:
             shape = (shape[0] - param.rows if is_padding else param.rows, *shape[1:])
+        return TensorKey(state, param.name + PADDING if is_padding else param.name), shape
+
+    def _append(self, tensor: LogicalTensor) -> int:
+        self._ids[tensor.key] = len(self.tensors)
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def _tensor(self, state: str, param: Param, is_padding: bool, dtype: str) -> int | None:
+        """Position of a tensor; None if its rows are to be left out."""
+        key, shape = self._identity(state, param, is_padding)
         if key not in self._ids:
-            if not self._open:
-                return None
-            self._ids[key] = len(self.tensors)
-            self.tensors.append(LogicalTensor(key=key, shape=shape, dtype=dtype))
+            return self._append(LogicalTensor(key=key, shape=shape, dtype=dtype))
         known = self.tensors[self._ids[key]]
-        if is_padding and known.shape != shape and not self._open:
-            return None  # another amount of padding: the target's is zero
         if known.shape != shape or known.dtype != dtype:
             raise CorruptSourceError(f"{key} is {dtype} {shape} in one file and {known.dtype} {known.shape} in another")
         return self._ids[key]

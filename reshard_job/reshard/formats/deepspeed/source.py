@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import names
+from reshard.formats.deepspeed.unpartitioned import named_groups
 from reshard.formats.pt.objects import Global, Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read
 from reshard.topology import Topology
@@ -27,8 +28,9 @@ class Source:
         pipeline: written by a PipelineModule (weights are in layer files).
         model_axis: layer files name the tensor-parallel rank.
         models: (model-parallel rank, data-parallel rank) -> model file; the latter is 0 below ZeRO-3.
-        optimizers: (model-parallel rank, data-parallel rank) -> optimizer file.
+        optimizers: (model-parallel rank, data-parallel rank) -> optimizer file; empty at ZeRO-0.
         layers: (layer, tensor-parallel rank) -> layer file.
+        named: at ZeRO-0, model-parallel rank -> names and shapes of each parameter group.
     """
 
     folder: Path
@@ -39,6 +41,7 @@ class Source:
     models: Mapping[tuple[int, int], PtFile]
     optimizers: Mapping[tuple[int, int], PtFile]
     layers: Mapping[tuple[int, int], PtFile]
+    named: Mapping[int, Sequence[Mapping[str, tuple[int, ...]]]]
 
     @property
     def files(self) -> tuple[PtFile, ...]:
@@ -56,9 +59,21 @@ class Source:
         value = self.models[0, 0].value.get("global_samples", 0)
         return value if isinstance(value, int) else 0
 
+    def optimizer_file(self, mp: int, dp: int) -> PtFile:
+        """The file with the optimizer of one rank; at ZeRO-0 the model file."""
+        return self.optimizers[mp, dp] if self.optimizers else self.models[mp, 0]
+
     def optimizer(self, mp: int, dp: int) -> Mapping[str, Any]:
-        """The `optimizer_state_dict` of one rank."""
-        return _mapping(self.optimizers[mp, dp], "optimizer_state_dict")
+        """The state of one rank's optimizer as saved."""
+        return _mapping(self.optimizer_file(mp, dp), "optimizer_state_dict" if self.optimizers else "optimizer")
+
+    @property
+    def half_type(self) -> str | None:
+        """`bfloat16` or `float16`, or None for fp32 training."""
+        file = next(iter(self.layers.values()), None)
+        weights = self.models[0, 0].value["module"] if file is None else file.value
+        types = {tensor.dtype for tensor in weights.values() if isinstance(tensor, Tensor)}
+        return next((half for half in ("bfloat16", "float16") if half in types), None)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -94,12 +109,6 @@ def open_source(folder: Path) -> Source:
             f"{len(experts)} expert files such as {experts[0]}: experts are not converted", path=str(folder)
         )
     prefixes = {parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"}
-    if not prefixes:
-        raise UnsupportedError(
-            "has no *_optim_states.pt files: ZeRO-0, or saved without optimizer",
-            path=str(folder),
-            hint="train with zero_optimization.stage 1, 2 or 3",
-        )
     if len(prefixes) > 1:
         raise CorruptSourceError(
             "has optimizer files with and without the prefix bf16_: two saves mixed", path=str(folder)
@@ -109,12 +118,13 @@ def open_source(folder: Path) -> Source:
         raise CorruptSourceError("misses the model file of rank 0", path=str(folder))
     first = read(folder / models[0, 0])
     topology = _topology(first, found, folder)
-    _check_names(folder, topology, found, next(iter(prefixes)))
+    prefix = next(iter(prefixes), "")
+    _check_names(folder, topology, found, prefix)
     files = {name: first if name == models[0, 0] else read(folder / name) for name in found}
     source = Source(
         folder=folder,
         topology=topology,
-        prefix=next(iter(prefixes)),
+        prefix=prefix,
         pipeline=any(parsed.kind == "layer" for parsed in found.values()),
         model_axis=any(parsed.model_axis for parsed in found.values()),
         models={key: files[name] for key, name in sorted(models.items())},
@@ -124,9 +134,26 @@ def open_source(folder: Path) -> Source:
             for name, parsed in sorted(found.items(), key=lambda item: (item[1].layer, item[1].mp))
             if parsed.kind == "layer"
         },
+        named={},
     )
     _check_contents(source)
-    return source
+    return source if source.optimizers else _with_names(source)
+
+
+def _with_names(source: Source) -> Source:
+    """ZeRO-0: find out which parameters the optimizer's numbers mean."""
+    if source.pipeline:
+        raise UnsupportedError(
+            "ZeRO-0 with a PipelineModule: its optimizer numbers parameters and does not say which layers they are of",
+            path=str(source.folder),
+            hint="train with zero_optimization.stage 1",
+        )
+    found = {}
+    for (mp, _), file in source.models.items():
+        module = _mapping(file, "module")
+        tensors = {name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor)}
+        found[mp] = named_groups(_mapping(file, "optimizer"), tensors, file)
+    return dataclasses.replace(source, named=found)
 
 
 def _scan(folder: Path) -> dict[str, names.FileName]:
@@ -170,9 +197,10 @@ def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) 
     degrees = {"tp": tp, "pp": pp, "dp": dp, "mp": mp}
     if not all(type(degree) is int and degree >= 1 for degree in degrees.values()) or tp * pp != mp:
         raise CorruptSourceError(f"its degrees of parallelism {degrees} do not fit each other", path=first.path)
-    path = folder / names.optimizer_file(
-        next(parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"), 0, 0
-    )
+    prefixes = [parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"]
+    if not prefixes:
+        return _topology_without_zero(first, Topology(tp=tp, pp=pp, dp=dp))
+    path = folder / names.optimizer_file(prefixes[0], 0, 0)
     if not path.exists():
         raise CorruptSourceError(f"misses {path.name}", path=str(folder))
     state = read(path).value
@@ -183,12 +211,26 @@ def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) 
     return Topology(tp=tp, pp=pp, dp=dp, zero=stage)
 
 
+def _topology_without_zero(first: PtFile, topology: Topology) -> Topology:
+    """Without optimizer files it is ZeRO-0, if the model file has an optimizer."""
+    if first.value.get("param_shapes") is not None:
+        raise CorruptSourceError("has no *_optim_states.pt files beside it, and was saved with them", path=first.path)
+    if not isinstance(first.value.get("optimizer"), Mapping):
+        raise UnsupportedError(
+            "has no optimizer, and there are no *_optim_states.pt files",
+            path=first.path,
+            hint="save from an engine with an optimizer",
+        )
+    return dataclasses.replace(topology, zero=0)
+
+
 def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.FileName], prefix: str) -> None:
     """Every rank has its files, and there is no file of a rank that does not exist."""
     num_mp = topology.tp * topology.pp
     model_ranks = [None] if topology.zero < 3 else list(range(topology.dp))
-    expected = {names.optimizer_file(prefix, dp, mp) for mp in range(num_mp) for dp in range(topology.dp)}
-    expected |= {names.model_file(mp, dp=dp) for mp in range(num_mp) for dp in model_ranks}
+    expected = {names.model_file(mp, dp=dp) for mp in range(num_mp) for dp in model_ranks}
+    if topology.zero:
+        expected |= {names.optimizer_file(prefix, dp, mp) for mp in range(num_mp) for dp in range(topology.dp)}
     layers = {parsed.layer for parsed in found.values() if parsed.kind == "layer"}
     axis = any(parsed.model_axis for parsed in found.values())
     expected |= {names.layer_file(layer, tp, model_axis=axis) for layer in layers for tp in range(topology.tp)}
@@ -212,7 +254,7 @@ def _check_contents(source: Source) -> None:
                 name = Path(file.path).name
                 problems.append(f"{name}: another {key} than rank 0's {reference.get(key)!r}")
     stages = {zero_stage(source.optimizer(*rank)) for rank in source.optimizers}
-    if stages != {source.topology.zero}:
+    if stages - {source.topology.zero}:
         problems.append(f"optimizer files are of the ZeRO stages {sorted(stages)}")
     for rank, file in source.optimizers.items():
         counts = source.optimizer(*rank).get("partition_count", source.topology.dp)

@@ -46,11 +46,7 @@ def group_states(source: Source, mp: int, dp: int) -> list[GroupState]:
         if inner["state"].keys() - set(range(len(masters))):
             raise CorruptSourceError(f"optimizer states {list(inner['state'])} for {len(masters)} groups", path=path)
     elif isinstance(inner, list) and len(inner) == len(masters):  # elastic_checkpoint
-        raise UnsupportedError(
-            "is an elastic checkpoint (optimizer states without padding)",
-            path=path,
-            hint="save with zero_optimization.elastic_checkpoint false",
-        )
+        per_group = inner
     else:
         raise CorruptSourceError("has no optimizer states", path=path)
     return [_split(master, found, path) for master, found in zip(masters, per_group, strict=True)]
@@ -100,7 +96,7 @@ def check_scalars(source: Source) -> None:
             problems += [
                 f"{Path(file.path).name}: {key!r} of group {at} is not that of {reference}"
                 for key, value in found.scalars.items()
-                if _scalar(value) != _scalar(expected.scalars.get(key))
+                if same_scalar(value) != same_scalar(expected.scalars.get(key))
             ]
     if problems:
         raise CorruptSourceError(
@@ -108,7 +104,8 @@ def check_scalars(source: Source) -> None:
         )
 
 
-def _scalar(value: Any) -> Any:
+def same_scalar(value: Any) -> Any:
+    """What tells two scalars apart without reading their bytes: the CRC-32 of a tensor."""
     if isinstance(value, Tensor):
         return value.dtype, value.storage.crc32
     return value if isinstance(value, int | float | str | bool) else None

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed.fields import Kind
+from reshard.formats.deepspeed.groups import group_holder, group_state
 from reshard.formats.deepspeed.logical import Param, Stage, param_groups
+from reshard.formats.deepspeed.origins import TargetRows
+from reshard.formats.deepspeed.progress import Progress
 from reshard.formats.deepspeed.reader import Extra
-from reshard.formats.deepspeed.rows import Place, Rows
+from reshard.formats.deepspeed.rows import Place
 from reshard.formats.deepspeed.source import Source
-from reshard.formats.deepspeed.states import group_states
 from reshard.formats.deepspeed.template import Template
 from reshard.formats.pt.objects import ITEM_BYTES, Size, StatefulDict, Tensor
 from reshard.formats.pt.writer import PtLayout, lay_out_pt
@@ -49,8 +52,10 @@ class Target:
     """A checkpoint that is being laid out.
 
     Attributes:
-        extra: the source.
+        extra: the checkpoint that says what is not tensors: the source, or one like the target.
+        progress: how far the run had come, where `extra` is not the source.
         topology: of the target.
+        kind: of the optimizer.
         stages: what each pipeline stage holds.
         bounds: first layer of each stage and the number of layers; empty where the stages are the source's, or one.
         params: optimized parameters, with shapes as in the target.
@@ -61,12 +66,14 @@ class Target:
     """
 
     extra: Extra
+    progress: Progress | None
     topology: Topology
+    kind: Kind
     stages: tuple[Stage, ...]
     bounds: tuple[int, ...]
     params: Mapping[str, Param]
     weights: Mapping[str, Param]
-    rows: Rows
+    rows: TargetRows
     layout_note: Mapping[str, Any] | None = None
     files: list[TargetFile] = dataclasses.field(default_factory=list)
     _holders: dict[str, list[int]] = dataclasses.field(default_factory=dict)
@@ -93,7 +100,7 @@ class Target:
     @property
     def round_robin(self) -> bool:
         """Flat buffers are in round-robin order."""
-        return bool(self.source.zero_config.get("round_robin_gradients")) and self.topology.zero < 3
+        return bool(self.source.zero_config.get("round_robin_gradients")) and self.topology.zero in (1, 2)
 
     def shard(self, name: str) -> tuple[int, ...]:
         """Shape `[ndim]` of a tensor-parallel shard of a parameter or weight."""
@@ -108,6 +115,11 @@ class Target:
         """Elements of each parameter's shard."""
         return tuple(math.prod(self.shard(name)) for name in names)
 
+    @property
+    def prefix(self) -> str:
+        """Before the names of optimizer files (engine.py, `_get_zero_ckpt_prefix`)."""
+        return "bf16_" if self.source.half_type == "bfloat16" else ""
+
     def like(self, pp: int, tp: int) -> int:
         """Model-parallel rank of the source whose scalars a target rank inherits."""
         found = self.source.topology
@@ -121,8 +133,16 @@ class Target:
         """Fields of a model file that follow from the topology; `first` is the file of rank 0."""
         topology = self.topology
         fields: dict[str, Any] = {} if self.layout_note is None else {"pipeline_layout": self.layout_note}
-        if not first:  # only rank 0 says which names are shared
+        if topology.zero == 0:
+            fields["shared_params"] = None
+        elif not first:  # only rank 0 says which names are shared
             fields["shared_params"] = {}
+        elif self.source.topology.zero == 0:
+            fields["shared_params"] = dict(self.extra.aliases)
+        if topology.zero:
+            fields["optimizer"] = None
+        if self.progress is not None:
+            fields |= {"global_steps": self.progress.step, "global_samples": self.progress.samples}
         return {
             **{key: value for key, value in fields.items() if key in like},
             "dp_world_size": topology.dp,
@@ -136,7 +156,8 @@ class Target:
         zero = found.get("zero_optimization") if isinstance(found, Mapping) else None
         if not isinstance(found, Mapping) or not isinstance(zero, Mapping) or "stage" not in zero:
             return {}
-        patched = template.copy_except(zero, {"stage": self.topology.zero})
+        elastic = {"elastic_checkpoint": False} if zero.get("elastic_checkpoint") else {}
+        patched = template.copy_except(zero, {"stage": self.topology.zero, **elastic})
         return {"ds_config": template.copy_except(found, {"zero_optimization": patched})}
 
     def add_file(self, name: str, value: Any) -> File:
@@ -150,18 +171,12 @@ class Target:
         self.files.append(TargetFile(path=name, num_bytes=layout.num_bytes, fixed=layout.fixed, checksums=checksums))
         return File(target=self, index=len(self.files) - 1, layout=layout)
 
-    def holder(self, group: int) -> tuple[int, int]:
-        """First stage of the source that holds a parameter group, and the group's position there."""
-        for pp, stage in enumerate(self.extra.model.stages):
-            if group in stage.ids:
-                return pp, stage.ids.index(group)
-        raise AssertionError(f"group {group} is on no stage")
-
     def param_group(self, group: int, params: list[int]) -> dict[str, Any]:
         """An entry of the optimizer's `param_groups`."""
-        pp, at = self.holder(group)
-        mp = pp * self.source.topology.tp
-        copied = Template(self.source.optimizers[mp, 0]).copy(param_groups(self.source, mp)[at])
+        mp, at = group_holder(self.source, self.extra.model, group)
+        copied = Template(self.source.optimizer_file(mp, 0)).copy(param_groups(self.source, mp)[at])
+        if self.progress is not None:
+            copied = self.progress.settings(self.extra.model.groups[group], copied)
         return {**copied, "params": params}
 
     def group_template(self, group: int, tp: int) -> GroupTemplate:
@@ -172,16 +187,16 @@ class Target:
         return self._groups[group, tp]
 
     def _read_group(self, group: int, tp: int) -> GroupTemplate:
-        pp, at = self.holder(group)
-        mp = pp * self.source.topology.tp + tp
-        if self.source.topology.zero == 3:
-            at = sum(len(other["params"]) for other in param_groups(self.source, mp)[:at])
-        state = group_states(self.source, mp, 0)[at]
-        template = Template(self.source.optimizers[mp, 0])
+        mp, at = group_holder(self.source, self.extra.model, group)
+        state = group_state(self.source, mp + tp, at)
+        template = Template(self.source.optimizer_file(mp + tp, 0))
+        scalars = {key: template.copy(value) for key, value in state.scalars.items()}
+        if self.progress is not None:
+            scalars = self.progress.scalars(self.extra.model.groups[group], scalars)
         return GroupTemplate(
-            dtypes={key: tensor.dtype for key, tensor in state.flat.items()},
+            dtypes={"fp32": "float32", **{key: tensor.dtype for key, tensor in state.flat.items()}},
             order=state.order,
-            scalars={key: template.copy(value) for key, value in state.scalars.items()},
+            scalars=scalars,
         )
 
 
@@ -203,10 +218,10 @@ class File:
         place = self.place(tensor, tp, copy)
         self.target.rows.add_shard("weight", param, place, dtype=tensor.dtype, strides=tensor.stride)
 
-    def add_master_weight(self, param: Param, tensor: Tensor, tp: int) -> None:
-        """The tensor is the shard of a weight, and of the same type as the master weight: one more copy of that."""
-        place = self.place(tensor, tp, self.target.num_copies(param.name))
-        self.target.rows.add_shard("fp32", param, place, dtype=tensor.dtype, strides=tensor.stride)
+    def add_state(self, state: str, param: Param, tensor: Tensor, tp: int) -> None:
+        """The tensor is a state of the shape of a parameter's shard."""
+        place = self.place(tensor, tp, 0)
+        self.target.rows.add_shard(state, param, place, dtype=tensor.dtype, strides=tensor.stride)
 
     def add_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, tp: int, copy: int) -> None:
         """Part of each partition is part of a parameter's shard."""

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import UnsupportedError
+from reshard.formats.base import Request
+from reshard.formats.deepspeed.fields import base_state, target_kind
 from reshard.formats.deepspeed.logical import Model, Param
 from reshard.formats.deepspeed.model_files import write_layers, write_model
 from reshard.formats.deepspeed.optimizer_files import buffer_order, write_optimizer
-from reshard.formats.deepspeed.reader import Extra
-from reshard.formats.deepspeed.rows import Rows
+from reshard.formats.deepspeed.origins import TargetRows
+from reshard.formats.deepspeed.progress import Progress
+from reshard.formats.deepspeed.reader import NAME, Extra
 from reshard.formats.deepspeed.stages import target_stages
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.zero3 import write_zero3
@@ -19,31 +22,31 @@ from reshard.layout import Index, TargetLayout
 from reshard.topology import Topology
 
 
-def lay_out(index: Index, target: Topology) -> TargetLayout:
-    """Lay out the checkpoint behind `index` for `target`.
+def lay_out(index: Index, request: Request) -> TargetLayout:
+    """Lay out the tensors of `index` for `request.topology`.
+
+    What is not tensors (files, settings, client state) comes from `request.like` where there is one, else from the
+    checkpoint behind `index`.
 
     Raises:
         UnsupportedError: a conversion that would need a guess or is not implemented.
     """
-    extra = index.extra
-    if not isinstance(extra, Extra):
-        raise UnsupportedError(
-            f"the source is of the format {index.format}, which does not say what else DeepSpeed files hold",
-            path=str(index.root),
-            hint="name a DeepSpeed checkpoint of the same model with --like",
-        )
+    extra, target = _template(index, request), request.topology
     _refuse(extra, target)
     stages, bounds = target_stages(extra.source, extra.model, target)
     params = {name: _at_target(param, extra.model, target.tp) for name, param in extra.model.params.items()}
     weights = {name: _at_target(param, extra.model, target.tp) for name, param in extra.weights.items()}
+    rows = TargetRows(index, extra.aliases)
     result = Target(
         extra=extra,
+        progress=None if extra is index.extra else Progress.of(index, extra.aliases),
         topology=target,
+        kind=target_kind(extra.source, target.zero),
         stages=stages,
         bounds=bounds,
         params=params,
         weights=weights,
-        rows=Rows(index.tensors),
+        rows=rows,
         layout_note=_with_parts(extra.source.models[0, 0].value.get("pipeline_layout"), target, bounds),
     )
     for pp in range(target.pp):
@@ -51,12 +54,32 @@ def lay_out(index: Index, target: Topology) -> TargetLayout:
             _write_rank(result, pp, tp)
     if extra.source.pipeline:
         write_layers(result)
+    rows.require()
     return TargetLayout(
-        format=index.format,
+        format=NAME,
         topology=target,
         files=tuple(result.files),
-        shards=result.rows.build(),
+        shards=rows.build(),
+        tensors=tuple(rows.tensors),
+        origins=tuple(rows.origins),
         model=_commit_model(extra, target, bounds),
+        notes=rows.left_behind(),
+    )
+
+
+def _template(index: Index, request: Request) -> Extra:
+    found = index.extra if request.like is None else request.like.extra
+    if isinstance(found, Extra):
+        return found
+    if request.like is not None:
+        raise UnsupportedError(
+            f"--like names a checkpoint of the format {request.like.format}, expected {NAME}",
+            path=str(request.like.root),
+        )
+    raise UnsupportedError(
+        f"the source is of the format {index.format}, which does not say what else DeepSpeed files hold",
+        path=str(index.root),
+        hint="name a DeepSpeed checkpoint of the same model with --like",
     )
 
 
@@ -67,7 +90,7 @@ def _write_rank(target: Target, pp: int, tp: int) -> None:
         return
     buffers = [buffer_order(target, group) for group in target.stages[pp].groups]
     write_model(target, pp, tp, buffers)
-    for dp in range(target.topology.dp):
+    for dp in range(target.topology.dp if target.topology.zero else 0):
         write_optimizer(target, pp, tp, dp, buffers)
 
 
@@ -113,27 +136,20 @@ def _refuse(extra: Extra, target: Topology) -> None:
 
 
 def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
-    """Changes of the ZeRO stage that need more than moving bytes."""
-    source, stage = extra.source, extra.source.topology.zero
-    change = f"from ZeRO stage {stage} to {target.zero}"
-    if target.zero == 0:
-        raise UnsupportedError(f"{change}: stage 0 is not laid out", path=where)
-    if (stage == 3) == (target.zero == 3):
-        return
-    if source.pipeline:
+    """Stages that DeepSpeed has not, or that need what was not saved."""
+    source = extra.source
+    change = f"from ZeRO stage {source.topology.zero} to {target.zero}"
+    if source.pipeline and target.zero == 3:
         raise UnsupportedError(f"{change}: DeepSpeed has no ZeRO-3 with a PipelineModule", path=where)
-    if "loss_scaler" not in source.optimizer(0, 0):
+    if source.pipeline and target.zero == 0:
         raise UnsupportedError(
-            f"{change}: written by BF16_Optimizer, which keeps no loss scaler",
-            path=where,
-            hint="train with data_types.grad_accum_dtype unset",
+            f"{change}: ZeRO-0 numbers its parameters and cannot be told apart with a PipelineModule", path=where
         )
-    types = {tensor.dtype for tensor in source.models[0, 0].value["module"].values()} & {"bfloat16", "float16"}
-    if stage == 3 and types:
+    if not base_state(source, 0, 0).get("param_groups"):
         raise UnsupportedError(
-            f"{change}: ZeRO-3 stores no {types.pop()} weights, and the fp32 master weights would have to be rounded",
+            "is an elastic checkpoint, which keeps no settings of the optimizer (learning rate, betas, ...)",
             path=where,
-            hint="only fp32 training is converted from ZeRO-3 to a lower stage",
+            hint="name with --like a checkpoint of the same model that was saved with elastic_checkpoint false",
         )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from reshard.formats.deepspeed import flat, names
+from reshard.formats.deepspeed.fields import base_state, fields_for
+from reshard.formats.deepspeed.optimizer_files import optimizer_file_value
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.template import Template, zero_stage_enum
 from reshard.formats.pt.objects import Size, StatefulDict, Tensor, new_tensor
@@ -38,13 +40,16 @@ def _write_model(target: Target, tp: int, dp: int, sub_groups: list[tuple[str, .
     replaced: dict[str, Any] = {
         **target.common(like.value, first=tp == dp == 0),
         **target.config(template, like.value),
-        "module": _module(target, like.value["module"], template, set(like.value.get("buffer_names") or ())),
+        "module": _module(target, like.value, template),
         "param_shapes": [target.shapes(names_) for names_ in sub_groups],
         "frozen_param_shapes": StatefulDict((name, Size(target.shard(name))) for name in frozen),
         "frozen_param_fragments": StatefulDict(frozen),
     }
     value = template.copy_except(like.value, replaced)
     file = target.add_file(names.model_file(tp, dp=dp), value)
+    for name in like.value.get("buffer_names") or ():
+        if name in target.weights:
+            file.add_weight(target.weights[name], value["module"][name], tp, dp)
     for name, tensor in frozen.items():
         spans, _ = flat.zero3_spans([math.prod(target.shard(name))], target.topology.dp, dp)
         for span in spans:
@@ -59,43 +64,35 @@ def _frozen(target: Target, like: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in target.weights if name not in buffers)
 
 
-def _module(target: Target, like: StatefulDict, template: Template, buffers: set[str]) -> StatefulDict:
+def _module(target: Target, like: Mapping[str, Any], template: Template) -> StatefulDict:
     """ZeRO-3 stores whole buffers, and an empty tensor for every parameter."""
-    if target.source.topology.zero == 3:
-        return cast(StatefulDict, template.copy(like))
+    buffers = set(like.get("buffer_names") or ())
     module = StatefulDict(
-        (name, template.copy(tensor) if name in buffers else new_tensor(tensor.dtype, (0,)))
-        for name, tensor in like.items()
+        (name, new_tensor(tensor.dtype, target.shard(name) if name in buffers else (0,)))
+        for name, tensor in like["module"].items()
     )
-    module.state = template.copy(like.state)
+    module.state = template.copy(like["module"].state)
     return module
-
-
-def _state_of_zero3(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The source's `optimizer_state_dict`; of stages 1 and 2 what ZeRO-3 would have, in its order."""
-    if "fp32_flat_groups" in state:
-        return state
-    return {
-        "zero_stage": None,
-        "loss_scaler": state["loss_scaler"],
-        "dynamic_loss_scale": state["dynamic_loss_scale"],
-        "overflow": state["overflow"],
-        "partition_count": None,
-        "optimizer_state_dict": state["base_optimizer_state"],
-        "fp32_flat_groups": None,
-    }
 
 
 def _fragment(target: Target, name: str, dp: int) -> Tensor:
     _, length = flat.zero3_spans([math.prod(target.shard(name))], target.topology.dp, dp)
-    return new_tensor(target.rows.dtype("weight", name) or "float32", (length,))
+    return new_tensor(_frozen_type(target, name), (length,))
+
+
+def _frozen_type(target: Target, name: str) -> str:
+    """Type of a frozen parameter, from the checkpoint that the files are modelled on."""
+    like = target.source.models[0, 0].value
+    tensor = (like.get("frozen_param_fragments") or {}).get(name) or like["module"][name]
+    return str(tensor.dtype)
 
 
 def _write_optimizer(target: Target, tp: int, dp: int, sub_groups: list[list[tuple[str, ...]]]) -> None:
-    like = target.source.optimizers[target.like(0, tp), target.like_dp(dp)]
+    mp_like, dp_like = target.like(0, tp), target.like_dp(dp)
+    like = target.source.optimizer_file(mp_like, dp_like)
     template = Template(like)
-    state = _state_of_zero3(like.value["optimizer_state_dict"])
-    inner = state["optimizer_state_dict"]
+    state = fields_for(target.kind, target.source, mp_like, dp_like)
+    inner = base_state(target.source, mp_like, dp_like)
     partitions: list[dict[str, Tensor]] = []
     states: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
@@ -117,9 +114,8 @@ def _write_optimizer(target: Target, tp: int, dp: int, sub_groups: list[list[tup
         "optimizer_state_dict": template.copy_except(inner, {"state": states, "param_groups": groups}),
         "fp32_flat_groups": [own["fp32"] for own in partitions],
     }
-    outer = {**target.config(template, like.value), "optimizer_state_dict": template.copy_except(state, replaced)}
-    value = template.copy_except(like.value, outer)
-    file = target.add_file(names.optimizer_file(target.source.prefix, dp, tp), value)
+    value = optimizer_file_value(target, template, like.value, template.copy_except(state, replaced))
+    file = target.add_file(names.optimizer_file(target.prefix, dp, tp), value)
     for (names_, spans), own in zip(spans_of, partitions, strict=True):
         for span in spans:
             file.add_span(target.params[names_[span.index]], own, span, tp, 0)

@@ -1,0 +1,106 @@
+"""What each kind of optimizer saves besides tensors, and the same in the words of another kind.
+
+Sources: `state_dict` and `load_state_dict` in deepspeed/runtime/zero/stage_1_and_2.py, zero/stage3.py,
+bf16_optimizer.py and fp16/unfused_optimizer.py (0.19.8).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed.source import Source
+from reshard.formats.deepspeed.unpartitioned import base_optimizer
+from reshard.formats.pt.objects import Global, Inert
+
+_CLIP_GRAD = 1.0
+"""DeepSpeed's default for `gradient_clipping` (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT)."""
+
+_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
+_FLOAT32 = ("fp32", "float32", "torch.float32")
+
+
+class Kind(enum.Enum):
+    """The class whose state a checkpoint holds."""
+
+    PLAIN = "optimizer of torch"
+    UNFUSED = "FP16_UnfusedOptimizer"
+    ZERO12 = "DeepSpeedZeroOptimizer"
+    BF16 = "BF16_Optimizer"
+    ZERO3 = "DeepSpeedZeroOptimizer_Stage3"
+
+
+def kind_of(state: Mapping[str, Any]) -> Kind:
+    """The kind of a saved optimizer."""
+    if "fp32_flat_groups" in state:
+        return Kind.ZERO3
+    if "single_partition_of_fp32_groups" in state:
+        return Kind.ZERO12 if "zero_stage" in state else Kind.BF16
+    return Kind.UNFUSED if "fp32_groups" in state else Kind.PLAIN
+
+
+def target_kind(source: Source, stage: int) -> Kind:
+    """The kind that DeepSpeed makes at a ZeRO stage for the source's types (engine.py, `_do_optimizer_sanity_check`).
+
+    Raises:
+        UnsupportedError: fp16 at stage 0.
+    """
+    found = kind_of(source.optimizer(0, 0))
+    if stage == 3:
+        return Kind.ZERO3
+    if stage == source.topology.zero:
+        return found
+    if stage > 0:
+        types = source.config.get("data_types")
+        wide = isinstance(types, Mapping) and types.get("grad_accum_dtype") in _FLOAT32
+        return Kind.BF16 if stage == 1 and source.half_type == "bfloat16" and wide else Kind.ZERO12
+    if source.half_type == "float16":
+        raise UnsupportedError("fp16 training is not laid out for ZeRO stage 0", path=str(source.folder))
+    groups = base_state(source, 0, 0).get("param_groups") or [{}]
+    if source.half_type and "bias_correction" in groups[0]:
+        raise UnsupportedError(
+            "DeepSpeed keeps flat master weights for fused optimizers at ZeRO stage 0, which are not laid out",
+            path=str(source.folder),
+            hint="choose zero=1",
+        )
+    return Kind.UNFUSED if source.half_type else Kind.PLAIN
+
+
+def base_state(source: Source, mp: int, dp: int) -> Mapping[str, Any]:
+    """State dict of the optimizer inside; empty for an elastic checkpoint, which keeps no parameter groups."""
+    state = source.optimizer(mp, dp)
+    kind = kind_of(state)
+    if kind in (Kind.PLAIN, Kind.UNFUSED):
+        return base_optimizer(state)
+    inner = state.get("optimizer_state_dict" if kind is Kind.ZERO3 else "base_optimizer_state")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def fields_for(kind: Kind, source: Source, mp: int, dp: int) -> dict[str, Any]:
+    """Fields in DeepSpeed's order for a kind, with the source's values; None where the layout decides."""
+    state = source.optimizer(mp, dp)
+    if kind is kind_of(state):
+        return {key: value for key, value in state.items() if key != "base_optimizer_state_step"}
+    scaling = {
+        "loss_scaler": state.get("loss_scaler", Inert("new", _SCALER, (), {"cur_scale": 1.0, "dynamic": False})),
+        "dynamic_loss_scale": state.get("dynamic_loss_scale", False),
+        "overflow": state.get("overflow", False),
+    }
+    clip = {"clip_grad": state.get("clip_grad", source.config.get("gradient_clipping", _CLIP_GRAD))}
+    version = {"ds_version": source.models[0, 0].value.get("ds_version")}
+    flat = {"base_optimizer_state": None, "single_partition_of_fp32_groups": None}
+    layout = {"group_paddings": None, "param_alignment_paddings": None, "partition_count": None}
+    if kind is Kind.ZERO3:
+        return {"zero_stage": None, **scaling, "partition_count": None, "optimizer_state_dict": None,
+                "fp32_flat_groups": None}  # fmt: skip
+    if kind is Kind.ZERO12:
+        return {**scaling, **clip, **flat, "zero_stage": None, **layout, **version, "param_slice_mappings": None}
+    if kind is Kind.BF16:
+        del layout["param_alignment_paddings"]
+        return {**clip, **flat, **layout, **version, "param_slice_mappings": None}
+    if kind is Kind.UNFUSED:
+        return {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": source.step, "optimizer_state_dict": None,
+                "fp32_groups": None}  # fmt: skip
+    return {"state": None, "param_groups": None}

@@ -1,0 +1,103 @@
+"""Which tensor of the source each tensor of the target is made of. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed.logical import Param
+from reshard.formats.deepspeed.rows import Rows
+from reshard.layout import Index, LogicalTensor, TensorKey
+
+_OTHER = {"weight": "fp32", "fp32": "weight"}
+"""Weights and master weights are rounded forms of one another: either can be made of the other."""
+
+
+class TargetRows(Rows):
+    """Collects a target's tensors, each with its origin, and its rows.
+
+    Padding rows of a vocabulary that the source lacks, or has in another number, are left out: they will be zero.
+
+    Attributes:
+        origins: position in the source's tensors of each of `tensors`.
+    """
+
+    def __init__(self, index: Index, aliases: Mapping[str, str]) -> None:
+        super().__init__()
+        self.origins: list[int] = []
+        self._index = index
+        self._known = {tensor.key: at for at, tensor in enumerate(index.tensors)}
+        self._twins: dict[str, set[str]] = defaultdict(set)
+        for alias, name in (*aliases.items(), *index.aliases.items()):
+            self._twins[name].add(alias)
+            self._twins[alias].add(name)
+        self._left_out: set[TensorKey] = set()
+        self._problems: dict[str, None] = {}
+
+    def source_type(self, state: str, name: str) -> str | None:
+        """Type of a tensor in the source, or None if the source does not hold it."""
+        at = self._known.get(TensorKey(state, name))
+        return None if at is None else self._index.tensors[at].dtype
+
+    def require(self) -> None:
+        """Refuse a source that lacks something.
+
+        Raises:
+            UnsupportedError: naming every tensor.
+        """
+        if self._problems:
+            raise UnsupportedError(
+                f"the source lacks {len(self._problems)} tensors that the target needs",
+                path=str(self._index.root),
+                problems=list(self._problems)[:20],
+                hint="choose a target without them, or name parameters alike (--names)",
+            )
+
+    def left_behind(self) -> tuple[str, ...]:
+        """What of the source the target does not hold, for people."""
+        used = set(self.origins)
+        unused: dict[str, list[str]] = defaultdict(list)
+        for at, tensor in enumerate(self._index.tensors):
+            if at not in used:
+                unused[tensor.key.state].append(tensor.key.name)
+        return tuple(
+            f"{state}: {len(names)} tensors of the source are not stored in the target, such as {names[0]}"
+            for state, names in sorted(unused.items())
+        )
+
+    def _tensor(self, state: str, param: Param, is_padding: bool, dtype: str) -> int | None:
+        key, shape = self._identity(state, param, is_padding)
+        if key in self._ids:
+            known = self.tensors[self._ids[key]]
+            if (known.shape, known.dtype) != (shape, dtype):
+                raise CorruptSourceError(f"{key} is {known.dtype} {known.shape} and {dtype} {shape}")
+            return self._ids[key]
+        if key in self._left_out:
+            return None
+        at = self._origin(key, shape, is_padding)
+        if at is None:
+            self._left_out.add(key)
+            return None
+        self.origins.append(at)
+        return self._append(LogicalTensor(key=key, shape=shape, dtype=dtype))
+
+    def _origin(self, key: TensorKey, shape: tuple[int, ...], is_padding: bool) -> int | None:
+        for candidate in self._candidates(key):
+            at = self._known.get(candidate)
+            if at is None:
+                continue
+            found = self._index.tensors[at].shape
+            if found == shape:
+                return at
+            if not is_padding:
+                self._problems[f"{candidate} has the shape {list(found)}, expected {list(shape)}"] = None
+                return None
+        if not is_padding:
+            self._problems[f"{key} {list(shape)} is missing"] = None
+        return None
+
+    def _candidates(self, key: TensorKey) -> Iterator[TensorKey]:
+        for state in (key.state, _OTHER.get(key.state)):
+            for name in (key.name, *sorted(self._twins.get(key.name, ()))) if state else ():
+                yield TensorKey(state or "", name)

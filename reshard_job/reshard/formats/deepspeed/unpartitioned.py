@@ -1,0 +1,174 @@
+"""ZeRO-0: the whole optimizer of a tensor-parallel rank, inside its model file.
+
+fp32 training saves the state dict of the torch optimizer; bf16 training that of `FP16_UnfusedOptimizer` around it, with
+master weights. Parameters are numbered, not named: names come from the module's order, group by group.
+Source: deepspeed/runtime/engine.py, `_common_checkpoint_state`, and runtime/fp16/unfused_optimizer.py (0.19.8).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.pt.objects import Tensor
+from reshard.formats.pt.reader import PtFile
+
+Shape = tuple[int, ...]
+_MAX_STATES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParamState:
+    """States of one parameter.
+
+    Attributes:
+        tensors: state (`fp32` where there are master weights, `exp_avg`, ...) -> tensor of the parameter's shape.
+        scalars: the other states, as saved (`step`).
+        order: names of the optimizer's states in its own order.
+    """
+
+    tensors: Mapping[str, Tensor]
+    scalars: Mapping[str, Any]
+    order: tuple[str, ...]
+
+
+def base_optimizer(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """State dict of the torch optimizer, with or without a wrapper."""
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def param_states(optimizer: Mapping[str, Any], path: str) -> list[list[ParamState]]:
+    """States of every parameter, `[groups][params]`.
+
+    Raises:
+        CorruptSourceError: parts are missing or contradict each other.
+        UnsupportedError: another optimizer wrapper, or states that are neither per weight nor one number.
+    """
+    inner = base_optimizer(optimizer)
+    groups, states = inner.get("param_groups"), inner.get("state")
+    if "fp32_groups_flat" in optimizer:
+        raise UnsupportedError(
+            "holds flat master weights of FP16_Optimizer (a fused optimizer at ZeRO stage 0)",
+            path=path,
+            hint="train with ZeRO stage 1, or with an optimizer of torch.optim",
+        )
+    masters = optimizer.get("fp32_groups")
+    if not isinstance(groups, list) or not isinstance(states, Mapping):
+        raise CorruptSourceError("its optimizer has no state and param_groups", path=path)
+    if masters is not None and [len(group) for group in masters] != [len(group["params"]) for group in groups]:
+        raise CorruptSourceError("its fp32_groups do not fit the optimizer's param_groups", path=path)
+    return [
+        [
+            _split(states.get(number, {}), None if masters is None else masters[at][place], number, path)
+            for place, number in enumerate(group["params"])
+        ]
+        for at, group in enumerate(groups)
+    ]
+
+
+def _split(found: Any, master: Tensor | None, number: int, path: str) -> ParamState:
+    if not isinstance(found, Mapping):
+        raise CorruptSourceError(f"the states of parameter {number} are {found!r:.80}", path=path)
+    tensors: dict[str, Tensor] = {} if master is None else {"fp32": master}
+    scalars: dict[str, Any] = {}
+    for key, value in found.items():
+        if not isinstance(value, Tensor) or not value.shape:
+            scalars[key] = value
+        else:
+            tensors[key] = value
+    shapes = {tensor.shape for tensor in tensors.values()}
+    if len(shapes) > 1:
+        raise UnsupportedError(
+            f"the states of parameter {number} have the shapes {sorted(shapes)}",
+            path=path,
+            hint="only states with one value per weight, or one per parameter, are converted",
+        )
+    return ParamState(tensors=tensors, scalars=scalars, order=tuple(found))
+
+
+def match_names(
+    groups: Sequence[Sequence[Shape]], candidates: Sequence[tuple[str, Shape]], path: str
+) -> list[list[str]]:
+    """Names of the optimizer's parameters: in every group they stand in the module's order.
+
+    Args:
+        groups: shape of each parameter, `[groups][params]`.
+        candidates: names and shapes in the module's order; those that are not optimized among them.
+        path: of the file, for messages.
+
+    Raises:
+        UnsupportedError: no assignment of names to groups fits, or more than one.
+    """
+    done = tuple(len(group) for group in groups)
+    spare = len(candidates) - sum(done)
+    ways: list[dict[Shape, tuple[int, Shape | None, int]]] = [{(0,) * len(groups): (1, None, -1)}]
+    for at, (_, shape) in enumerate(candidates):
+        after: dict[Shape, tuple[int, Shape | None, int]] = {}
+        for state, (count, _, _) in ways[-1].items():
+            steps = [
+                (group, (*state[:group], taken + 1, *state[group + 1 :]))
+                for group, taken in enumerate(state)
+                if taken < done[group] and groups[group][taken] == shape
+            ]
+            if at - sum(state) < spare:  # a frozen parameter or a buffer
+                steps.append((-1, state))
+            for group, found in steps:
+                known = after.get(found)
+                after[found] = (count, state, group) if known is None else (min(2, known[0] + count), state, group)
+        if len(after) > _MAX_STATES:
+            raise UnsupportedError(f"{len(groups)} parameter groups cannot be told apart by shapes", path=path)
+        ways.append(after)
+    total = ways[-1].get(done, (0, None, -1))[0]
+    if total != 1:
+        raise UnsupportedError(
+            f"its optimizer numbers its {sum(done)} parameters and does not name them: "
+            + ("no assignment" if total == 0 else "more than one assignment")
+            + " of the module's names to the parameter groups fits their shapes",
+            path=path,
+            hint="train with ZeRO stage 1, or build the optimizer from named_parameters()",
+        )
+    names: list[list[str]] = [[] for _ in groups]
+    state = done
+    for at in range(len(candidates) - 1, -1, -1):
+        _, before, group = ways[at + 1][state]
+        if group >= 0:
+            names[group].append(candidates[at][0])
+        assert before is not None
+        state = before
+    return [group[::-1] for group in names]
+
+
+def named_groups(optimizer: Mapping[str, Any], module: Mapping[str, Tensor], file: PtFile) -> list[dict[str, Shape]]:
+    """Names and shapes of the shards of every parameter group, in the optimizer's order; as `param_shapes` would be.
+
+    Raises:
+        UnsupportedError: names cannot be told.
+    """
+    states = param_states(optimizer, file.path)
+    shapes = [[next((t.shape for t in state.tensors.values()), None) for state in group] for group in states]
+    saved = [group.get("param_names") for group in base_optimizer(optimizer)["param_groups"]]
+    if all(isinstance(names, list) and len(names) == len(group) for names, group in zip(saved, states, strict=True)):
+        return [{name: module[name].shape for name in names if name in module} for names in saved]
+    unknown = [(at, place) for at, group in enumerate(shapes) for place, shape in enumerate(group) if shape is None]
+    if unknown:
+        at, place = unknown[0]
+        raise UnsupportedError(
+            f"{len(unknown)} parameters, such as number {place} of group {at}, have no state in the optimizer that"
+            " would tell their shape (no gradient so far, or an optimizer without states)",
+            path=file.path,
+            hint="build the optimizer from named_parameters()",
+        )
+    candidates: list[tuple[str, Shape]] = []
+    seen: set[tuple[int, int, Shape]] = set()
+    buffers = set(file.value.get("buffer_names") or ())
+    for name, tensor in module.items():
+        view = (id(tensor.storage), tensor.offset, tensor.shape)
+        if name not in buffers and view not in seen:  # the second name of a tied weight
+            seen.add(view)
+            candidates.append((name, tensor.shape))
+    known = [[shape for shape in group if shape is not None] for group in shapes]
+    names = match_names(known, candidates, file.path)
+    return [dict(zip(own, found, strict=True)) for own, found in zip(names, known, strict=True)]
