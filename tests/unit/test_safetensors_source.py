@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from reshard.errors import CorruptSourceError, ReshardError, UnsupportedError
 from reshard.formats.safetensors import FORMAT
@@ -63,6 +65,7 @@ def test_padding_behind_the_header_is_read(tmp_path):
         (b'{"a": "\xff"}', {}, "is no valid JSON"),
         (b'{"a":' * 100_000, {}, "is no valid JSON"),
         (b'{"a": {"dtype": "U8", "dtype": "U8"}}', {}, "'dtype' is there twice"),
+        (b'{"\\ud800": 3}', {}, "is no valid JSON"),
         (b'{"__metadata__": [1]}', {"data_bytes": 0}, "its __metadata__ is not a map from text to text"),
         (b'{"__metadata__": {"a": 1}}', {"data_bytes": 0}, "its __metadata__ is not a map from text to text"),
         (b'{"a": 3}', {}, "tensor 'a': expected data_offsets, dtype, shape, found 3"),
@@ -107,6 +110,28 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     for length in range(len(content)):
         path.write_bytes(content[:length])
         assert isinstance(error_of(tmp_path), CorruptSourceError), length
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_happens_to_its_bytes_a_header_is_understood_or_refused(tmp_path, data):
+    path = tmp_path / "model.safetensors"
+    write(path, entries())
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(content)))
+        stop = min(len(content), start + data.draw(st.integers(0, 6)))
+        content[start:stop] = data.draw(
+            st.binary(max_size=6) | st.sampled_from([b"[[[", b'"a"', b"9" * 20, b"-", b"1e9"])
+        )
+    path.write_bytes(content)
+    try:
+        index = FORMAT.read(tmp_path, None)
+    except ReshardError:
+        return
+    start = 8 + int.from_bytes(content[:8], "little")
+    assert sum(tensor.num_bytes for tensor in index.tensors) == len(content) - start
+    assert ((index.shards.byte_offset >= start) & (index.shards.byte_offset < len(content))).all()
 
 
 def test_types_that_are_not_converted_are_refused_with_all_their_tensors(tmp_path):

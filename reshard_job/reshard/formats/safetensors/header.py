@@ -199,6 +199,8 @@ def _json(text: bytes, path: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=unique_pairs, parse_constant=refuse)
+        if b"\\u" in text:  # an escaped half of a surrogate pair is no character, and could not be written again
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CorruptSourceError(f"its header is no valid JSON: {error}", path=path, hint=_HINT) from error
     assert isinstance(value, dict)  # it begins with `{`

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from reshard.cast import can_cast
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.rows import PADDING
-from reshard.formats.safetensors.header import DTYPES, METADATA
+from reshard.formats.safetensors.header import METADATA
 from reshard.layout import Index, LogicalTensor, TensorKey
 
 WEIGHT = "weight"
@@ -57,12 +57,10 @@ def select(index: Index, dtype: str | None) -> Selection:
         at = _origin(index, weight, master, dtype)
         source = index.tensors[at]
         target = source.dtype if dtype is None or not _is_float(source.dtype) else dtype
-        if name == METADATA:
+        if name == METADATA or not _is_text(name):
             problems.append(f"{name!r} cannot be the name of a tensor in this format")
         elif not can_cast(source.dtype, target):
             problems.append(f"{source.key}: {source.dtype} cannot become {target}")
-        elif target not in DTYPES.values():
-            problems.append(f"{source.key}: the format has no type {target}")
         tensors.append(LogicalTensor(key=TensorKey(WEIGHT, name), shape=source.shape, dtype=target))
         origins.append(at)
     if problems:
@@ -72,6 +70,14 @@ def select(index: Index, dtype: str | None) -> Selection:
     if not tensors:
         raise UnsupportedError("holds no weights: safetensors files hold nothing else", path=str(index.root))
     return Selection(tensors=tuple(tensors), origins=tuple(origins), notes=_notes(index, origins))
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_float(dtype: str) -> bool:
