@@ -13,6 +13,7 @@ from typing import Any
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.dcp.archive import Window, read_directory
 from reshard.formats.dcp.metadata import Entry, Place
+from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry as ZipEntry
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import build
@@ -113,10 +114,11 @@ class Items:
         return number
 
     def raw(self, key: str, place: Place) -> bytes:
-        """All bytes of an item, after a look at its checksums.
+        """All bytes of an item, after a look at its checksums and at the names in its pickle.
 
         Raises:
             UnsupportedError: larger than `MAX_OBJECT_BYTES`.
+            UnsafePickleError: it would run code where the target is loaded.
             CorruptSourceError: damaged.
         """
         if place.length > MAX_OBJECT_BYTES:
@@ -125,7 +127,9 @@ class Items:
             )
         window = self._window(key, place)
         for entry in read_directory(window).values():
-            _checked(window, entry)
+            content = _checked(window, entry)
+            if entry.name == "data.pkl":
+                machine.load(content, persistent_load=str, rebuild=machine.rebuild_containers, path=window.where)
         data = os.pread(window.descriptor, place.length, place.offset)
         self.num_bytes_read += window.num_bytes_read + len(data)
         return data

@@ -140,14 +140,13 @@ class _Parser:
                 at = (key, None if offset is None else tuple(offset))
                 if at in places:
                     raise _WrongError(f"{key}: two items at {offset!r:.80}")
-                place = _place(key, _fields(value, "_StorageInfo"))
+                info = _fields(value, "_StorageInfo")
+                places[at] = _place(key, info)
             except _WrongError as error:
                 self.problems.append(f"storage_data: {error}")
                 continue
-            except UnsupportedError as error:
-                self.unsupported.append(error.message)
-                continue
-            places[at] = place
+            if wrapped := info.get("transform_descriptors"):
+                self.unsupported.append(f"{key}: written through {wrapped!r:.80}, expected plain torch.save")
         return places
 
     def _entry(
@@ -237,6 +236,4 @@ def _place(key: str, fields: Mapping[str, Any]) -> Place:
         raise _WrongError(f"{key}: file name {name!r:.80} is not that of a file in the folder")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 1:
         raise _WrongError(f"{key}: bytes {offset!r:.40} + {length!r:.40} of {name}")
-    if fields.get("transform_descriptors"):
-        raise UnsupportedError(f"{key}: written through {list(fields['transform_descriptors'])!r:.80}")
     return Place(name, offset, length)

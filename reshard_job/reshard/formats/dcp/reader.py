@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,23 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
 
 
 def _check_files(folder: Path, entries: Iterable[Entry]) -> None:
-    """Every file that is named is there, and no other file of a rank."""
-    named = {place.file for entry in entries for _, place in entry.chunks}
+    """Every file that is named is there and long enough, and no other file of a rank is."""
+    ends: dict[str, int] = {}
+    for place in (place for entry in entries for _, place in entry.chunks):
+        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
     try:
-        found = {item.name for item in folder.iterdir() if item.name.endswith(SUFFIX)}
+        found = {item.name: item.lstat() for item in folder.iterdir()}
     except OSError as error:
         raise CorruptSourceError(f"cannot be listed: {error.strerror}", path=str(folder)) from error
-    problems = [f"{name} is missing" for name in sorted(named - found) if not (folder / name).is_file()]
-    problems += [f"{name} is not named in .metadata" for name in sorted(found - named)]
+    problems = []
+    for name, end in sorted(ends.items()):
+        if name not in found:
+            problems.append(f"{name} is missing")
+        elif not stat.S_ISREG(found[name].st_mode):
+            problems.append(f"{name} is a link, or another thing that is not a file")
+        elif found[name].st_size < end:
+            problems.append(f"{name} is truncated: its items need {end} bytes, it has {found[name].st_size}")
+    problems += [f"{name} is not named in .metadata" for name in sorted(found.keys() - ends) if name.endswith(SUFFIX)]
     if problems:
         raise CorruptSourceError(
             "its files do not fit its .metadata",

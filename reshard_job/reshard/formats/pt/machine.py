@@ -43,6 +43,7 @@ _SAFE_BUILTINS = frozenset(
 _BUILTINS = frozenset(("builtins", "__builtin__"))
 _FORBIDDEN = frozenset(
     [
+        "_pickle",
         "asyncio",
         "code",
         "codeop",
