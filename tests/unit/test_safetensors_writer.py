@@ -26,10 +26,11 @@ def test_the_format_has_a_name_for_every_type_of_elements():
     assert set(header.DTYPES.values()) == set(ITEM_BYTES)
 
 
-def test_the_topology_asked_for_makes_no_difference():
-    layout = FORMAT.layout(index_of({"weight/a": (2,)}), Request(topology=Topology(tp=4, dp=2)))
-    assert layout.topology == Topology(zero=0)
-    assert [file.path for file in layout.files] == ["model.safetensors"]
+def test_the_files_are_the_same_for_all_topologies():
+    index = index_of({"weight/a": (2,)})
+    one, other = (FORMAT.layout(index, Request(topology=Topology(tp=tp, dp=2))) for tp in (1, 4))
+    assert one.files == other.files
+    assert (one.topology, other.topology) == (Topology(dp=2), Topology(tp=4, dp=2))
 
 
 @pytest.mark.parametrize("file_bytes", [700, 1000, 1200, 1700, 10_000])

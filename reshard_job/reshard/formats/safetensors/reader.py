@@ -17,7 +17,7 @@ NAME = "safetensors"
 STEP = "reshard.step"
 SAMPLES = "reshard.samples"
 TOPOLOGY = Topology(zero=0)
-"""The files are not laid out for ranks: whole tensors, nothing partitioned."""
+"""Of files without a commit, which are laid out for no ranks: whole tensors, nothing partitioned."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     return Index(
         root=folder,
         format=NAME,
-        topology=TOPOLOGY,
+        topology=TOPOLOGY if commit is None else commit.topology,
         step=_number(stated, STEP, folder) if commit is None else commit.step,
         samples=_number(stated, SAMPLES, folder) if commit is None else commit.samples,
         tensors=tuple(tensors),

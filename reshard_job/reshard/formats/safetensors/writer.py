@@ -14,7 +14,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.safetensors import header
 from reshard.formats.safetensors.header import Entry
-from reshard.formats.safetensors.reader import NAME, SAMPLES, STEP, TOPOLOGY, Extra
+from reshard.formats.safetensors.reader import NAME, SAMPLES, STEP, Extra
 from reshard.formats.safetensors.select import Selection, select
 from reshard.geometry import whole
 from reshard.layout import Index, LogicalTensor, ShardTableBuilder, TargetFile, TargetLayout
@@ -60,7 +60,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         files.append(TargetFile(path="model.safetensors.index.json", num_bytes=len(content), fixed=((0, content),)))
     return TargetLayout(
         format=NAME,
-        topology=TOPOLOGY,
+        topology=request.topology,  # the files are the same for all
         files=tuple(files),
         shards=builder.build(),
         tensors=selection.tensors,
