@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 _SAMPLE_SECONDS = 0.02
+_BLOCK_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,15 @@ def drop_from_cache(folder: Path) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+
+
+def warm(folder: Path) -> None:
+    """Let the page cache hold all files of `folder`."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb", buffering=0) as stream:
+                while stream.read(_BLOCK_BYTES):
+                    pass
 
 
 def size_of(folder: Path) -> int:

@@ -133,8 +133,7 @@ class Mover:
                 record = self._do_unit(unit, scratch)
                 if self._stop.is_set():  # another thread has failed: the record may be incomplete
                     return
-                with lock:
-                    records.append(record)
+                records.append(record)
                 flushes.append(flusher.submit(self._settle, record, done))  # while the next unit is read
 
         with ThreadPoolExecutor(1) as flusher, ThreadPoolExecutor(self.plan.num_threads) as pool:

@@ -78,17 +78,19 @@ class Journal:
     def share(self, num_units: int, worker: int, num_workers: int) -> Iterator[int]:
         """Units for one of several workers: first its own share, then what others have not begun, then stragglers'."""
         first = worker * num_units // num_workers
-        started, count = time.monotonic(), 0
+        started, own = time.monotonic(), set[int]()
         for unit in (*range(first, num_units), *range(first)):
             if self.claim(unit):
+                own.add(unit)
                 yield unit
-                count += 1
-        mean = (time.monotonic() - started) / max(1, count)
+        mean = (time.monotonic() - started) / max(1, len(own))
         patience = max(_PATIENCE_SECONDS, _PATIENCE_UNITS * mean)
         waited_since = time.monotonic()
-        while self.exists and (missing := sorted(set(range(num_units)) - self.done())):
+        while self.exists and (missing := sorted(set(range(num_units)) - self.done() - own)):
             if time.monotonic() - waited_since >= patience:
-                yield missing[worker % len(missing)]
+                unit = missing[worker % len(missing)]
+                own.add(unit)
+                yield unit
                 waited_since = time.monotonic()
             else:
                 time.sleep(_POLL_SECONDS)
