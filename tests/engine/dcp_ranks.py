@@ -5,6 +5,7 @@ ranks (torch is imported once). One JSON line per run goes to the task's results
 """
 
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -61,10 +62,40 @@ class Velocity(torch.optim.Optimizer):
                     weight.data.mul_(1 - group["weight_decay"] * group["lr"]).sub_(group["lr"] * state["velocity"])
 
 
+def make_model(run):
+    if run["model"] == "net":
+        return Net(*SIZES[run["size"]])
+    import reshard_rank  # the model of the DeepSpeed tests
+
+    return reshard_rank.FlatModel(reshard_rank.SIZES[run["size"]])
+
+
+def parameter_groups(run, model):
+    if run["model"] == "net":
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    import reshard_rank
+
+    return reshard_rank.parameter_groups(model, weight_decay=0.1)
+
+
+def batch_of(run, step):
+    """Tokens and labels of the whole batch."""
+    if run["model"] == "net":
+        generator = torch.Generator().manual_seed(1000 + step)
+        tokens = torch.randint(0, SIZES[run["size"]][0], (BATCH, 9), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+    import reshard_rank
+
+    samples = [reshard_rank.batch(reshard_rank.SIZES[run["size"]], step, sample) for sample in range(BATCH)]
+    return tuple(torch.cat(part) for part in zip(*samples, strict=True))
+
+
 def build(run):
     """Model, optimizer, schedule, and this rank's part of the batch."""
     dp, tp = run["dp"], run["tp"]
-    model = Net(*SIZES[run["size"]])
+    model = make_model(run)
     rank = 0
     if run["sharded"]:
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
@@ -73,9 +104,7 @@ def build(run):
             parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         for part in (model.up, model.down, model):
             fully_shard(part, mesh=mesh["dp"])
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = parameter_groups(run, model)
     if run["optimizer"] == "velocity":
         optimizer = Velocity(groups)
     elif run["optimizer"] == "sgd":
@@ -83,16 +112,16 @@ def build(run):
     else:
         optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), foreach=False)
     schedule = None
-    if run["style"] != "flat":  # a converter from another framework knows of no schedule
+    if run["style"] in ("nested", "titan"):  # a converter from another framework knows of no schedule
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     return model, optimizer, schedule, slice(rank * BATCH // dp, (rank + 1) * BATCH // dp)
 
 
 def state_of(run, model, optimizer, schedule):
     """The state dict in one of three styles that people use, and its parts for model and optimizer."""
-    flat = StateDictOptions(flatten_optimizer_state_dict=run["style"] != "nested")
+    flat = StateDictOptions(flatten_optimizer_state_dict="nested" not in run["style"])
     weights, states = get_state_dict(model, optimizer, options=flat)
-    if run["style"] == "flat":
+    if schedule is None:
         return {"model": weights, "optim": states}, weights, states
     if run["style"] == "nested":
         app = {"model": weights, "optimizer": states, "schedule": schedule.state_dict()}
@@ -107,7 +136,7 @@ def load(run, model, optimizer, schedule):
     if run["style"] == "titan":
         weights = {name: state[name] for name in weights}
         assert torch.equal(state["train_state"]["rng"], torch.arange(9.0)) and state["train_state"]["tokens"] == 7
-    flat = StateDictOptions(flatten_optimizer_state_dict=run["style"] != "nested")
+    flat = StateDictOptions(flatten_optimizer_state_dict="nested" not in run["style"])
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=flat)
     if schedule is not None:
         schedule.load_state_dict(state["app"]["schedule"] if run["style"] == "nested" else state["lr_scheduler"])
@@ -115,7 +144,6 @@ def load(run, model, optimizer, schedule):
 
 def train(run):
     model, optimizer, schedule, own = build(run)
-    vocabulary = SIZES[run["size"]][0]
     losses = []
     first = run.get("first", 0)
     if "load" in run:
@@ -123,9 +151,8 @@ def train(run):
     for step in range(first, first + run["steps"]):
         if step == run.get("save_at"):
             save(run, model, optimizer, schedule)
-        generator = torch.Generator().manual_seed(1000 + step)
-        tokens = torch.randint(0, vocabulary, (BATCH, 9), generator=generator)[own]
-        loss = model(tokens[:, :-1], tokens[:, 1:])
+        tokens, labels = batch_of(run, step)
+        loss = model(tokens[own], labels[own])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -176,7 +203,17 @@ def rank_main(run, rank, world, store, results):
 def main():
     """Do the runs of the task in argv."""
     task = json.loads(sys.argv[1])
-    defaults = {"size": "small", "optimizer": "adamw", "style": "flat", "dp": 1, "tp": 1, "sharded": True}
+    if any(run.get("model") == "deepspeed" for run in task["runs"]):
+        importlib.import_module("reshard_rank")  # once, before the forks
+    defaults = {
+        "model": "net",
+        "size": "small",
+        "optimizer": "adamw",
+        "style": "flat",
+        "dp": 1,
+        "tp": 1,
+        "sharded": True,
+    }
     for given in task["runs"]:
         run = {**defaults, **given}
         world = run["dp"] * run["tp"]

@@ -6,11 +6,15 @@ import json
 
 import pytest
 
+from reshard.api import Conversion, index_of
+from reshard.api import convert as convert_all
 from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import read_metadata
 from reshard.layout import TensorKey
+from reshard.topology import Topology
 from tests.golden.dcp_files import NAMES, ROOT, check_archives, convert, golden, items
 from tests.golden.files import assemble
+from tests.golden.files import golden as deepspeed
 
 STATES = {
     "fsdp2-flat": ("exp_avg", "exp_avg_sq"),
@@ -118,6 +122,28 @@ def test_weights_of_another_type_are_rounded_and_nothing_else(tmp_path):
     )
     rounded = (before + 0x7FFF + ((before >> 16) & 1)) >> 16
     assert (rounded == after).all()
+
+
+@pytest.mark.parametrize("name", ["zero2-dp3", "zero2-dp3-round-robin", "zero3-dp3", "bf16-dp2"])
+def test_deepspeed_becomes_a_state_dict_of_torch(name, tmp_path):
+    source = deepspeed(name)
+    wanted = Conversion(source=source, target=tmp_path / "out", topology=Topology(dp=2, zero=3), target_format="dcp")
+    assert convert_all(wanted, reread=True).verified
+    before, found = index_of(source), index_of(tmp_path / "out")
+    old, new = assemble(before), assemble(found)
+    names = {key.removeprefix("fp32/") for key in old if key.startswith("fp32/")}
+    assert names == {name for group in before.groups for name in group.names}
+    for key in names:
+        assert (new[f"weight/{key}"] == old[f"fp32/{key}"]).all()
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert (new[f"{state}/{key}"] == old[f"{state}/{key}"]).all()
+    assert (new["weight/head.weight"] == old["fp32/embed.weight"]).all()
+    assert (new["weight/scale"] == old["weight/scale"]).all()
+    assert found.step == before.step
+    assert [(group.names, group.scalars) for group in found.groups] == [
+        (group.names, group.scalars) for group in before.groups
+    ]
+    assert [group.options for group in found.groups] == [group.options for group in before.groups]
 
 
 def test_what_was_converted_twice_is_what_was_converted_once(tmp_path):

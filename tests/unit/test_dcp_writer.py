@@ -277,7 +277,7 @@ def test_weights_of_the_type_that_was_asked_for_are_taken_as_they_are(tmp_path):
 
 def test_a_source_without_settings_is_said_to_have_none(tmp_path):
     layout = convert(mixed_precision(tmp_path, groups=()), tmp_path / "out", 2)
-    assert any("no optim.param_groups" in note for note in layout.notes)
+    assert any("says nothing of the optimizer's settings" in note for note in layout.notes)
 
 
 def test_names_that_collide_are_refused(tmp_path):

@@ -211,8 +211,8 @@ def _notes(index: Index, request: Request, extra: Extra | None) -> tuple[str, ..
         )
     if padding := sorted({key.name.removesuffix(_PADDING) for key in keys if _is_padding(key)}):
         notes.append(f"padding rows of {', '.join(padding)} are left behind: the target has the vocabulary's true size")
-    if not index.groups and any(key.state not in ("weight", "fp32") for key in keys):
-        notes.append("the source says nothing of the optimizer's settings: the target has no optim.param_groups")
+    if not any(group.options for group in index.groups) and any(key.state not in ("weight", "fp32") for key in keys):
+        notes.append("the source says nothing of the optimizer's settings: optim.param_groups of the target has none")
     if extra is not None and extra.objects:
         names = ", ".join(extra.objects[:5])
         notes.append(f"{len(extra.objects)} objects of the source are left behind: {names}")

@@ -1,0 +1,88 @@
+"""Training goes on from converted DCP checkpoints in unmodified torch: losses of the run that never stopped."""
+
+from pathlib import Path
+
+import pytest
+
+from reshard.api import Conversion, convert, index_of
+from reshard.topology import Topology
+from tests.engine import dcp_run, reshard_run
+
+pytestmark = pytest.mark.engine
+
+SOURCES = {
+    "four": {"dp": 4, "style": "flat"},
+    "single": {"sharded": False, "style": "nested"},
+    "grid": {"dp": 2, "tp": 2, "style": "titan"},
+    "velocity": {"dp": 3, "style": "nested", "optimizer": "velocity"},
+}
+CASES = {
+    "four to three": ("four", {"dp": 3}),
+    "four to one": ("four", {"sharded": False}),
+    "one to four": ("single", {"dp": 4}),
+    "two by two to two": ("grid", {"dp": 2}),
+    "three to two by two": ("velocity", {"dp": 2, "tp": 2}),
+}
+FROM_DEEPSPEED = {
+    "zero1 to fsdp": ("zero1", {"dp": 3}),
+    "zero1 to plain torch": ("zero1", {"sharded": False}),
+    "zero3 to nested fsdp": ("zero3", {"dp": 2, "style": "nested-without-schedule"}),
+}
+SAVED, STEPS = 5, 3  # DeepSpeed's warm-up of the rate ends at step 4
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("dcp")
+
+
+@pytest.fixture(scope="module")
+def sources(root) -> dict[str, list[float]]:
+    """Losses of runs that went on without a stop, from the step at which they saved."""
+    steps = SAVED + STEPS
+    runs = [
+        {**options, "name": name, "steps": steps, "save_at": SAVED, "save": str(root / name)}
+        for name, options in SOURCES.items()
+    ]
+    found = dcp_run.launch(runs)
+    for stage in (1, 3):
+        run = {"model": "flat", "topology": f"dp=2,zero={stage}", "steps": steps, "save_at": SAVED}
+        found |= reshard_run.launch([{**run, "name": f"zero{stage}", "save": str(root / f"zero{stage}")}])
+    return {name: losses[SAVED:] for name, losses in found.items()}
+
+
+@pytest.fixture(scope="module")
+def resumed(root, sources) -> dict[str, list[float]]:
+    """Losses of runs that loaded what was converted."""
+    runs = []
+    for name, (source, options) in (CASES | FROM_DEEPSPEED).items():
+        world = options.get("dp", 1) * options.get("tp", 1)
+        target = root / name.replace(" ", "-")
+        topology = Topology(dp=options.get("dp", 1), tp=options.get("tp", 1), zero=3 if world > 1 else 1)
+        report = convert(Conversion(source=root / source, target=target, topology=topology, target_format="dcp"))
+        assert report.verified
+        like = {"model": "deepspeed"} if name in FROM_DEEPSPEED else SOURCES[source]
+        kept = {key: value for key, value in like.items() if key in ("model", "style", "optimizer")}
+        runs.append({**kept, **options, "name": name, "first": SAVED, "steps": STEPS, "load": str(target)})
+    runs.append({"name": "nothing loaded", "sharded": False, "first": SAVED, "steps": STEPS})
+    return dcp_run.launch(runs)
+
+
+@pytest.mark.parametrize("name", [*CASES, *FROM_DEEPSPEED])
+def test_losses_are_those_of_the_run_that_never_stopped(name, sources, resumed):
+    expected = sources[(CASES | FROM_DEEPSPEED)[name][0]]
+    assert resumed[name] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_run_that_loads_nothing_has_other_losses(sources, resumed):
+    assert all(
+        abs(found - expected) > 1e-3 for found, expected in zip(resumed["nothing loaded"], sources["four"], strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte_is_read_once(name, root, resumed, tmp_path):
+    source, options = CASES[name]
+    topology = Topology(dp=options.get("dp", 1) * options.get("tp", 1), zero=3)
+    report = convert(Conversion(source=root / source, target=tmp_path / "again", topology=topology))
+    assert report.bytes_read == sum(tensor.num_bytes for tensor in index_of(root / source).tensors)
