@@ -273,7 +273,6 @@ def _publish(folder: Path, wanted: Conversion, commit: Commit, *, reread: bool) 
     if reread:
         _reread(folder, commit)
     with target_errors(folder, commit.num_bytes):
-        (folder / FINISH_FILE).unlink(missing_ok=True)
         shutil.rmtree(folder / JOURNAL_FOLDER, ignore_errors=True)
         write_commit(folder, commit)
     try:
@@ -284,6 +283,7 @@ def _publish(folder: Path, wanted: Conversion, commit: Commit, *, reread: bool) 
         if done is None:
             raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
         return done
+    (wanted.target / FINISH_FILE).unlink(missing_ok=True)  # not before: workers that come late wait for it
     sync_folder(wanted.target.parent)
     return commit
 
