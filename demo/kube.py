@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from demo.manifests import ROOT, reader_pod
 from demo.options import JOB, NAMESPACE
 from testbed import cluster as bed
 from testbed import faults, storage
-from testbed.components import bin_dir
+from testbed.kubectl import Kubectl
 from testbed.paths import kubeconfig as testbed_kubeconfig
 
 
@@ -34,35 +32,16 @@ class Kube:
         self.options = options
         self.is_testbed = options.kubeconfig is None
         self.kubeconfig: Path = options.kubeconfig or testbed_kubeconfig()
+        self.kubectl = Kubectl(self.kubeconfig)
         self._volume: Path | None = None
 
-    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
-        """Run kubectl and return what it prints.
-
-        Raises:
-            DemoError: it failed.
-        """
-        program = shutil.which("kubectl") or str(bin_dir() / "kubectl")
-        done = subprocess.run(
-            [program, "--kubeconfig", str(self.kubeconfig), *arguments],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if check and done.returncode:
-            raise DemoError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
-        return done.stdout
-
     def get(self, *arguments: str) -> dict[str, Any]:
-        """`kubectl get -o json`; an empty dict where there is nothing."""
-        text = self.kubectl("get", *arguments, "-n", NAMESPACE, "-o", "json", "--ignore-not-found")
-        value: dict[str, Any] = json.loads(text) if text.strip() else {}
-        return value
+        """Objects of the demo's namespace; an empty dict where there is nothing."""
+        return self.kubectl.get(*arguments, "-n", NAMESPACE)
 
     def apply(self, *objects: dict[str, Any]) -> None:
         """`kubectl apply`."""
-        self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
+        self.kubectl.apply(*objects)
 
     def prepare(self) -> None:
         """An empty namespace with a claim for checkpoints, and the resource."""

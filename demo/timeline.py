@@ -113,16 +113,14 @@ class Timeline:
 
 def short_topology(topology: Mapping[str, Any]) -> str:
     """`tp=1,pp=3,dp=2` from the status' topology."""
-    names = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
-    parts = {short: topology.get(short, topology.get(long)) for short, long in names.items()}
-    return ",".join(f"{short}={value}" for short, value in parts.items() if value is not None)
+    return ",".join(f"{degree}={topology[degree]}" for degree in ("tp", "pp", "dp") if degree in topology)
 
 
 def progress(status: Mapping[str, Any]) -> str:
     """One phrase on how far training is."""
     progress_ = status.get("progress") or {}
-    step = progress_.get("step", status.get("step"))
-    loss = progress_.get("loss", status.get("loss"))
+    step = progress_.get("step")
+    loss = progress_.get("loss")
     commit = (status.get("checkpoint") or {}).get("step")
     parts = [f"step {step}" if step is not None else "no step yet"]
     if loss is not None:

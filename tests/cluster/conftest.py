@@ -1,10 +1,8 @@
 """The cluster tier: one real cluster for the whole run, one namespace for each test."""
 
 import dataclasses
-import json
 import os
 import shutil
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from testbed import cluster as bed
 from testbed import faults, storage
-from testbed.components import bin_dir
 from testbed.errors import CannotRunHereError
+from testbed.kubectl import Kubectl
 from testbed.paths import kubeconfig as testbed_kubeconfig
 from testbed.paths import run_dir
 
@@ -32,29 +29,18 @@ class Cluster:
     kubeconfig: Path
     is_testbed: bool
 
-    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
-        """Run kubectl and return what it prints."""
-        program = shutil.which("kubectl") or str(bin_dir() / "kubectl")
-        done = subprocess.run(
-            [program, "--kubeconfig", str(self.kubeconfig), *arguments],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        if check and done.returncode:
-            raise AssertionError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
-        return done.stdout
+    @property
+    def kubectl(self) -> Kubectl:
+        """kubectl on this cluster."""
+        return Kubectl(self.kubeconfig)
 
     def get(self, *arguments: str) -> dict[str, Any]:
         """`kubectl get ... -o json`; an empty dict where there is no such object."""
-        text = self.kubectl("get", *arguments, "-o", "json", "--ignore-not-found")
-        return json.loads(text) if text.strip() else {}
+        return self.kubectl.get(*arguments)
 
     def apply(self, *objects: dict[str, Any]) -> None:
         """Apply manifests."""
-        self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
+        self.kubectl.apply(*objects)
 
     def wait(self, condition: Callable[[], Any], *, what: str, timeout_seconds: float = 120) -> Any:
         """Call `condition` until it returns something true."""

@@ -1,7 +1,7 @@
 """Inside the training pods: session, commit protocol, drain, data position."""
 
 from elastic_trainer.batch import BatchPlan, shuffled
-from elastic_trainer.errors import ConfigurationError, FencedError, ResumeError, TrainerError
+from elastic_trainer.errors import ConfigurationError, FencedError, TrainerError
 from elastic_trainer.session import Action, Position, Session
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "ConfigurationError",
     "FencedError",
     "Position",
-    "ResumeError",
     "Session",
     "TrainerError",
     "shuffled",

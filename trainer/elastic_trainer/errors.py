@@ -4,7 +4,6 @@
 
     TrainerError
     ├── ConfigurationError     environment or batch arithmetic makes no sense
-    ├── ResumeError            the commit that the operator chose cannot be used
     └── FencedError            a newer attempt has taken over: this process must stop
 """
 
@@ -17,10 +16,6 @@ class TrainerError(Exception):
 
 class ConfigurationError(TrainerError, ValueError):
     """Environment or batch arithmetic makes no sense."""
-
-
-class ResumeError(TrainerError):
-    """The commit that the operator chose cannot be used."""
 
 
 class FencedError(TrainerError):
