@@ -145,6 +145,15 @@ def test_another_type_is_rounded_once_from_the_master_weights(tmp_path, name, dt
         assert any("weights are the float32 master weights" in note for note in layout.notes)
 
 
+def test_zero3_has_the_same_tensors_as_zero2(tmp_path):
+    found = []
+    for name in ("zero2-dp3", "zero3-dp3"):
+        convert(read_checkpoint(golden(name), None), tmp_path / name)
+        found.append(shapes_of(FORMAT.read(tmp_path / name, None)))
+    assert found[0] == found[1]
+    assert "scale" in found[0]  # a buffer, which ZeRO-3 does not partition
+
+
 def test_buffers_of_whole_numbers_keep_their_type(tmp_path):
     source = read_checkpoint(HERE / "odd", None)
     with pytest.raises(UnsupportedError, match=r"weight/packed: float8_e4m3fn cannot become bfloat16"):
