@@ -6,8 +6,9 @@ What is read, written and refused: docs/deepspeed-format.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, ReshardError
@@ -46,10 +47,10 @@ class DeepSpeedFormat:
             return "no file *mp_rank_*_model_states.pt (name the folder of the tag, not its parent)"
         return None
 
-    def read(self, path: Path, commit: Commit | None) -> Index:
-        """Index the checkpoint, see `read_index`."""
+    def read(self, path: Path, commit: Commit | None, patterns: Mapping[str, Any] | None = None) -> Index:
+        """Index the checkpoint, see `read_index`; `patterns` are from `pattern_file.load`."""
         with _understood(path):
-            return read_index(path, commit)
+            return read_index(path, commit, patterns)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out tensors as a checkpoint of DeepSpeed, see `lay_out`."""

@@ -11,8 +11,9 @@ from typing import Any
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat
 from reshard.formats.deepspeed.fields import base_state
-from reshard.formats.deepspeed.patterns import WHOLE, Patterns, Rule
+from reshard.formats.deepspeed.patterns import Patterns
 from reshard.formats.deepspeed.pipeline import PipelineInfo
+from reshard.formats.deepspeed.rules import Rule
 from reshard.formats.deepspeed.source import Source
 from reshard.formats.pt.objects import Size, Tensor
 
@@ -156,8 +157,7 @@ def make_param(name: str, shards: Sequence[tuple[int, ...]], patterns: Patterns,
     Raises:
         UnsupportedError: its rule does not fit.
     """
-    rule = patterns.rule(name, len(shards[0])) if patterns.declared else WHOLE
-    shape = rule.whole_shape(name, shards[:tp])
+    rule, shape = patterns.resolve(name, shards[:tp])
     rows = None
     if rule.vocabulary and (vocabulary := patterns.vocabulary_rows) is not None and shape:
         if shape[0] != vocabulary[1]:

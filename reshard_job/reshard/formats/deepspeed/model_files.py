@@ -26,14 +26,14 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[tuple[str, ...]]
     replaced: dict[str, Any] = {
         **target.common(like.value, first=pp == tp == 0),
         **target.config(template, like.value),
-        "param_shapes": [target.shapes(group) for group in buffers] if target.topology.zero else None,
+        "param_shapes": [target.shapes(group, tp) for group in buffers] if target.topology.zero else None,
     }
     own: Module = {}
     if target.source.pipeline:
         replaced["buffer_names"] = _buffer_names(target, pp)
     else:
-        replaced["module"], own = _module(target, like.value["module"], template)
-        replaced |= _frozen(target, like.value, replaced["module"])
+        replaced["module"], own = _module(target, like.value["module"], template, tp)
+        replaced |= _frozen(target, like.value, replaced["module"], tp)
     optimizer = unpartitioned_optimizer(target, tp) if target.topology.zero == 0 else None
     if optimizer is not None:
         replaced["optimizer"] = optimizer.value
@@ -59,13 +59,13 @@ def write_layers(target: Target) -> None:
             value = StatefulDict()
             value.state = Template(like).copy(getattr(like.value, "state", None))
             for key, (name, shards) in zip(like.value, found.items(), strict=True):
-                value[key] = new_tensor(shards[0].dtype, target.shard(name))
+                value[key] = new_tensor(shards[0].dtype, target.shard(name, tp))
             file = target.add_file(names.layer_file(layer, tp, model_axis=model_axis), value)
             for key, name in zip(like.value, found, strict=True):
                 file.add_weight(target.params.get(name) or target.weights[name], value[key], tp, copies[name])
 
 
-def _module(target: Target, like: StatefulDict, template: Template) -> tuple[StatefulDict, Module]:
+def _module(target: Target, like: StatefulDict, template: Template, tp: int) -> tuple[StatefulDict, Module]:
     """The module's state dict with new shapes; a tied weight's second name shares the first one's tensor."""
     module = StatefulDict()
     own: Module = {}
@@ -75,21 +75,21 @@ def _module(target: Target, like: StatefulDict, template: Template) -> tuple[Sta
         if twin in module:
             module[name] = module[twin]
         elif name in target.params or name in target.weights:
-            module[name] = new_tensor(tensor.dtype, target.shard(name))
+            module[name] = new_tensor(tensor.dtype, target.shard(name, tp))
             own[name] = (target.params.get(name) or target.weights[name], module[name])
         else:
             raise CorruptSourceError(f"the module holds {name}, which is neither parameter nor buffer")
     return module, own
 
 
-def _frozen(target: Target, like: dict[str, Any], module: StatefulDict) -> dict[str, Any]:
+def _frozen(target: Target, like: dict[str, Any], module: StatefulDict, tp: int) -> dict[str, Any]:
     """ZeRO-2 states parameters that are not optimized once more: the same tensors under two keys."""
     if target.topology.zero < 2:
         return {"frozen_param_shapes": None, "frozen_param_fragments": None}
     buffers = set(like.get("buffer_names") or ())
     frozen = tuple(name for name in target.weights if name not in buffers)
     return {
-        "frozen_param_shapes": target.shapes(frozen),
+        "frozen_param_shapes": target.shapes(frozen, tp),
         "frozen_param_fragments": StatefulDict((name, module[name]) for name in frozen),
     }
 

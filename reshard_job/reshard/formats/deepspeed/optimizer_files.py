@@ -26,7 +26,7 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[tup
     like = target.source.optimizer_file(mp_like, dp_like)
     template = Template(like)
     state = fields_for(target.kind, target.source, mp_like, dp_like)
-    layouts = [_flat_group(target, group) for group in buffers]
+    layouts = [_flat_group(target, group, tp) for group in buffers]
     partitions: list[dict[str, Tensor]] = []
     base_state_: dict[int, dict[str, Any]] = {}
     for at, (group, layout) in enumerate(zip(stage.ids, layouts, strict=True)):
@@ -53,6 +53,9 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[tup
             for group, buffer, layout in zip(stage.groups, buffers, layouts, strict=True)
         ],
     }
+    if "universal_checkpoint_info" in state:  # AutoTP's
+        told = target.extra.model.patterns
+        replaced["universal_checkpoint_info"] = told.info_at(target.topology.tp, target.source.topology.tp)
     if "param_alignment_paddings" in state:
         replaced["param_alignment_paddings"] = [list(layout.param_paddings) for layout in layouts]
     if "zero_stage" in state:
@@ -83,10 +86,10 @@ def _stated_padding(target: Target, layout: flat.FlatGroup, dp: int) -> int:
     return layout.partition * layout.dp - layout.used if dp == layout.dp - 1 else 0
 
 
-def _flat_group(target: Target, buffer: tuple[str, ...]) -> flat.FlatGroup:
+def _flat_group(target: Target, buffer: tuple[str, ...], tp: int) -> flat.FlatGroup:
     enabled = bool(target.source.zero_config.get("parameter_alignment")) and target.kind is Kind.ZERO12
     return flat.FlatGroup(
-        num_elements=target.elements(buffer),
+        num_elements=target.elements(buffer, tp),
         dp=target.topology.dp,
         param_alignment=flat.param_alignment(target.extra.element_bytes, enabled),
     )

@@ -11,9 +11,11 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed.affine import check_map, maps_of
+from reshard.formats.deepspeed.rules import WHOLE, Rule, Shape
 
 _VOCABULARY = "vocabulary_parameter_patterns"
 _REPLICATED = "tp_replicated_parameter_patterns"
@@ -21,101 +23,10 @@ _AVERAGED = "parameter_to_average_patterns"
 _ROW = "parameter_with_row_parallelism_patterns"
 _TWO_SUB = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
-
-
-class Piece(NamedTuple):
-    """A box of a rank's shard and the box of the whole tensor that it is; both `[ndim]`, of the same size."""
-
-    local: tuple[int, ...]
-    whole: tuple[int, ...]
-    size: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """How one parameter is cut over the tensor-parallel ranks.
-
-    Attributes:
-        dim: the dim that is cut, or None for a parameter that every rank holds whole.
-        parts: sizes along `dim` of the tensors fused into one, each cut by itself; empty for one tensor.
-        num_parts: number of equal fused tensors where `parts` is not known before the shape is.
-        vocabulary: its rows are padded to a multiple of the tensor-parallel degree.
-    """
-
-    dim: int | None
-    parts: tuple[int, ...] = ()
-    num_parts: int = 1
-    vocabulary: bool = False
-
-    def whole_shape(self, name: str, shards: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Shape `[ndim]` of the whole tensor whose shards have these shapes.
-
-        Raises:
-            UnsupportedError: cut unevenly, or the rule does not fit the shapes.
-        """
-        first = shards[0]
-        if any(shape != first for shape in shards):
-            raise UnsupportedError(
-                f"{name}: tensor-parallel shards have the shapes {sorted(set(shards))}: expected equal ones",
-                hint="uneven tensor-parallel splits are not converted",
-            )
-        if self.dim is None:
-            return first
-        if self.dim >= len(first):
-            raise UnsupportedError(f"{name} has {len(first)} dims, universal_checkpoint_info cuts dim {self.dim}")
-        size = first[self.dim] * len(shards)
-        if self.parts and sum(self.parts) != size:
-            raise UnsupportedError(
-                f"{name}: universal_checkpoint_info names the parts {self.parts} along dim {self.dim},"
-                f" the shards have {size}"
-            )
-        return (*first[: self.dim], size, *first[self.dim + 1 :])
-
-    def shard_shape(self, name: str, whole: tuple[int, ...], tp: int) -> tuple[int, ...]:
-        """Shape `[ndim]` of each of `tp` shards.
-
-        Raises:
-            UnsupportedError: a part is not divisible by `tp`.
-        """
-        if self.dim is None:
-            return whole
-        sizes = self._sizes(whole)
-        if uneven := [size for size in sizes if size % tp]:
-            raise UnsupportedError(
-                f"{name}: {uneven[0]} along dim {self.dim} is not divisible by tp={tp}", hint="choose another tp"
-            )
-        return (*whole[: self.dim], whole[self.dim] // tp, *whole[self.dim + 1 :])
-
-    def pieces(self, whole: tuple[int, ...], tp: int, rank: int) -> tuple[Piece, ...]:
-        """What rank `rank` of `tp` holds of the whole tensor."""
-        zero = (0,) * len(whole)
-        if self.dim is None:
-            return (Piece(zero, zero, whole),)
-        pieces: list[Piece] = []
-        local = start = 0
-        for size in self._sizes(whole):
-            width = size // tp
-            pieces.append(
-                Piece(
-                    _with(zero, self.dim, local),
-                    _with(zero, self.dim, start + rank * width),
-                    _with(whole, self.dim, width),
-                )
-            )
-            local += width
-            start += size
-        return tuple(pieces)
-
-    def _sizes(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        assert self.dim is not None
-        return self.parts or (whole[self.dim] // self.num_parts,) * self.num_parts
-
-
-WHOLE = Rule(dim=None)
-
-
-def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*values[:dim], value, *values[dim + 1 :])
+_WIDTHS = "sub_param_shard_widths"
+_UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+COLUMN = "parameter_with_column_parallelism_patterns"
+"""Ours: names what is cut along dim 0, in a description in which nothing is left to a default."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +70,12 @@ class Patterns:
     @property
     def tells_rows(self) -> bool:
         """Row-parallel parameters are declared. Megatron-DeepSpeed leaves them out when it runs at tp=1."""
-        return bool(self.info.get(_ROW)) or any(
-            isinstance(entry, Mapping) and entry.get("partition_dim", 0) != 0 for entry in self.info.get(_SUB) or ()
+        return (
+            COLUMN in self.info
+            or bool(self.info.get(_ROW))
+            or any(
+                isinstance(entry, Mapping) and entry.get("partition_dim", 0) != 0 for entry in self.info.get(_SUB) or ()
+            )
         )
 
     def rule(self, name: str, num_dims: int) -> Rule:
@@ -171,15 +86,20 @@ class Patterns:
         """
         found = [
             key
-            for key in (_REPLICATED, _AVERAGED, _ROW, _TWO_SUB)
+            for key in (_REPLICATED, _AVERAGED, COLUMN, _ROW, _TWO_SUB)
             if any(_matches(pattern, name) for pattern in self.info.get(key) or ())
         ]
         subs = [entry for entry in self.info.get(_SUB) or () if _sub_matches(entry, name)]
         if len(found) + len(subs) > 1:
             raise UnsupportedError(f"{name}: {[*found, *[_SUB] * len(subs)]} of universal_checkpoint_info all claim it")
         vocabulary = any(_matches(pattern, name) for pattern in self.info.get(_VOCABULARY) or ())
+        self._refuse_unsupported(name)
         if subs:
             return self._sub_rule(name, num_dims, subs[0])
+        if not found and COLUMN in self.info:
+            raise UnsupportedError(
+                f"{name}: no pattern matches it", hint="add a rule to the file of patterns: none is assumed"
+            )
         if _AVERAGED in found:
             raise UnsupportedError(
                 f"{name}: {_AVERAGED} of universal_checkpoint_info asks for an average over ranks",
@@ -195,17 +115,65 @@ class Patterns:
 
     def _sub_rule(self, name: str, num_dims: int, entry: Any) -> Rule:
         shape, dim = tuple(entry["shape"]), int(entry["partition_dim"])
-        if len(shape) != num_dims or not 0 <= dim < num_dims:
-            raise UnsupportedError(
-                f"{name}: {_SUB} gives the view {shape}, the parameter has {num_dims} dims",
-                hint="views that change the number of dims are not converted",
-            )
-        sizes = shape[dim]
-        if isinstance(sizes, tuple | list):
-            return Rule(dim=dim, parts=tuple(int(size) for size in sizes))
-        if self.info.get("universal_checkpoint_version", 0.0) < 0.4:
-            return Rule(dim=dim, num_parts=int(sizes))
-        return Rule(dim=dim)
+        if not 0 <= dim < len(shape):
+            raise UnsupportedError(f"{name}: {_SUB} cuts dim {dim} of the view {shape}")
+        view = tuple(sum(size) if isinstance(size, tuple | list) else int(size) for size in shape)
+        sizes, own = shape[dim], bool(entry.get("own_dims", len(shape) == num_dims))
+        widths = self._declared_widths(name)
+        if not isinstance(sizes, tuple | list) and not widths:
+            counts = self.info.get("universal_checkpoint_version", 0.0) < 0.4
+            if not own:
+                raise UnsupportedError(
+                    f"{name}: {_SUB} gives the view {shape} without the sizes of the parts along its dim {dim},"
+                    f" the parameter has {num_dims} dims",
+                    hint="say the sizes of the fused tensors as a list",
+                )
+            return Rule(dim=dim, num_parts=int(sizes) if counts else 1)
+        parts = tuple(map(sum, widths)) if widths else tuple(int(size) for size in sizes)
+        return Rule(dim=dim, parts=parts, widths=widths, view=() if own else view)
+
+    def _declared_widths(self, name: str) -> tuple[Shape, ...]:
+        """What each rank of the source holds of each fused part, `[parts][ranks]`; empty where it is not said."""
+        for pattern, widths in (self.info.get(_WIDTHS) or {}).items():
+            if _matches(pattern, name):
+                return tuple(tuple(int(width) for width in part) for part in widths)
+        return ()
+
+    def _refuse_unsupported(self, name: str) -> None:
+        for pattern, reason in (self.info.get(_UNSUPPORTED) or {}).items():
+            if _matches(pattern, name):
+                raise UnsupportedError(f"{name}: DeepSpeed's AutoTP says it cannot be converted: {reason}")
+
+    def resolve(self, name: str, shards: Sequence[Shape]) -> tuple[Rule, Shape]:
+        """The rule of a parameter with shards of these shapes, one for each rank, and its whole shape.
+
+        Raises:
+            UnsupportedError: see `rule` and `Rule.resolve`; or an affine map says otherwise.
+        """
+        if not self.declared:
+            return WHOLE.resolve(name, shards)
+        rule, whole = self.rule(name, len(shards[0])).resolve(name, shards)
+        for pattern, entry in maps_of(self.info).items():
+            if _matches(pattern, name):
+                check_map(name, entry, rule, whole, len(shards))
+        return rule, whole
+
+    def info_at(self, tp: int, source_tp: int) -> Mapping[str, Any]:
+        """The description as true for a tensor-parallel degree: maps and widths of other ranks are left out."""
+        if tp == source_tp:
+            return self.info
+        info = {key: value for key, value in self.info.items() if key not in ("affine_map", _WIDTHS)}
+        rows = self.padded_rows(tp)
+        if rows is not None:
+            info["padded_vocab_size"] = rows
+        if _WIDTHS not in self.info:
+            return info
+        widths = {
+            pattern: [[sum(part) // tp] * tp for part in parts]
+            for pattern, parts in self.info[_WIDTHS].items()
+            if all(sum(part) % tp == 0 for part in parts)
+        }
+        return {**info, _WIDTHS: widths}
 
 
 def _sub_matches(entry: Any, name: str) -> bool:
@@ -226,15 +194,7 @@ def _matches(pattern: Any, name: str) -> bool:
 
 
 def parse(info: Any) -> Patterns:
-    """Read `universal_checkpoint_info` as saved; None means that there was none.
-
-    Raises:
-        UnsupportedError: uneven splits, which need more than these patterns.
-    """
+    """Read `universal_checkpoint_info` as saved; None means that there was none."""
     if not isinstance(info, Mapping):
         return Patterns(info={}, declared=False)
-    widths = info.get("sub_param_shard_widths") or {}
-    for pattern, per_part in widths.items():
-        if any(len(set(part)) > 1 for part in per_part):
-            raise UnsupportedError(f"universal_checkpoint_info: {pattern} is cut into uneven widths {per_part}")
     return Patterns(info=info, declared=True)

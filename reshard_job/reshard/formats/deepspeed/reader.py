@@ -46,8 +46,13 @@ class Extra:
     aliases: Mapping[str, str]
 
 
-def read_index(folder: Path, commit: Commit | None) -> Index:
+def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | None = None) -> Index:
     """Index the checkpoint in `folder`.
+
+    Args:
+        folder: of the tag.
+        commit: its commit marker, if it has one.
+        told: how tensors are cut (`pattern_file.load`), instead of what the checkpoint says about it.
 
     Raises:
         CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
@@ -56,8 +61,9 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     check_scalars(source)
     first = source.models[0, 0].value
     commit_model = dict(commit.model) if commit is not None else {}
-    told = commit_model.get("pipeline", first.get("pipeline_layout"))
-    model = describe(source, patterns.parse(first.get("universal_checkpoint_info")), pipeline.parse(told))
+    info = first.get("universal_checkpoint_info") if told is None else told
+    layers = commit_model.get("pipeline", first.get("pipeline_layout"))
+    model = describe(source, patterns.parse(info), pipeline.parse(layers))
     rows = Rows()
     files = {file.path: at for at, file in enumerate(source.files)}
     weights: dict[str, Param] = {}
@@ -76,7 +82,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     else:
         _add_zero3(rows, source, model, files)
         _add_zero3_frozen(rows, source, model, files, weights)
-        _add_zero3_buffers(rows, source, files, weights)
+        _add_zero3_buffers(rows, source, model, files, weights)
     return Index(
         root=folder,
         format=NAME,
@@ -180,8 +186,9 @@ def _weight(name: str, shards: list[Tensor], model: Model, source: Source, weigh
     param = model.params.get(name) or weights.get(name)
     if param is None:
         param = weights[name] = make_param(name, shapes, model.patterns, source.topology.tp)
-    expected = param.rule.shard_shape(name, param.shape, source.topology.tp)
-    if any(shape != expected for shape in shapes):
+    tp = source.topology.tp
+    expected = [param.rule.shard_shape(name, param.shape, tp, rank) for rank in range(tp)]
+    if shapes != expected:
         raise CorruptSourceError(f"weight {name} has the shapes {shapes}, expected {expected}", path=str(source.folder))
     return param
 
@@ -288,7 +295,9 @@ def _add_zero3_frozen(
                 _add_span(rows, weights[name], {"weight": tensor}, span, Place(topology.tp, mp, 0, files[file.path], 0))
 
 
-def _add_zero3_buffers(rows: Rows, source: Source, files: Mapping[str, int], weights: dict[str, Param]) -> None:
+def _add_zero3_buffers(
+    rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+) -> None:
     """Buffers are not partitioned: every rank's model file holds them whole."""
     for (mp, dp), file in source.models.items():
         module = _module(file)
@@ -296,15 +305,9 @@ def _add_zero3_buffers(rows: Rows, source: Source, files: Mapping[str, int], wei
             tensor = module.get(name)
             if tensor is None:
                 continue
-            if tensor.dtype not in ITEM_BYTES:
-                raise UnsupportedError(f"buffer {name} is of type {tensor.dtype}", path=file.path)
-            param = weights.setdefault(name, Param(name=name, shape=tensor.shape, rule=patterns.WHOLE))
-            if tensor.shape != param.shape:
-                raise CorruptSourceError(
-                    f"buffer {name} is {tensor.shape}, another rank's {param.shape}", path=file.path
-                )
-            place = Place(source.topology.tp, mp, dp, files[file.path], 0)
-            _add_weight(rows, param, tensor, place)
+            shards = [_module(source.models[tp, dp]).get(name, tensor) for tp in range(source.topology.tp)]
+            param = _weight(name, shards, model, source, weights)
+            _add_weight(rows, param, tensor, Place(source.topology.tp, mp, dp, files[file.path], 0))
 
 
 def _add_span(rows: Rows, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, place: Place) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed.logical import Param
-from reshard.formats.deepspeed.patterns import Piece
+from reshard.formats.deepspeed.rules import Piece
 from reshard.geometry import Box, flat_interval_to_boxes, strides_of
 from reshard.layout import ITEM_BYTES, LogicalTensor, ShardTable, ShardTableBuilder, TensorKey
 
@@ -54,7 +54,7 @@ class Rows:
 
     def add_flat(self, state: str, param: Param, place: Place, *, dtype: str, start: int, stop: int) -> None:
         """Elements `start:stop` of a flattened shard lie at the place."""
-        shard = param.rule.shard_shape(param.name, param.shape, place.tp)
+        shard = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
         strides = strides_of(shard)
         for box, first in flat_interval_to_boxes(shard, start, stop):
             at = place.byte_offset + (first - start) * ITEM_BYTES[dtype]
@@ -62,7 +62,7 @@ class Rows:
 
     def add_shard(self, state: str, param: Param, place: Place, *, dtype: str, strides: Sequence[int]) -> None:
         """A whole shard lies at the place, with `strides` in elements."""
-        shard = param.rule.shard_shape(param.name, param.shape, place.tp)
+        shard = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
         box = Box((0,) * len(shard), shard)
         if box.num_elements:
             self._add_box(state, param, place, dtype, box, tuple(strides))

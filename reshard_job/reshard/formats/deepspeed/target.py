@@ -102,18 +102,18 @@ class Target:
         """Flat buffers are in round-robin order."""
         return bool(self.source.zero_config.get("round_robin_gradients")) and self.topology.zero in (1, 2)
 
-    def shard(self, name: str) -> tuple[int, ...]:
-        """Shape `[ndim]` of a tensor-parallel shard of a parameter or weight."""
+    def shard(self, name: str, tp: int) -> tuple[int, ...]:
+        """Shape `[ndim]` of a tensor-parallel rank's shard of a parameter or weight."""
         param = self.params.get(name) or self.weights[name]
-        return param.rule.shard_shape(name, param.shape, self.topology.tp)
+        return param.rule.shard_shape(name, param.shape, self.topology.tp, tp)
 
-    def shapes(self, names: tuple[str, ...]) -> StatefulDict:
-        """An entry of `param_shapes`."""
-        return StatefulDict((name, Size(self.shard(name))) for name in names)
+    def shapes(self, names: tuple[str, ...], tp: int) -> StatefulDict:
+        """An entry of a rank's `param_shapes`."""
+        return StatefulDict((name, Size(self.shard(name, tp))) for name in names)
 
-    def elements(self, names: tuple[str, ...]) -> tuple[int, ...]:
+    def elements(self, names: tuple[str, ...], tp: int) -> tuple[int, ...]:
         """Elements of each parameter's shard."""
-        return tuple(math.prod(self.shard(name)) for name in names)
+        return tuple(math.prod(self.shard(name, tp)) for name in names)
 
     @property
     def prefix(self) -> str:
@@ -141,6 +141,10 @@ class Target:
             fields["shared_params"] = dict(self.extra.aliases)
         if topology.zero:
             fields["optimizer"] = None
+        told = self.extra.model.patterns
+        if told.declared:  # as true for the target; also where a file of patterns told it
+            like = {"universal_checkpoint_info": None, **like}
+            fields["universal_checkpoint_info"] = told.info_at(topology.tp, self.source.topology.tp)
         if self.progress is not None:
             fields |= {"global_steps": self.progress.step, "global_samples": self.progress.samples}
         return {

@@ -161,6 +161,7 @@ def _at_target(param: Param, model: Model, tp: int) -> Param:
         assert rows is not None
         if param.shape[0] == rows[1]:
             shape = (padded, *param.shape[1:])
-            param = dataclasses.replace(param, shape=shape, rows=rows[0] if rows[0] < padded else None)
+            rule = param.rule if padded == rows[1] else dataclasses.replace(param.rule, parts=(), widths=())
+            param = dataclasses.replace(param, shape=shape, rule=rule, rows=rows[0] if rows[0] < padded else None)
     param.rule.shard_shape(param.name, param.shape, tp)
     return param

@@ -40,7 +40,7 @@ def unpartitioned_optimizer(target: Target, tp: int) -> Optimizer:
         masters.append([])
         for at, name in enumerate(names):
             keys = [key for key in like.dtypes if key != "fp32" or target.kind is Kind.UNFUSED]
-            own = {key: new_tensor(like.dtypes[key], target.shard(name)) for key in keys}
+            own = {key: new_tensor(like.dtypes[key], target.shard(name, tp)) for key in keys}
             tensors += [(target.params[name], key, tensor) for key, tensor in own.items()]
             if target.kind is Kind.UNFUSED:
                 masters[-1].append(dataclasses.replace(own["fp32"], requires_grad=True))

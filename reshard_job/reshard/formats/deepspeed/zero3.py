@@ -19,16 +19,19 @@ _SUB_GROUP_SIZE = 10**9
 
 def write_zero3(target: Target, tp: int, dp: int) -> None:
     """Both files of one rank."""
-    sub_groups = _sub_groups(target)
+    sub_groups = _sub_groups(target, tp)
     _write_model(target, tp, dp, [group for found in sub_groups for group in found])
     _write_optimizer(target, tp, dp, sub_groups)
 
 
-def _sub_groups(target: Target) -> list[list[tuple[str, ...]]]:
+def _sub_groups(target: Target, tp: int) -> list[list[tuple[str, ...]]]:
     """Names by parameter group and sub-group; where a group is cut depends on dp."""
     size = int(target.source.zero_config.get("sub_group_size") or _SUB_GROUP_SIZE)
     return [
-        [group[start:stop] for start, stop in flat.zero3_sub_groups(target.elements(group), target.topology.dp, size)]
+        [
+            group[start:stop]
+            for start, stop in flat.zero3_sub_groups(target.elements(group, tp), target.topology.dp, size)
+        ]
         for group in target.stages[0].groups
     ]
 
@@ -36,13 +39,13 @@ def _sub_groups(target: Target) -> list[list[tuple[str, ...]]]:
 def _write_model(target: Target, tp: int, dp: int, sub_groups: list[tuple[str, ...]]) -> None:
     like = target.source.models[target.like(0, tp), target.like_dp(dp) if target.source.topology.zero == 3 else 0]
     template = Template(like)
-    frozen = {name: _fragment(target, name, dp) for name in _frozen(target, like.value)}
+    frozen = {name: _fragment(target, name, tp, dp) for name in _frozen(target, like.value)}
     replaced: dict[str, Any] = {
         **target.common(like.value, first=tp == dp == 0),
         **target.config(template, like.value),
-        "module": _module(target, like.value, template),
-        "param_shapes": [target.shapes(names_) for names_ in sub_groups],
-        "frozen_param_shapes": StatefulDict((name, Size(target.shard(name))) for name in frozen),
+        "module": _module(target, like.value, template, tp),
+        "param_shapes": [target.shapes(names_, tp) for names_ in sub_groups],
+        "frozen_param_shapes": StatefulDict((name, Size(target.shard(name, tp))) for name in frozen),
         "frozen_param_fragments": StatefulDict(frozen),
     }
     value = template.copy_except(like.value, replaced)
@@ -51,7 +54,7 @@ def _write_model(target: Target, tp: int, dp: int, sub_groups: list[tuple[str, .
         if name in target.weights:
             file.add_weight(target.weights[name], value["module"][name], tp, dp)
     for name, tensor in frozen.items():
-        spans, _ = flat.zero3_spans([math.prod(target.shard(name))], target.topology.dp, dp)
+        spans, _ = flat.zero3_spans([math.prod(target.shard(name, tp))], target.topology.dp, dp)
         for span in spans:
             file.add_span(target.weights[name], {"weight": tensor}, span, tp, 0)
 
@@ -64,19 +67,19 @@ def _frozen(target: Target, like: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in target.weights if name not in buffers)
 
 
-def _module(target: Target, like: Mapping[str, Any], template: Template) -> StatefulDict:
+def _module(target: Target, like: Mapping[str, Any], template: Template, tp: int) -> StatefulDict:
     """ZeRO-3 stores whole buffers, and an empty tensor for every parameter."""
     buffers = set(like.get("buffer_names") or ())
     module = StatefulDict(
-        (name, new_tensor(tensor.dtype, target.shard(name) if name in buffers else (0,)))
+        (name, new_tensor(tensor.dtype, target.shard(name, tp) if name in buffers else (0,)))
         for name, tensor in like["module"].items()
     )
     module.state = template.copy(like["module"].state)
     return module
 
 
-def _fragment(target: Target, name: str, dp: int) -> Tensor:
-    _, length = flat.zero3_spans([math.prod(target.shard(name))], target.topology.dp, dp)
+def _fragment(target: Target, name: str, tp: int, dp: int) -> Tensor:
+    _, length = flat.zero3_spans([math.prod(target.shard(name, tp))], target.topology.dp, dp)
     return new_tensor(_frozen_type(target, name), (length,))
 
 
@@ -101,7 +104,7 @@ def _write_optimizer(target: Target, tp: int, dp: int, sub_groups: list[list[tup
         first = len(partitions)
         for names_ in found:
             own_states = target.group_template(group, tp)
-            spans, length = flat.zero3_spans(target.elements(names_), target.topology.dp, dp)
+            spans, length = flat.zero3_spans(target.elements(names_, tp), target.topology.dp, dp)
             own = {key: new_tensor(dtype, (length,)) for key, dtype in own_states.dtypes.items()}
             if own_states.order:
                 states[len(partitions)] = own_states.state(own)

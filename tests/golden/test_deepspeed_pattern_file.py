@@ -1,0 +1,64 @@
+"""A checkpoint that does not say how its tensors are cut, and a file of patterns that does."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from reshard.api import plan_of
+from reshard.errors import UnsupportedError
+from reshard.execute import execute
+from reshard.formats.deepspeed import FORMAT
+from reshard.formats.deepspeed.pattern_file import load
+from reshard.formats.pt.reader import read
+from reshard.topology import Topology
+from tests.golden.files import MODEL, STEP, assemble, edit, golden
+
+TEXT = r"""
+version: 1
+vocabulary: {rows: 13, padded_rows: 16}
+rules:
+  - {pattern: 'tied_modules\.embed\.weight', kind: shard-v, vocabulary: true}
+  - {pattern: '.*norm', kind: replicate}
+  - {pattern: '\d+\.qkv', kind: shard-nc, dim: 0, parts: [8, 4, 4]}
+  - {pattern: '\d+\.gate_up', kind: shard-nc, dim: 0, parts: 2}
+  - {pattern: '\d+\.(out|down)', kind: shard-h}
+"""
+
+
+@pytest.fixture
+def told(tmp_path):
+    path = tmp_path / "patterns.yaml"
+    path.write_text(TEXT)
+    return load(path)
+
+
+def stripped(name: str, tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(golden(name), tmp_path / "source" / STEP))
+    for path in folder.glob("mp_rank_*_model_states.pt"):
+        edit(folder, path.name, lambda value: value.pop("universal_checkpoint_info"))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "target"), [("pipeline-tp2-pp2", "dp=3"), ("pipeline-dp2", "tp=2,pp=2")])
+def test_values_are_those_that_the_description_in_the_files_gives(tmp_path, told, name, target):
+    folder = stripped(name, tmp_path)
+    with pytest.raises(UnsupportedError, match="how ten"):
+        plan_of(FORMAT.read(folder, None), Topology.parse(target))
+    index = FORMAT.read(folder, None, told)
+    expected = assemble(FORMAT.read(golden(name), None))
+    found = assemble(index)
+    assert found.keys() == expected.keys()
+    assert all((value == found[key]).all() for key, value in expected.items())
+    there = tmp_path / "there"
+    there.mkdir()
+    execute(plan_of(index, Topology.parse(target)), there, sync=False)
+    after = assemble(FORMAT.read(there, None))  # the target says by itself how it is cut
+    assert all((value == after[key]).all() for key, value in expected.items())
+    assert read(there / MODEL.format(0)).value["universal_checkpoint_info"]["original_vocab_size"] == 13
+
+
+def test_parameter_that_no_pattern_matches_is_refused(tmp_path, told):
+    told = {**told, "parameter_with_row_parallelism_patterns": []}
+    with pytest.raises(UnsupportedError, match=r"1.out: no pattern matches it"):
+        FORMAT.read(stripped("pipeline-tp2-pp2", tmp_path), None, told)
