@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from reshard.check import cover_problems
 from reshard.commit import Commit
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import UnsupportedError
 from reshard.formats.dcp.groups import find_groups
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, Path_, read_metadata
 from reshard.formats.dcp.naming import Naming, find_names
+from reshard.formats.dcp.tables import Part, check_files, make_table, num_ranks
 from reshard.layout import (
-    Checksum,
     Index,
     LogicalTensor,
     ParamGroup,
-    ShardTableBuilder,
-    SourceFile,
     TensorKey,
 )
 from reshard.topology import Topology
 
 NAME = "dcp"
-SUFFIX = ".distcp"
-
-_RANK = re.compile(r"^__(\d+)_\d+\.distcp$")
 _STEP = "step"
 _MAX_RAW_TENSOR_BYTES = 16 << 20
 
@@ -61,58 +51,33 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
     entries = read_metadata(folder)
-    _check_files(folder, entries)
+    check_files(folder, entries)
     naming = find_names(entries, str(folder))
     with Items(folder) as items:
         scalars = _scalars(items, entries, naming)
         groups = _groups(items, entries, naming, scalars)
         moved = _moved(entries, naming, scalars, groups)
-        files, tensors, table = _tables(items, entries, moved, folder)
-    known = {key for key, _ in moved.items()}
+        tensors, parts = _logical(entries, moved)
+        files, shards = make_table(items, entries, tensors, parts)
+    carried = _carried(entries, set(moved), naming, folder)
     return Index(
         root=folder,
         format=NAME,
-        topology=_topology(entries) if commit is None else commit.topology,
+        # DCP records no mesh: as many data-parallel ranks as have files, cut like FSDP.
+        topology=Topology(dp=num_ranks(entries), zero=3) if commit is None else commit.topology,
         step=_step(scalars) if commit is None else commit.step,
         samples=0 if commit is None else commit.samples,
         tensors=tensors,
         files=files,
-        shards=table.build(),
+        shards=shards,
         groups=groups,
         extra=Extra(
-            paths={moved[entry.key]: entry.path for entry in entries if entry.key in known},
+            paths={moved[entry.key]: entry.path for entry in entries if entry.key in moved},
             order=tuple(entry.key for entry in entries),
-            carried=_carried(entries, known, naming, folder),
+            carried=carried,
             objects=naming.rest,
         ),
     )
-
-
-def _check_files(folder: Path, entries: Iterable[Entry]) -> None:
-    """Every file that is named is there and long enough, and no other file of a rank is."""
-    ends: dict[str, int] = {}
-    for place in (place for entry in entries for _, place in entry.chunks):
-        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
-    try:
-        found = {item.name: item.lstat() for item in folder.iterdir()}
-    except OSError as error:
-        raise CorruptSourceError(f"cannot be listed: {error.strerror}", path=str(folder)) from error
-    problems = []
-    for name, end in sorted(ends.items()):
-        if name not in found:
-            problems.append(f"{name} is missing")
-        elif not stat.S_ISREG(found[name].st_mode):
-            problems.append(f"{name} is a link, or another thing that is not a file")
-        elif found[name].st_size < end:
-            problems.append(f"{name} is truncated: its items need {end} bytes, it has {found[name].st_size}")
-    problems += [f"{name} is not named in .metadata" for name in sorted(found.keys() - ends) if name.endswith(SUFFIX)]
-    if problems:
-        raise CorruptSourceError(
-            "its files do not fit its .metadata",
-            path=str(folder),
-            problems=problems[:20],
-            hint="a file was lost, or another save went into the same folder (files that are not named may be removed)",
-        )
 
 
 def _scalars(items: Items, entries: Iterable[Entry], naming: Naming) -> dict[str, dict[str, int | float]]:
@@ -163,46 +128,17 @@ def _moved(
     }
 
 
-def _tables(
-    items: Items, entries: Iterable[Entry], moved: Mapping[str, TensorKey], folder: Path
-) -> tuple[tuple[SourceFile, ...], tuple[LogicalTensor, ...], ShardTableBuilder]:
-    """Files, tensors and rows; chunks are looked up in the order of the files."""
+def _logical(entries: Iterable[Entry], moved: Mapping[str, TensorKey]) -> tuple[tuple[LogicalTensor, ...], list[Part]]:
+    """Logical tensors, one for each entry that is one, and their chunks."""
     chosen = [entry for entry in entries if entry.key in moved]
     tensors = tuple(LogicalTensor(key=moved[entry.key], shape=entry.shape or (), dtype=entry.dtype) for entry in chosen)
-    names = sorted({place.file for entry in entries for _, place in entry.chunks}, key=_by_rank)
-    numbers = {name: at for at, name in enumerate(names)}
-    checksums: dict[str, list[Checksum]] = {name: [] for name in names}
-    table = ShardTableBuilder()
-    places = [(place, box, at) for at, entry in enumerate(chosen) for box, place in entry.chunks if box is not None]
-    for place, box, at in sorted(places, key=lambda item: (numbers[item[0].file], item[0].offset)):
-        if not box.num_elements:
-            continue
-        chunk = items.chunk(chosen[at], box, place)
-        if chunk.checksum is not None:
-            checksums[place.file].append(chunk.checksum)
-        table.add(tensor=at, box=box, file=numbers[place.file], byte_offset=chunk.byte_offset, strides=chunk.strides)
-    shards = table.build()
-    problems = cover_problems(tensors, shards, np.arange(len(shards)), side="chunks of")
-    held = set(shards.tensor.tolist())
-    problems += [f"{item.key} has no chunk" for at, item in enumerate(tensors) if item.num_elements and at not in held]
-    if problems:
-        raise CorruptSourceError(
-            f"chunks do not cover {len(problems)} tensors exactly", path=str(folder), problems=problems[:20]
-        )
-    files = tuple(
-        SourceFile(path=name, num_bytes=items.file_bytes(name), checksums=tuple(sorted(checksums[name], key=_start)))
-        for name in names
-    )
-    return files, tensors, table
-
-
-def _start(checksum: Checksum) -> int:
-    return checksum.start
-
-
-def _by_rank(name: str) -> tuple[int, str]:
-    match = _RANK.match(name)
-    return (int(match[1]) if match else -1, name)
+    parts = [
+        Part(tensor=at, box=box, entry=entry, chunk=box, place=place)
+        for at, entry in enumerate(chosen)
+        for box, place in entry.chunks
+        if box is not None
+    ]
+    return tensors, parts
 
 
 def _carried(entries: Iterable[Entry], moved: set[str], naming: Naming, folder: Path) -> tuple[Entry, ...]:
@@ -225,12 +161,6 @@ def _carried(entries: Iterable[Entry], moved: set[str], naming: Naming, folder: 
             hint="save them under the names of the weights that they belong to, or in another checkpoint",
         )
     return carried
-
-
-def _topology(entries: Iterable[Entry]) -> Topology:
-    """DCP records no mesh: as many data-parallel ranks as have files, cut like FSDP."""
-    ranks = [int(match[1]) for entry in entries for _, place in entry.chunks if (match := _RANK.match(place.file))]
-    return Topology(dp=max(ranks, default=0) + 1, zero=3)
 
 
 def _step(scalars: Mapping[str, Mapping[str, int | float]]) -> int:
