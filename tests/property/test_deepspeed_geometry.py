@@ -6,11 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import flat
 from reshard.formats.deepspeed.logical import Param
-from reshard.formats.deepspeed.patterns import Rule
 from reshard.formats.deepspeed.pipeline import balanced, uniform
 from reshard.formats.deepspeed.rows import PADDING, Place, Rows
+from reshard.formats.deepspeed.rules import Rule
+from reshard.formats.deepspeed.unpartitioned import match_names
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 
@@ -22,15 +24,26 @@ def params(draw):
     ndim = draw(st.integers(1, 3))
     shape = [draw(st.integers(1, 4)) for _ in range(ndim)]
     dim = draw(st.one_of(st.none(), st.integers(0, ndim - 1)))
-    parts: tuple[int, ...] = ()
+    rule = Rule(dim=dim)
     if dim is not None:
-        parts = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
-        parts = tuple(part * tp for part in parts)
-        shape[dim] = sum(parts)
+        rule = draw(rules(dim, tp))
+        shape[dim] = sum(rule.parts) * rule.repeat * rule.unit
     rows = None
-    if dim in (None, 0) and len(parts) < 2 and draw(st.booleans()) and shape[0] > 1:
+    if dim in (None, 0) and len(rule.parts) < 2 and rule.repeat == 1 and draw(st.booleans()) and shape[0] > 1:
         rows = draw(st.integers(1, shape[0] - 1))
-    return Param(name="p", shape=tuple(shape), rule=Rule(dim=dim, parts=parts if len(parts) > 1 else ()), rows=rows), tp
+    return Param(name="p", shape=tuple(shape), rule=rule, rows=rows), tp
+
+
+@st.composite
+def rules(draw, dim, tp):
+    """Any cut along a dim: fused parts, evenly or not, that recur, of elements of any width."""
+    parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    again = {"repeat": draw(st.integers(1, 2)), "unit": draw(st.integers(1, 2))}
+    if draw(st.booleans()):
+        return Rule(dim=dim, parts=tuple(part * tp for part in parts), **again)
+    widths = [[draw(st.integers(0, part)) for _ in range(tp)] for part in parts]
+    widths[0][0] += 1
+    return Rule(dim=dim, parts=tuple(map(sum, widths)), widths=tuple(map(tuple, widths)), **again)
 
 
 @given(params())
@@ -38,7 +51,7 @@ def test_pieces_of_all_ranks_tile_the_tensor(case):
     param, tp = case
     covered = np.zeros(param.shape, int)
     for rank in range(tp):
-        shard = np.zeros(param.rule.shard_shape("p", param.shape, tp), int)
+        shard = np.zeros(param.rule.shard_shape("p", param.shape, tp, rank), int)
         for local, whole, size in param.rule.pieces(param.shape, tp, rank):
             shard[tuple(slice(low, low + n) for low, n in zip(local, size, strict=True))] += 1
             covered[tuple(slice(low, low + n) for low, n in zip(whole, size, strict=True))] += 1
@@ -106,7 +119,7 @@ def test_rows_lead_to_the_bytes_of_the_right_elements(case, dp):
     truth = np.arange(math.prod(param.shape), dtype=np.float32).reshape(param.shape)
     rows, files = Rows(), []
     for rank in range(tp):
-        shape = param.rule.shard_shape("p", param.shape, tp)
+        shape = param.rule.shard_shape("p", param.shape, tp, rank)
         shard = np.zeros(shape, np.float32)
         for local, whole, size in param.rule.pieces(param.shape, tp, rank):
             inside = tuple(slice(low, low + n) for low, n in zip(local, size, strict=True))
@@ -134,3 +147,38 @@ def test_rows_lead_to_the_bytes_of_the_right_elements(case, dp):
         assert len(copies) == (tp if param.rule.dim is None else 1)
         for found in copies.values():
             assert (found == expected).all()
+
+
+def resolved(rule, shards):
+    """The same rule as a reader has it: before it has seen the shards."""
+    known = rule.parts if len(rule.parts) > 1 or rule.repeat * rule.unit > 1 else ()
+    view = (rule.repeat, sum(rule.parts), rule.unit) if rule.repeat * rule.unit > 1 else ()
+    widths = rule.widths if known else ()
+    return Rule(dim=1 if view else 0, parts=known, widths=widths, view=view).resolve("p", shards)
+
+
+@given(st.sampled_from([1, 2, 3, 4]).flatmap(lambda tp: st.tuples(rules(0, tp), st.just(tp))))
+def test_rule_follows_from_the_shapes_of_the_shards(case):
+    rule, tp = case
+    whole = (sum(rule.parts) * rule.repeat * rule.unit,)
+    shards = [rule.shard_shape("p", whole, tp, rank) for rank in range(tp)]
+    if rule.repeat * rule.unit > 1 and shards[0] == (0,):
+        return  # no elements to tell the runs by
+    found, shape = resolved(rule, shards)
+    assert shape == whole
+    assert [found.pieces(whole, tp, rank) for rank in range(tp)] == [rule.pieces(whole, tp, rank) for rank in range(tp)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(-1, 2), st.sampled_from([(2,), (3,), (2, 3)])), min_size=1, max_size=9),
+)
+def test_names_are_matched_right_or_not_at_all(candidates):
+    """Group -1 is that of parameters that are not optimized."""
+    groups = [[shape for group, shape in candidates if group == own] for own in range(3)]
+    names = [(f"p{at}", shape) for at, (_, shape) in enumerate(candidates)]
+    try:
+        found = match_names(groups, names, "file")
+    except UnsupportedError as error:
+        assert "more than one assignment" in str(error)
+        return
+    assert found == [[f"p{at}" for at, (group, _) in enumerate(candidates) if group == own] for own in range(3)]
