@@ -244,6 +244,7 @@ class Index:
         groups: the optimizer's parameter groups, for writers of other formats; empty where there is no optimizer.
         aliases: second name of a tied weight -> name of the tensor that it is.
         extra: what the format's own writer needs besides; opaque here.
+        notes: what of the source no writer of another format can take along, in words for the user.
     """
 
     root: Path
@@ -257,6 +258,7 @@ class Index:
     groups: tuple[ParamGroup, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra: Any = None
+    notes: tuple[str, ...] = ()
 
     def number_of(self, key: TensorKey) -> int | None:
         """Position of a tensor in `tensors`, or None."""

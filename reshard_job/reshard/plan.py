@@ -147,7 +147,7 @@ class Plan:
             "units": len(self.units),
             "memory_bytes": self.memory_bytes,
             "threads": self.num_threads,
-            "notes": list(self.layout.notes),
+            "notes": [*(self.index.notes if self.layout.format != self.index.format else ()), *self.layout.notes],
         }
 
 

@@ -19,7 +19,7 @@ from reshard.layout import Index, TargetLayout
 
 
 @contextlib.contextmanager
-def _understood(folder: Path) -> Iterator[None]:
+def understood(folder: Path) -> Iterator[None]:
     """Fields of other types than torch writes surface wherever they are used: say whose fault it is."""
     try:
         yield
@@ -44,11 +44,13 @@ class DcpFormat:
             return "not a folder"
         if not (path / METADATA_FILE).is_file():
             return "no file .metadata (it is written last: a save that did not end has none)"
+        if (path / "metadata.json").is_file():
+            return "has the metadata.json of Megatron-Core"
         return None
 
     def read(self, path: Path, commit: Commit | None) -> Index:
         """Index the checkpoint, see `read_index`."""
-        with _understood(path):
+        with understood(path):
             return read_index(path, commit)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:

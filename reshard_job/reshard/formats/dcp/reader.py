@@ -77,7 +77,15 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
             carried=carried,
             objects=naming.rest,
         ),
+        notes=_notes(naming),
     )
+
+
+def _notes(naming: Naming) -> tuple[str, ...]:
+    if not naming.rest:
+        return ()
+    more = ", ..." if len(naming.rest) > 5 else ""
+    return (f"{len(naming.rest)} entries of neither model nor optimizer: {', '.join(naming.rest[:5])}{more}",)
 
 
 def _scalars(items: Items, entries: Iterable[Entry], naming: Naming) -> dict[str, dict[str, int | float]]:

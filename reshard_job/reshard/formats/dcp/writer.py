@@ -214,8 +214,7 @@ def _notes(index: Index, request: Request, extra: Extra | None) -> tuple[str, ..
     if not any(group.options for group in index.groups) and any(key.state not in ("weight", "fp32") for key in keys):
         notes.append("the source says nothing of the optimizer's settings: optim.param_groups of the target has none")
     if extra is not None and extra.objects:
-        names = ", ".join(extra.objects[:5])
-        notes.append(f"{len(extra.objects)} objects of the source are left behind: {names}")
+        notes.append(f"left behind, as tensors have other names than in the source: {', '.join(index.notes)}")
     return tuple(notes)
 
 

@@ -1,0 +1,109 @@
+"""What Megatron-Core's keys mean: weights, optimizer states, and layers that are stacked.
+
+Source: megatron/core/dist_checkpointing/mapping.py and optimizer.py, megatron/core/optimizer/distrib_optimizer.py
+(`sharded_param_state_fully_reshardable`), megatron/core/transformer/transformer_block.py of Megatron-Core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from reshard.errors import UnsupportedError
+from reshard.formats.dcp.metadata import Entry, Place
+from reshard.geometry import Box
+from reshard.layout import TensorKey
+
+_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
+_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<rest>.+)$")
+_BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
+_STACKED = re.compile(r"^(?P<head>(?:.*\.)?layers\.)(?P<tail>(?!\d+(?:\.|$)).+)$")
+_STATES = {"fp32_param": "fp32"}  # the others are called as everywhere
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """What the entries are.
+
+    Attributes:
+        tensors: weights and optimizer states; names of stacked layers are not taken apart yet.
+        buckets: keys of optimizer states that are laid out for the optimizer's own buffers, not for weights.
+        objects: keys of everything that is not a tensor.
+    """
+
+    tensors: Mapping[str, TensorKey]
+    buckets: tuple[str, ...]
+    objects: tuple[str, ...]
+
+
+def find_names(entries: Iterable[Entry], where: str) -> Named:
+    """Work out what each entry is.
+
+    Raises:
+        UnsupportedError: a state of no weight, of several, or of another shape than its weight.
+    """
+    every = list(entries)
+    weights = {entry.key: entry.shape for entry in every if entry.is_tensor and not _OPTIMIZER.match(entry.key)}
+    tensors: dict[str, TensorKey] = {key: TensorKey("weight", key) for key in weights}
+    problems: list[str] = []
+    for entry in every:
+        match = _STATE.match(entry.key) if entry.is_tensor else None
+        if match is None:
+            if entry.is_tensor and _OPTIMIZER.match(entry.key) and not _BUCKETS.match(entry.key):
+                problems.append(f"{entry.key}: neither optimizer.state nor optimizer.distributed")
+            continue
+        found = [(state, name) for state, name in _splits(match["rest"]) if name in weights]
+        if len(found) != 1:
+            problems.append(f"{entry.key}: {' or '.join(f'{s} of {n}' for s, n in found) or 'no weight of that name'}")
+        elif entry.shape != weights[found[0][1]]:
+            problems.append(
+                f"{entry.key} is {list(entry.shape or ())}, its weight {list(weights[found[0][1]] or ())}: flattened, "
+                "as Megatron-Core before 0.15 did"
+            )
+        else:
+            state, name = found[0]
+            tensors[entry.key] = TensorKey(_STATES.get(state, state), name)
+    if len(set(tensors.values())) < len(tensors):
+        problems.append("two optimizers have a state of one weight")
+    if problems:
+        raise UnsupportedError(
+            f"cannot tell what {len(problems)} entries are",
+            path=where,
+            problems=problems[:20],
+            hint="load and save it with a current Megatron-Core, with --dist-ckpt-optim-fully-reshardable",
+        )
+    return Named(
+        tensors=tensors,
+        buckets=tuple(entry.key for entry in every if _BUCKETS.match(entry.key)),
+        objects=tuple(entry.key for entry in every if not entry.is_tensor and not _BUCKETS.match(entry.key)),
+    )
+
+
+def _splits(rest: str) -> Iterator[tuple[str, str]]:
+    parts = rest.split(".")
+    return ((".".join(parts[:at]), ".".join(parts[at:])) for at in range(1, len(parts)))
+
+
+def layers_of(entry: Entry, name: str, where: str) -> Iterator[tuple[str, int, tuple[tuple[Box, Place], ...]]]:
+    """(name, leading dims that are no dims of the tensor, chunks) of each tensor that the entry is.
+
+    `decoder.layers.mlp.linear_fc1.weight` of shape [layers, ...] is one tensor for each layer, called
+    `decoder.layers.<layer>.mlp.linear_fc1.weight`; Megatron-Core puts a chunk's layer in front as a dim of size 1.
+
+    Raises:
+        UnsupportedError: chunks of several layers, which Megatron-Core does not write.
+    """
+    match = _STACKED.match(name)
+    chunks = tuple((box, place) for box, place in entry.chunks if box is not None)
+    if match is None or not entry.shape:
+        yield name, 0, chunks
+        return
+    if wide := [box for box, _ in chunks if box.size[0] != 1]:
+        raise UnsupportedError(
+            f"{entry.key} {list(entry.shape)}: chunk {wide[0]} is of {wide[0].size[0]} layers, expected one layer each",
+            path=where,
+        )
+    for layer in range(entry.shape[0]):
+        own = tuple((box, place) for box, place in chunks if box.offset[0] == layer)
+        yield f"{match['head']}{layer}.{match['tail']}", 1, own

@@ -1,0 +1,114 @@
+"""Index a Megatron-Core `torch_dist` checkpoint: DCP's container with keys of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from reshard.commit import Commit
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.dcp.items import Items
+from reshard.formats.dcp.metadata import Entry, read_metadata
+from reshard.formats.dcp.tables import Part, check_files, make_table, num_ranks
+from reshard.formats.megatron.common import Common, find_groups, read_common
+from reshard.formats.megatron.names import Named, find_names, layers_of
+from reshard.geometry import Box
+from reshard.layout import Index, LogicalTensor, TensorKey
+from reshard.topology import Topology
+
+NAME = "megatron"
+CONFIG_FILE = "metadata.json"
+_BACKEND = "torch_dist"
+
+
+def backend_of(folder: Path) -> str | None:
+    """`sharded_backend` of Megatron-Core's `metadata.json`; None where there is no such thing."""
+    try:
+        value = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    backend = value.get("sharded_backend") if isinstance(value, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def read_index(folder: Path, commit: Commit | None) -> Index:
+    """Index the checkpoint in `folder`: all weights, and optimizer states that are laid out like weights.
+
+    Raises:
+        CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
+    """
+    if (backend := backend_of(folder)) != _BACKEND:
+        raise UnsupportedError(
+            f"sharded_backend {backend!r}: only {_BACKEND!r} is read",
+            path=str(folder / CONFIG_FILE),
+            hint="load and save it with a current Megatron-Core and --ckpt-format torch_dist",
+        )
+    entries = read_metadata(folder)
+    check_files(folder, entries)
+    named = find_names(entries, str(folder))
+    with Items(folder) as items:
+        common = read_common(folder, entries, items)
+        tensors, parts = _logical(entries, named, str(folder))
+        files, shards = make_table(items, entries, tensors, parts)
+    if not tensors:
+        raise CorruptSourceError("holds no weights", path=str(folder))
+    trained = [tensor.key.name for tensor in tensors if tensor.key.state == "fp32"]
+    if commit is not None:
+        topology, step, samples = commit.topology, commit.step, commit.samples
+    else:
+        topology = common.topology or Topology(dp=num_ranks(entries), zero=0)
+        step, samples = common.step or 0, common.samples
+    return Index(
+        root=folder,
+        format=NAME,
+        topology=topology,
+        step=step,
+        samples=samples,
+        tensors=tensors,
+        files=files,
+        shards=shards,
+        groups=find_groups(common.settings, trained),
+        notes=_notes(named, common),
+    )
+
+
+def _logical(entries: Iterable[Entry], named: Named, where: str) -> tuple[tuple[LogicalTensor, ...], list[Part]]:
+    tensors: list[LogicalTensor] = []
+    parts: list[Part] = []
+    for entry in entries:
+        key = named.tensors.get(entry.key)
+        if key is None:
+            continue
+        for name, drop, chunks in layers_of(entry, key.name, where):
+            shape = (entry.shape or ())[drop:]
+            parts += [
+                Part(
+                    tensor=len(tensors),
+                    box=Box(box.offset[drop:], box.size[drop:]),
+                    entry=entry,
+                    chunk=box,
+                    place=place,
+                )
+                for box, place in chunks
+            ]
+            tensors.append(LogicalTensor(key=TensorKey(key.state, name), shape=shape, dtype=entry.dtype))
+    return tuple(tensors), parts
+
+
+def _notes(named: Named, common: Common) -> tuple[str, ...]:
+    notes = []
+    if named.buckets:
+        kind = f" ({common.sharding})" if common.sharding else ""
+        notes.append(
+            f"the optimizer's states are laid out for its own buffers{kind} and are left behind: save with "
+            "--dist-ckpt-optim-fully-reshardable to take them along"
+        )
+    if len(common.settings) > 1:
+        notes.append(
+            f"the optimizer has {len(common.settings)} parameter groups, and the files do not say which parameter is "
+            "in which: settings and step are left behind"
+        )
+    if named.objects:
+        notes.append(f"{len(named.objects)} objects are left behind: {', '.join(named.objects[:3])}")
+    return tuple(notes)
