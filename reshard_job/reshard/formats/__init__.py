@@ -11,7 +11,7 @@ from reshard.errors import NotACheckpointError, UnsupportedError
 from reshard.formats.base import Format
 from reshard.layout import Index
 
-FORMATS = ("deepspeed", "dcp", "megatron", "safetensors")
+FORMATS = ("universal", "deepspeed", "dcp", "megatron", "safetensors")
 """Names, in the order in which they are asked about a folder; each is a package here, imported when it is needed."""
 
 

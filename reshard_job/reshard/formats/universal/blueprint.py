@@ -1,0 +1,181 @@
+"""What a universal checkpoint says besides tensors, from a native or a universal checkpoint of the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed.fields import base_state
+from reshard.formats.deepspeed.groups import group_holder, group_state
+from reshard.formats.deepspeed.logical import Param, param_groups
+from reshard.formats.deepspeed.patterns import Patterns
+from reshard.formats.deepspeed.reader import Extra as NativeExtra
+from reshard.formats.deepspeed.template import Template
+from reshard.formats.pt.reader import PtFile
+from reshard.formats.universal.hints import Hints, for_param
+from reshard.formats.universal.names import MASTER
+from reshard.formats.universal.reader import Extra
+from reshard.formats.universal.source import is_vocabulary
+from reshard.layout import Index
+
+_SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""What the optimizer's state says for all groups together, where its kind has it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One parameter group, with objects as they go into files.
+
+    Attributes:
+        names: of its parameters, in the optimizer's order.
+        dtypes: states that are tensors, `fp32` first, and their types.
+        scalars: states that are one number.
+        settings: `lr`, `betas`, ..., without `params`.
+    """
+
+    names: tuple[str, ...]
+    dtypes: Mapping[str, str]
+    scalars: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """What is not tensors.
+
+    Attributes:
+        model: model file of rank 0, for everything that travels unchanged.
+        params: optimized parameters with their whole shapes.
+        hints: parameter -> what its atoms have to say about tensor parallelism.
+        weights: what is not optimized, with whole shapes.
+        groups: the optimizer's.
+        scaling: what the optimizer says for all groups together.
+        patterns: `universal_checkpoint_info`.
+        tp: degree that the checkpoint was laid out for.
+        padded: rows of the padded vocabulary at that degree; None where they are not known.
+        cut_is_known: somebody said how tensor parallelism cuts every parameter.
+        aliases: second name of a tied weight -> its first.
+        commit_model: `Commit.model`.
+    """
+
+    model: PtFile
+    params: Mapping[str, Param]
+    hints: Mapping[str, Hints]
+    weights: Mapping[str, Param]
+    groups: tuple[Group, ...]
+    scaling: Mapping[str, Any]
+    patterns: Patterns
+    tp: int
+    padded: int | None
+    cut_is_known: bool
+    aliases: Mapping[str, str]
+    commit_model: Mapping[str, Any]
+
+
+def blueprint_of(index: Index) -> Blueprint | None:
+    """What the checkpoint behind an index says, or None if its format does not say it.
+
+    Raises:
+        UnsupportedError: it does not say enough.
+    """
+    if isinstance(index.extra, NativeExtra):
+        return _of_native(index.extra)
+    if isinstance(index.extra, Extra):
+        return _of_universal(index.extra, index.topology.tp)
+    return None
+
+
+def _of_native(extra: NativeExtra) -> Blueprint:
+    source, model = extra.source, extra.model
+    if not base_state(source, 0, 0).get("param_groups"):
+        raise UnsupportedError(
+            "is an elastic checkpoint, which keeps no settings of the optimizer (learning rate, betas, ...)",
+            path=str(source.folder),
+            hint="name with --like a checkpoint of the same model that was saved with elastic_checkpoint false",
+        )
+    tp = source.topology.tp
+    known = model.patterns.declared and (tp > 1 or model.patterns.tells_rows)
+    vocabulary = model.patterns.vocabulary_rows
+    state, template = source.optimizer(0, 0), Template(source.optimizer_file(0, 0))
+    return Blueprint(
+        model=source.models[0, 0],
+        params=model.params,
+        hints={name: for_param(param, cut_is_known=known) for name, param in model.params.items()},
+        weights=extra.weights,
+        groups=tuple(_native_group(extra, number) for number in range(len(model.groups))),
+        scaling={key: template.copy(state[key]) for key in _SCALING if key in state},
+        patterns=model.patterns,
+        tp=tp,
+        padded=None if vocabulary is None else vocabulary[1],
+        cut_is_known=known,
+        aliases=extra.aliases,
+        commit_model=extra.commit_model,
+    )
+
+
+def _native_group(extra: NativeExtra, number: int) -> Group:
+    mp, at = group_holder(extra.source, extra.model, number)
+    state = group_state(extra.source, mp, at)
+    template = Template(extra.source.optimizer_file(mp, 0))
+    settings = param_groups(extra.source, mp)[at]
+    tensors = {key: state.flat[key].dtype for key in state.order if key in state.flat}
+    return Group(
+        names=extra.model.groups[number],
+        dtypes={MASTER: "float32", **tensors},
+        scalars={key: template.copy(state.scalars[key]) for key in state.order if key in state.scalars},
+        settings={key: template.copy(value) for key, value in settings.items() if key != "params"},
+    )
+
+
+def _of_universal(extra: Extra, tp: int) -> Blueprint:
+    source = extra.source
+    patterns = source.patterns
+    ours = source.made_for is not None
+    degree = tp if ours else source.tp
+    known = ours or (patterns.declared and (source.tp > 1 or patterns.tells_rows))
+    template = Template(source.optimizer)
+    return Blueprint(
+        model=source.model,
+        params=extra.params,
+        hints={name: _known_hints(extra, name, cut_is_known=known) for name in extra.hints},
+        weights=extra.weights,
+        groups=tuple(
+            Group(
+                names=names,
+                dtypes=state.dtypes,
+                scalars={key: Template(file).copy(value) for key, (value, file) in state.scalars.items()},
+                settings={key: template.copy(value) for key, value in settings.items() if key != "params"},
+            )
+            for names, state, settings in zip(source.groups, extra.groups, source.settings, strict=True)
+        ),
+        scaling={key: template.copy(value) for key, value in source.optimizer.value.items() if key in _SCALING},
+        patterns=patterns,
+        tp=degree,
+        padded=_padded(extra, ours=ours),
+        cut_is_known=known,
+        aliases=source.aliases,
+        commit_model=extra.commit_model,
+    )
+
+
+def _known_hints(extra: Extra, name: str, *, cut_is_known: bool) -> Hints:
+    """What the atoms say, where they say something that can be relied on."""
+    found, source = extra.hints[name], extra.source
+    if found is not None and cut_is_known:
+        return found
+    rule, _ = source.patterns.resolve(name, source.shapes[name])
+    return for_param(dataclasses.replace(extra.params[name], rule=rule), cut_is_known=cut_is_known)
+
+
+def _padded(extra: Extra, *, ours: bool) -> int | None:
+    """Rows of the padded vocabulary: in our folders those of the files, unless they were left out there."""
+    vocabulary = extra.source.patterns.vocabulary_rows
+    if vocabulary is None or not ours:
+        return None if vocabulary is None else vocabulary[1]
+    found = {param.shape[0] for param in extra.params.values() if is_vocabulary(extra.source.patterns, param.name)}
+    padded = {rows for rows in found if rows > vocabulary[0]}
+    if vocabulary[0] == vocabulary[1]:
+        return vocabulary[1]
+    return padded.pop() if len(padded) == 1 else None

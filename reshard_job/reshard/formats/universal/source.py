@@ -1,0 +1,246 @@
+"""What the model files and the optimizer file of a universal checkpoint say: names, shapes, groups, settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptSourceError, TopologyError, UnsupportedError
+from reshard.formats.deepspeed import names as native_names
+from reshard.formats.deepspeed import patterns
+from reshard.formats.deepspeed.patterns import Patterns
+from reshard.formats.pt.objects import Size, Tensor
+from reshard.formats.pt.reader import PtFile, read
+from reshard.formats.universal.names import MADE_FOR, MODEL_FILES, OPTIMIZER_FILE
+from reshard.topology import Topology
+
+Shape = tuple[int, ...]
+_VOCABULARY_PATTERNS = "vocabulary_parameter_patterns"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint but for its atoms.
+
+    Attributes:
+        folder: where it is.
+        model: model file of rank 0.
+        optimizer: the optimizer file.
+        groups: names of each parameter group.
+        first_states: for each group the key of its states in the optimizer file of ZeRO-3 (its first sub-group).
+        shapes: parameter -> shape of each tensor-parallel rank's shard when it was saved, `[tp]`.
+        others: names of frozen parameters and buffers, as far as the model files tell.
+        stored: those of them that must have an atom (DeepSpeed makes none from a pipeline's files, and from ZeRO-3's).
+        aliases: second name of a tied weight -> its first.
+        patterns: `universal_checkpoint_info`.
+        tp: tensor-parallel degree of the run that saved.
+        made_for: topology that reshard laid the folder out for; None for a folder of DeepSpeed's own converter.
+    """
+
+    folder: Path
+    model: PtFile
+    optimizer: PtFile
+    groups: tuple[tuple[str, ...], ...]
+    first_states: tuple[int, ...]
+    shapes: Mapping[str, tuple[Shape, ...]]
+    others: tuple[str, ...]
+    stored: frozenset[str]
+    aliases: Mapping[str, str]
+    patterns: Patterns
+    tp: int
+    made_for: Topology | None
+
+    @property
+    def settings(self) -> list[Mapping[str, Any]]:
+        """The optimizer's `param_groups`, one for each of `groups`."""
+        return list(self.optimizer.value["param_groups"])
+
+    def vocabulary_rows(self, name: str) -> tuple[int, int] | None:
+        """True and padded number of rows, as stated, of a parameter that is a vocabulary's; else None."""
+        return self.patterns.vocabulary_rows if is_vocabulary(self.patterns, name) else None
+
+
+def is_vocabulary(patterns: Patterns, name: str) -> bool:
+    """`universal_checkpoint_info` calls it a vocabulary's."""
+    found = patterns.info.get(_VOCABULARY_PATTERNS) or ()
+    return any(isinstance(pattern, str) and re.match(pattern, name) for pattern in found)
+
+
+def open_source(folder: Path) -> Source:
+    """Read and check the files of `folder` that are not atoms.
+
+    Raises:
+        CorruptSourceError: files are missing, damaged, or contradict each other.
+        UnsupportedError: parameter groups that cannot be told apart.
+    """
+    models = _model_files(folder)
+    optimizer = read(folder / OPTIMIZER_FILE)
+    settings = optimizer.value.get("param_groups") if isinstance(optimizer.value, Mapping) else None
+    if not isinstance(settings, list) or not all(isinstance(group, Mapping) for group in settings):
+        raise CorruptSourceError("has no list param_groups", path=optimizer.path)
+    per_rank = [_param_shapes(file) for file in models]
+    stages = _stages(per_rank, folder)
+    groups: list[dict[str, None]] = [{} for _ in settings]
+    firsts: tuple[int, ...] = ()
+    for stage in stages:
+        firsts, merged = _merge_sub_groups(stage[0], settings, folder)
+        for group, names in zip(groups, merged, strict=True):
+            group.update(dict.fromkeys(names))
+    made_for = _made_for(optimizer)
+    params = {name for group in groups for name in group}
+    tensors = _module(models[0])
+    aliases = _aliases(models[0], tensors, params)
+    others = _others(models[0], tensors, params | aliases.keys())
+    return Source(
+        folder=folder,
+        model=models[0],
+        optimizer=optimizer,
+        groups=tuple(tuple(group) for group in groups),
+        first_states=firsts,
+        shapes=_shapes(stages, folder),
+        others=others,
+        stored=frozenset(others if made_for is not None else _copied(models[0], tensors, others)),
+        aliases=aliases,
+        patterns=patterns.parse(models[0].value.get("universal_checkpoint_info")),
+        tp=len(stages[0]),
+        made_for=made_for,
+    )
+
+
+def _made_for(optimizer: PtFile) -> Topology | None:
+    value = optimizer.value.get(MADE_FOR)
+    try:
+        return None if value is None else Topology.from_dict(value)
+    except (TopologyError, TypeError) as error:
+        raise CorruptSourceError(f"its {MADE_FOR} is {value!r:.100}: {error}", path=optimizer.path) from error
+
+
+def _model_files(folder: Path) -> list[PtFile]:
+    """Model files of all model-parallel ranks (ZeRO-3: of data-parallel rank 0), which must be of one save."""
+    found = {item.name: native_names.parse(item.name) for item in folder.iterdir()}
+    named = {name: parsed for name, parsed in found.items() if parsed is not None and parsed.kind == "model"}
+    chosen = {parsed.mp: name for name, parsed in named.items() if parsed.dp == -1}
+    chosen = chosen or {parsed.mp: name for name, parsed in named.items() if parsed.dp == 0}
+    if 0 not in chosen:
+        raise CorruptSourceError(f"has neither {MODEL_FILES[0]} nor {MODEL_FILES[1]}", path=str(folder))
+    files = [read(folder / chosen[mp]) for mp in sorted(chosen)]
+    first = files[0].value
+    if not isinstance(first, Mapping) or not all(
+        type(first.get(key)) is int for key in ("global_steps", "mp_world_size")
+    ):
+        raise CorruptSourceError("is not a DeepSpeed model file: no global_steps, mp_world_size", path=files[0].path)
+    problems = []
+    if sorted(chosen) != list(range(first["mp_world_size"])):
+        problems.append(f"model files of the ranks {sorted(chosen)}, expected {first['mp_world_size']}")
+    others = [*files[1:], *_twin(folder, Path(files[0].path).name, named)]
+    for file in others:
+        for key in ("global_steps", "mp_world_size"):
+            if not isinstance(file.value, Mapping) or file.value.get(key) != first[key]:
+                name = Path(file.path).name
+                problems.append(f"{name}: another {key} than the {first[key]} of {Path(files[0].path).name}")
+    if problems:
+        raise CorruptSourceError("its files contradict each other", path=str(folder), problems=problems)
+    return files
+
+
+def _twin(folder: Path, first: str, named: Mapping[str, Any]) -> list[PtFile]:
+    """The same file under stage 3's name, where a folder is for all stages."""
+    return [read(folder / MODEL_FILES[1])] if first == MODEL_FILES[0] and MODEL_FILES[1] in named else []
+
+
+def _param_shapes(file: PtFile) -> list[dict[str, Shape]]:
+    value = file.value.get("param_shapes")
+    if not isinstance(value, list) or not all(isinstance(group, Mapping) for group in value):
+        raise CorruptSourceError("has no list param_shapes", path=file.path)
+    for group in value:
+        for name, shape in group.items():
+            if not isinstance(name, str) or not isinstance(shape, Size):
+                raise CorruptSourceError(f"param_shapes: {name!r:.80} has the shape {shape!r:.80}", path=file.path)
+    return [{name: tuple(shape) for name, shape in group.items()} for group in value]
+
+
+def _stages(per_rank: Sequence[list[dict[str, Shape]]], folder: Path) -> list[list[list[dict[str, Shape]]]]:
+    """Ranks by pipeline stage, `[pp][tp]`: those of one stage hold the same names, and follow each other."""
+    stages: list[list[list[dict[str, Shape]]]] = []
+    for rank in per_rank:
+        names = [list(group) for group in rank]
+        if stages and [list(group) for group in stages[-1][0]] == names:
+            stages[-1].append(rank)
+        else:
+            stages.append([rank])
+    if len({len(stage) for stage in stages}) > 1:
+        raise CorruptSourceError("tensor-parallel ranks hold parameters of different names", path=str(folder))
+    return stages
+
+
+def _merge_sub_groups(
+    shapes: Sequence[Mapping[str, Shape]], settings: Sequence[Mapping[str, Any]], folder: Path
+) -> tuple[tuple[int, ...], list[list[str]]]:
+    """First entry and names of each parameter group: ZeRO-3 lists names per sub-group, and `params` counts those."""
+    counts = [len(group.get("params", ())) for group in settings]
+    if sum(counts) != len(shapes):
+        raise UnsupportedError(
+            f"cannot tell which parameter groups a pipeline stage holds: it has {len(shapes)}, rank 0 says {counts}",
+            path=str(folder),
+            hint="DeepSpeed drops groups that are empty on a stage; convert from the native checkpoint",
+        )
+    firsts, merged, start = [], [], 0
+    for count in counts:
+        firsts.append(start)
+        merged.append([name for group in shapes[start : start + count] for name in group])
+        start += count
+    return tuple(firsts), merged
+
+
+def _shapes(stages: Sequence[Sequence[Sequence[Mapping[str, Shape]]]], folder: Path) -> dict[str, tuple[Shape, ...]]:
+    found: dict[str, tuple[Shape, ...]] = {}
+    problems = []
+    for number, stage in enumerate(stages):
+        ranks = [{name: shape for group in rank for name, shape in group.items()} for rank in stage]
+        for name in ranks[0]:
+            shapes = tuple(rank[name] for rank in ranks)
+            if found.setdefault(name, shapes) != shapes:
+                problems.append(f"{name} is {shapes} on stage {number}, {found[name]} on an earlier one")
+    if problems:
+        raise CorruptSourceError("pipeline stages disagree about shapes", path=str(folder), problems=problems[:20])
+    return found
+
+
+def _module(model: PtFile) -> dict[str, Tensor]:
+    """Weights that the model file holds; ZeRO-3 has empty tensors in the place of parameters."""
+    module = model.value.get("module")
+    return {
+        str(name): tensor
+        for name, tensor in (module.items() if isinstance(module, Mapping) else ())
+        if isinstance(tensor, Tensor) and tensor.num_elements
+    }
+
+
+def _aliases(model: PtFile, tensors: Mapping[str, Tensor], params: set[str]) -> dict[str, str]:
+    """Second names of tied weights: those that the model file calls shared, and views of a parameter."""
+    shared = model.value.get("shared_params")
+    aliases = {
+        str(alias): str(name)
+        for alias, name in (shared.items() if isinstance(shared, Mapping) else ())
+        if name in params and alias not in params
+    }
+    for name, tensor in tensors.items():
+        if name not in params and name not in aliases:
+            twin = next((other for other in tensors if other in params and tensors[other].same_view(tensor)), None)
+            aliases |= {} if twin is None else {name: twin}
+    return aliases
+
+
+def _others(model: PtFile, tensors: Mapping[str, Tensor], known: set[str]) -> tuple[str, ...]:
+    """Names of what is not optimized."""
+    frozen, buffers = model.value.get("frozen_param_shapes") or (), model.value.get("buffer_names") or ()
+    found = dict.fromkeys(str(name) for name in (*frozen, *buffers, *tensors))
+    return tuple(name for name in found if name not in known)
+
+
+def _copied(model: PtFile, tensors: Mapping[str, Tensor], others: tuple[str, ...]) -> tuple[str, ...]:
+    """What ds_to_universal makes atoms of besides the parameters: the rest of the module, below ZeRO-3."""
+    return others if Path(model.path).name == MODEL_FILES[0] and tensors else ()

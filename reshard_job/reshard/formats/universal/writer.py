@@ -1,0 +1,226 @@
+"""Lay out a universal checkpoint that unmodified DeepSpeed loads in ZeRO stages 1, 2 and 3.
+
+DeepSpeed's own converter makes one folder for stages 1 and 2, and another for stage 3. What both loaders ask for goes
+together into one: dicts around tensors (stage 3 takes those too), `step.pt`, the model file under both names, and one
+optimizer file in both forms (base_optimizer.py, `load_hp_checkpoint_state_from_checkpoint_dir`, and stage3.py, 0.19.8).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import UnsupportedError
+from reshard.formats.base import Request
+from reshard.formats.deepspeed.logical import Param
+from reshard.formats.deepspeed.origins import TargetRows
+from reshard.formats.deepspeed.progress import Progress
+from reshard.formats.deepspeed.rows import Place
+from reshard.formats.deepspeed.rules import WHOLE
+from reshard.formats.deepspeed.template import Template
+from reshard.formats.pt.objects import Size, StatefulDict, Tensor, new_tensor
+from reshard.formats.pt.writer import lay_out_pt
+from reshard.formats.universal.blueprint import Blueprint, Group, blueprint_of
+from reshard.formats.universal.hints import PARAM, Hints
+from reshard.formats.universal.names import (
+    MADE_FOR,
+    MASTER,
+    MODEL_FILES,
+    NAME,
+    OPTIMIZER_FILE,
+    STEP,
+    atom_file,
+    check_names,
+)
+from reshard.formats.universal.refusals import refuse, warnings
+from reshard.formats.universal.vocabulary import param_in_files
+from reshard.layout import ChecksumField, Index, TargetFile, TargetLayout
+from reshard.topology import Topology
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Target:
+    """A checkpoint that is being laid out."""
+
+    rows: TargetRows
+    files: list[TargetFile] = dataclasses.field(default_factory=list)
+
+    def add(self, path: str, value: Any, tensors: Mapping[tuple[str, str], tuple[Param, Tensor]] | None = None) -> None:
+        """Add a file; `tensors` says what its tensors are: (state, name) -> parameter and tensor."""
+        stem = path.rpartition("/")[2].removesuffix(".pt")
+        layout = lay_out_pt(stem, value)
+        checksums = tuple(
+            ChecksumField(start=slot.offset, num_bytes=slot.num_bytes, positions=slot.crc_positions)
+            for slot in layout.slots.values()
+            if slot.num_bytes
+        )
+        for (state, _), (param, tensor) in (tensors or {}).items():
+            place = Place(1, 0, 0, len(self.files), layout.slots[tensor.storage].offset)
+            self.rows.add_shard(state, param, place, dtype=tensor.dtype, strides=tensor.stride)
+        self.files.append(TargetFile(path=path, num_bytes=layout.num_bytes, fixed=layout.fixed, checksums=checksums))
+
+    def add_atom(self, path: str, state: str, param: Param, dtype: str, hints: Hints) -> None:
+        """Add the file of one state of one parameter."""
+        tensor = new_tensor(dtype, param.shape)
+        whole = dataclasses.replace(param, rule=WHOLE)
+        self.add(path, {**hints, PARAM: tensor}, {(state, param.name): (whole, tensor)})
+
+
+def lay_out(index: Index, request: Request) -> TargetLayout:
+    """Lay out the tensors of `index`; what is not tensors comes from `request.like` or the checkpoint behind `index`.
+
+    Raises:
+        UnsupportedError: DeepSpeed would load it wrongly, or not at all, or what it needs is not known.
+    """
+    described = index if request.like is None else request.like
+    blueprint = blueprint_of(described)
+    if blueprint is None:
+        raise UnsupportedError(
+            f"a checkpoint of the format {described.format} does not say what else a universal checkpoint holds",
+            path=str(described.root),
+            hint="name a DeepSpeed checkpoint of the same model, native or universal, with --like",
+        )
+    progress = None if described is index else Progress.of(index, blueprint.aliases)
+    blueprint = _at_progress(blueprint, progress)
+    check_names((*blueprint.params, *blueprint.weights), str(index.root))
+    refuse(blueprint, request.topology)
+    params, weights = (
+        {name: param_in_files(param, blueprint, request.topology) for name, param in own.items()}
+        for own in (blueprint.params, blueprint.weights)
+    )
+    target = _Target(rows=TargetRows(index, blueprint.aliases))
+    model = _model_file(blueprint, params, weights, progress, request.topology)
+    for name in MODEL_FILES:
+        target.add(name, model)
+    target.add(OPTIMIZER_FILE, _optimizer_file(blueprint, request.topology))
+    for group in blueprint.groups:
+        for name in group.names:
+            _add_atoms(target, params[name], group, blueprint.hints[name])
+    for name, param in weights.items():
+        dtype = target.rows.source_type("weight", name) or target.rows.source_type(MASTER, name)
+        target.add_atom(atom_file(name, MASTER), "weight", param, dtype or "float32", {})
+    target.rows.require()
+    return TargetLayout(
+        format=NAME,
+        topology=request.topology,
+        files=tuple(target.files),
+        shards=target.rows.build(),
+        tensors=tuple(target.rows.tensors),
+        origins=tuple(target.rows.origins),
+        model=_commit_model(blueprint),
+        notes=(*_left_behind(index, target.rows), *warnings(blueprint, request.topology, params)),
+    )
+
+
+def _at_progress(blueprint: Blueprint, progress: Progress | None) -> Blueprint:
+    """Settings and scalars of a source of another format."""
+    if progress is None:
+        return blueprint
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            scalars=progress.scalars(group.names, group.scalars),
+            settings=progress.settings(group.names, group.settings),
+        )
+        for group in blueprint.groups
+    )
+    return dataclasses.replace(blueprint, groups=groups)
+
+
+def _add_atoms(target: _Target, param: Param, group: Group, hints: Hints) -> None:
+    for state, dtype in group.dtypes.items():
+        target.add_atom(atom_file(param.name, state), state, param, dtype, hints)
+    if STEP in group.scalars:
+        target.add(atom_file(param.name, STEP), group.scalars[STEP])
+
+
+def _model_file(
+    blueprint: Blueprint,
+    params: Mapping[str, Param],
+    weights: Mapping[str, Param],
+    progress: Progress | None,
+    target: Topology,
+) -> dict[str, Any]:
+    """The model file of rank 0 as for one rank; weights are in the atoms."""
+    like = blueprint.model.value
+    buffers = [name for name in like.get("buffer_names") or () if name in weights]
+    frozen = [name for name in weights if name not in buffers]
+    replaced: dict[str, Any] = {
+        "module": None,
+        "buffer_names": buffers,
+        "optimizer": None,
+        "param_shapes": [
+            StatefulDict((name, Size(params[name].shape)) for name in group.names) for group in blueprint.groups
+        ],
+        "frozen_param_shapes": StatefulDict((name, Size(weights[name].shape)) for name in frozen),
+        "frozen_param_fragments": None,
+        "shared_params": dict(blueprint.aliases),
+        "dp_world_size": 1,
+        "mp_world_size": 1,  # the loader compares it with the number of model files
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+    }
+    if (layout := _one_stage(like.get("pipeline_layout"))) is not None:
+        replaced["pipeline_layout"] = layout
+    if blueprint.patterns.declared:
+        replaced["universal_checkpoint_info"] = blueprint.patterns.info_at(target.tp, blueprint.tp)
+    if progress is not None:
+        replaced |= {"global_steps": progress.step, "global_samples": progress.samples}
+    return Template(blueprint.model).copy_except(like, replaced)
+
+
+def _optimizer_file(blueprint: Blueprint, target: Topology) -> dict[str, Any]:
+    """Both forms: `param_groups` for stages 1 and 2, `optimizer_state_dict` for stage 3.
+
+    Stage 3 gives the settings of group 0 to all groups. It is told only those that all groups have in common, so that
+    each group keeps its own value of the others, as the run that loads it has configured them.
+    """
+    groups = [{**group.settings, "params": [at]} for at, group in enumerate(blueprint.groups)]
+    first = blueprint.groups[0]
+    step = {STEP: first.scalars[STEP]} if STEP in first.scalars else {}
+    inner = {"state": {0: step} if step else {}, "param_groups": [{**common_settings(blueprint), "params": [0]}]}
+    return {
+        **blueprint.scaling,
+        "ds_version": blueprint.model.value.get("ds_version"),
+        "param_groups": groups,
+        "optimizer_state_dict": inner,
+        MADE_FOR: target.to_dict(),
+    }
+
+
+def common_settings(blueprint: Blueprint) -> dict[str, Any]:
+    """Settings about which all groups agree."""
+    first, *others = blueprint.groups
+    return {
+        key: value
+        for key, value in first.settings.items()
+        if all(key in group.settings and repr(group.settings[key]) == repr(value) for group in others)
+    }
+
+
+def _one_stage(described: Any) -> dict[str, Any] | None:
+    """The description of a pipeline, with all layers on one stage."""
+    if not isinstance(described, Mapping) or "num_layers" not in described:
+        return None
+    return {**described, "parts": [0, described["num_layers"]]}
+
+
+def _commit_model(blueprint: Blueprint) -> dict[str, Any]:
+    model = dict(blueprint.commit_model)
+    if (found := _one_stage(model.get("pipeline"))) is not None:
+        model["pipeline"] = found
+    return model
+
+
+def _left_behind(index: Index, rows: TargetRows) -> tuple[str, ...]:
+    """What the target does not hold; weights are what DeepSpeed rounds from the master weights when it loads."""
+    used = set(rows.origins)
+    stored = {tensor.key.name for tensor in rows.tensors if tensor.key.state == MASTER}
+    unused: dict[str, list[str]] = {}
+    for at, tensor in enumerate(index.tensors):
+        if at not in used and not (tensor.key.state == "weight" and tensor.key.name in stored):
+            unused.setdefault(tensor.key.state, []).append(tensor.key.name)
+    return tuple(
+        f"{state}: {len(names)} tensors of the source are not stored in the target, such as {names[0]}"
+        for state, names in sorted(unused.items())
+    )
