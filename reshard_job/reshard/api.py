@@ -23,11 +23,14 @@ from reshard.journal import Journal
 from reshard.layout import Index
 from reshard.limits import default_num_threads
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
+from reshard.remote import RemotePath
 from reshard.staging import FINISH_FILE, Sharing, only_one, staging
 from reshard.storage import target_errors
 from reshard.topology import Topology
 from reshard.verify import compare, digests, total
 from reshard.views import select_states
+
+_REMOTE_THREADS = 8
 
 
 def index_of(source: Path, *, require_commit: bool = False) -> Index:
@@ -70,9 +73,14 @@ def plan_of(
     """
     request = Request(topology=target) if isinstance(target, Topology) else target
     layout = format_of(target_format or index.format).layout(index, request)
-    plan = make_plan(index, layout, memory_bytes=memory_bytes, num_threads=num_threads or default_num_threads())
+    plan = make_plan(index, layout, memory_bytes=memory_bytes, num_threads=num_threads or _num_threads(index))
     check_plan(plan)
     return plan
+
+
+def _num_threads(index: Index) -> int:
+    """A store answers many requests at a time, whatever processors there are here."""
+    return _REMOTE_THREADS if isinstance(index.root, RemotePath) else default_num_threads()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,11 @@ from reshard.cast import UNSIGNED, Bits, cast
 from reshard.crc import Piece
 from reshard.digest import MODULUS, box_digest, to_hex
 from reshard.errors import VerificationError
+from reshard.files import Bytes
 from reshard.geometry import Box, tiles
 from reshard.layout import Int64Array, ShardRow, ShardTable
 from reshard.plan import Plan
-from reshard.storage import Bytes, Source, Target
+from reshard.storage import Source, Target
 
 Progress = Callable[[int], None]
 """Called with the number of source bytes moved since the last call."""
@@ -186,6 +187,8 @@ class Mover:
 
     def _do_unit(self, unit: int, scratch: Bytes) -> UnitRecord:
         record = UnitRecord(unit=unit)
+        if self.plan.remote:
+            self._source.fetch(_extents(self.plan, unit))
         for number, region in self.plan.units[unit].regions:
             item_bytes = self.plan.index.tensors[number].item_bytes
             ndim = region.ndim
@@ -247,6 +250,17 @@ class Mover:
         for position, piece in _runs(row, part, elements):
             whole = known is not None and known.num_bytes == len(piece) == elements.nbytes
             pieces.append(self._target.write(row.file, position, piece, known.crc32 if known and whole else None))
+
+
+def _extents(plan: Plan, unit: int) -> Iterator[tuple[int, int, int]]:
+    """(file, first byte, first byte behind) of what a unit reads of every source box."""
+    for number, region in plan.units[unit].regions:
+        item_bytes = plan.index.tensors[number].item_bytes
+        for row, part in touching(plan.index.shards, plan.source_rows[number], region, region.ndim):
+            first = sum((p - b) * s for p, b, s in zip(part.offset, row.box.offset, row.strides, strict=True))
+            last = first + sum((size - 1) * stride for size, stride in zip(part.size, row.strides, strict=True))
+            start = row.byte_offset + first * item_bytes
+            yield row.file, start, start + (last - first + 1) * item_bytes
 
 
 def _buffer(scratch: Bytes, num_bytes: int) -> Bytes:

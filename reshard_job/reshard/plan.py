@@ -12,11 +12,13 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.geometry import Box, tiles
 from reshard.layout import Index, Int64Array, LogicalTensor, ShardTable, TargetLayout
+from reshard.remote import RemotePath
 
 DEFAULT_MEMORY_BYTES = 96 << 20
 """For buffers. The interpreter with numpy takes about 60 MiB besides, so the process stays below 256 MiB."""
 
 _LARGEST_UNIT_BYTES = 64 << 20
+_LARGEST_REMOTE_UNIT_BYTES = 8 << 20  # every thread holds one
 _SMALLEST_UNIT_BYTES = 1 << 20
 _UNITS = 64
 
@@ -90,7 +92,13 @@ class Plan:
 
         The same on every machine, so that workers with different memory agree about the units.
         """
-        return max(_SMALLEST_UNIT_BYTES, min(_LARGEST_UNIT_BYTES, self.bytes_to_read // _UNITS))
+        largest = _LARGEST_REMOTE_UNIT_BYTES if self.remote else _LARGEST_UNIT_BYTES
+        return max(_SMALLEST_UNIT_BYTES, min(largest, self.bytes_to_read // _UNITS))
+
+    @property
+    def remote(self) -> bool:
+        """The source is in an object store: a unit is fetched whole, in few requests."""
+        return isinstance(self.index.root, RemotePath)
 
     @functools.cached_property
     def units(self) -> tuple[Unit, ...]:

@@ -13,20 +13,23 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard import crc
 from reshard.crc import Piece
 from reshard.errors import CorruptSourceError, StorageFullError, TargetError
+from reshard.files import Bytes, File, LocalFile, open_file
 from reshard.layout import Checksum, SourceFile, TargetFile
 
-Bytes = npt.NDArray[np.uint8]
 Pieces = Mapping[int, Sequence[Piece]]
 """Ranges that were read or written, by position of the file."""
+
+GAP_BYTES = 256 << 10
+"""Bytes that may be read for nothing to save a request: about what a store sends in the time that it takes to answer
+one (10 ms at 25 MB/s for a single stream)."""
 
 _GAP_LIMIT_BYTES = 1 << 20
 _BLOCK_BYTES = 4 << 20
@@ -38,7 +41,8 @@ class Source:
     def __init__(self, root: Path, files: Sequence[SourceFile], *, bytes_per_second: float | None = None) -> None:
         self._root = root
         self._files = files
-        self._descriptors: dict[int, int] = {}
+        self._open_files: dict[int, File] = {}
+        self._fetched = threading.local()
         self._lock = threading.Lock()
         self._pace = None if bytes_per_second is None else Pace(bytes_per_second)
 
@@ -53,12 +57,16 @@ class Source:
 
     def fill(self, file: int, position: int, target: Bytes) -> None:
         """The same without the checksum."""
-        descriptor, done = self._open(file), 0
+        block = self._block_with(file, position, len(target))
+        if block is not None:
+            target[:] = block
+            return
+        source, done = self._open(file), 0
         if self._pace is not None:
             self._pace.take(len(target))
         while done < len(target):
             try:
-                count = os.preadv(descriptor, [target.data[done:]], position + done)
+                count = source.read_into(target[done:], position + done)
             except OSError as error:
                 raise CorruptSourceError(
                     f"cannot be read at byte {position + done}: {error}", path=self._path(file)
@@ -70,6 +78,30 @@ class Source:
                     hint="use an earlier commit",
                 )
             done += count
+
+    def fetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Hold what this thread will read next, where every read is a request: few large ones, not many small ones.
+
+        Args:
+            ranges: (file, first byte, first byte behind) of what will be read.
+        """
+        self._fetched.blocks = {}
+        slow = sorted(item for item in ranges if self._open(item[0]).slow_to_ask)
+        blocks: dict[int, list[tuple[int, Bytes]]] = {}
+        for file, start, end in coalesce(slow):
+            block: Bytes = np.empty(end - start, dtype=np.uint8)
+            self.fill(file, start, block)
+            blocks.setdefault(file, []).append((start, block))
+        self._fetched.blocks = blocks
+
+    def _block_with(self, file: int, position: int, num_bytes: int) -> Bytes | None:
+        blocks = getattr(self._fetched, "blocks", {}).get(file)
+        if not blocks:
+            return None
+        at = bisect.bisect_right(blocks, position, key=lambda item: item[0]) - 1
+        start, block = blocks[at]
+        inside = at >= 0 and position + num_bytes <= start + len(block)
+        return block[position - start : position - start + num_bytes] if inside else None
 
     def check_sums(self, read: Pieces) -> int:
         """Compare what was read with the checksums that the containers state, reading small gaps to complete a range.
@@ -123,23 +155,40 @@ class Source:
 
     def close(self) -> None:
         """Close all files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        for file in self._open_files.values():
+            file.close()
+        self._open_files.clear()
 
     def _path(self, file: int) -> str:
         return str(self._root / self._files[file].path)
 
-    def _open(self, file: int) -> int:
+    def _open(self, file: int) -> File:
         with self._lock:
-            if file not in self._descriptors:
+            if file not in self._open_files:
                 try:
-                    descriptor = os.open(self._path(file), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    found = open_file(self._root / self._files[file].path)
                 except OSError as error:
-                    raise CorruptSourceError(f"cannot be opened: {error.strerror}", path=self._path(file)) from error
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                self._descriptors[file] = descriptor
-            return self._descriptors[file]
+                    raise CorruptSourceError(
+                        f"cannot be opened: {error.strerror or error}", path=self._path(file)
+                    ) from error
+                if isinstance(found, LocalFile):
+                    found.advise_sequential()
+                self._open_files[file] = found
+            return self._open_files[file]
+
+
+def coalesce(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Join sorted ranges (file, start, end) whose gaps cost less than another request."""
+    current: tuple[int, int, int] | None = None
+    for file, start, end in ranges:
+        if current is not None and current[0] == file and start - current[2] <= GAP_BYTES:
+            current = (file, current[1], max(end, current[2]))
+            continue
+        if current is not None:
+            yield current
+        current = (file, start, end)
+    if current is not None:
+        yield current
 
 
 class Pace:

@@ -8,13 +8,15 @@ and the zip specification (APPNOTE 6.3.10, sections 4.3.7, 4.3.12, 4.3.14 to 4.3
 from __future__ import annotations
 
 import dataclasses
-import os
+import itertools
 import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
+from typing import IO, cast
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.files import File, Stream
 
 ALIGNMENT_BYTES = 64
 MAX_ENTRIES = 1 << 20
@@ -46,18 +48,18 @@ class Entry:
     crc32: int | None
 
 
-def read_directory(descriptor: int, path: str) -> dict[str, Entry]:
+def read_directory(file: File, path: str) -> dict[str, Entry]:
     """Entries of the archive by name, payloads checked to lie inside the file and apart from each other.
 
     Raises:
         UnsupportedError: not a zip archive (torch.save before 1.6), or compressed entries.
         CorruptSourceError: truncated, lying or overlapping directory.
     """
-    num_file_bytes = os.fstat(descriptor).st_size
-    if os.pread(descriptor, 4, 0) != b"PK\x03\x04":
-        raise _not_an_archive(descriptor, path, num_file_bytes)
+    num_file_bytes = file.num_bytes
+    if file.read(4, 0) != b"PK\x03\x04":
+        raise _not_an_archive(file, path, num_file_bytes)
     try:
-        with os.fdopen(os.dup(descriptor), "rb") as stream, zipfile.ZipFile(stream) as archive:
+        with zipfile.ZipFile(cast(IO[bytes], Stream(file))) as archive:
             infos = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError, MemoryError) as error:
         raise CorruptSourceError(
@@ -69,6 +71,7 @@ def read_directory(descriptor: int, path: str) -> dict[str, Entry]:
     # torch.serialization.set_crc32_options(False) (torch 2.6 and later) leaves 0 in the place of every checksum.
     stated = any(info.CRC for info in infos)
     entries: dict[str, Entry] = {}
+    behind = _next_headers(infos)
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise UnsupportedError(f"entry {info.filename!r} is compressed: torch.save stores", path=path)
@@ -76,7 +79,7 @@ def read_directory(descriptor: int, path: str) -> dict[str, Entry]:
             raise UnsupportedError(f"entry {info.filename!r} is encrypted", path=path)
         if not info.filename.startswith(prefix) or info.filename[len(prefix) :] in entries:
             raise CorruptSourceError(f"entry {info.filename!r}: twice, or outside of {prefix!r}", path=path)
-        offset = _payload_offset(descriptor, info, path)
+        offset = _payload_offset(file, info, behind.get(info.header_offset), path)
         if offset + info.file_size > num_file_bytes:
             raise CorruptSourceError(
                 f"entry {info.filename!r} ends at byte {offset + info.file_size} of {num_file_bytes}", path=path
@@ -87,9 +90,25 @@ def read_directory(descriptor: int, path: str) -> dict[str, Entry]:
     return entries
 
 
-def _payload_offset(descriptor: int, info: zipfile.ZipInfo, path: str) -> int:
-    """Behind the *local* header: its extra field holds the padding, the directory's does not."""
-    header = os.pread(descriptor, _LOCAL.size, info.header_offset) if info.header_offset >= 0 else b""
+def _next_headers(infos: list[zipfile.ZipInfo]) -> dict[int, int]:
+    """Position of each entry's local header -> that of the entry behind it."""
+    starts = sorted(info.header_offset for info in infos)
+    return dict(itertools.pairwise(starts))
+
+
+def _payload_offset(file: File, info: zipfile.ZipInfo, behind: int | None, path: str) -> int:
+    """Behind the *local* header: its extra field holds the padding, the directory's does not.
+
+    Where reading a header is a request, the position of an aligned payload is told by the entry behind it: between them
+    is the data descriptor, if flag bit 3 says that there is one (12 bytes and an optional signature of 4; sizes of 8
+    bytes each for ZIP64). The checksum finds out if that was wrong.
+    """
+    if file.slow_to_ask and behind is not None:
+        for descriptor in (16, 24) if info.flag_bits & 8 else (0,):
+            offset = behind - descriptor - info.file_size
+            if offset > info.header_offset + _LOCAL.size and offset % ALIGNMENT_BYTES == 0:
+                return offset
+    header = file.read(_LOCAL.size, info.header_offset) if info.header_offset >= 0 else b""
     if len(header) < _LOCAL.size or header[:4] != b"PK\x03\x04":
         raise CorruptSourceError(f"no local header for {info.filename!r} at byte {info.header_offset}", path=path)
     fields = _LOCAL.unpack(header)
@@ -104,10 +123,10 @@ def _check_apart(entries: dict[str, Entry], path: str) -> None:
         end, before = entry.offset + entry.num_bytes, entry.name
 
 
-def _not_an_archive(descriptor: int, path: str, num_file_bytes: int) -> Exception:
+def _not_an_archive(file: File, path: str, num_file_bytes: int) -> Exception:
     if num_file_bytes == 0:
         return CorruptSourceError("is empty", path=path)
-    head = os.pread(descriptor, 2, 0)
+    head = file.read(2, 0)
     if head[:1] == b"\x80":
         return UnsupportedError(
             "is a torch.save file of the legacy layout (before torch 1.6, or _use_new_zipfile_serialization=False)",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import zlib
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError
+from reshard.files import File, open_file
 from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry, read_directory
 from reshard.formats.pt.objects import ITEM_BYTES, STORAGE_DTYPES, Global, Storage, Tensor
@@ -48,22 +48,21 @@ def read(path: str | Path) -> PtFile:
     """
     name = str(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_file(path, follow=True)
     except OSError as error:
-        raise CorruptSourceError(f"cannot be opened: {error.strerror}", path=name) from error
-    try:
-        entries = read_directory(descriptor, name)
-        if "data.pkl" not in entries:
-            raise UnsupportedError("has no entry data.pkl: not written by torch.save (TorchScript?)", path=name)
-        if "byteorder" in entries and (order := _record(descriptor, entries["byteorder"], name)) != b"little":
-            raise UnsupportedError(f"byte order {order!r}: only little endian is read", path=name)
-        pickle_bytes = _payload(descriptor, entries["data.pkl"], name, machine.MAX_PICKLE_BYTES)
-        value, storages = build(pickle_bytes, entries, name)
-        num_file_bytes = os.fstat(descriptor).st_size
-    except OSError as error:
-        raise CorruptSourceError(f"cannot be read: {error.strerror}", path=name) from error
-    finally:
-        os.close(descriptor)
+        raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=name) from error
+    with file:
+        try:
+            entries = read_directory(file, name)
+            if "data.pkl" not in entries:
+                raise UnsupportedError("has no entry data.pkl: not written by torch.save (TorchScript?)", path=name)
+            if "byteorder" in entries and (order := _record(file, entries["byteorder"], name)) != b"little":
+                raise UnsupportedError(f"byte order {order!r}: only little endian is read", path=name)
+            pickle_bytes = _payload(file, entries["data.pkl"], name, machine.MAX_PICKLE_BYTES)
+            value, storages = build(pickle_bytes, entries, name)
+            num_file_bytes = file.num_bytes
+        except OSError as error:
+            raise CorruptSourceError(f"cannot be read: {error.strerror or error}", path=name) from error
     return PtFile(
         path=name,
         num_bytes=num_file_bytes,
@@ -99,17 +98,17 @@ def read_tensor_bytes(path: str | Path, tensor: Tensor, *, limit_bytes: int) -> 
             path=str(path),
             hint="keep large tensors out of the client state",
         )
-    with open(path, "rb") as stream:
-        data = os.pread(stream.fileno(), num_bytes, tensor.file_offset)
+    with open_file(path, follow=True) as file:
+        data = file.read(num_bytes, tensor.file_offset)
     if len(data) != num_bytes:
         raise CorruptSourceError(f"ends inside a tensor at byte {tensor.file_offset}", path=str(path))
     return data
 
 
-def _payload(descriptor: int, entry: Entry, path: str, limit_bytes: int) -> bytes:
+def _payload(file: File, entry: Entry, path: str, limit_bytes: int) -> bytes:
     if entry.num_bytes > limit_bytes:
         raise UnsafePickleError(f"entry {entry.name!r} has {entry.num_bytes} bytes: at most {limit_bytes}", path=path)
-    data = os.pread(descriptor, entry.num_bytes, entry.offset)
+    data = file.read(entry.num_bytes, entry.offset)
     if len(data) != entry.num_bytes:
         raise CorruptSourceError(f"ends inside of entry {entry.name!r}", path=path)
     if entry.crc32 is not None and zlib.crc32(data) != entry.crc32:
@@ -117,8 +116,8 @@ def _payload(descriptor: int, entry: Entry, path: str, limit_bytes: int) -> byte
     return data
 
 
-def _record(descriptor: int, entry: Entry, path: str) -> bytes:
-    return _payload(descriptor, entry, path, _MAX_RECORD_BYTES)
+def _record(file: File, entry: Entry, path: str) -> bytes:
+    return _payload(file, entry, path, _MAX_RECORD_BYTES)
 
 
 class _Tensors:

@@ -1,0 +1,145 @@
+"""Positioned reads of files, on this machine's file systems or in an object store.
+
+Readers of formats open what they read through `open_file`, so that they need not know where a checkpoint is.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.remote import RemotePath, location
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class File(Protocol):
+    """An open file. Any number of threads may read it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size when it was opened."""
+        ...
+
+    @property
+    def slow_to_ask(self) -> bool:
+        """Every read is a request over a network: better few large ones."""
+        ...
+
+    def read(self, num_bytes: int, position: int) -> bytes:
+        """Up to `num_bytes` from `position`; fewer at the end of the file.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        ...
+
+    def read_into(self, target: Bytes, position: int) -> int:
+        """Fill `target` ([num_bytes], contiguous) from `position`; number of bytes read, fewer at the file's end.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Done."""
+        ...
+
+    def __enter__(self) -> File: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class LocalFile:
+    """A file that the operating system knows."""
+
+    slow_to_ask = False
+
+    def __init__(self, path: Path, *, follow: bool = False) -> None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+        self._descriptor = os.open(path, flags)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size now."""
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, num_bytes: int, position: int) -> bytes:
+        """See `File`."""
+        return os.pread(self._descriptor, num_bytes, position)
+
+    def read_into(self, target: Bytes, position: int) -> int:
+        """See `File`."""
+        return os.preadv(self._descriptor, [target.data], position)
+
+    def advise_sequential(self) -> None:
+        """It will be read from front to back."""
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def close(self) -> None:
+        """See `File`."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> LocalFile:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+def open_file(path: str | Path, *, follow: bool = False) -> File:
+    """Open a file for reading.
+
+    Args:
+        path: of this machine, or a URL.
+        follow: a symbolic link is followed, not refused.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    found = path if isinstance(path, Path) else location(path)
+    return found.open_remote() if isinstance(found, RemotePath) else LocalFile(found, follow=follow)
+
+
+class Stream(io.RawIOBase):
+    """A file as a seekable stream, for libraries that want one."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.num_bytes}[whence]
+        if base + offset < 0:
+            raise OSError(f"cannot seek to byte {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        """Position."""
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes from here, or all."""
+        left = max(0, self._file.num_bytes - self._position)
+        content = self._file.read(left if size < 0 else min(size, left), self._position)
+        self._position += len(content)
+        return content

@@ -1,0 +1,214 @@
+"""Checkpoints in object stores, by fsspec: `s3://bucket/folder`, `gs://...`, `memory://...`.
+
+A `RemotePath` answers what the readers of formats ask a path (its name, its children, its size), and gives files that
+are read by ranges. Objects are written once and never changed, so what was asked once is remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import os
+import re
+import stat
+import threading
+from collections.abc import Generator
+from pathlib import Path, PosixPath, PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import UsageError
+
+_URL = re.compile(r"^([a-z][a-z0-9+.-]+)://")
+_COLLAPSED = re.compile(r"^([a-z][a-z0-9+.-]+):/")
+_BLOCK_BYTES = 64 << 10  # a reader of metadata asks for neighbouring bits: one request for all of them
+
+
+class Requests:
+    """How many requests for data were made, of how many bytes together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """One more."""
+        with self._lock:
+            self.count += 1
+            self.num_bytes += num_bytes
+
+
+REQUESTS = Requests()
+"""Of this process."""
+
+
+def location(text: str) -> Path:
+    """The path that a user names: a folder of this machine, or a URL.
+
+    Raises:
+        UsageError: a URL of a store for which no library is installed.
+    """
+    if _URL.match(text) is None:
+        return Path(text)
+    path = RemotePath(text)
+    path.filesystem()
+    return path
+
+
+@functools.cache
+def _filesystem(scheme: str) -> Any:
+    try:
+        return importlib.import_module("fsspec").filesystem(scheme)
+    except ImportError as error:
+        raise UsageError(
+            f"{scheme}:// needs a library that is not installed: {error}",
+            hint="pip install 'elastic-training-operator[s3]', or the fsspec implementation of that store",
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{scheme}://: {error}") from error
+
+
+class RemotePath(PosixPath):
+    """A folder or an object in a store that fsspec knows."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return _COLLAPSED.sub(r"\1://", super().__str__())
+
+    def filesystem(self) -> Any:
+        """The fsspec file system.
+
+        Raises:
+            UsageError: there is none for this scheme.
+        """
+        return _filesystem(str(self).partition("://")[0])
+
+    def _info(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self.filesystem().info(str(self))
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # stores raise what they like
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        return found
+
+    def absolute(self) -> RemotePath:
+        """URLs are absolute."""
+        return self
+
+    def resolve(self, strict: bool = False) -> RemotePath:
+        """There are no links."""
+        return self
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Kind and size."""
+        info = self._info()
+        kind = stat.S_IFDIR | 0o755 if info["type"] == "directory" else stat.S_IFREG | 0o644
+        return os.stat_result((kind, 0, 0, 1, 0, 0, int(info.get("size") or 0), 0, 0, 0))
+
+    def lstat(self) -> os.stat_result:
+        """The same: there are no links."""
+        return self.stat()
+
+    def iterdir(self) -> Generator[RemotePath, None, None]:
+        """What lies in the folder."""
+        try:
+            names = self.filesystem().ls(str(self), detail=False)
+        except OSError:
+            raise
+        except Exception as error:  # stores raise what they like
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        for name in sorted(names):
+            if (child := PurePosixPath(name).name) != self.name:
+                yield self / child
+
+    def rglob(self, pattern: str) -> Generator[RemotePath, None, None]:
+        """Everything below, for the pattern `*` alone."""
+        if pattern != "*":
+            raise NotImplementedError(pattern)
+        for child in self.iterdir():
+            yield child
+            if child.is_dir():
+                yield from child.rglob(pattern)
+
+    def read_bytes(self) -> bytes:
+        """The whole object."""
+        with self.open_remote() as file:
+            return file.read(file.num_bytes, 0)
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
+        """The whole object as text."""
+        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
+
+    def open(self, mode: str = "r", *_options: Any, **_named: Any) -> Any:
+        """For reading, whole."""
+        if mode == "rb":
+            return io.BytesIO(self.read_bytes())
+        if mode == "r":
+            return io.StringIO(self.read_text())
+        raise OSError(f"{self}: object stores are read only here")
+
+    def open_remote(self) -> RemoteFile:
+        """For positioned reads."""
+        info = self._info()
+        if info["type"] == "directory":
+            raise IsADirectoryError(f"{self}: is a folder")
+        return RemoteFile(self, int(info["size"]))
+
+
+class RemoteFile:
+    """An object that is read by ranges."""
+
+    slow_to_ask = True
+
+    def __init__(self, path: RemotePath, num_bytes: int) -> None:
+        self._path = path
+        self._filesystem = path.filesystem()
+        self.num_bytes = num_bytes
+        self._block: tuple[int, bytes] = (0, b"")
+
+    def read(self, num_bytes: int, position: int) -> bytes:
+        """See `reshard.files.File`; small reads are served from one larger one."""
+        num_bytes = max(0, min(num_bytes, self.num_bytes - position))
+        if num_bytes >= _BLOCK_BYTES:
+            return self._fetch(position, position + num_bytes)
+        start, block = self._block
+        if not start <= position <= position + num_bytes <= start + len(block):
+            # The directory of an archive is read from its end, everything else forwards.
+            tail = self.num_bytes - position <= _BLOCK_BYTES
+            start = max(0, self.num_bytes - _BLOCK_BYTES) if tail else position
+            block = self._fetch(start, min(self.num_bytes, start + _BLOCK_BYTES))
+            self._block = (start, block)
+        return block[position - start : position - start + num_bytes]
+
+    def read_into(self, target: npt.NDArray[np.uint8], position: int) -> int:
+        """See `reshard.files.File`."""
+        content = self._fetch(position, min(self.num_bytes, position + len(target)))
+        target[: len(content)] = np.frombuffer(content, dtype=np.uint8)
+        return len(content)
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        if end <= start:
+            return b""
+        REQUESTS.add(end - start)
+        try:
+            content: bytes = self._filesystem.cat_file(str(self._path), start=start, end=end)
+        except OSError:
+            raise
+        except Exception as error:  # stores raise what they like
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        return content
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
