@@ -1,0 +1,85 @@
+"""Every ZeRO stage into every other one, fp32 and bf16, with real DeepSpeed: losses go on as if nothing had happened.
+
+Two steps at dp=2, save, convert, load with unmodified `engine.load_checkpoint` at dp=3, three more steps.
+"""
+
+import itertools
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from reshard.api import Conversion, convert, reshard
+from reshard.topology import Topology
+from tests.engine.reshard_run import launch
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed: make setup"),
+]
+
+VARIANTS = {
+    "fp32": ((0, 1, 2, 3), {}),
+    "bf16": ((0, 1, 2, 3), {"bf16": True}),
+    "bf16-optimizer": ((1, 2, 3), {"bf16": True, "data_types": {"grad_accum_dtype": "fp32"}}),
+}
+"""How to train, and at which stages. At stage 1 the last one is DeepSpeed's BF16_Optimizer."""
+
+PAIRS = [
+    (name, source, target)
+    for name, (stages, _) in VARIANTS.items()
+    for source, target in itertools.product(stages, stages)
+    if "fp32" in name or source != target
+]
+ELASTIC = "elastic -> fp32 zero=1"
+TOLERANCE = {"fp32": 1e-6, "bf16": 5e-4, "bf16-optimizer": 5e-4}
+
+
+def run_of(name: str, stage: int, dp: int) -> dict:
+    return {"model": "flat", "topology": f"dp={dp},zero={stage}", **VARIANTS[name][1]}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
+    root = tmp_path_factory.mktemp("sources")
+    runs = [
+        {"name": f"{name}-{stage}", **run_of(name, stage, 2)}
+        for name, (stages, _) in VARIANTS.items()
+        for stage in stages
+    ]
+    runs.append({"name": "elastic", **run_of("fp32", 2, 2), "zero": {"elastic_checkpoint": True}})
+    for run in runs:
+        run |= {"steps": 5, "save_at": 2, "save": str(root / run["name"] / "step-00000002")}
+    return root, launch(runs)
+
+
+@pytest.fixture(scope="module")
+def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
+    root, _ = uninterrupted
+    out = tmp_path_factory.mktemp("targets")
+    runs = []
+    for name, source, target in PAIRS:
+        folder = out / f"{name}-{source}-{target}" / "step-00000002"
+        reshard(root / f"{name}-{source}" / "step-00000002", folder, Topology(dp=3, zero=target))
+        runs.append({"name": f"{name} {source} -> {target}", **run_of(name, target, 3), "load": str(folder)})
+    wanted = Conversion(
+        source=root / "elastic" / "step-00000002",
+        target=out / "elastic" / "step-00000002",
+        topology=Topology(dp=3, zero=1),
+        like=root / "fp32-2" / "step-00000002",
+    )
+    convert(wanted)
+    runs.append({"name": ELASTIC, **run_of("fp32", 1, 3), "load": str(wanted.target)})
+    runs.sort(key=lambda run: (run["topology"], str(run.get("bf16")), str(run.get("data_types"))))
+    return launch([{**run, "steps": 3} for run in runs])
+
+
+@pytest.mark.parametrize(("name", "source", "target"), PAIRS)
+def test_resumed_run_goes_on_with_the_losses_of_the_uninterrupted_one(name, source, target, uninterrupted, resumed):
+    expected = uninterrupted[1][f"{name}-{source}"][2:]
+    assert resumed[f"{name} {source} -> {target}"] == pytest.approx(expected, abs=TOLERANCE[name], rel=0)
+
+
+def test_elastic_checkpoint_goes_on_with_settings_from_another(uninterrupted, resumed):
+    assert resumed[ELASTIC] == pytest.approx(uninterrupted[1]["elastic"][2:], abs=TOLERANCE["fp32"], rel=0)
