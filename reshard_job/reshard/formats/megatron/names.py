@@ -16,7 +16,7 @@ from reshard.geometry import Box
 from reshard.layout import TensorKey
 
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
-_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<rest>.+)$")
+_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<name>.+)$")
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
 _STACKED = re.compile(r"^(?P<head>(?:.*\.)?layers\.)(?P<tail>(?!\d+(?:\.|$)).+)$")
 _STATES = {"fp32_param": "fp32"}  # the others are called as everywhere
@@ -41,7 +41,7 @@ def find_names(entries: Iterable[Entry], where: str) -> Named:
     """Work out what each entry is.
 
     Raises:
-        UnsupportedError: a state of no weight, of several, or of another shape than its weight.
+        UnsupportedError: a state of no weight, or of another shape than its weight.
     """
     every = list(entries)
     weights = {entry.key: entry.shape for entry in every if entry.is_tensor and not _OPTIMIZER.match(entry.key)}
@@ -53,16 +53,15 @@ def find_names(entries: Iterable[Entry], where: str) -> Named:
             if entry.is_tensor and _OPTIMIZER.match(entry.key) and not _BUCKETS.match(entry.key):
                 problems.append(f"{entry.key}: neither optimizer.state nor optimizer.distributed")
             continue
-        found = [(state, name) for state, name in _splits(match["rest"]) if name in weights]
-        if len(found) != 1:
-            problems.append(f"{entry.key}: {' or '.join(f'{s} of {n}' for s, n in found) or 'no weight of that name'}")
-        elif entry.shape != weights[found[0][1]]:
+        state, name = match["state"], match["name"]
+        if name not in weights:
+            problems.append(f"{entry.key}: no weight is called {name}")
+        elif entry.shape != weights[name]:
             problems.append(
-                f"{entry.key} is {list(entry.shape or ())}, its weight {list(weights[found[0][1]] or ())}: flattened, "
+                f"{entry.key} is {list(entry.shape or ())}, its weight {list(weights[name] or ())}: flattened, "
                 "as Megatron-Core before 0.15 did"
             )
         else:
-            state, name = found[0]
             tensors[entry.key] = TensorKey(_STATES.get(state, state), name)
     if len(set(tensors.values())) < len(tensors):
         problems.append("two optimizers have a state of one weight")
@@ -78,11 +77,6 @@ def find_names(entries: Iterable[Entry], where: str) -> Named:
         buckets=tuple(entry.key for entry in every if _BUCKETS.match(entry.key)),
         objects=tuple(entry.key for entry in every if not entry.is_tensor and not _BUCKETS.match(entry.key)),
     )
-
-
-def _splits(rest: str) -> Iterator[tuple[str, str]]:
-    parts = rest.split(".")
-    return ((".".join(parts[:at]), ".".join(parts[at:])) for at in range(1, len(parts)))
 
 
 def layers_of(entry: Entry, name: str, where: str) -> Iterator[tuple[str, int, tuple[tuple[Box, Place], ...]]]:

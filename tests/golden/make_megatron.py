@@ -1,0 +1,130 @@
+"""Make the tiny Megatron-Core checkpoint beside this file again: `python tests/golden/make_megatron.py`.
+
+Needs megatron-core 0.16.1 beside torch; no GPU. A GPT of two layers with grouped queries, a gated MLP and RMS norms is
+built by Megatron-Core with tensor parallelism over two processes, trained for three steps of torch's AdamW, and saved
+by `dist_checkpointing.save`; the optimizer's states go through Megatron-Core's own helpers, with the keys of
+`--dist-ckpt-optim-fully-reshardable`. What each full tensor is goes to `truth.json`, put together from the ranks'
+weights by what Megatron-Core's layers say of themselves (`partition_dim`), not by its checkpoint code.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent / "megatron-0.16.1"
+TP, LAYERS, HIDDEN, FFN, STEPS = 2, 2, 8, 6, 3
+
+
+def build(config_type, model_type, spec):
+    config = config_type(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=FFN,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=TP,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+    return model_type(
+        config,
+        spec(normalization="RMSNorm"),
+        vocab_size=12,
+        max_sequence_length=8,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
+
+
+def whole(name, weight, value):
+    """The full tensor of a rank's part, by the attributes that Megatron-Core's layers set."""
+    if not getattr(weight, "tensor_model_parallel", False):
+        return value
+    parts = [torch.empty_like(value) for _ in range(TP)]
+    torch.distributed.all_gather(parts, value.contiguous())
+    if name.endswith("linear_fc1.weight"):  # gate and up of each rank, one behind the other
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([half[at] for at in (0, 1) for half in halves])
+    return torch.cat(parts, dim=weight.partition_dim)
+
+
+def rank_main(rank, store):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(TP), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.cuda.synchronize = lambda *_: None  # the only two things for which it wants a GPU while saving
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=TP)
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing import optimizer as helpers
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=TP)
+    torch.manual_seed(3)
+    model = build(TransformerConfig, GPTModel, get_gpt_layer_local_spec)
+    weights = dict(model.named_parameters())
+    for weight in weights.values():
+        torch.nn.init.normal_(weight)
+        if not getattr(weight, "tensor_model_parallel", False):
+            torch.distributed.broadcast(weight.data, 0)
+    optimizer = torch.optim.AdamW(weights.values(), lr=1e-3)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        for weight in weights.values():
+            weight.grad = torch.randn(weight.shape, generator=generator)
+            if not getattr(weight, "tensor_model_parallel", False):
+                torch.distributed.broadcast(weight.grad, 0)
+        optimizer.step()
+
+    states = optimizer.state_dict()
+    for group in states["param_groups"]:
+        group["step"] = STEPS  # as DistributedOptimizer.state_dict does
+    sharded = model.sharded_state_dict(metadata={})
+    by_id = helpers.get_param_id_to_sharded_param_map(model.sharded_state_dict(metadata={}), model.parameters())
+    helpers.optim_state_to_sharding_state(states, by_id, exclude_keys=("step", "exp_avg_sq"))
+    for at, item in by_id.items():
+        states["state"][at]["fp32_param"] = helpers.make_sharded_optimizer_tensor(
+            item, item.data.detach() * 1.5, "optimizer.state.fp32_param"
+        )
+    arguments = argparse.Namespace(
+        tensor_model_parallel_size=TP, pipeline_model_parallel_size=1, data_parallel_size=1, consumed_train_samples=96
+    )
+    common = {"args": arguments, "iteration": STEPS, "checkpoint_version": 3.0}
+    folder = HERE / "iter_0000003"
+    dist_checkpointing.save({"model": sharded, "optimizer": states, **common}, str(folder))
+
+    found = {}
+    for name, weight in weights.items():
+        values = {"weight": weight, "fp32": weight * 1.5, "exp_avg": optimizer.state[weight]["exp_avg"]}
+        for state, value in values.items():
+            full = whole(name, weight, value.detach())
+            content = full.contiguous().numpy().tobytes()
+            found[f"{state}/{name}"] = {"shape": list(full.shape), "sha256": hashlib.sha256(content).hexdigest()}
+    if rank == 0:
+        (HERE / "truth.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    torch.distributed.barrier()
+
+
+def main() -> None:
+    """Make it."""
+    shutil.rmtree(HERE, ignore_errors=True)
+    (HERE / "iter_0000003").mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        torch.multiprocessing.spawn(rank_main, args=(f"{scratch}/store",), nprocs=TP)
+
+
+if __name__ == "__main__":
+    main()
