@@ -23,6 +23,7 @@ from reshard.errors import ReshardError, UsageError
 from reshard.formats import known_formats
 from reshard.limits import format_bytes, parse_bytes
 from reshard.progress import ProgressLine
+from reshard.remote import location
 from reshard.render import inspect_text, plan_text, report_text
 from reshard.staging import Sharing
 from reshard.topology import Topology
@@ -52,15 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     inspect = verbs.add_parser("inspect", help="what a checkpoint is: format, step, topology, tensors, bytes, problems")
-    inspect.add_argument("path", type=Path)
+    inspect.add_argument("path", type=location)
     inspect.set_defaults(handler=_inspect)
 
     plan = verbs.add_parser("plan", help="what a conversion would read and write; nothing is written")
-    plan.add_argument("source", type=Path)
+    plan.add_argument("source", type=location)
     plan.set_defaults(handler=_plan)
 
     run = verbs.add_parser("run", help="convert, verify, publish")
-    run.add_argument("source", type=Path)
+    run.add_argument("source", type=location)
     run.add_argument("target", type=Path, help="folder to make; must not exist")
     run.add_argument("--attempt", type=int, default=0, help="attempt number recorded in the commit")
     run.add_argument("--require-commit", action="store_true", help="refuse a source without COMMIT.json")
@@ -74,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(handler=_run)
 
     verify = verbs.add_parser("verify", help="check one checkpoint against its commit, or two against each other")
-    verify.add_argument("first", type=Path)
-    verify.add_argument("second", type=Path, nargs="?")
+    verify.add_argument("first", type=location)
+    verify.add_argument("second", type=location, nargs="?")
     verify.set_defaults(handler=_verify)
 
     for verb in (plan, run):
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--dtype", metavar="TYPE", help="of the weights, where the format leaves that open")
         verb.add_argument("--states", default="", metavar="A,B", help="only these (weight, fp32, exp_avg, ...)")
         verb.add_argument(
-            "--like", type=Path, help="a checkpoint of the target's format and the same model, as template"
+            "--like", type=location, help="a checkpoint of the target's format and the same model, as template"
         )
         verb.add_argument("--file-size", default="5GiB", help="largest file, where the format leaves that open")
         verb.add_argument("--memory", default="96MiB", help="for buffers (default: %(default)s)")

@@ -1,0 +1,83 @@
+"""Checkpoints in a real S3-compatible store: read by ranges, in few requests, with the same result as from a disk."""
+
+import filecmp
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.s3_server import Server, program, serve
+
+pytestmark = pytest.mark.engine
+GOLDEN = Path(__file__).parents[1] / "golden/deepspeed-0.19.8"
+RESHARD = [sys.executable, "-m", "reshard.cli"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for the module."""
+    if program() is None:
+        reason = "needs Go to build the S3 server"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with serve(tmp_path_factory.mktemp("s3")) as found:
+        yield found
+
+
+def reshard(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **server.environment}
+    return subprocess.run([*RESHARD, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+def upload(server: Server, name: str, bucket: str) -> str:
+    shutil.copytree(GOLDEN / name / "step-00000002", server.root / bucket / "run" / "step-00000002")
+    return f"s3://{bucket}/run/step-00000002"
+
+
+@pytest.mark.parametrize(
+    ("name", "to"), [("pipeline-tp2-pp2", "tp=1,pp=1,dp=3"), ("zero3-dp3", "dp=2,zero=3"), ("zero2-dp3", "dp=2,zero=1")]
+)
+def test_the_result_is_that_of_the_same_files_on_a_disk(server: Server, tmp_path: Path, name: str, to: str) -> None:
+    url = upload(server, name, f"same-{name}")
+    done = reshard(server, "run", url, str(tmp_path / "remote"), "--to", to)
+    assert done.returncode == 0, done.stderr
+    local = str(GOLDEN / name / "step-00000002")
+    assert reshard(server, "run", local, str(tmp_path / "local"), "--to", to).returncode == 0
+    names = sorted(path.name for path in (tmp_path / "local").iterdir() if path.suffix == ".pt")
+    assert names
+    assert filecmp.cmpfiles(tmp_path / "local", tmp_path / "remote", names, shallow=False)[0] == names
+
+
+def test_a_small_file_costs_a_handful_of_requests_whatever_the_number_of_its_tensors(
+    server: Server, tmp_path: Path
+) -> None:
+    url = upload(server, "zero3-dp3", "requests")
+    before = len(server.gets())
+    assert reshard(server, "run", url, str(tmp_path / "out"), "--to", "dp=2,zero=3").returncode == 0
+    num_files = len(list((GOLDEN / "zero3-dp3/step-00000002").glob("*.pt")))
+    assert len(server.gets()) - before <= 5 * num_files
+
+
+def test_a_flipped_bit_in_the_store_is_found(server: Server, tmp_path: Path) -> None:
+    url = upload(server, "zero2-dp3", "flipped")
+    path = next((server.root / "flipped/run/step-00000002").glob("*rank_0*optim_states.pt"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    done = reshard(server, "run", url, str(tmp_path / "out"), "--to", "dp=2,zero=1")
+    assert done.returncode != 0
+    assert path.name in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_or_a_bucket_that_is_not_there_is_named(server: Server) -> None:
+    for url in ("s3://nowhere/run/step-00000002", "s3://requests/nothing"):
+        done = reshard(server, "inspect", url)
+        assert done.returncode != 0
+        assert url in done.stderr
+        assert "Traceback" not in done.stderr
