@@ -6,6 +6,7 @@ are read by ranges. Objects are written once and never changed, so what was aske
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import io
@@ -91,11 +92,33 @@ class RemotePath(PosixPath):
     def _info(self) -> dict[str, Any]:
         try:
             found: dict[str, Any] = self.filesystem().info(str(self))
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, "no such object or folder", str(self)) from error
         except Exception as error:  # stores raise what they like
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            raise _as_oserror(error, self) from error
         return found
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        """There is such an object or folder."""
+        return self._kind() is not None
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        """It is a folder."""
+        return self._kind() == "directory"
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        """It is an object."""
+        return self._kind() == "file"
+
+    def is_symlink(self) -> bool:
+        """There are no links."""
+        return False
+
+    def _kind(self) -> str | None:
+        try:
+            return str(self._info()["type"])
+        except FileNotFoundError:
+            return None
 
     def absolute(self) -> RemotePath:
         """URLs are absolute."""
@@ -119,10 +142,8 @@ class RemotePath(PosixPath):
         """What lies in the folder."""
         try:
             names = self.filesystem().ls(str(self), detail=False)
-        except OSError:
-            raise
         except Exception as error:  # stores raise what they like
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            raise _as_oserror(error, self) from error
         for name in sorted(names):
             if (child := PurePosixPath(name).name) != self.name:
                 yield self / child
@@ -159,6 +180,12 @@ class RemotePath(PosixPath):
         if info["type"] == "directory":
             raise IsADirectoryError(f"{self}: is a folder")
         return RemoteFile(self, int(info["size"]))
+
+
+def _as_oserror(error: Exception, path: RemotePath) -> OSError:
+    """Another object than the one asked for may be named in a store's own message: name ours."""
+    code = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
+    return OSError(code, f"{type(error).__name__}: {error}", str(path))
 
 
 class RemoteFile:
@@ -198,10 +225,8 @@ class RemoteFile:
         REQUESTS.add(end - start)
         try:
             content: bytes = self._filesystem.cat_file(str(self._path), start=start, end=end)
-        except OSError:
-            raise
         except Exception as error:  # stores raise what they like
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            raise _as_oserror(error, self._path) from error
         return content
 
     def close(self) -> None:
