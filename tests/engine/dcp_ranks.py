@@ -51,7 +51,7 @@ class Velocity(torch.optim.Optimizer):
     def __init__(self, groups):
         super().__init__(groups, {"lr": 1e-1, "weight_decay": 0.0})
 
-    def step(self):
+    def step(self, closure=None):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:

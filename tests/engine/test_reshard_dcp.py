@@ -45,9 +45,11 @@ def sources(root) -> dict[str, list[float]]:
         for name, options in SOURCES.items()
     ]
     found = dcp_run.launch(runs)
-    for stage in (1, 3):
-        run = {"model": "flat", "topology": f"dp=2,zero={stage}", "steps": steps, "save_at": SAVED}
-        found |= reshard_run.launch([{**run, "name": f"zero{stage}", "save": str(root / f"zero{stage}")}])
+    run = {"model": "flat", "steps": steps, "save_at": SAVED}
+    stages = {f"zero{stage}": f"dp=2,zero={stage}" for stage in (1, 3)}
+    found |= reshard_run.launch(
+        [{**run, "name": name, "topology": topology, "save": str(root / name)} for name, topology in stages.items()]
+    )
     return {name: losses[SAVED:] for name, losses in found.items()}
 
 

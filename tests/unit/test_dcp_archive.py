@@ -1,35 +1,25 @@
 """Zip archives in the middle of files: those of torch and of others are read, those that lie are refused."""
 
-import contextlib
 import io
 import os
 import struct
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.files import open_file
 from reshard.formats.dcp.archive import Window, read_directory
 from reshard.formats.dcp.skeleton import RankFiles
 from reshard.formats.pt.archive import Entry
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def directory(tmp_path: Path, content: bytes, *, start: int = 0) -> dict[str, Entry]:
     """Entries of an archive that begins at byte `start` of a file and ends before its end."""
     (tmp_path / "file").write_bytes(b"x" * start + content + b"y" * 7)
-    with opened(tmp_path / "file") as descriptor:
-        return read_directory(Window(descriptor, start, len(content), "item"))
+    with open_file(tmp_path / "file") as file:
+        return read_directory(Window(file, start, len(content), "item"))
 
 
 def zipped(entries: dict[str, bytes], compression=zipfile.ZIP_STORED, **info) -> bytes:
@@ -62,13 +52,13 @@ def test_sizes_beyond_four_gigabytes_are_read(tmp_path):
     """A sparse file: what torch writes for a chunk of 5 GiB, without its bytes."""
     files = RankFiles(1)
     place, byte_offset = files.add_chunk(0, "float32", (5 << 28,))
-    (file,) = files.build()
+    (target,) = files.build()
     with (tmp_path / "file").open("wb") as stream:
-        stream.truncate(file.num_bytes)
-        for position, data in file.fixed:
+        stream.truncate(target.num_bytes)
+        for position, data in target.fixed:
             os.pwrite(stream.fileno(), data, position)
-    with opened(tmp_path / "file") as descriptor:
-        found = read_directory(Window(descriptor, place.offset, place.length, "item"))
+    with open_file(tmp_path / "file") as file:
+        found = read_directory(Window(file, place.offset, place.length, "item"))
     assert (found["data/0"].offset, found["data/0"].num_bytes) == (byte_offset, 5 << 30)
 
 

@@ -7,10 +7,10 @@ An item is what `torch.save` makes of one tensor or object. Of a tensor's item t
 
 from __future__ import annotations
 
-import os
 import struct
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.files import File
 from reshard.formats.pt.archive import Entry
 
 END_BYTES = 2 << 10
@@ -30,8 +30,8 @@ _LIMIT16 = 0xFFFF
 class Window:
     """Bytes `start:start + length` of a file; both ends are read at once and kept."""
 
-    def __init__(self, descriptor: int, start: int, length: int, where: str) -> None:
-        self.descriptor = descriptor
+    def __init__(self, file: File, start: int, length: int, where: str) -> None:
+        self.file = file
         self.start = start
         self.length = length
         self.where = where
@@ -42,7 +42,7 @@ class Window:
             self._head, self._tail = self._pread(0, END_BYTES), self._pread(length - END_BYTES, END_BYTES)
 
     def _pread(self, offset: int, length: int) -> bytes:
-        data = os.pread(self.descriptor, length, self.start + offset)
+        data = self.file.read(length, self.start + offset)
         self.num_bytes_read += len(data)
         if len(data) != length:
             raise CorruptSourceError(

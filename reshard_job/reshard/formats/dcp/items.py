@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import struct
 import zlib
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.files import File, open_file
 from reshard.formats.dcp.archive import Window, read_directory
 from reshard.formats.dcp.metadata import Entry, Place
 from reshard.formats.pt import machine
@@ -47,7 +47,7 @@ class Items:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.num_bytes_read = 0
-        self._current: tuple[str, int, int] | None = None
+        self._current: tuple[str, File] | None = None
 
     def __enter__(self) -> Items:
         return self
@@ -61,7 +61,7 @@ class Items:
         Raises:
             CorruptSourceError: missing, a link, or not a plain file.
         """
-        return self._file(name)[1]
+        return self._file(name).num_bytes
 
     def chunk(self, entry: Entry, box: Box, place: Place) -> Chunk:
         """Locate a chunk; its item must hold one tensor of the chunk's size and the entry's type.
@@ -130,7 +130,7 @@ class Items:
             content = _checked(window, entry)
             if entry.name == "data.pkl":
                 machine.load(content, persistent_load=str, rebuild=machine.rebuild_containers, path=window.where)
-        data = os.pread(window.descriptor, place.length, place.offset)
+        data = window.get(0, place.length)
         self.num_bytes_read += window.num_bytes_read + len(data)
         return data
 
@@ -147,31 +147,30 @@ class Items:
         return value, {name: entry for name, entry in entries.items() if name.startswith("data/")}
 
     def _window(self, key: str, place: Place) -> Window:
-        descriptor, num_bytes = self._file(place.file)
+        file = self._file(place.file)
         where = f"{self.folder / place.file}: item {key}"
-        if place.offset + place.length > num_bytes:
+        if place.offset + place.length > file.num_bytes:
             raise CorruptSourceError(
                 f"{where}: bytes {place.offset}:{place.offset + place.length} are expected, the file ends at "
-                f"{num_bytes}: truncated",
+                f"{file.num_bytes}: truncated",
                 hint="use an earlier checkpoint",
             )
-        return Window(descriptor, place.offset, place.length, where)
+        return Window(file, place.offset, place.length, where)
 
-    def _file(self, name: str) -> tuple[int, int]:
-        """Descriptor and size. One file is open at a time: there are as many files as ranks."""
+    def _file(self, name: str) -> File:
+        """One file is open at a time: there are as many files as ranks."""
         if self._current is None or self._current[0] != name:
             self._close()
             path = self.folder / name
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._current = (name, open_file(path))
             except OSError as error:
-                raise CorruptSourceError(f"cannot be opened: {error.strerror}", path=str(path)) from error
-            self._current = (name, descriptor, os.fstat(descriptor).st_size)
-        return self._current[1], self._current[2]
+                raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=str(path)) from error
+        return self._current[1]
 
     def _close(self) -> None:
         if self._current is not None:
-            os.close(self._current[1])
+            self._current[1].close()
             self._current = None
 
 
