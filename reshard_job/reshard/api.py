@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import resource
 import shutil
 import time
@@ -14,14 +15,17 @@ from pathlib import Path
 from reshard.check import check_plan
 from reshard.commit import Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import SourceError, TargetError, UncommittedError, VerificationError
+from reshard.errors import SourceError, TargetError, UncommittedError, UsageError, VerificationError
 from reshard.execute import Mover, Outcome, Progress, UnitRecord
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import DEFAULT_FILE_BYTES, Request
+from reshard.formats.deepspeed import FORMAT as DEEPSPEED
+from reshard.formats.deepspeed import pattern_file
 from reshard.journal import FOLDER as JOURNAL_FOLDER
 from reshard.journal import Journal
 from reshard.layout import Index
 from reshard.limits import default_num_threads
+from reshard.names import load, rename
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
 from reshard.remote import RemotePath
 from reshard.staging import FINISH_FILE, Sharing, only_one, staging
@@ -33,10 +37,16 @@ from reshard.views import select_states
 _REMOTE_THREADS = 8
 
 
-def index_of(source: Path, *, require_commit: bool = False) -> Index:
+def index_of(source: Path, *, require_commit: bool = False, patterns: Path | None = None) -> Index:
     """Index a checkpoint; one with a commit marker must have all files in their committed sizes.
 
+    Args:
+        source: folder of one checkpoint.
+        require_commit: refuse one without a marker.
+        patterns: file that says how tensor parallelism cut a DeepSpeed checkpoint which does not say it.
+
     Raises:
+        UsageError: the patterns cannot be read, or the source needs none.
         UncommittedError: there is no marker and `require_commit` asks for one.
         SourceError: damaged, or of no known format.
     """
@@ -47,7 +57,11 @@ def index_of(source: Path, *, require_commit: bool = False) -> Index:
     except UncommittedError:
         if require_commit:
             raise
-    return read_checkpoint(source, commit)
+    if patterns is None:
+        return read_checkpoint(source, commit)
+    if (reason := DEEPSPEED.sniff(source)) is not None:
+        raise UsageError(f"patterns are for native DeepSpeed checkpoints: {reason}", path=str(source))
+    return DEEPSPEED.read(source, commit, pattern_file.load(patterns))
 
 
 def plan_of(
@@ -95,6 +109,8 @@ class Conversion:
         weight_dtype: type of the weights, or None for the source's.
         states: states to take along (`weight`, `fp32`, `exp_avg`, ...); empty for all.
         like: checkpoint of the target's format that says what the source cannot, or None.
+        names: file with a name map (`reshard.names`) that the target's names follow, or None.
+        patterns: file of patterns for a DeepSpeed source that does not say how it is cut, or None.
         file_bytes: largest size of a file where the format leaves that open.
         attempt: recorded in the commit.
         require_commit: refuse a source without a commit marker.
@@ -107,6 +123,8 @@ class Conversion:
     weight_dtype: str | None = None
     states: tuple[str, ...] = ()
     like: Path | None = None
+    names: Path | None = None
+    patterns: Path | None = None
     file_bytes: int = DEFAULT_FILE_BYTES
     attempt: int = 0
     require_commit: bool = False
@@ -117,8 +135,31 @@ class Conversion:
         found = {
             "dtype": self.weight_dtype or "",
             "states": ",".join(self.states),
+            "names": _content_hash(self.names),
+            "patterns": _content_hash(self.patterns),
         }
         return {key: value for key, value in found.items() if value}
+
+
+def _content_hash(path: Path | None) -> str:
+    """Name and content of a small file, in short; empty for None."""
+    if path is None:
+        return ""
+    try:
+        return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", path=str(path)) from error
+
+
+def view_of(index: Index, *, states: tuple[str, ...] = (), names: Path | None = None) -> Index:
+    """A checkpoint as it shall be seen: only some states, in other names.
+
+    Raises:
+        UsageError: the name map cannot be read.
+        UnsupportedError: a state that is not there, or a name map that does not fit.
+    """
+    index = select_states(index, states)
+    return index if names is None else rename(index, load(names))
 
 
 def plan_conversion(wanted: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_threads: int = 0) -> Plan:
@@ -127,7 +168,7 @@ def plan_conversion(wanted: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BY
     Raises:
         ReshardError: see `reshard.errors`.
     """
-    index = index_of(wanted.source, require_commit=wanted.require_commit)
+    index = index_of(wanted.source, require_commit=wanted.require_commit, patterns=wanted.patterns)
     request = Request(
         topology=wanted.topology,
         weight_dtype=wanted.weight_dtype,
@@ -135,7 +176,7 @@ def plan_conversion(wanted: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BY
         file_bytes=wanted.file_bytes,
     )
     return plan_of(
-        select_states(index, wanted.states),
+        view_of(index, states=wanted.states, names=wanted.names),
         request,
         target_format=wanted.target_format,
         memory_bytes=memory_bytes,
