@@ -137,15 +137,30 @@ def reshard_job(job: JobRef, spec: Spec, attempt: int, current: Current) -> dict
         str(attempt),
         "--require-commit",
     ]
+    count = spec.reshard.parallelism
+    if count > 1:
+        main["args"] += ["--worker", f"$(JOB_COMPLETION_INDEX)/{count}"]
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": _meta(job, reshard_name(job.name, attempt), attempt, "reshard", passed=_passed(job)),
         "spec": {
-            "backoffLimit": 0,
+            **(_sharing(count) if count > 1 else {"backoffLimit": 0}),
             "activeDeadlineSeconds": spec.reshard.timeout_seconds,
             "template": template,
         },
+    }
+
+
+def _sharing(count: int) -> dict[str, Any]:
+    """Pods that share a conversion: it is done when one of them says so, and has failed when all have."""
+    return {
+        "completions": count,
+        "parallelism": count,
+        "completionMode": "Indexed",
+        "backoffLimitPerIndex": 0,
+        "maxFailedIndexes": count,
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
     }
 
 

@@ -7,6 +7,7 @@ heartbeats are judged by when *we* saw them change (`renewed_at`), so that a ske
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -303,14 +304,16 @@ def pod_requests(spec: Mapping[str, Any]) -> dict[str, int]:
 
 
 def report_of(pods: Sequence[PodView]) -> ReshardReport | None:
-    """What the reshard pods of one attempt left in their termination messages; the newest readable one."""
+    """What the reshard pods of one attempt left in their termination messages.
+
+    Of pods that shared a conversion, the one that completed it knows the whole; of failures, the newest counts.
+    """
+    found: list[ReshardReport] = []
     for pod in sorted(pods, key=lambda pod: pod.created_at or 0.0, reverse=True):
         if pod.termination_message:
-            try:
-                return ReshardReport.from_json(pod.termination_message)
-            except ValueError:
-                continue
-    return None
+            with contextlib.suppress(ValueError):
+                found.append(ReshardReport.from_json(pod.termination_message))
+    return max(found, key=lambda report: (report.ok, report.bytes_written if report.ok else 0), default=None)
 
 
 def _container_requests(container: Mapping[str, Any]) -> dict[str, int]:

@@ -162,6 +162,7 @@ def _reshard(section: Section) -> ReshardSpec:
     return ReshardSpec(
         mode=section.choice("mode", ("Auto", "Materialize"), default="Auto"),
         timeout_seconds=section.integer("timeoutSeconds", default=3600),
+        parallelism=section.integer("parallelism", default=1),
         backoff_limit=section.integer("backoffLimit", default=3, least=0),
         on_failure=section.choice("onFailure", ("RetainTopology", "Fail"), default="RetainTopology"),
         template=template,

@@ -129,6 +129,7 @@ class ReshardSpec:
 
     mode: str = "Auto"
     timeout_seconds: int = 3600
+    parallelism: int = 1
     backoff_limit: int = 3
     on_failure: str = "RetainTopology"
     template: Mapping[str, Any] | None = None

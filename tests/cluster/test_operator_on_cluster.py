@@ -336,7 +336,7 @@ def committed(status: dict[str, Any]) -> bool:
 
 
 def test_losing_a_node_reshards_and_resumes_and_growing_back_reshards_again(run: Run) -> None:
-    run.submit([*GPT, "--steps", "100000"], **elastic())
+    run.submit([*GPT, "--steps", "100000"], **elastic(), reshard={"parallelism": 2})
     before = run.until("a commit on 3 nodes", lambda status: committed(status) and status["replicas"] == 3, 240)
     node = victim(run)
     killed = time.time()

@@ -189,5 +189,17 @@ def test_a_reshard_template_keeps_its_own_command() -> None:
     assert container["volumeMounts"][0]["mountPath"] == "/checkpoint"
 
 
+def test_reshard_pods_that_share_a_conversion_end_with_the_first_that_is_done() -> None:
+    value = copy.deepcopy(SPEC)
+    value["reshard"] = {"parallelism": 3}
+    found = reshard_job(JOB, parse_spec(value), 4, CURRENT)["spec"]
+    assert (found["completions"], found["parallelism"], found["completionMode"]) == (3, 3, "Indexed")
+    assert found["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+    assert (found["backoffLimitPerIndex"], found["maxFailedIndexes"]) == (0, 3), "one lost pod is not the end"
+    args = found["template"]["spec"]["containers"][0]["args"]
+    assert args[args.index("--worker") + 1] == "$(JOB_COMPLETION_INDEX)/3"
+    assert "--worker" not in reshard_job(JOB, spec(), 4, CURRENT)["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
 def test_the_folder_of_a_commit_has_a_padded_step() -> None:
     assert commit_uri("/checkpoint/gpt", 3, 20) == "/checkpoint/gpt/a3/step-00000020"
