@@ -218,11 +218,10 @@ def test_groups_of_the_optimizer_follow_and_parts_of_two_groups_stay_apart():
     assert "k and q: in different parameter groups" in text
 
 
-def test_a_name_of_a_group_that_is_no_tensor_is_refused():
-    index = index_of({"weight/a": (2,)}, groups=(ParamGroup(names=("a", "b")),))
-    assert "b: in a parameter group of the optimizer, but no tensor" in refusal(
-        index, {"from": "{x:any}", "to": "m.{x}"}
-    )
+def test_groups_of_parameters_whose_tensors_were_left_out_follow_too():
+    index = index_of({"exp_avg/a": (2,)}, groups=(ParamGroup(names=("a", "b")),))
+    assert rename(index, map_of({"from": "{x:any}", "to": "m.{x}"})).groups == (ParamGroup(names=("m.a", "m.b")),)
+    assert "b: no rule matches" in refusal(index, {"from": "a", "to": "a"})
 
 
 def test_a_number_for_each_parameter_goes_to_every_part_and_back():

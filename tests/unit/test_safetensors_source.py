@@ -1,6 +1,7 @@
 """Safetensors files that are damaged, mixed or hostile: each a named error, before a byte of a tensor is read."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,17 @@ def test_a_link_is_refused_and_not_followed(tmp_path):
     folder.mkdir()
     (folder / "model.safetensors").symlink_to("../blobs/x")
     assert "is a symbolic link" in str(error_of(folder))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, name):
+    sharded(tmp_path / "pipe")
+    (tmp_path / "pipe" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "pipe" / name)
+    assert isinstance(error_of(tmp_path / "pipe"), CorruptSourceError)
+    (tmp_path / "folder" / name).mkdir(parents=True)
+    write(tmp_path / "folder" / "other.safetensors", entries())
+    assert "cannot be read: Is a directory" in str(error_of(tmp_path / "folder"))
 
 
 def test_shards_of_tensors_are_refused_with_what_to_do(tmp_path):

@@ -30,10 +30,11 @@ def rename(index: Index, name_map: NameMap) -> Index:
     """
     problems: list[str] = []
     names = dict.fromkeys(_parameter(tensor.key) for tensor in index.tensors)
+    names |= dict.fromkeys(name for group in index.groups for name in group.names)  # also of states that are left out
     jobs = match(names, name_map, problems)
     targets = check_targets(jobs.values(), problems)
     aliases = _aliases(index, name_map, jobs, targets, problems)
-    groups = tuple(_group(group, jobs, names, problems) for group in index.groups)
+    groups = tuple(_group(group, jobs, problems) for group in index.groups)
     tensors, shards = _tensors(index, jobs, problems)
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
@@ -152,13 +153,11 @@ def _add_alias(found: dict[str, str], second: str, name: str, targets: Mapping[s
         problems.append(f"{second}: second name of {name}, and made of {other}")
 
 
-def _group(group: ParamGroup, jobs: Mapping[str, Job], names: Mapping[str, None], problems: list[str]) -> ParamGroup:
+def _group(group: ParamGroup, jobs: Mapping[str, Job], problems: list[str]) -> ParamGroup:
     """The group in names after; parts that are put together take the place of the first of them."""
     after: dict[str, None] = {}
     own = set(group.names)
     for name in group.names:
-        if name not in names:
-            problems.append(f"{name}: in a parameter group of the optimizer, but no tensor")
         job = jobs.get(name)
         if job is None:
             continue

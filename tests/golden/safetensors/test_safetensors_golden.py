@@ -19,6 +19,7 @@ from reshard.formats.safetensors import FORMAT
 from reshard.layout import Index, TargetLayout, TensorKey
 from reshard.names import load, rename
 from reshard.plan import make_plan
+from reshard.remote import location
 from reshard.topology import Topology
 from reshard.verify import digests
 from tests.golden.files import assemble, golden
@@ -61,6 +62,15 @@ def header_of(path: Path) -> tuple[dict, int]:
 @pytest.mark.parametrize("name", TRUTH)
 def test_read_finds_what_the_libraries_wrote(name):
     assert describe(read_checkpoint(HERE / name, None)) == TRUTH[name]["tensors"]
+
+
+def test_read_finds_the_same_in_an_object_store():
+    store = pytest.importorskip("fsspec").filesystem("memory")
+    for path in (HERE / "phimoe").iterdir():
+        store.pipe(f"/models/phimoe/{path.name}", path.read_bytes())
+    index = read_checkpoint(location("memory://models/phimoe"), None)
+    assert describe(index) == TRUTH["phimoe"]["tensors"]
+    assert digests(index) == digests(read_checkpoint(HERE / "phimoe", None))
 
 
 @pytest.mark.parametrize("file_bytes", [5 << 30, 1500])

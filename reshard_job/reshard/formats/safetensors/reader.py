@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError
-from reshard.formats.safetensors.source import File, open_source
+from reshard.formats.safetensors.source import WeightFile, open_source
 from reshard.geometry import whole
 from reshard.layout import Index, LogicalTensor, ShardTableBuilder, SourceFile, TensorKey
 from reshard.topology import Topology
@@ -67,7 +67,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     )
 
 
-def _merge(files: Sequence[File]) -> dict[str, str]:
+def _merge(files: Sequence[WeightFile]) -> dict[str, str]:
     """`__metadata__` of all files, without keys about which they differ."""
     found: dict[str, set[str]] = {}
     for file in files:

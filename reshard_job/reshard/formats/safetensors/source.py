@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.files import File, open_file
 from reshard.formats.safetensors import header
 from reshard.formats.safetensors.header import Header
 
@@ -23,7 +25,7 @@ _SHARDING = "DCP_SHARDING_INFO"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class File:
+class WeightFile:
     """A file and its header.
 
     Attributes:
@@ -45,21 +47,25 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-def open_source(folder: Path) -> tuple[File, ...]:
+def open_source(folder: Path) -> tuple[WeightFile, ...]:
     """Read the headers of all files of the checkpoint in `folder` and check them against each other.
 
     Raises:
         CorruptSourceError: damaged, missing or mixed files.
         UnsupportedError: shards of tensors, or files of two checkpoints.
     """
-    indexes = sorted(item.name for item in folder.iterdir() if item.name.endswith(INDEX_SUFFIX))
+    try:
+        listed = sorted(item.name for item in folder.iterdir() if not item.name.startswith("."))
+    except OSError as error:
+        raise CorruptSourceError(f"cannot be listed: {error.strerror or error}", path=str(folder)) from error
+    indexes = [name for name in listed if name.endswith(INDEX_SUFFIX)]
+    present = [name for name in listed if name.endswith(SUFFIX)]
     if len(indexes) > 1:
         raise UnsupportedError(
             f"holds {len(indexes)} checkpoints: {', '.join(indexes)}",
             path=str(folder),
             hint="keep each with its files in a folder of its own",
         )
-    present = names_in(folder)
     weight_map = _read_index(folder / indexes[0]) if indexes else None
     wanted = sorted(set(weight_map.values())) if weight_map is not None else present
     _check_series(folder, present, wanted, indexes)
@@ -68,37 +74,38 @@ def open_source(folder: Path) -> tuple[File, ...]:
     return files
 
 
-def _read_file(folder: Path, name: str) -> File:
+def _read_file(folder: Path, name: str) -> WeightFile:
     path = folder / name
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        hint = "copy what it links to into the folder: cp -rL" if path.is_symlink() else ""
-        what = "is a symbolic link" if path.is_symlink() else f"cannot be opened: {error.strerror}"
-        raise CorruptSourceError(what, path=str(path), hint=hint) from error
-    try:
-        num_bytes = os.fstat(descriptor).st_size
-        length = header.header_bytes(os.pread(descriptor, header.PREFIX_BYTES, 0), num_bytes, str(path))
-        parsed = header.parse(_pread(descriptor, length, header.PREFIX_BYTES), num_bytes, str(path))
-    except OSError as error:
-        raise CorruptSourceError(f"cannot be read: {error.strerror}", path=str(path)) from error
-    finally:
-        os.close(descriptor)
+    with _opened(path) as file:
+        num_bytes = file.num_bytes
+        length = header.header_bytes(_read(file, header.PREFIX_BYTES, 0), num_bytes, str(path))
+        parsed = header.parse(_read(file, length, header.PREFIX_BYTES), num_bytes, str(path))
     if _SHARDING in parsed.metadata:
         raise UnsupportedError(
             "holds shards of tensors, as torch.distributed.checkpoint writes them for each rank",
             path=str(path),
             hint="put them together first: torch.distributed.checkpoint's consolidate_safetensors_files",
         )
-    return File(name=name, num_bytes=num_bytes, header=parsed)
+    return WeightFile(name=name, num_bytes=num_bytes, header=parsed)
 
 
-def _pread(descriptor: int, length: int, position: int) -> bytes:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[File]:
+    """An open file; what the operating system or the store says against it is the source's fault."""
+    try:
+        with open_file(path) as file:
+            yield file
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CorruptSourceError(
+                "is a symbolic link", path=str(path), hint="copy what it links to into the folder: cp -rL"
+            ) from error
+        raise CorruptSourceError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+
+
+def _read(file: File, length: int, position: int) -> bytes:
     parts: list[bytes] = []
-    while length:
-        part = os.pread(descriptor, length, position)
-        if not part:
-            break
+    while length and (part := file.read(length, position)):
         parts.append(part)
         position, length = position + len(part), length - len(part)
     return b"".join(parts)
@@ -107,11 +114,11 @@ def _pread(descriptor: int, length: int, position: int) -> bytes:
 def _read_index(path: Path) -> Mapping[str, str]:
     """`weight_map` of an index: tensor -> file. Its `total_size` is not read: the headers say more, and are checked."""
     try:
-        if path.stat().st_size > _MAX_INDEX_BYTES:
-            raise CorruptSourceError(f"is larger than {_MAX_INDEX_BYTES} bytes", path=str(path))
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=header.unique_pairs)
-    except OSError as error:
-        raise CorruptSourceError(f"cannot be read: {error.strerror}", path=str(path)) from error
+        with _opened(path) as file:
+            if file.num_bytes > _MAX_INDEX_BYTES:
+                raise CorruptSourceError(f"is larger than {_MAX_INDEX_BYTES} bytes", path=str(path))
+            text = _read(file, file.num_bytes, 0)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=header.unique_pairs)
     except (ValueError, RecursionError) as error:
         raise CorruptSourceError(f"is no valid JSON: {error}", path=str(path)) from error
     found = value.get("weight_map") if isinstance(value, dict) else None
@@ -155,7 +162,7 @@ def _check_series(folder: Path, present: Sequence[str], wanted: Sequence[str], i
         )
 
 
-def _check_names(folder: Path, files: Sequence[File], weight_map: Mapping[str, str] | None) -> None:
+def _check_names(folder: Path, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None) -> None:
     """Every tensor is in one file, the one that the index names."""
     holders: dict[str, str] = {}
     problems = []
