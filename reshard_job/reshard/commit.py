@@ -8,12 +8,14 @@ byte is used. The page docs/checkpoint-format.md is normative.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn, TypeVar
 
 from reshard.contract import COMMIT_FILE, CommitRef
 from reshard.errors import CorruptSourceError, UncommittedError
@@ -23,6 +25,17 @@ COMMIT_VERSION = 1
 """Raised when a reader of the old version would be wrong about the new one."""
 
 _BLOCK_BYTES = 4 << 20
+_MAX_MARKER_BYTES = 256 << 20  # 1 M files take 100 MB
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFLNK: "symbolic link",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
+_Kind = TypeVar("_Kind")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +127,11 @@ def read_commit(folder: str | Path) -> Commit:
         UncommittedError: there is none.
         CorruptSourceError: it is not what this version writes.
     """
-    path = Path(folder) / COMMIT_FILE
+    path = _folder(folder) / COMMIT_FILE
     try:
+        num_bytes = _regular_bytes(path)
+        if num_bytes > _MAX_MARKER_BYTES:
+            raise CorruptSourceError(f"has {num_bytes} bytes: at most {_MAX_MARKER_BYTES} are read", path=str(path))
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UncommittedError(
@@ -124,23 +140,103 @@ def read_commit(folder: str | Path) -> Commit:
     except (OSError, UnicodeDecodeError) as error:
         raise CorruptSourceError(f"cannot be read: {error}", path=str(path)) from error
     try:
-        value = json.loads(text)
-        version = value.pop("version")
-        if version != COMMIT_VERSION:
-            raise CorruptSourceError(f"version {version!r}: this program reads {COMMIT_VERSION}", path=str(path))
-        files = tuple(
-            CommittedFile(
-                path=_inside(file["path"], path),
-                num_bytes=int(file["bytes"]),
-                crc32=None if file.get("crc32") is None else int(file["crc32"], 16),
-            )
-            for file in value.pop("files")
+        return _parse(json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse), path)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error!s:.200}"
+        raise CorruptSourceError(f"not a commit marker: {what}", path=str(path)) from error
+
+
+def _parse(value: Any, path: Path) -> Commit:
+    """A commit from its wire form; whatever is wrong with it raises."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found a {type(value).__name__}")
+    if type(version := value["version"]) is not int or version != COMMIT_VERSION:
+        raise CorruptSourceError(f"version {version!r:.40}: this program reads {COMMIT_VERSION}", path=str(path))
+    files = tuple(
+        CommittedFile(
+            path=_inside(_of(str, file, "path"), path),
+            num_bytes=_count(file, "bytes"),
+            crc32=None if file.get("crc32") is None else _hex(file["crc32"], 8),
         )
-        known = {field.name for field in dataclasses.fields(Commit)}
-        rest = {key: item for key, item in value.items() if key in known and key != "topology"}
-        return Commit(files=files, topology=Topology.from_dict(value["topology"]), **rest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptSourceError(f"not a commit marker: {type(error).__name__}: {error}", path=str(path)) from error
+        for file in _of(list, value, "files")
+    )
+    if len({file.path for file in files}) != len(files):
+        raise ValueError("a file is listed twice")
+    topology = _of(dict, value, "topology")
+    if any(isinstance(degree, bool) for degree in topology.values()):
+        raise ValueError(f"topology {topology!r:.100}")
+    digests = _of(dict, value, "digests", {})
+    for name, digest in digests.items():
+        name.encode("utf-8")
+        _hex(digest, 16)
+    options = _of(dict, value, "options", {})
+    for key in options:
+        _of(str, options, key)
+    return Commit(
+        format=_of(str, value, "format"),
+        step=_count(value, "step"),
+        samples=_count(value, "samples"),
+        topology=Topology.from_dict(topology),
+        attempt=_count(value, "attempt"),
+        writer=_of(str, value, "writer"),
+        files=files,
+        digests=digests,
+        data=_of(dict, value, "data", {}),
+        model=_of(dict, value, "model", {}),
+        source=_of(str, value, "source", ""),
+        options=options,
+        created=_of(str, value, "created", ""),
+    )
+
+
+def _of(kind: type[_Kind], value: Any, key: str, default: _Kind | None = None) -> _Kind:
+    """A field of one kind; one that MAY be absent has a default."""
+    found = value[key] if default is None else value.get(key, default)
+    if type(found) is not kind:
+        raise ValueError(f"{key} is {found!r:.60}, expected a {kind.__name__}")
+    if isinstance(found, str):
+        found.encode("utf-8")  # half of a surrogate pair is no text
+    return found
+
+
+def _count(value: Any, key: str) -> int:
+    found = _of(int, value, key)
+    if not 0 <= found < 1 << 63:
+        raise ValueError(f"{key} is {found!r:.60}, expected 0 to 2^63 - 1")
+    return found
+
+
+def _hex(value: Any, digits: int) -> int:
+    if not isinstance(value, str) or len(value) != digits or set(value) - _HEX_DIGITS:
+        raise ValueError(f"{value!r:.60}: expected {digits} hex digits")
+    return int(value, 16)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _folder(folder: str | Path) -> Path:
+    return folder if isinstance(folder, Path) else Path(folder)
+
+
+def _regular_bytes(path: Path) -> int:
+    """Size of a regular file.
+
+    Raises:
+        OSError: there is no such file, or it is a folder, a link, a pipe or a device.
+    """
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"is a {_KINDS.get(stat.S_IFMT(status.st_mode), 'special file')}, expected a file")
+    return status.st_size
 
 
 def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> None:
@@ -150,12 +246,14 @@ def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> Non
         CorruptSourceError: with all problems found.
     """
     problems: list[str] = []
+    root, folders = _folder(folder), {"."}
     for file in commit.files:
-        path = Path(folder) / file.path
+        path = root / file.path
         try:
-            found = path.stat().st_size
-        except OSError as error:
-            problems.append(f"{file.path}: {error.strerror or error}")
+            _check_parents(root, file.path, folders)
+            found = _regular_bytes(path)
+        except (OSError, ValueError) as error:
+            problems.append(f"{file.path}: {getattr(error, 'strerror', None) or error}")
             continue
         if found != file.num_bytes:
             problems.append(f"{file.path}: {file.num_bytes} bytes were committed, {found} are there")
@@ -165,9 +263,22 @@ def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> Non
         raise CorruptSourceError(
             f"{len(problems)} of {len(commit.files)} files are damaged",
             path=str(folder),
-            problems=problems,
+            problems=problems[:20],
             hint="use an earlier commit",
         )
+
+
+def _check_parents(root: Path, name: str, known: set[str]) -> None:
+    """Folders between a commit and its file are folders of its own: a link could lead anywhere.
+
+    Raises:
+        OSError: one of them is not.
+    """
+    for parent in reversed(PurePosixPath(name).parents):
+        if str(parent) not in known:
+            if not stat.S_ISDIR((root / parent).lstat().st_mode):
+                raise OSError(errno.ENOTDIR, f"{parent} is a link or no folder")
+            known.add(str(parent))
 
 
 def write_commit(folder: str | Path, commit: Commit) -> None:
@@ -204,8 +315,8 @@ def file_crc32(path: str | Path) -> int:
     return crc
 
 
-def _inside(path: Any, marker: Path) -> str:
-    """Refuse names that leave the commit's folder."""
-    if not isinstance(path, str) or not path or path.startswith("/") or ".." in path.split("/"):
-        raise CorruptSourceError(f"file name {path!r} leaves the folder", path=str(marker))
+def _inside(path: str, marker: Path) -> str:
+    """Refuse names that leave the commit's folder, or that say a file's place in two ways."""
+    if not path or path.startswith("/") or "\0" in path or {"", ".", ".."} & set(path.split("/")):
+        raise CorruptSourceError(f"file name {path!r:.200} leaves the folder", path=str(marker))
     return path

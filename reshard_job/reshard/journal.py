@@ -19,6 +19,7 @@ from reshard.crc import Piece
 from reshard.execute import UnitRecord
 
 FOLDER = ".journal"
+_RECORDS = "[0-9]" * 8 + ".json"
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 2.0
 _PATIENCE_UNITS = 3.0  # a unit that takes this many times as long as one's own is a straggler's
@@ -29,7 +30,8 @@ class Journal:
 
     def __init__(self, staging: Path) -> None:
         self._folder = staging / FOLDER
-        self._folder.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # published meanwhile: there is nothing left to do
+            self._folder.mkdir(exist_ok=True)
 
     def record(self, record: UnitRecord) -> None:
         """Leave the record of a unit."""
@@ -40,15 +42,20 @@ class Journal:
 
     def done(self) -> set[int]:
         """Units that have a record."""
-        return {int(path.stem) for path in self._folder.glob("[0-9]*.json")}
+        return {int(path.stem) for path in self._folder.glob(_RECORDS)}
 
     def records(self) -> list[UnitRecord]:
         """All records; one that cannot be read is as good as none."""
         found = []
-        for path in sorted(self._folder.glob("[0-9]*.json")):
+        for path in sorted(self._folder.glob(_RECORDS)):
             try:
-                found.append(from_json(path.read_text(encoding="utf-8")))
-            except (ValueError, KeyError, TypeError):
+                record = from_json(path.read_text(encoding="utf-8"))
+                if record.unit != int(path.stem):
+                    raise ValueError(f"is the record of unit {record.unit}")
+                found.append(record)
+            except FileNotFoundError:  # published meanwhile
+                continue
+            except (ValueError, KeyError, TypeError, RecursionError):
                 path.unlink(missing_ok=True)
         return found
 
@@ -116,12 +123,24 @@ def from_json(text: str) -> UnitRecord:
         ValueError, KeyError, TypeError: it is not such a line.
     """
     value = json.loads(text)
-    record = UnitRecord(unit=int(value["unit"]))
+    record = UnitRecord(unit=_count(value["unit"]))
     for number, digest in value["source"]:
-        record.source[number] = int(digest, 16)
+        record.source[_count(number)] = _digest(digest)
     for number, replica, digest in value["target"]:
-        record.target[number, replica] = int(digest, 16)
+        record.target[_count(number), _count(replica)] = _digest(digest)
     for name, pieces in (("read", record.read), ("written", record.written)):
         for file, start, num_bytes, crc32 in value[name]:
-            pieces[file].append(Piece(start, num_bytes, crc32))
+            pieces[_count(file)].append(Piece(_count(start), _count(num_bytes), _count(crc32)))
     return record
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"expected a number, found {value!r:.60}")
+    return value
+
+
+def _digest(value: object) -> int:
+    if not isinstance(value, str) or len(value) != 16 or not value.isalnum():
+        raise ValueError(f"expected a digest, found {value!r:.60}")
+    return int(value, 16)
