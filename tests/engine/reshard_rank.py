@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt_deepspeed")
 
 import deepspeed
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from model import GptConfig, build, parameter_groups, pipeline_description, universal_checkpoint_info
 
@@ -47,6 +49,31 @@ class FlatModel(torch.nn.Module):
 
     def forward(self, tokens, labels):
         hidden = self.embed(tokens)
+        hidden = hidden + self.down(torch.nn.functional.silu(self.norm(self.up(hidden)))) * self.scale[0]
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
+
+
+class MoeModel(FlatModel):
+    """With two layers of DeepSpeed's own experts. No token is dropped, so that losses do not depend on the ranks."""
+
+    def __init__(self, config, topology):
+        super().__init__(config)
+        hidden = config.hidden - 1
+        torch.manual_seed(11)
+        for number, experts in enumerate((4, 2)):
+            layer = MoE(hidden, torch.nn.Linear(hidden, hidden), experts, topology.ep, drop_tokens=False, use_rts=False)
+            own = layer.deepspeed_moe.experts.deepspeed_experts
+            part = int(os.environ["RANK"]) % topology.ep * len(own)
+            for expert in range(experts):  # all ranks draw all experts, and keep their own
+                weight, bias = torch.randn(hidden, hidden) / hidden**0.5, torch.randn(hidden) / 10
+                if part <= expert < part + len(own):
+                    own[expert - part].weight.data, own[expert - part].bias.data = weight, bias
+            setattr(self, f"moe{number}", layer)
+
+    def forward(self, tokens, labels):
+        hidden = self.embed(tokens)
+        for layer in (self.moe0, self.moe1):
+            hidden = hidden + layer(hidden)[0]
         hidden = hidden + self.down(torch.nn.functional.silu(self.norm(self.up(hidden)))) * self.scale[0]
         return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
@@ -85,12 +112,15 @@ def make_engine(run, config, topology):
         client = {"universal_checkpoint_info": info, "pipeline_layout": pipeline_description(config, model)["pipeline"]}
     else:
         model, client = (
-            FlatModel(config),
+            MoeModel(config, topology) if run["model"] == "moe" else FlatModel(config),
             {"note": {"a": (1, 2.5, None)}, "generator": torch.arange(7, dtype=torch.uint8)},
         )
     for name in run.get("frozen", ()):
         model.get_parameter(name).requires_grad_(False)
     groups = parameter_groups(model, weight_decay=0.1)
+    if run["model"] == "moe":
+        named = [{**group, "name": f"dense-{at}"} for at, group in enumerate(groups)]
+        groups = split_params_into_different_moe_groups_for_optimizer(named)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(run, groups), config=config_of(run, topology))
     return engine, client
 

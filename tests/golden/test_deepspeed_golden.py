@@ -37,7 +37,11 @@ def test_read_finds_the_values_that_deepspeed_reported(name):
             assert f"{local.shape} {digest}" == expected, key
             compared.add(key)
     states = {key for key in tensors if not key.startswith("weight/") and not key.endswith("#padding")}
-    assert compared == states
+    if name.startswith("experts"):  # the first rank's: its part of the experts
+        assert {key for key in states - compared if "deepspeed_experts" not in key} == set()
+        assert any("deepspeed_experts" in key for key in compared)
+    else:
+        assert compared == states
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -10,12 +10,13 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.deepspeed.fields import base_state
 from reshard.formats.deepspeed.patterns import Patterns
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.rules import Rule
 from reshard.formats.deepspeed.source import Source
-from reshard.formats.pt.objects import Size, Tensor
+from reshard.formats.pt.objects import Tensor
 
 _LAYER_NAME = re.compile(r"^(\d+)\.")
 _TIED_NAME = re.compile(r"^tied_modules\.([^.]+)\.")
@@ -117,7 +118,15 @@ def describe(source: Source, patterns: Patterns, pipeline: PipelineInfo | None) 
             if local.setdefault(name, shapes) != shapes:
                 raise CorruptSourceError(f"{name} has another shape on stage {pp}", path=str(source.folder))
         groups = _merge_sub_groups(source, pp * topology.tp, names[0])
-        orders.append(tuple(_optimizer_order(group, topology.dp if round_robin else 1) for group in groups))
+        orders.append(
+            tuple(
+                _optimizer_order(group, source.partition(group, 0)[0] if round_robin and group else 1)
+                for group in groups
+            )
+        )
+    if source.experts is not None:
+        local = _all_experts(source.experts, topology.ep, local)
+        orders = [tuple(source.experts.whole_order(group, topology.ep) for group in order) for order in orders]
     params = {name: make_param(name, shapes, patterns, topology.tp) for name, shapes in local.items()}
     ids, num_groups = _match_groups(source, [len(order) for order in orders])
     stages = tuple(Stage(groups=order, ids=found) for order, found in zip(orders, ids, strict=True))
@@ -130,6 +139,13 @@ def describe(source: Source, patterns: Patterns, pipeline: PipelineInfo | None) 
         tied_layers=_tied_layers(source, params, pipeline),
         round_robin=round_robin,
     )
+
+
+def _all_experts(
+    experts: Experts, ep: int, local: Mapping[str, list[tuple[int, ...]]]
+) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of all experts, from those of the experts on the first rank."""
+    return {experts.whole_name(name, ep, part): shapes for name, shapes in local.items() for part in range(ep)}
 
 
 def param_shapes(source: Source, mp: int) -> list[Mapping[str, tuple[int, ...]]]:
@@ -146,7 +162,7 @@ def param_shapes(source: Source, mp: int) -> list[Mapping[str, tuple[int, ...]]]
         raise CorruptSourceError("has no list param_shapes", path=file.path)
     for group in value:
         for name, shape in group.items():
-            if not isinstance(name, str) or not isinstance(shape, Size):
+            if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
                 raise CorruptSourceError(f"param_shapes: {name!r:.80} has the shape {shape!r:.80}", path=file.path)
     return [{name: tuple(shape) for name, shape in group.items()} for group in value]
 

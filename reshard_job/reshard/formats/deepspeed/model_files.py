@@ -10,23 +10,24 @@ from typing import Any
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.logical import Param, layer_weights
+from reshard.formats.deepspeed.optimizer_files import Buffer
 from reshard.formats.deepspeed.stages import inside
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.template import Template
 from reshard.formats.deepspeed.zero0 import unpartitioned_optimizer
-from reshard.formats.pt.objects import StatefulDict, Tensor, new_tensor
+from reshard.formats.pt.objects import Size, StatefulDict, Tensor, new_tensor
 
 Module = dict[str, tuple[Param, Tensor]]
 
 
-def write_model(target: Target, pp: int, tp: int, buffers: list[tuple[str, ...]]) -> None:
-    """`mp_rank_*_model_states.pt` of one model-parallel rank; `buffers` are the groups' names in buffer order."""
+def write_model(target: Target, pp: int, tp: int, buffers: list[Buffer]) -> None:
+    """`mp_rank_*_model_states.pt` of one model-parallel rank; `buffers` are its first rank's groups."""
     like = target.source.models[target.like(pp, tp), 0]
     template = Template(like)
     replaced: dict[str, Any] = {
         **target.common(like.value, first=pp == tp == 0),
         **target.config(template, like.value),
-        "param_shapes": [target.shapes(group, tp) for group in buffers] if target.topology.zero else None,
+        "param_shapes": [_param_shapes(target, buffer, tp) for buffer in buffers] if target.topology.zero else None,
     }
     own: Module = {}
     if target.source.pipeline:
@@ -63,6 +64,23 @@ def write_layers(target: Target) -> None:
             file = target.add_file(names.layer_file(layer, tp, model_axis=model_axis), value)
             for key, name in zip(like.value, found, strict=True):
                 file.add_weight(target.params.get(name) or target.weights[name], value[key], tp, copies[name])
+
+
+def write_experts(target: Target) -> None:
+    """A file for each expert, with names as in the whole model: the same for every degree of expert parallelism."""
+    for (layer, expert), like in target.source.expert_files.items():
+        value = StatefulDict() if isinstance(like.value, StatefulDict) else {}
+        for name, tensor in like.value.items():
+            value[name] = new_tensor(tensor.dtype, target.shard(name, 0))
+        file = target.add_file(names.expert_file(layer, expert), value)
+        for name, tensor in value.items():
+            file.add_weight(target.params.get(name) or target.weights[name], tensor, 0, 0)
+
+
+def _param_shapes(target: Target, buffer: Buffer, tp: int) -> StatefulDict:
+    return StatefulDict(
+        (name, Size(target.shard(whole, tp))) for name, whole in zip(buffer.names, buffer.whole, strict=True)
+    )
 
 
 def _module(target: Target, like: StatefulDict, template: Template, tp: int) -> tuple[StatefulDict, Module]:

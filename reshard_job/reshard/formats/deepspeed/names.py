@@ -13,9 +13,8 @@ _OPTIMIZER = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _MODEL_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _LAYER = re.compile(r"^layer_(\d+)(-model_(\d+))?-model_states\.pt$")
-_EXPERT = re.compile(
-    r"^(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
-)
+_EXPERT = re.compile(r"^layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_OTHER_EXPERT = re.compile(r"^expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +22,11 @@ class FileName:
     """What a file's name says.
 
     Attributes:
-        kind: `optimizer`, `model`, `layer` or `expert`.
+        kind: `optimizer`, `model`, `layer`, `expert`, or `other` for experts in forms that are not read.
         dp: data-parallel rank, -1 where the name has none.
         mp: model-parallel rank; of a layer file the tensor-parallel rank.
-        layer: pipeline layer, -1 where the name has none.
+        layer: pipeline layer, or layer of experts; -1 where the name has none.
+        expert: number of an expert in its layer, -1 where the name has none.
         prefix: `bf16_` or empty.
         model_axis: a layer file's name has a `-model_` part.
     """
@@ -35,6 +35,7 @@ class FileName:
     dp: int = -1
     mp: int = 0
     layer: int = -1
+    expert: int = -1
     prefix: str = ""
     model_axis: bool = False
 
@@ -49,8 +50,10 @@ def parse(name: str) -> FileName | None:
         return FileName(kind="model", dp=int(match[1]), mp=int(match[2]))
     if match := _LAYER.match(name):
         return FileName(kind="layer", layer=int(match[1]), mp=int(match[3] or 0), model_axis=match[2] is not None)
-    if _EXPERT.match(name):
-        return FileName(kind="expert")
+    if match := _EXPERT.match(name):
+        return FileName(kind="expert", layer=int(match[1]), expert=int(match[2]), mp=int(match[3]))
+    if _OTHER_EXPERT.match(name):
+        return FileName(kind="other")
     return None
 
 
@@ -62,6 +65,11 @@ def optimizer_file(prefix: str, dp: int, mp: int) -> str:
 def model_file(mp: int, *, dp: int | None = None) -> str:
     """`mp_rank_MM_model_states.pt`; with `dp` ZeRO-3's `zero_pp_rank_D_mp_rank_MM_model_states.pt`."""
     return f"{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
+
+
+def expert_file(layer: int, expert: int) -> str:
+    """`layer_L_expert_E_mp_rank_00_model_states.pt`."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
 
 
 def layer_file(layer: int, tp: int, *, model_axis: bool) -> str:

@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from reshard.formats.deepspeed import flat, names
 from reshard.formats.deepspeed.fields import Kind, base_state, fields_for
+from reshard.formats.deepspeed.source import partition_of
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.template import Template, fragment_address, zero_stage_enum
 from reshard.formats.pt.objects import StatefulDict, Tensor, new_tensor
 
 
-def buffer_order(target: Target, group: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of a group in the order of its flat buffer."""
-    if not target.round_robin:
-        return group
-    return tuple(group[at] for at in flat.round_robin(len(group), target.topology.dp))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A parameter group as the ranks of one part of the experts hold it.
+
+    Attributes:
+        group: names in the optimizer's order, as those ranks call the parameters.
+        names: the same in the order of the flat buffer.
+        whole: for each of `names` its name in the whole model.
+        num_partitions: of the flat buffer.
+    """
+
+    group: tuple[str, ...]
+    names: tuple[str, ...]
+    whole: tuple[str, ...]
+    num_partitions: int
 
 
-def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[tuple[str, ...]]) -> None:
+def buffers_of(target: Target, pp: int, part: int) -> list[Buffer]:
+    """The parameter groups of a stage."""
+    found = []
+    for group in target.stages[pp].groups:
+        local = target.local_names(group, part)
+        count, _ = partition_of(group, target.topology, 0)
+        names = tuple(local)
+        if target.round_robin:
+            names = tuple(names[at] for at in flat.round_robin(len(names), count))
+        whole = tuple(local[name] for name in names)
+        found.append(Buffer(group=tuple(local), names=names, whole=whole, num_partitions=count))
+    return found
+
+
+def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buffer]) -> None:
     """`[bf16_]zero_pp_rank_*_mp_rank_*_optim_states.pt` of one rank."""
     stage = target.stages[pp]
     mp_like, dp_like = target.like(pp, tp), target.like_dp(dp)
     like = target.source.optimizer_file(mp_like, dp_like)
     template = Template(like)
     state = fields_for(target.kind, target.source, mp_like, dp_like)
-    layouts = [_flat_group(target, group, tp) for group in buffers]
+    layouts = [_flat_group(target, buffer, tp) for buffer in buffers]
+    own_partitions = [partition_of(buffer.whole, target.topology, dp)[1] for buffer in buffers]
     partitions: list[dict[str, Tensor]] = []
     base_state_: dict[int, dict[str, Any]] = {}
-    for at, (group, layout) in enumerate(zip(stage.ids, layouts, strict=True)):
+    for at, (group, layout, own) in enumerate(zip(stage.ids, layouts, own_partitions, strict=True)):
         found = target.group_template(group, tp)
-        lean = layout.partition - (0 if target.kind is Kind.BF16 else layout.padding(dp))
+        lean = layout.partition - (0 if target.kind is Kind.BF16 else layout.padding(own))
         partitions.append(
             {
                 key: new_tensor(dtype, (lean if key == "fp32" else layout.partition,))
@@ -40,18 +67,18 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[tup
         )
         if found.order:
             base_state_[at] = found.state(partitions[-1])
+    spans_of = [layout.spans(own) for layout, own in zip(layouts, own_partitions, strict=True)]
     groups = [target.param_group(group, [at]) for at, group in enumerate(stage.ids)]
     replaced: dict[str, Any] = {
         "base_optimizer_state": template.copy_except(
             base_state(target.source, mp_like, dp_like), {"state": base_state_, "param_groups": groups}
         ),
         "single_partition_of_fp32_groups": [own["fp32"] for own in partitions],
-        "group_paddings": [_stated_padding(target, layout, dp) for layout in layouts],
-        "partition_count": [target.topology.dp] * len(layouts),
-        "param_slice_mappings": [
-            _mappings(group, buffer, layout.spans(dp))
-            for group, buffer, layout in zip(stage.groups, buffers, layouts, strict=True)
+        "group_paddings": [
+            _stated_padding(target, layout, own) for layout, own in zip(layouts, own_partitions, strict=True)
         ],
+        "partition_count": [buffer.num_partitions for buffer in buffers],
+        "param_slice_mappings": [_mappings(buffer, spans) for buffer, spans in zip(buffers, spans_of, strict=True)],
     }
     if "universal_checkpoint_info" in state:  # AutoTP's
         told = target.extra.model.patterns
@@ -62,10 +89,10 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[tup
         replaced["zero_stage"] = zero_stage_enum(target.topology.zero)
     value = optimizer_file_value(target, template, like.value, template.copy_except(state, replaced))
     file = target.add_file(names.optimizer_file(target.prefix, dp, pp * target.topology.tp + tp), value)
-    for buffer, layout, own in zip(buffers, layouts, partitions, strict=True):
-        for span in layout.spans(dp):
-            name = buffer[span.index]
-            file.add_span(target.params[name], own, span, tp, target.copy_of(name, pp))
+    for buffer, spans, tensors in zip(buffers, spans_of, partitions, strict=True):
+        for span in spans:
+            name = buffer.whole[span.index]
+            file.add_span(target.params[name], tensors, span, tp, target.copy_of(name, pp))
 
 
 def optimizer_file_value(
@@ -79,27 +106,27 @@ def optimizer_file_value(
     return template.copy_except(outer, {**target.config(template, like), "optimizer_state_dict": state})
 
 
-def _stated_padding(target: Target, layout: flat.FlatGroup, dp: int) -> int:
+def _stated_padding(target: Target, layout: flat.FlatGroup, own: int) -> int:
     """BF16_Optimizer states all padding on the last rank, even where it reaches over several ranks."""
     if target.kind is not Kind.BF16:
-        return layout.padding(dp)
-    return layout.partition * layout.dp - layout.used if dp == layout.dp - 1 else 0
+        return layout.padding(own)
+    return layout.partition * layout.dp - layout.used if own == layout.dp - 1 else 0
 
 
-def _flat_group(target: Target, buffer: tuple[str, ...], tp: int) -> flat.FlatGroup:
+def _flat_group(target: Target, buffer: Buffer, tp: int) -> flat.FlatGroup:
     enabled = bool(target.source.zero_config.get("parameter_alignment")) and target.kind is Kind.ZERO12
     return flat.FlatGroup(
-        num_elements=target.elements(buffer, tp),
-        dp=target.topology.dp,
+        num_elements=target.elements(buffer.whole, tp),
+        dp=buffer.num_partitions,
         param_alignment=flat.param_alignment(target.extra.element_bytes, enabled),
     )
 
 
-def _mappings(group: tuple[str, ...], buffer: tuple[str, ...], spans: tuple[flat.Span, ...]) -> StatefulDict:
+def _mappings(buffer: Buffer, spans: tuple[flat.Span, ...]) -> StatefulDict:
     """Positions of a rank's fragments, in optimizer order; also true under `round_robin_gradients`."""
-    found = {buffer[span.index]: span for span in spans}
+    found = {buffer.names[span.index]: span for span in spans}
     return StatefulDict(
         (name, fragment_address(found[name].offset, found[name].stop - found[name].start))
-        for name in group
+        for name in buffer.group
         if name in found
     )

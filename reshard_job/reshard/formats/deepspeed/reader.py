@@ -11,6 +11,7 @@ from typing import Any
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat, patterns, pipeline
+from reshard.formats.deepspeed.experts import is_expert
 from reshard.formats.deepspeed.fields import Kind, kind_of
 from reshard.formats.deepspeed.groups import read_groups
 from reshard.formats.deepspeed.logical import Model, Param, describe, layer_weights, make_param, param_shapes
@@ -72,6 +73,7 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
         _add_layers(rows, source, model, files, weights)
     elif source.topology.zero < 3:
         aliases = _add_modules(rows, source, model, files, weights)
+        _add_experts(rows, source, model, files, weights)
     else:
         aliases = _shared_names(first.get("shared_params"), model)
     element_bytes = 2 if source.half_type else 4
@@ -156,9 +158,11 @@ def _add_modules(
         raise CorruptSourceError("tensor-parallel ranks hold modules of different names", path=str(source.folder))
     seen: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
+    # Models with experts are saved with a copy for each name of a tied weight.
+    shared = _shared_names(source.models[0, 0].value.get("shared_params"), model)
     for name in modules[0]:
         shards = [module[name] for module in modules]
-        twin = next((other for other, tensor in seen.items() if shards[0].same_view(tensor)), None)
+        twin = next((other for other, tensor in seen.items() if shards[0].same_view(tensor)), shared.get(name))
         if twin is not None and name not in model.params:
             aliases[name] = twin
             continue
@@ -166,9 +170,21 @@ def _add_modules(
         param = _weight(name, shards, model, source, weights)
         for tp, tensor in enumerate(shards):
             _add_weight(rows, param, tensor, Place(source.topology.tp, tp, 0, files[source.models[tp, 0].path], 0))
-    if missing := sorted(model.params.keys() - set(modules[0])):
+    if missing := sorted(name for name in model.params.keys() - set(modules[0]) if not is_expert(name)):
         raise CorruptSourceError(f"the module misses {', '.join(missing[:5])}", path=source.models[0, 0].path)
     return aliases
+
+
+def _add_experts(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:
+    """Weights of experts: a file for each, with names as in the whole model."""
+    found: set[str] = set()
+    for file in source.expert_files.values():
+        for name, tensor in file.value.items():
+            param = _weight(name, [tensor], model, source, weights)
+            _add_weight(rows, param, tensor, Place(1, 0, 0, files[file.path], 0))
+            found.add(name)
+    if missing := sorted(name for name in model.params.keys() - found if is_expert(name)):
+        raise CorruptSourceError(f"no file of an expert holds {', '.join(missing[:5])}", path=str(source.folder))
 
 
 def _module(file: PtFile) -> Mapping[str, Tensor]:
@@ -233,9 +249,11 @@ def _add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str
             raise CorruptSourceError(f"{len(states)} groups, param_shapes has {len(shapes)}", path=file.path)
         for at, (state, group) in enumerate(zip(states, shapes, strict=True)):
             counts = tuple(math.prod(shape) for shape in group.values())
-            layout = flat.FlatGroup(num_elements=counts, dp=topology.dp, param_alignment=alignment)
-            spans = layout.spans(dp)
-            lean = layout.partition - layout.padding(dp)
+            names = list(group)
+            num_partitions, own = source.partition(names, dp)
+            layout = flat.FlatGroup(num_elements=counts, dp=num_partitions, param_alignment=alignment)
+            spans = layout.spans(own)
+            lean = layout.partition - layout.padding(own)
             for key, tensor in state.flat.items():
                 if tensor.num_elements not in (lean, layout.partition):
                     raise CorruptSourceError(
@@ -243,11 +261,10 @@ def _add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str
                         f" or with padding {layout.partition}",
                         path=file.path,
                     )
-            names = list(group)
             if not model.round_robin:
                 _compare_mappings(source.optimizer(mp, dp), at, names, spans, file.path)
             for span in spans:
-                param = model.params[names[span.index]]
+                param = model.params[source.whole_name(names[span.index], dp)]
                 place = Place(topology.tp, tp, copies[param.name].index(pp), files[file.path], 0)
                 _add_span(rows, param, state.flat, span, place)
 

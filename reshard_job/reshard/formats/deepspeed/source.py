@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import names
+from reshard.formats.deepspeed.experts import Experts, find_experts, is_expert
 from reshard.formats.deepspeed.unpartitioned import named_groups
 from reshard.formats.pt.objects import Global, Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read
@@ -30,6 +31,8 @@ class Source:
         models: (model-parallel rank, data-parallel rank) -> model file; the latter is 0 below ZeRO-3.
         optimizers: (model-parallel rank, data-parallel rank) -> optimizer file; empty at ZeRO-0.
         layers: (layer, tensor-parallel rank) -> layer file.
+        expert_files: (layer of experts, expert) -> file with its weights.
+        experts: the model's experts, or None.
         named: at ZeRO-0, model-parallel rank -> names and shapes of each parameter group.
     """
 
@@ -42,11 +45,18 @@ class Source:
     optimizers: Mapping[tuple[int, int], PtFile]
     layers: Mapping[tuple[int, int], PtFile]
     named: Mapping[int, Sequence[Mapping[str, tuple[int, ...]]]]
+    expert_files: Mapping[tuple[int, int], PtFile] = dataclasses.field(default_factory=dict)
+    experts: Experts | None = None
 
     @property
     def files(self) -> tuple[PtFile, ...]:
         """All files, in the order of their names' ranks."""
-        return (*self.models.values(), *self.optimizers.values(), *self.layers.values())
+        return (
+            *self.models.values(),
+            *self.optimizers.values(),
+            *self.layers.values(),
+            *self.expert_files.values(),
+        )
 
     @property
     def step(self) -> int:
@@ -66,6 +76,14 @@ class Source:
     def optimizer(self, mp: int, dp: int) -> Mapping[str, Any]:
         """The state of one rank's optimizer as saved."""
         return _mapping(self.optimizer_file(mp, dp), "optimizer_state_dict" if self.optimizers else "optimizer")
+
+    def partition(self, names: Sequence[str], dp: int) -> tuple[int, int]:
+        """How many partitions a parameter group has, and which of them a data-parallel rank holds."""
+        return partition_of(names, self.topology, dp)
+
+    def whole_name(self, name: str, dp: int) -> str:
+        """Name in the whole model of what a data-parallel rank calls `name`."""
+        return name if self.experts is None else self.experts.whole_name(name, self.topology.ep, dp % self.topology.ep)
 
     @property
     def half_type(self) -> str | None:
@@ -88,6 +106,18 @@ class Source:
         return value if isinstance(value, Mapping) else {}
 
 
+def partition_of(names: Sequence[str], topology: Topology, dp: int) -> tuple[int, int]:
+    """Number of partitions of a group, and that of a rank; experts are partitioned over the ranks that hold them.
+
+    Raises:
+        UnsupportedError: experts and others in one group.
+    """
+    experts = {is_expert(name) for name in names}
+    if len(experts) > 1:
+        raise UnsupportedError(f"a parameter group holds experts and others: {names[0]}, ...")
+    return (topology.dp // topology.ep, dp // topology.ep) if True in experts else (topology.dp, dp)
+
+
 def has_checkpoint(folder: Path) -> bool:
     """There is at least one model file of a native checkpoint."""
     try:
@@ -104,9 +134,12 @@ def open_source(folder: Path) -> Source:
         UnsupportedError: ZeRO-0, experts, or another layout that is not converted.
     """
     found = _scan(folder)
-    if experts := [name for name, parsed in found.items() if parsed.kind == "expert"]:
+    if others := [name for name, parsed in found.items() if parsed.kind == "other"]:
         raise UnsupportedError(
-            f"{len(experts)} expert files such as {experts[0]}: experts are not converted", path=str(folder)
+            f"{len(others)} files of experts such as {others[0]}: experts without a layer's number, and optimizers of"
+            " experts at ZeRO-0, are not converted",
+            path=str(folder),
+            hint="save with DeepSpeed 0.19 at ZeRO stage 1 or 2",
         )
     prefixes = {parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"}
     if len(prefixes) > 1:
@@ -135,9 +168,42 @@ def open_source(folder: Path) -> Source:
             if parsed.kind == "layer"
         },
         named={},
+        expert_files={
+            (parsed.layer, parsed.expert): files[name]
+            for name, parsed in sorted(found.items(), key=lambda item: (item[1].layer, item[1].expert))
+            if parsed.kind == "expert"
+        },
     )
     _check_contents(source)
+    source = _with_experts(source)
     return source if source.optimizers else _with_names(source)
+
+
+def _with_experts(source: Source) -> Source:
+    """Find out about the experts and the degree of expert parallelism."""
+    where, value = str(source.folder), source.models[0, 0].value
+    if value.get("ds_autoep_layers") or value.get("autoep_layers"):
+        raise UnsupportedError(
+            "was written by AutoEP, whose experts are not converted",
+            path=where,
+            hint="DeepSpeed's own ds_to_universal converts AutoEP checkpoints of ZeRO stages 1 and 2",
+        )
+    groups = value.get("param_shapes") or []
+    local = [name for group in groups if isinstance(group, Mapping) for name in group]
+    if not source.expert_files and not any(map(is_expert, local)):
+        return source
+    topology = source.topology
+    if topology.tp * topology.pp > 1 or topology.zero not in (1, 2):
+        raise UnsupportedError(
+            f"has experts in the layout {topology}: experts are converted at tp=1, pp=1 and ZeRO stages 1 and 2",
+            path=where,
+        )
+    if source.config.get("use_data_before_expert_parallelism"):
+        raise UnsupportedError("use_data_before_expert_parallelism orders ranks otherwise than is read", path=where)
+    experts, ep = find_experts({key: file.value for key, file in source.expert_files.items()}, local, where)
+    if topology.dp % ep:
+        raise CorruptSourceError(f"has dp={topology.dp} and ep={ep}, which does not divide it", path=where)
+    return dataclasses.replace(source, experts=experts, topology=dataclasses.replace(topology, ep=ep))
 
 
 def _with_names(source: Source) -> Source:
@@ -234,6 +300,9 @@ def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.Fil
     layers = {parsed.layer for parsed in found.values() if parsed.kind == "layer"}
     axis = any(parsed.model_axis for parsed in found.values())
     expected |= {names.layer_file(layer, tp, model_axis=axis) for layer in layers for tp in range(topology.tp)}
+    experts = [(parsed.layer, parsed.expert) for parsed in found.values() if parsed.kind == "expert"]
+    counts = {layer: 1 + max(expert for at, expert in experts if at == layer) for layer, _ in experts}
+    expected |= {names.expert_file(layer, expert) for layer, count in counts.items() for expert in range(count)}
     problems = [f"{name} is missing" for name in sorted(expected - found.keys())]
     problems += [f"{name} belongs to no rank of this layout" for name in sorted(found.keys() - expected)]
     if problems:
@@ -259,11 +328,12 @@ def _check_contents(source: Source) -> None:
     for rank, file in source.optimizers.items():
         counts = source.optimizer(*rank).get("partition_count", source.topology.dp)
         counts = counts if isinstance(counts, list) else [counts]
-        if any(count != source.topology.dp for count in counts):
+        dp = source.topology.dp  # the partitions of experts are fewer: each part of them has its own ranks
+        if any(count != dp and (not source.expert_files or dp % count) for count in counts):
             problems.append(f"{Path(file.path).name}: written for {counts} partitions, not {source.topology.dp}")
     problems += [
         f"{Path(file.path).name}: not a dict of tensors"
-        for file in source.layers.values()
+        for file in (*source.layers.values(), *source.expert_files.values())
         if not isinstance(file.value, Mapping) or not all(isinstance(item, Tensor) for item in file.value.values())
     ]
     if problems:

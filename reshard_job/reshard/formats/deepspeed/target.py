@@ -89,6 +89,12 @@ class Target:
         """The source's files."""
         return self.extra.source
 
+    def local_names(self, group: tuple[str, ...], part: int) -> dict[str, str]:
+        """Names of a group's parameters on the ranks of a part of the experts -> names in the whole model."""
+        if self.source.experts is None:
+            return {name: name for name in group}
+        return self.source.experts.local_names(group, self.topology.ep, part)
+
     def copy_of(self, name: str, pp: int) -> int:
         """How many earlier stages hold the parameter too."""
         return self._holders[name].index(pp)
@@ -181,6 +187,8 @@ class Target:
         copied = Template(self.source.optimizer_file(mp, 0)).copy(param_groups(self.source, mp)[at])
         if self.progress is not None:
             copied = self.progress.settings(self.extra.model.groups[group], copied)
+        if copied.get("moe") and str(copied.get("name", "")).startswith("ep_size_"):
+            copied["name"] = f"ep_size_{self.topology.ep}"  # names the process group
         return {**copied, "params": params}
 
     def group_template(self, group: int, tp: int) -> GroupTemplate:

@@ -8,10 +8,11 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
+from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.deepspeed.fields import base_state, target_kind
 from reshard.formats.deepspeed.logical import Model, Param
-from reshard.formats.deepspeed.model_files import write_layers, write_model
-from reshard.formats.deepspeed.optimizer_files import buffer_order, write_optimizer
+from reshard.formats.deepspeed.model_files import write_experts, write_layers, write_model
+from reshard.formats.deepspeed.optimizer_files import buffers_of, write_optimizer
 from reshard.formats.deepspeed.origins import TargetRows
 from reshard.formats.deepspeed.progress import Progress
 from reshard.formats.deepspeed.reader import NAME, Extra
@@ -54,6 +55,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
             _write_rank(result, pp, tp)
     if extra.source.pipeline:
         write_layers(result)
+    write_experts(result)
     rows.require()
     return TargetLayout(
         format=NAME,
@@ -88,10 +90,10 @@ def _write_rank(target: Target, pp: int, tp: int) -> None:
         for dp in range(target.topology.dp):
             write_zero3(target, tp, dp)
         return
-    buffers = [buffer_order(target, group) for group in target.stages[pp].groups]
-    write_model(target, pp, tp, buffers)
+    parts = [buffers_of(target, pp, part) for part in range(target.topology.ep)]
+    write_model(target, pp, tp, parts[0])
     for dp in range(target.topology.dp if target.topology.zero else 0):
-        write_optimizer(target, pp, tp, dp, buffers)
+        write_optimizer(target, pp, tp, dp, parts[dp % target.topology.ep])
 
 
 def _commit_model(extra: Extra, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any]:
@@ -115,8 +117,12 @@ def _refuse(extra: Extra, target: Topology) -> None:
     topology = extra.source.topology
     where = str(extra.source.folder)
     _refuse_stage(extra, target, where)
-    if target.ep > 1 or target.cp > 1:
-        raise UnsupportedError(f"{target}: expert and context parallelism are not laid out", path=where)
+    if target.cp > 1:
+        raise UnsupportedError(f"{target}: context parallelism is not laid out", path=where)
+    if target.ep > 1 and extra.source.experts is None:
+        raise UnsupportedError(f"{target}: the model has no experts", path=where, hint="leave ep out")
+    if extra.source.experts is not None:
+        _refuse_experts(extra.source.experts, target, where)
     if target.tp == topology.tp:
         return
     if not extra.model.patterns.declared:
@@ -133,6 +139,16 @@ def _refuse(extra: Extra, target: Topology) -> None:
             path=where,
             hint="save with parameter_with_row_parallelism_patterns filled in at tp=1 too",
         )
+
+
+def _refuse_experts(experts: Experts, target: Topology, where: str) -> None:
+    if target.tp > 1 or target.zero not in (1, 2):
+        raise UnsupportedError(
+            f"{target}: a model with experts is laid out at tp=1 and ZeRO stages 1 and 2 (DeepSpeed has no other for"
+            " native experts than stage 0)",
+            path=where,
+        )
+    experts.check(target.ep)
 
 
 def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:

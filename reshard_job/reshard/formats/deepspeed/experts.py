@@ -1,0 +1,132 @@
+"""Native mixtures of experts (deepspeed/moe, 0.19.8): which expert is on which rank, and under which name.
+
+Expert parallelism of degree `ep` splits the data-parallel ranks: rank `dp` holds the experts of part `dp % ep`, and is
+number `dp // ep` of the ranks that hold the same ones (utils/groups.py, `_create_expert_and_data_parallel`). A rank
+counts its own experts from 0; here they are counted over the whole model, as in the files of their weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+
+_EXPERT = re.compile(r"^(.+\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)$")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of a model.
+
+    Attributes:
+        counts: names' prefix of each layer of experts -> number of experts.
+        layers: the same prefixes -> number of the layer in the names of its files.
+    """
+
+    counts: Mapping[str, int]
+    layers: Mapping[str, int]
+
+    def check(self, ep: int) -> None:
+        """Refuse a degree that does not divide the experts.
+
+        Raises:
+            UnsupportedError: naming the layer.
+        """
+        for prefix, count in self.counts.items():
+            if count % ep:
+                raise UnsupportedError(
+                    f"ep={ep}: {prefix.rstrip('.')} has {count} experts, which {ep} does not divide",
+                    hint="choose another ep",
+                )
+
+    def whole_name(self, name: str, ep: int, part: int) -> str:
+        """From a name on the ranks of one part to the name in the whole model; other names stay as they are."""
+        match = _EXPERT.match(name)
+        if match is None:
+            return name
+        own = self.counts[match[1]] // ep
+        return f"{match[1]}{part * own + int(match[2])}{match[3]}"
+
+    def local_names(self, names: Iterable[str], ep: int, part: int) -> dict[str, str]:
+        """Names that the ranks of a part hold, in the same order: as the ranks call them -> in the whole model."""
+        found: dict[str, str] = {}
+        for name in names:
+            match = _EXPERT.match(name)
+            if match is None:
+                found[name] = name
+                continue
+            own = self.counts[match[1]] // ep
+            if int(match[2]) // own == part:
+                found[f"{match[1]}{int(match[2]) % own}{match[3]}"] = name
+        return found
+
+    def whole_order(self, local: Sequence[str], ep: int) -> tuple[str, ...]:
+        """A group's names in the whole model, from those on the first part: layer by layer, expert by expert.
+
+        Raises:
+            UnsupportedError: layers are mixed, so that the order at another degree is not known.
+        """
+        runs: list[tuple[str, list[str]]] = []
+        for name in local:
+            match = _EXPERT.match(name)
+            prefix = match[1] if match else ""
+            if not runs or runs[-1][0] != prefix:
+                runs.append((prefix, []))
+            runs[-1][1].append(name)
+        prefixes = [prefix for prefix, _ in runs]
+        if len(set(prefixes)) != len(prefixes) or ("" in prefixes and len(prefixes) > 1):
+            raise UnsupportedError(
+                f"a parameter group mixes {prefixes[0] or 'dense parameters'} with others: the order of its parameters"
+                " at another degree of expert parallelism is not known",
+                hint="make groups by split_params_into_different_moe_groups_for_optimizer",
+            )
+        return tuple(
+            self.whole_name(name, ep, part)
+            for prefix, names in runs
+            for part in range(ep if prefix else 1)
+            for name in names
+        )
+
+
+def is_expert(name: str) -> bool:
+    """The name is that of an expert's parameter."""
+    return _EXPERT.match(name) is not None
+
+
+def find_experts(
+    files: Mapping[tuple[int, int], Iterable[str]], local: Iterable[str], path: str
+) -> tuple[Experts, int]:
+    """The experts of a model, and the degree of expert parallelism.
+
+    Args:
+        files: (layer, expert) -> names in its file.
+        local: names of parameters on the first rank.
+        path: of the checkpoint, for messages.
+
+    Raises:
+        CorruptSourceError: files of experts are missing, or hold something else.
+        UnsupportedError: layers of different degrees.
+    """
+    layers: dict[str, int] = {}
+    for (layer, expert), names in files.items():
+        matches = [_EXPERT.match(name) for name in names]
+        if not matches or any(match is None or int(match[2]) != expert for match in matches):
+            raise CorruptSourceError(f"the file of expert {expert} of layer {layer} holds other names", path=path)
+        if any(layers.setdefault(match[1], layer) != layer for match in matches if match):
+            raise CorruptSourceError(f"layer {layer} of experts has the names of another layer", path=path)
+    counts = {prefix: 1 + max(expert for at, expert in files if at == layer) for prefix, layer in layers.items()}
+    own: dict[str, int] = {}
+    for name in local:
+        if match := _EXPERT.match(name):
+            own[match[1]] = max(own.get(match[1], 0), 1 + int(match[2]))
+    if unknown := sorted(own.keys() ^ counts.keys()):
+        raise CorruptSourceError(f"the experts {unknown[0]}* are in files or in the optimizer only", path=path)
+    degrees = {counts[prefix] / count for prefix, count in own.items()}
+    if len(degrees) > 1:
+        raise UnsupportedError(f"its layers of experts have different degrees {sorted(degrees)}", path=path)
+    degree = degrees.pop() if degrees else 1.0
+    if not degree.is_integer():
+        raise CorruptSourceError(f"files hold {counts} experts, the first rank {own}", path=path)
+    return Experts(counts=counts, layers=layers), int(degree)
