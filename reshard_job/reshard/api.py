@@ -57,6 +57,11 @@ def index_of(source: Path, *, require_commit: bool = False, patterns: Path | Non
     except UncommittedError:
         if require_commit:
             raise
+    return read_source(source, commit, patterns)
+
+
+def read_source(source: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+    """Index a checkpoint whose marker is known; see `index_of`."""
     if patterns is None:
         return read_checkpoint(source, commit)
     if (reason := DEEPSPEED.sniff(source)) is not None:

@@ -1,14 +1,16 @@
-"""The command line: `reshard inspect | plan | run | verify`.
+"""The command line: `reshard inspect | plan | run | verify | explain`.
 
 Data goes to stdout (`--json` for machines), log and progress to stderr, and the exit code names the class of a failure
-(`reshard.contract.ExitCode`).
+(`reshard.contract.ExitCode`). With `--json`, stdout holds one JSON object whatever happens.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
+import os
 import signal
 import sys
 import time
@@ -17,130 +19,229 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard import api
+from reshard import agree, api, estimate, explain, inspection, picture, render
+from reshard.commit import check_files, read_commit
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import ReshardError, UsageError
-from reshard.formats import known_formats
-from reshard.limits import format_bytes, parse_bytes
+from reshard.errors import ReshardError, TargetError, UncommittedError, UsageError, VerificationError
+from reshard.layout import Index
+from reshard.limits import buffer_bytes, format_bytes, parse_bytes
+from reshard.locate import check_source, check_target
+from reshard.options import parse
 from reshard.progress import ProgressLine
 from reshard.remote import location
-from reshard.render import inspect_text, plan_text, report_text
 from reshard.staging import Sharing
 from reshard.topology import Topology
-from reshard.verify import compare, total, verify_commit
+from reshard.verify import digests as read_digests
+from reshard.verify import total, verify_commit
+
+_WHY = {
+    "auto": "the only mode of this version; any unmodified framework loads the files",
+    "materialize": "asked for",
+}
+"""Why the mode was chosen."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What a verb has found: for machines, for people, and how the process ends."""
+
+    value: dict[str, Any]
+    text: str
+    exit_code: ExitCode = ExitCode.OK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = argparse.Namespace(verb="", json="--json" in words, report=None)
     started = time.monotonic()
     try:
+        options = parse(words)
         with _termination_as_interrupt():
-            value, text = options.handler(options)
+            result = _VERBS[options.verb](options)
     except ReshardError as error:
-        return _failed(options, error.exit_code, str(error), started)
-    except KeyboardInterrupt:
-        return _failed(options, ExitCode.INTERRUPTED, "interrupted; nothing was published", started)
+        return _failed(options, error, error.exit_code, str(error), started)
+    except KeyboardInterrupt as error:
+        return _failed(options, error, ExitCode.INTERRUPTED, "interrupted; nothing was published", started)
     except Exception as error:
         traceback.print_exc()
-        return _failed(options, ExitCode.INTERNAL, f"a bug: {type(error).__name__}: {error}", started)
-    sys.stdout.write((json.dumps(value, indent=1) if options.json else text) + "\n")
-    return int(ExitCode.OK)
+        return _failed(options, error, ExitCode.INTERNAL, f"a bug: {type(error).__name__}: {error}", started)
+    _say(json.dumps(result.value, indent=1) if options.json else result.text)
+    return int(result.exit_code)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="reshard", description="Convert training checkpoints between topologies.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    inspect = verbs.add_parser("inspect", help="what a checkpoint is: format, step, topology, tensors, bytes, problems")
-    inspect.add_argument("path", type=location)
-    inspect.set_defaults(handler=_inspect)
-
-    plan = verbs.add_parser("plan", help="what a conversion would read and write; nothing is written")
-    plan.add_argument("source", type=location)
-    plan.set_defaults(handler=_plan)
-
-    run = verbs.add_parser("run", help="convert, verify, publish")
-    run.add_argument("source", type=location)
-    run.add_argument("target", type=Path, help="folder to make; must not exist")
-    run.add_argument("--attempt", type=int, default=0, help="attempt number recorded in the commit")
-    run.add_argument("--require-commit", action="store_true", help="refuse a source without COMMIT.json")
-    run.add_argument("--report", type=Path, help="write a JSON report here, also on failure")
-    run.add_argument("--reread", action="store_true", help="read the whole result back before it is published")
-    run.add_argument(
-        "--resume", action="store_true", help="keep an unfinished result, and go on with one that is there"
-    )
-    run.add_argument("--worker", metavar="I/N", help="one of N processes, on any machines, that make one result (0/4)")
-    run.add_argument("--no-sync", action="store_true", help="do not wait for the disk: for results that can be lost")
-    run.set_defaults(handler=_run)
-
-    verify = verbs.add_parser("verify", help="check one checkpoint against its commit, or two against each other")
-    verify.add_argument("first", type=location)
-    verify.add_argument("second", type=location, nargs="?")
-    verify.set_defaults(handler=_verify)
-
-    for verb in (plan, run):
-        verb.add_argument("--to", required=True, metavar="TOPOLOGY", help="for instance tp=2,pp=2,dp=3,zero=1")
-        verb.add_argument("--format", default="", help=f"of the target, default that of the source: {known_formats()}")
-        verb.add_argument("--dtype", metavar="TYPE", help="of the weights, where the format leaves that open")
-        verb.add_argument("--states", default="", metavar="A,B", help="only these (weight, fp32, exp_avg, ...)")
-        verb.add_argument(
-            "--like", type=location, help="a checkpoint of the target's format and the same model, as template"
-        )
-        verb.add_argument("--file-size", default="5GiB", help="largest file, where the format leaves that open")
-        verb.add_argument("--memory", default="96MiB", help="for buffers (default: %(default)s)")
-        verb.add_argument("--threads", type=int, default=0, help="default: the processors of this process, at most 8")
-    for verb in (inspect, plan, run, verify):
-        verb.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+def _inspect(options: argparse.Namespace) -> Result:
+    path = location(options.path)
+    check_source(path)
+    found = inspection.inspect(path, lambda commit: api.read_source(path, commit, _path(options.patterns)))
+    value = {"ok": not found.problems, "exit_code": int(found.exit_code), **render.inspect_value(found)}
+    return Result(value, render.inspect_text(found, tensors=options.tensors), found.exit_code)
 
 
-def _inspect(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    index = api.index_of(options.path)
-    return inspect_text(index)
-
-
-def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    wanted = _conversion(options, options.source)
+def _plan(options: argparse.Namespace) -> Result:
+    target = _path(options.target)
+    wanted = _conversion(options, target)
+    if target is not None:
+        check_target(wanted.source, target)
     plan = api.plan_conversion(wanted, memory_bytes=_memory(options.memory), num_threads=options.threads)
-    summary = plan.summary()
-    return summary, plan_text(summary)
+    rates = estimate.assumed() if options.no_measure else estimate.measure(plan, target)
+    estimated = estimate.estimate(plan, rates)
+    requests = estimate.count_requests(plan)
+    value = render.plan_value(plan, estimated, requests, _WHY[options.mode], files=options.files)
+    return Result({"ok": True, **value}, render.plan_text(value, estimated))
 
 
-def _run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    wanted = _conversion(options, options.target)
+def _run(options: argparse.Namespace) -> Result:
     worker = _worker(options.worker)
+    target = Path(options.target).absolute()
+    wanted = _conversion(options, target)
+    check_target(wanted.source, target)
     sharing = Sharing.TOGETHER if worker else Sharing.RESUMABLE if options.resume else Sharing.ALONE
-    line = ProgressLine()
-    report = api.convert(
-        wanted,
-        memory_bytes=_memory(options.memory),
-        num_threads=options.threads,
-        reread=options.reread,
-        sync=not options.no_sync,
-        sharing=sharing,
-        worker=worker or (0, 1),
-        progress=line,
-        planned=lambda plan: line.expect(plan.bytes_to_read // (worker[1] if worker else 1)),
-    )
-    line.close()
+    line = ProgressLine(quiet=options.quiet)
+    try:
+        report = api.convert(
+            wanted,
+            memory_bytes=_memory(options.memory),
+            num_threads=options.threads,
+            reread=options.reread,
+            sync=not options.no_sync,
+            bytes_per_second=None if options.limit_rate is None else _size("--limit-rate", options.limit_rate),
+            sharing=sharing,
+            worker=worker or (0, 1),
+            progress=line,
+            planned=lambda plan: line.expect(plan.bytes_to_read // (worker[1] if worker else 1)),
+        )
+    finally:
+        line.close()
     _write_report(options.report, report)
-    return json.loads(report.to_json()), report_text(report)
+    return Result(json.loads(report.to_json()), render.report_text(report))
 
 
-def _conversion(options: argparse.Namespace, target: Path) -> api.Conversion:
+def _verify(options: argparse.Namespace) -> Result:
+    states = _list(options.states)
+    first = _index(options.first, options.patterns)
+    second = None if options.second is None else _index(options.second, None)
+    if second is not None and (absent := sorted(set(states) - _states(first) - _states(second))):
+        raise UsageError(f"--states {options.states}: neither checkpoint holds {', '.join(absent)}")
+    held = states if second is None else tuple(state for state in states if state in _states(first))
+    seen = api.view_of(first, states=held, names=_path(options.names))
+    digests = _digests(seen, renamed=options.names is not None)
+    value = {"ok": True, "first": str(options.first), "tensors": len(digests), "digest": total(digests)}
+    if second is None:
+        return Result(value, f"{options.first}: {len(digests)} tensors, digest {total(digests)}: intact")
+    held = tuple(state for state in states if state in _states(second))
+    other = api.view_of(second, states=held)
+    found = agree.compare(agree.side(seen, digests), agree.side(other, verify_commit(other)))
+    return _compared(options, value, found)
+
+
+def _digests(index: Index, *, renamed: bool) -> dict[str, str]:
+    """Read everything. Under other names, the marker's checksums of files are compared, its digests of tensors not."""
+    if not renamed:
+        return verify_commit(index)
+    with contextlib.suppress(UncommittedError):
+        check_files(index.root, read_commit(index.root), crc=True)
+    return read_digests(index)
+
+
+def _compared(options: argparse.Namespace, value: dict[str, Any], found: agree.Agreement) -> Result:
+    if found.different:
+        more = [f"and {len(found.different) - 20} more"] if len(found.different) > 20 else []
+        raise VerificationError(
+            f"{len(found.different)} tensors differ between {options.first} and {options.second}",
+            problems=[*found.different[:20], *more],
+        )
+    if not found.same:
+        raise VerificationError(
+            f"{options.first} and {options.second} have no tensor in common: nothing could be compared",
+            problems=found.not_compared[:20],
+            hint="give --names FILE where the second has other names",
+        )
+    facts = found.to_dict()
+    first, second, states = options.first, options.second, ", ".join(facts["states"])
+    if found.not_compared:
+        lines = [f"{first} and {second} agree in the {facts['tensors']} tensors that both hold: {states}"]
+    else:
+        lines = [f"{first} and {second} hold the same {facts['tensors']} tensors: {states}"]
+    if facts["across_states"]:
+        lines.append(
+            f"  {len(facts['across_states'])} of them: weights on one side, master weights (fp32) on the other"
+        )
+    lines += [f"  not compared: {note}" for note in found.not_compared]
+    return Result({**value, "second": str(options.second), **facts}, "\n".join(lines))
+
+
+def _explain(options: argparse.Namespace) -> Result:
+    source = location(options.source).absolute()
+    if options.to or options.format:
+        plan = api.plan_conversion(_conversion(options, None), num_threads=1)
+        index = plan.index
+    else:
+        plan = None
+        check_source(source)
+        index = api.index_of(source, patterns=_path(options.patterns))
+        index = api.view_of(index, states=_list(options.states), names=_path(options.names))
+    found = explain.explain(index, explain.find(index, options.tensor), plan)
+    if options.svg is not None:
+        _draw(Path(options.svg), found)
+    text = "\n".join(explain.to_text(item, index.aliases) for item in found)
+    return Result({"ok": True, "source": str(source), "tensors": [explain.to_dict(item) for item in found]}, text)
+
+
+def _draw(path: Path, found: Sequence[explain.Explanation]) -> None:
+    if len(found) > picture.MAX_TENSORS:
+        raise UsageError(
+            f"{len(found)} tensors match: a picture shows at most {picture.MAX_TENSORS}", hint="name fewer tensors"
+        )
+    try:
+        path.write_text(picture.draw(found), encoding="utf-8")
+    except OSError as error:
+        raise TargetError(f"cannot be written: {error.strerror}", path=str(path)) from error
+
+
+_VERBS = {"inspect": _inspect, "plan": _plan, "run": _run, "verify": _verify, "explain": _explain}
+
+
+def _conversion(options: argparse.Namespace, target: Path | None) -> api.Conversion:
+    source = location(options.source).absolute()
+    topology = Topology.parse(options.to) if options.to else None
+    file_bytes = _size("--file-size", options.file_size)
+    if topology is None and not options.format:
+        raise UsageError("say what the target shall be: --to TOPOLOGY, --format NAME or both")
+    check_source(source)
+    like = None if options.like is None else location(options.like).absolute()
     return api.Conversion(
-        source=options.source.absolute(),
-        target=target.absolute(),
-        topology=Topology.parse(options.to),
+        source=source,
+        target=target if target is not None else source,
+        topology=topology or api.index_of(source, patterns=_path(options.patterns)).topology,
         target_format=options.format,
         weight_dtype=options.dtype,
-        states=tuple(filter(None, options.states.split(","))),
-        like=None if options.like is None else options.like.absolute(),
-        file_bytes=_bytes("--file-size", options.file_size),
+        states=_list(options.states),
+        like=like,
+        names=_path(options.names),
+        patterns=_path(options.patterns),
+        file_bytes=file_bytes,
         attempt=getattr(options, "attempt", 0),
         require_commit=getattr(options, "require_commit", False),
     )
+
+
+def _index(text: str, patterns: str | None) -> Index:
+    path = location(text)
+    check_source(path)
+    return api.index_of(path, patterns=_path(patterns))
+
+
+def _states(index: Index) -> set[str]:
+    return {tensor.key.state for tensor in index.tensors}
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text).absolute()
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 def _worker(text: str | None) -> tuple[int, int] | None:
@@ -152,44 +253,54 @@ def _worker(text: str | None) -> tuple[int, int] | None:
     return int(worker), int(count)
 
 
-def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    first = verify_commit(api.index_of(options.first))
-    value = {"first": str(options.first), "tensors": len(first), "digest": total(first)}
-    if options.second is None:
-        return value, f"{options.first}: {len(first)} tensors, digest {total(first)}: intact"
-    compare(first, verify_commit(api.index_of(options.second)))
-    value["second"] = str(options.second)
-    return value, f"{options.first} and {options.second} hold the same {len(first)} tensors, digest {total(first)}"
-
-
-def _bytes(option: str, text: str) -> int:
+def _size(option: str, text: str) -> int:
     try:
-        return parse_bytes(text)
+        value = parse_bytes(text)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from error
+    if value < 1:
+        raise UsageError(f"{option} {text}: expected more than nothing")
+    return value
 
 
 def _memory(text: str) -> int:
-    value = _bytes("--memory", text)
+    if text == "auto":
+        return buffer_bytes()
+    value = _size("--memory", text)
     if value < 1 << 20:
         raise UsageError(f"--memory {format_bytes(value)}: at least 1MiB is needed")
     return value
 
 
-def _write_report(path: Path | None, report: ReshardReport) -> None:
+def _write_report(path: str | None, report: ReshardReport) -> None:
     if path is not None:
-        path.write_text(report.to_json(), encoding="utf-8")
+        Path(path).write_text(report.to_json(), encoding="utf-8")
 
 
-def _failed(options: argparse.Namespace, exit_code: ExitCode, message: str, started: float) -> int:
-    """Say why on stderr and in the report."""
+def _failed(
+    options: argparse.Namespace, error: BaseException, exit_code: ExitCode, message: str, started: float
+) -> int:
+    """Say why on stderr, in the report, and as JSON."""
     sys.stderr.write(f"reshard: {message}\n")
+    value: dict[str, Any] = {"ok": False, "exit_code": int(exit_code)}
     if options.verb == "run":
         seconds = time.monotonic() - started
+        report = api.failure_report(exit_code, message, Path(options.source), Path(options.target), seconds)
         with contextlib.suppress(OSError):
-            report = api.failure_report(exit_code, message, options.source, options.target, seconds)
             _write_report(options.report, report)
+        value = json.loads(report.to_json())
+    if options.json:
+        _say(json.dumps({**value, "error": render.error_value(error, int(exit_code), message)}, indent=1))
     return int(exit_code)
+
+
+def _say(text: str) -> None:
+    """Print data; a reader that has seen enough (`| head`) is no failure."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

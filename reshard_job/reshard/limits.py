@@ -1,13 +1,72 @@
-"""What this process may use."""
+"""What this process may use: processors and memory, as its control groups and the machine say. Sizes as text."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.cgroup import (
+    CPU_FILES,
+    MEMORY_FILES,
+    parse_available,
+    parse_cpu_quota,
+    parse_free_memory,
+    parse_groups,
+)
+from reshard.plan import DEFAULT_MEMORY_BYTES
+
+MAX_THREADS = 8
+"""More streams do not make one file system faster."""
+
+_SMALLEST_BUFFERS = 8 << 20
+_SHARE = 4  # of the memory that is free, the part that buffers may take
+
+
+def buffers_for(free_bytes: int | None) -> int:
+    """Bytes of buffers for a process that may take `free_bytes` more (None: not known).
+
+    More than the default gains nothing on the storage that was measured; a small pod gets a quarter of what it has.
+    """
+    if free_bytes is None:
+        return DEFAULT_MEMORY_BYTES
+    return max(_SMALLEST_BUFFERS, min(DEFAULT_MEMORY_BYTES, free_bytes // _SHARE))
+
+
+def threads_for(processors: int, quota: float | None) -> int:
+    """Threads for a process that may run on `processors` and keep `quota` of them busy (None: all)."""
+    usable = processors if quota is None else min(processors, math.ceil(quota))
+    return max(1, min(MAX_THREADS, usable))
+
+
+def buffer_bytes() -> int:
+    """Bytes of buffers that suit this process on this machine."""
+    found = [parse_free_memory(version, files) for version, files in _read_groups("memory", MEMORY_FILES)]
+    found.append(parse_available(_text("/proc/meminfo")))
+    return buffers_for(min((value for value in found if value is not None), default=None))
 
 
 def default_num_threads() -> int:
-    """Processors that this process may run on, at most 8: more streams do not make one file system faster."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))
+    """Threads that suit this process: processors that it may run on, its CPU quota, and at most `MAX_THREADS`."""
+    found = [parse_cpu_quota(version, files) for version, files in _read_groups("cpu", CPU_FILES)]
+    quota = min((value for value in found if value is not None), default=None)
+    return threads_for(len(os.sched_getaffinity(0)), quota)
+
+
+def _read_groups(controller: str, names: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Version and files of every group, own and parents', that limits this process."""
+    for group in parse_groups(_text("/proc/self/cgroup"), _text("/proc/self/mountinfo")):
+        if group.version == 2 or controller in group.controllers:
+            for folder in group.folders:
+                yield group.version, {name: _text(f"{folder}/{name}") for name in names if Path(folder, name).exists()}
+
+
+def _text(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def parse_bytes(text: str) -> int:
@@ -19,15 +78,30 @@ def parse_bytes(text: str) -> int:
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1, "": 1}
     number = text.rstrip("KMGiB")
     unit = text[len(number) :]
-    if unit not in units or not number.strip().isdigit():
+    if unit not in units or not number.isascii() or not number.isdigit():
         raise ValueError(f"cannot read {text!r}: write for instance 256MiB")
     return int(number) * units[unit]
 
 
 def format_bytes(num_bytes: float) -> str:
     """`1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+            digits = {"B": 0, "GiB": 2}.get(unit, 1)
+            return f"{num_bytes:.{digits}f} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"
+    return f"{num_bytes:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`42 ms`, `0.4 s`, `12 s`, `3 min 5 s`, `2 h 7 min`."""
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

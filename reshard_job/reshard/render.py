@@ -2,71 +2,240 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from reshard.contract import ReshardReport
+from reshard.errors import ReshardError
+from reshard.estimate import Estimate
+from reshard.inspection import Inspection
 from reshard.layout import Index
 from reshard.limits import format_bytes
+from reshard.plan import Plan
+
+_FIRST_OPTIONS = ("lr", "betas", "momentum", "eps", "weight_decay", "step")
+_MOST_OPTIONS = 6
 
 
-def inspect_text(index: Index) -> tuple[dict[str, Any], str]:
-    """For `reshard inspect`."""
-    num_bytes: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    for tensor in index.tensors:
-        count[f"{tensor.key.state} ({tensor.dtype})"] += 1
-        num_bytes[f"{tensor.key.state} ({tensor.dtype})"] += tensor.num_bytes
-    value = {
-        "path": str(index.root),
-        "format": index.format,
-        "step": index.step,
-        "samples": index.samples,
-        "topology": index.topology.to_dict(),
-        "files": len(index.files),
-        "file_bytes": sum(file.num_bytes for file in index.files),
-        "states": {state: {"tensors": count[state], "bytes": num_bytes[state]} for state in sorted(count)},
+def inspect_value(found: Inspection) -> dict[str, Any]:
+    """`reshard inspect --json`."""
+    index, commit = found.index, found.commit
+    value: dict[str, Any] = {
+        "path": str(found.path),
+        "commit": {"state": found.committed},
+        "files": found.num_files,
+        "file_bytes": found.file_bytes,
+        "problems": [
+            {"kind": item.kind, "exit_code": int(item.exit_code), "message": item.message, "hint": item.hint}
+            for item in found.problems
+        ],
+        "notes": list(found.notes),
+    }
+    if commit is not None:
+        value["commit"] |= {
+            "writer": commit.writer,
+            "attempt": commit.attempt,
+            "created": commit.created,
+            "source": commit.source,
+            "files": len(commit.files),
+            "bytes": commit.num_bytes,
+        }
+    told = index or commit
+    if told is not None:
+        value |= {
+            "format": told.format,
+            "step": told.step,
+            "samples": told.samples,
+            "topology": told.topology.to_dict(),
+        }
+    return value if index is None else value | _index_value(index)
+
+
+def _index_value(index: Index) -> dict[str, Any]:
+    copies, boxes = _counts(index)
+    return {
+        "states": {
+            state: {"dtypes": dtypes, "tensors": count, "bytes": num_bytes}
+            for state, (dtypes, count, num_bytes) in _states(index).items()
+        },
+        "groups": [
+            {"names": list(group.names), "options": dict(group.options), "scalars": dict(group.scalars)}
+            for group in index.groups
+        ],
+        "aliases": dict(index.aliases),
         "tensors": [
-            {"state": tensor.key.state, "name": tensor.key.name, "shape": list(tensor.shape), "dtype": tensor.dtype}
-            for tensor in index.tensors
+            {
+                "state": tensor.key.state,
+                "name": tensor.key.name,
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "bytes": tensor.num_bytes,
+                "copies": copies[at],
+                "boxes": boxes[at],
+            }
+            for at, tensor in enumerate(index.tensors)
         ],
     }
-    lines = [
-        f"{index.root}",
-        f"  format    {index.format}",
-        f"  topology  {index.topology}",
-        f"  step      {index.step} ({index.samples} samples)",
-        f"  files     {len(index.files)}, {format_bytes(sum(file.num_bytes for file in index.files))}",
-        *(f"  {state:<24} {count[state]:>6} tensors {format_bytes(num_bytes[state]):>12}" for state in sorted(count)),
-    ]
-    return value, "\n".join(lines)
 
 
-def plan_text(summary: dict[str, Any]) -> str:
-    """For `reshard plan`."""
-    return "\n".join(
+def _states(index: Index) -> dict[str, tuple[list[str], int, int]]:
+    """State -> types, number of tensors, bytes."""
+    found: dict[str, tuple[list[str], int, int]] = {}
+    for tensor in index.tensors:
+        dtypes, count, num_bytes = found.get(tensor.key.state, ([], 0, 0))
+        dtypes = sorted({*dtypes, tensor.dtype})
+        found[tensor.key.state] = (dtypes, count + 1, num_bytes + tensor.num_bytes)
+    return dict(sorted(found.items()))
+
+
+def _counts(index: Index) -> tuple[list[int], list[int]]:
+    """Copies and boxes of every tensor."""
+    copies = np.zeros(len(index.tensors), dtype=np.int64)
+    np.maximum.at(copies, index.shards.tensor, index.shards.replica + 1)
+    return copies.tolist(), np.bincount(index.shards.tensor, minlength=len(index.tensors)).tolist()
+
+
+def inspect_text(found: Inspection, *, tensors: bool) -> str:
+    """`reshard inspect`."""
+    index, commit = found.index, found.commit
+    told = index or commit
+    lines = [str(found.path)]
+    if told is not None:
+        lines += [
+            f"  format    {told.format}",
+            f"  topology  {told.topology}",
+            f"  step      {told.step} ({told.samples} samples)",
+        ]
+    lines += [f"  files     {found.num_files}, {format_bytes(found.file_bytes)}", f"  commit    {_commit_text(found)}"]
+    if index is not None:
+        rows = [
+            (state, ", ".join(dtypes), counted(count, "tensor"), format_bytes(num_bytes))
+            for state, (dtypes, count, num_bytes) in _states(index).items()
+        ]
+        lines += [f"  state     {line}" for line in table(rows, right=(2, 3))] if rows else []
+        lines += [f"  group {at:<3} {_group_text(index, at)}" for at in range(len(index.groups))]
+        lines += [f"  tied      {alias} = {name}" for alias, name in index.aliases.items()]
+        lines += _tensor_table(index) if tensors else []
+    lines += [f"  note      {note}" for note in found.notes]
+    lines += [_problem_text(item.message, int(item.exit_code), item.kind, item.hint) for item in found.problems]
+    return "\n".join(lines)
+
+
+def _problem_text(message: str, exit_code: int, kind: str, hint: str) -> str:
+    told = "\n            ".join([*message.splitlines(), *([f"hint: {hint}"] if hint else [])])
+    return f"  problem   {kind} ({exit_code}): {told}"
+
+
+def _commit_text(found: Inspection) -> str:
+    commit = found.commit
+    if commit is None:
+        return found.committed
+    parts = [f"{found.committed}: by {commit.writer}, attempt {commit.attempt}"]
+    parts += [f"at {commit.created}"] if commit.created else []
+    parts += [f"from {commit.source}"] if commit.source else []
+    return ", ".join(parts)
+
+
+def _group_text(index: Index, at: int) -> str:
+    group = index.groups[at]
+    plain = {**group.options, **group.scalars}
+    plain = {key: plain[key] for key in (*_FIRST_OPTIONS, *plain) if key in plain}
+    shown = [f"{key} {value}" for key, value in plain.items() if isinstance(value, int | float | str | list | tuple)]
+    more = [f"{len(plain) - _MOST_OPTIONS} more with --json"] if len(plain) > _MOST_OPTIONS else []
+    return ", ".join([counted(len(group.names), "parameter"), *shown[:_MOST_OPTIONS], *more])
+
+
+def _tensor_table(index: Index) -> list[str]:
+    copies, boxes = _counts(index)
+    rows = [("tensor", "shape", "type", "bytes", "copies", "boxes")]
+    rows += [
         (
-            f"{summary['source']} (step {summary['step']})",
-            f"  {summary['from']}  ->  {summary['to']}",
-            f"  tensors   {summary['tensors']}: {summary['source_shards']} shards -> {summary['target_shards']} shards",
-            f"  read      {format_bytes(summary['bytes_to_read'])}",
-            f"  write     {format_bytes(summary['bytes_to_write'])} in {summary['files_to_write']} files",
-            f"  memory    {format_bytes(summary['memory_bytes'])} of buffers, {summary['threads']} threads",
-            *(f"  note      {note}" for note in summary["notes"]),
-            "  exact: every element of every copy is written once",
+            str(tensor.key),
+            str(list(tensor.shape)),
+            tensor.dtype,
+            format_bytes(tensor.num_bytes),
+            str(copies[at]),
+            str(boxes[at]),
         )
-    )
+        for at, tensor in enumerate(index.tensors)
+    ]
+    return ["  " + line for line in table(rows, right=(3, 4, 5))]
+
+
+def counted(count: int, what: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def table(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...] = ()) -> list[str]:
+    """Lines of a table in columns; those in `right` are aligned to the right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(widths[at]) if at in right else cell.ljust(widths[at]) for at, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def plan_value(plan: Plan, estimated: Estimate, requests: tuple[int, int], why: str, *, files: bool) -> dict[str, Any]:
+    """`reshard plan --json`."""
+    summary = plan.summary()
+    return {
+        **summary,
+        "mode_reason": why,
+        "read_requests": requests[0],
+        "write_requests": requests[1],
+        "estimate": estimated.to_dict(),
+        **({"files": [{"path": file.path, "bytes": file.num_bytes} for file in plan.layout.files]} if files else {}),
+    }
+
+
+def plan_text(value: Mapping[str, Any], estimated: Estimate) -> str:
+    """`reshard plan`."""
+    first, *rates = estimated.lines()
+    writes = f"{counted(value['files_to_write'], 'file')}, {counted(value['write_requests'], 'request')}"
+    lines = [
+        f"{value['source']} (step {value['step']})",
+        f"  {value['source_format']} {value['from']}  ->  {value['format']} {value['to']}",
+        f"  mode      {value['mode']}: {value['mode_reason']}",
+        f"  tensors   {value['tensors']}: {value['source_shards']} -> {value['target_shards']} boxes",
+        f"  read      {format_bytes(value['bytes_to_read'])} in {counted(value['read_requests'], 'request')}",
+        f"  write     {format_bytes(value['bytes_to_write'])} in {writes}",
+        f"  memory    {format_bytes(value['memory_bytes'])} of buffers, {counted(value['threads'], 'thread')}",
+        f"  time      {first}",
+        *(f"            {rate}" for rate in rates),
+        *(f"  note      {note}" for note in value["notes"]),
+    ]
+    if "files" in value:
+        lines += [f"  file      {item['path']}  {format_bytes(item['bytes'])}" for item in value["files"]]
+    return "\n".join([*lines, "  exact: every element of every copy is written once"])
 
 
 def report_text(report: ReshardReport) -> str:
-    """For `reshard run`."""
+    """`reshard run`."""
     moved = report.bytes_read + report.bytes_written
     rate = f", {format_bytes(moved / report.seconds)}/s" if report.seconds and moved else ""
     return "\n".join(
         (
             f"{report.target}: {report.message}",
             f"  read {format_bytes(report.bytes_read)}, wrote {format_bytes(report.bytes_written)}",
-            f"  {report.num_files} files, {report.seconds:.2f} s{rate}",
+            f"  {counted(report.num_files, 'file')}, {report.seconds:.2f} s{rate}",
             f"  digest {report.digest or '-'}, peak memory {format_bytes(report.peak_rss_bytes)}",
         )
     )
+
+
+def error_value(error: BaseException, exit_code: int, message: str) -> dict[str, Any]:
+    """What any verb says with `--json` when it fails."""
+    known = error if isinstance(error, ReshardError) else None
+    return {
+        "kind": type(error).__name__,
+        "exit_code": exit_code,
+        "message": known.message if known else message,
+        "path": known.path if known else None,
+        "problems": list(known.problems) if known else [],
+        "hint": known.hint if known else "",
+    }

@@ -1,0 +1,105 @@
+"""Is it a checkpoint at all? Paths that cannot be what the command needs, said before anything is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.contract import COMMIT_FILE
+from reshard.errors import NotACheckpointError, TargetError, UsageError
+from reshard.formats import known_formats, recognise
+
+_MOST_TAGS = 20
+
+
+def check_source(path: Path) -> None:
+    """Refuse what is no folder of one checkpoint.
+
+    Raises:
+        NotACheckpointError: missing, a file, unreadable, or the folder above the checkpoints; says what is there.
+    """
+    if not path.exists():
+        above = next((parent for parent in path.absolute().parents if parent.exists()), None)
+        hint = f"of this path, {above} is there" if above is not None and above != Path(above.anchor) else ""
+        raise NotACheckpointError("there is no such folder", path=str(path), hint=hint)
+    if not path.is_dir():
+        raise NotACheckpointError(
+            "is a file: expected the folder of one checkpoint", path=str(path), hint=f"name its folder: {path.parent}"
+        )
+    try:
+        empty = not any(path.iterdir())
+    except OSError as error:
+        raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+    if empty:
+        raise NotACheckpointError("is empty", path=str(path))
+    if (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
+        return
+    tags = checkpoints_in(path)
+    if tags:
+        newest = _latest(path, tags)
+        raise NotACheckpointError(
+            f"holds {len(tags)} checkpoint{'s' if len(tags) > 1 else ''}, and is none itself",
+            path=str(path),
+            problems=[*tags[:_MOST_TAGS], *([f"and {len(tags) - _MOST_TAGS} more"] if len(tags) > _MOST_TAGS else [])],
+            hint=f"name one of them, for instance {path / newest}",
+        )
+    raise NotACheckpointError(
+        "holds no checkpoint that this version knows",
+        path=str(path),
+        problems=[f"{name}: {reason}" for name, reason in recognise(path)],
+        hint=f"the formats are {known_formats()}",
+    )
+
+
+def checkpoints_in(path: Path) -> list[str]:
+    """Names of the folders in `path` that hold a checkpoint, in the order of the numbers in their names."""
+    found = []
+    for child in path.iterdir():
+        if child.name.startswith(".") or not child.is_dir():
+            continue
+        if (child / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(child)):
+            found.append(child.name)
+    return sorted(found, key=_natural)
+
+
+def _latest(path: Path, tags: list[str]) -> str:
+    """The tag that DeepSpeed's file `latest` names, else the last."""
+    latest = path / "latest"
+    if latest.is_file() and latest.stat().st_size < 4096:
+        name = latest.read_text(encoding="utf-8", errors="replace").strip()
+        if name in tags:
+            return name
+    return tags[-1]
+
+
+def _natural(name: str) -> tuple[int, str]:
+    digits = "".join(character for character in name if character.isdigit())
+    return (int(digits) if digits.isascii() and digits else 0, name)
+
+
+def check_target(source: Path, target: Path) -> None:
+    """Refuse a target that would touch the source, or that cannot become a folder.
+
+    A target folder that exists is judged when its commit is read: it may be this conversion, done before.
+
+    Raises:
+        UsageError: source and target are the same, or one lies in the other.
+        TargetError: the target is a file, or below one.
+    """
+    here, there = source.resolve(), target.resolve()
+    if here == there:
+        raise UsageError("source and target are the same folder", path=str(target), hint="name a new folder")
+    if here in there.parents:
+        raise UsageError(
+            f"the target lies inside the source {source}, which is never changed",
+            path=str(target),
+            hint="name a folder outside of it",
+        )
+    if there in here.parents:
+        raise UsageError(
+            f"the target holds the source {source}", path=str(target), hint="name a new folder beside the source"
+        )
+    for path in (target, *target.absolute().parents):
+        if path.exists():
+            if not path.is_dir():
+                raise TargetError("is a file: no folder can be made there", path=str(path))
+            return

@@ -1,0 +1,202 @@
+"""The command line's verbs and options. docs/reshard.md lists them; a test holds the two together."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Never
+
+from reshard.contract import ExitCode
+from reshard.errors import UsageError
+from reshard.formats import known_formats
+
+VERBS = ("inspect", "plan", "run", "verify", "explain")
+
+_EXAMPLES = {
+    "": """\
+examples:
+  reshard inspect ckpt/global_step1000
+  reshard plan ckpt/global_step1000 --to dp=6,zero=1
+  reshard run ckpt/global_step1000 out/global_step1000 --to dp=6,zero=1
+  reshard verify ckpt/global_step1000 out/global_step1000
+  reshard explain ckpt/global_step1000 'fp32/*.weight' --to dp=6 --svg boxes.svg
+
+A checkpoint is the folder of one tag, not the folder above it. Data goes to stdout, log and progress to stderr.""",
+    "inspect": """\
+examples:
+  reshard inspect ckpt/global_step1000
+  reshard inspect ckpt/global_step1000 --tensors
+  reshard inspect ckpt/global_step1000 --json | jq '.problems'
+
+Metadata alone is read. What is damaged or suspicious is listed, and the exit code is that of the first problem.""",
+    "plan": """\
+examples:
+  reshard plan ckpt/global_step1000 --to tp=2,pp=2,dp=3,zero=1
+  reshard plan ckpt/global_step1000 out/global_step1000 --to dp=6 --files
+  reshard plan ckpt/global_step1000 --format safetensors --dtype bfloat16
+
+Nothing is converted. The source is read for about a second to measure its storage; with a target named, 32 MiB are
+written beside it and removed.""",
+    "run": """\
+examples:
+  reshard run ckpt/global_step1000 out/global_step1000 --to dp=6,zero=1
+  reshard run ckpt/global_step1000 hf --format safetensors --dtype bfloat16 --names llama.yaml
+  reshard run ckpt/global_step1000 out/global_step1000 --to dp=6 --worker 0/4      (and 1/4, 2/4, 3/4 elsewhere)
+
+The target appears complete, verified and committed, or not at all. The source is never changed.""",
+    "verify": """\
+examples:
+  reshard verify out/global_step1000
+  reshard verify ckpt/global_step1000 out/global_step1000
+  reshard verify ckpt/global_step1000 hf --names llama.yaml --states weight,fp32
+
+Every byte is read. Two checkpoints may be in different layouts and formats: what both hold must be equal, and what only
+one holds is listed as not compared.""",
+    "explain": """\
+examples:
+  reshard explain ckpt/global_step1000 layers.0.attention.qkv.weight
+  reshard explain ckpt/global_step1000 fp32/layers.0.attention.qkv.weight --to dp=6
+  reshard explain ckpt/global_step1000 'exp_avg/*bias' --to tp=2,dp=3 --svg boxes.svg""",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises what is wrong with the command line, so that it is reported like all else."""
+
+    def error(self, message: str) -> Never:
+        """Raise UsageError."""
+        raise UsageError(message, hint=f"{self.prog} --help")
+
+
+def version() -> str:
+    """Of the installed distribution."""
+    try:
+        return importlib.metadata.version("elastic-training-operator")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read a command line.
+
+    Raises:
+        UsageError: it makes no sense.
+    """
+    return build().parse_args(arguments)
+
+
+def build() -> Parser:
+    """The parser of all verbs."""
+    parser = Parser(
+        prog="reshard",
+        description="Convert training checkpoints between topologies and formats, exactly, without a GPU or torch.",
+        epilog=_EXAMPLES[""] + "\n\nexit codes: " + ", ".join(f"{code.value} {code.name}" for code in ExitCode),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"reshard {version()}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+    _add_inspect(_verb(verbs, "inspect", "what a checkpoint is: format, step, topology, tensors, bytes, problems"))
+    _add_plan(_verb(verbs, "plan", "what a conversion would read and write, and how long it would take"))
+    _add_run(_verb(verbs, "run", "convert, verify, publish"))
+    _add_verify(_verb(verbs, "verify", "check one checkpoint against its commit, or two against each other"))
+    _add_explain(_verb(verbs, "explain", "where every box of a tensor lies and goes, as text or picture"))
+    return parser
+
+
+def _verb(verbs: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:
+    verb = verbs.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=_EXAMPLES[name],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verb.add_argument("--json", action="store_true", help="print JSON, also on failure")
+    return verb
+
+
+def _add_inspect(verb: Parser) -> None:
+    verb.add_argument("path", metavar="PATH", help="folder of one checkpoint")
+    verb.add_argument("--tensors", action="store_true", help="list every tensor: shape, type, copies, boxes")
+    _add_patterns(verb)
+
+
+def _add_plan(verb: Parser) -> None:
+    verb.add_argument("source", metavar="SRC", help="folder of one checkpoint")
+    verb.add_argument("target", metavar="DST", nargs="?", help="folder that `run` would make: its storage is measured")
+    verb.add_argument("--files", action="store_true", help="list the files that would be written")
+    verb.add_argument("--no-measure", action="store_true", help="assume the speed of storage instead of measuring it")
+    _add_conversion(verb)
+    _add_resources(verb)
+
+
+def _add_run(verb: Parser) -> None:
+    verb.add_argument("source", metavar="SRC", help="folder of one checkpoint")
+    verb.add_argument(
+        "target", metavar="DST", help="folder to make; must not exist, unless as this conversion's result"
+    )
+    _add_conversion(verb)
+    _add_resources(verb)
+    verb.add_argument("--limit-rate", metavar="SIZE", help="read at most so much a second, for instance 200MiB")
+    verb.add_argument("--resume", action="store_true", help="keep an unfinished result, and go on with one")
+    verb.add_argument("--worker", metavar="I/N", help="one of N processes, on any machines, that make one result (0/4)")
+    verb.add_argument("--reread", action="store_true", help="read the whole result back before it is published")
+    verb.add_argument("--no-sync", action="store_true", help="do not wait for the disk: for results that can be lost")
+    verb.add_argument("--require-commit", action="store_true", help="refuse a source without COMMIT.json")
+    verb.add_argument("--attempt", type=int, default=0, metavar="N", help="attempt number recorded in the commit")
+    verb.add_argument("--report", metavar="FILE", help="write a JSON report here, also on failure")
+    verb.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def _add_verify(verb: Parser) -> None:
+    verb.add_argument("first", metavar="A", help="folder of one checkpoint")
+    verb.add_argument("second", metavar="B", nargs="?", help="another, in any layout or format")
+    verb.add_argument("--states", default="", metavar="A,B", help="compare only these (weight, fp32, exp_avg, ...)")
+    verb.add_argument("--names", metavar="FILE", help="name map: A is compared under the names that it gives")
+    _add_patterns(verb)
+
+
+def _add_explain(verb: Parser) -> None:
+    verb.add_argument("source", metavar="SRC", help="folder of one checkpoint")
+    verb.add_argument("tensor", metavar="TENSOR", help="a name (all its states), state/name, or a glob of either")
+    verb.add_argument("--svg", metavar="FILE", help="draw a picture into this file")
+    _add_conversion(verb)
+
+
+def _add_conversion(verb: Parser) -> None:
+    verb.add_argument(
+        "--to",
+        metavar="TOPOLOGY",
+        help="degrees of the target, for instance tp=2,pp=2,dp=3,zero=1 (those left out are 1);"
+        " may be left out where a --format is given",
+    )
+    verb.add_argument("--format", default="", help=f"of the target, by default the source's: {known_formats()}")
+    verb.add_argument("--mode", choices=("auto", "materialize"), default="auto", help="write the target's files")
+    verb.add_argument("--dtype", metavar="TYPE", help="of the weights, where the format leaves that open (bfloat16)")
+    verb.add_argument("--states", default="", metavar="A,B", help="only these (weight, fp32, exp_avg, ...)")
+    verb.add_argument("--names", metavar="FILE", help="name map (YAML): the target's names and parts of tensors")
+    _add_patterns(verb)
+    verb.add_argument(
+        "--like", metavar="DIR", help="a checkpoint of the target's format and the same model, as template"
+    )
+    verb.add_argument(
+        "--file-size", default="5GiB", metavar="SIZE", help="largest file, where the format leaves that open"
+    )
+
+
+def _add_patterns(verb: Parser) -> None:
+    verb.add_argument(
+        "--patterns", metavar="FILE", help="how tensor parallelism cut a DeepSpeed source that does not say it (YAML)"
+    )
+
+
+def _add_resources(verb: Parser) -> None:
+    verb.add_argument(
+        "--memory", default="auto", metavar="SIZE", help="for buffers; auto: 96MiB, less where less is free"
+    )
+    verb.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="by default the processors of this process, at most 8"
+    )
