@@ -295,7 +295,7 @@ class Target:
         count = 0
         for number, file in enumerate(self._files):
             pieces = sorted(set(written.get(number, ())))
-            fixed = [(position, bytearray(content)) for position, content in file.fixed]
+            fixed = [(position, bytearray(content)) for position, content in sorted(file.fixed)]
             for field in file.checksums:
                 inside = _starting_in(pieces, field.start, field.start + field.num_bytes)
                 value = crc.assemble(inside, start=field.start, num_bytes=field.num_bytes).to_bytes(4, "little")
@@ -356,8 +356,10 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
 
 
 def _patch(fixed: Sequence[tuple[int, bytearray]], position: int, value: bytes) -> None:
-    for start, content in fixed:
-        if start <= position and position + len(value) <= start + len(content):
+    at = bisect.bisect_right(fixed, position, key=lambda piece: piece[0]) - 1
+    if at >= 0:
+        start, content = fixed[at]
+        if position + len(value) <= start + len(content):
             content[position - start : position - start + len(value)] = value
             return
     raise ValueError(f"no fixed bytes at {position} to hold a checksum")

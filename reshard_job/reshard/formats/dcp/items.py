@@ -48,6 +48,7 @@ class Items:
         self.folder = folder
         self.num_bytes_read = 0
         self._current: tuple[str, File] | None = None
+        self._known: dict[bytes, tuple[str, Tensor]] = {}
 
     def __enter__(self) -> Items:
         return self
@@ -70,21 +71,35 @@ class Items:
             CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
         """
         window = self._window(entry.key, place)
-        value, _ = self._value(window)
-        if not isinstance(value, Tensor):
-            raise CorruptSourceError(f"{window.where}: holds a {type(value).__name__}, expected a tensor")
-        if value.shape != box.size or value.dtype != entry.dtype:
+        found = self._tensor(window)
+        if found.shape != box.size or found.dtype != entry.dtype:
             raise CorruptSourceError(
-                f"{window.where}: holds {value.dtype} {list(value.shape)}, .metadata says {entry.dtype} "
+                f"{window.where}: holds {found.dtype} {list(found.shape)}, .metadata says {entry.dtype} "
                 f"{list(box.size)}: files of two saves are mixed",
                 hint="use an earlier checkpoint; never save twice into one folder",
             )
-        storage = value.storage
+        storage = found.storage
         checksum = None
         if storage.crc32 is not None and storage.num_bytes:
             checksum = Checksum(start=storage.file_offset, num_bytes=storage.num_bytes, crc32=storage.crc32)
         self.num_bytes_read += window.num_bytes_read
-        return Chunk(byte_offset=value.file_offset, strides=value.stride, checksum=checksum)
+        return Chunk(byte_offset=found.file_offset, strides=found.stride, checksum=checksum)
+
+    def _tensor(self, window: Window) -> Tensor:
+        """The tensor of an item. Pickles of equal chunks are equal: each is run once."""
+        entries = read_directory(window)
+        _check_order(window, entries)
+        pickled = _pickle(window, entries)
+        known = self._known.get(pickled)
+        entry = entries.get(f"data/{known[0]}") if known is not None else None
+        if known is not None and entry is not None and entry.num_bytes == known[1].storage.num_bytes:
+            storage = dataclasses.replace(known[1].storage, file_offset=entry.offset, crc32=entry.crc32)
+            return dataclasses.replace(known[1], storage=storage)
+        value, storages = build(pickled, entries, window.where)
+        if not isinstance(value, Tensor):
+            raise CorruptSourceError(f"{window.where}: holds a {type(value).__name__}, expected a tensor")
+        self._known[pickled] = (next(key for key, item in storages.items() if item is value.storage), value)
+        return value
 
     def object(self, key: str, place: Place) -> Any:
         """The object of an item that is not a tensor: plain data, inert recipes, references to tensors."""
@@ -137,13 +152,8 @@ class Items:
     def _value(self, window: Window) -> tuple[Any, Mapping[str, ZipEntry]]:
         """The item's object, and the archive's entries of tensor storages."""
         entries = read_directory(window)
-        if "data.pkl" not in entries:
-            raise UnsupportedError(f"{window.where}: has no entry data.pkl: not written by torch.save")
-        if "byteorder" in entries and (order := _checked(window, entries["byteorder"])) != b"little":
-            raise UnsupportedError(f"{window.where}: byte order {order!r:.40}: only little endian is read")
-        if entries["data.pkl"].num_bytes > MAX_OBJECT_BYTES:
-            raise UnsupportedError(f"{window.where}: its pickle has {entries['data.pkl'].num_bytes} bytes")
-        value, _ = build(_checked(window, entries["data.pkl"]), entries, window.where)
+        _check_order(window, entries)
+        value, _ = build(_pickle(window, entries), entries, window.where)
         return value, {name: entry for name, entry in entries.items() if name.startswith("data/")}
 
     def _window(self, key: str, place: Place) -> Window:
@@ -172,6 +182,19 @@ class Items:
         if self._current is not None:
             self._current[1].close()
             self._current = None
+
+
+def _check_order(window: Window, entries: Mapping[str, ZipEntry]) -> None:
+    if "byteorder" in entries and (order := _checked(window, entries["byteorder"])) != b"little":
+        raise UnsupportedError(f"{window.where}: byte order {order!r:.40}: only little endian is read")
+
+
+def _pickle(window: Window, entries: Mapping[str, ZipEntry]) -> bytes:
+    if "data.pkl" not in entries:
+        raise UnsupportedError(f"{window.where}: has no entry data.pkl: not written by torch.save")
+    if entries["data.pkl"].num_bytes > MAX_OBJECT_BYTES:
+        raise UnsupportedError(f"{window.where}: its pickle has {entries['data.pkl'].num_bytes} bytes")
+    return _checked(window, entries["data.pkl"])
 
 
 def _checked(window: Window, entry: ZipEntry) -> bytes:

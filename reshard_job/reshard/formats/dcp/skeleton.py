@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from reshard.formats.dcp.metadata import METADATA_FILE, VERSION, Entry, Place
+from reshard.formats.pt.archive import Slot
 from reshard.formats.pt.emit import emit
-from reshard.formats.pt.objects import Global, Inert, Size, new_tensor
-from reshard.formats.pt.writer import lay_out_pt
+from reshard.formats.pt.objects import Global, Inert, Size, Tensor, new_tensor
+from reshard.formats.pt.writer import PtLayout, lay_out_pt
 from reshard.layout import ChecksumField, TargetFile
 
 _STEM = "archive"  # torch.save's prefix where it writes into a stream
@@ -40,6 +41,8 @@ class RankFiles:
 
     def __init__(self, world_size: int) -> None:
         self._files = [_RankFile() for _ in range(world_size)]
+        self._layouts: dict[tuple[str, tuple[int, ...]], tuple[PtLayout, Slot]] = {}
+        self._contents: dict[tuple[str, str], bytes] = {}
 
     def add_raw(self, rank: int, data: bytes) -> Place:
         """An item whose bytes are known."""
@@ -51,18 +54,24 @@ class RankFiles:
 
     def add_object(self, rank: int, value: Any) -> Place:
         """An item for plain data, or for a tensor whose bytes are known."""
-        layout = lay_out_pt(_STEM, value)
-        content = bytearray(layout.num_bytes)
-        for offset, data in layout.fixed:
-            content[offset : offset + len(data)] = data
-        return self.add_raw(rank, bytes(content))
+        alike = (type(value).__name__, repr(value))  # the same settings come for every parameter
+        if alike not in self._contents or isinstance(value, Tensor):
+            layout = lay_out_pt(_STEM, value)
+            content = bytearray(layout.num_bytes)
+            for offset, data in layout.fixed:
+                content[offset : offset + len(data)] = data
+            self._contents[alike] = bytes(content)
+        return self.add_raw(rank, self._contents[alike])
 
     def add_chunk(self, rank: int, dtype: str, shape: tuple[int, ...]) -> tuple[Place, int]:
         """An item for a chunk; also the position of its first element in the file."""
         file = self._files[rank]
         start = file.end + -file.end % _ALIGNMENT
-        layout = lay_out_pt(_STEM, tensor := new_tensor(dtype, shape))
-        slot = layout.slots[tensor.storage]
+        if (dtype, shape) not in self._layouts:  # there are as many chunks as ranks, of few shapes
+            tensor = new_tensor(dtype, shape)
+            laid_out = lay_out_pt(_STEM, tensor)
+            self._layouts[dtype, shape] = (laid_out, laid_out.slots[tensor.storage])
+        layout, slot = self._layouts[dtype, shape]
         file.fixed += [(start + offset, data) for offset, data in layout.fixed]
         if slot.num_bytes:
             positions = tuple(start + position for position in slot.crc_positions)
