@@ -1,4 +1,4 @@
-"""Load safetensors files with the libraries that people use, and compute losses. Started by the test, never collected.
+"""Load converted checkpoints with the libraries that people use, and compute losses. Started by the test.
 
 Reads a JSON list of tasks from argv and prints a JSON list of results, in the same order.
 """
@@ -11,8 +11,11 @@ from pathlib import Path
 
 with contextlib.redirect_stdout(sys.stderr):
     import torch
-    from model import Block, Embedding, FinalNorm, GptConfig, project, vocabulary_loss
+    import torch.distributed.checkpoint as dcp
+    from deepspeed.runtime.lr_schedules import WarmupLR
+    from model import Block, Embedding, FinalNorm, GptConfig, parameter_groups, project, vocabulary_loss
     from reshard_rank import GLOBAL_BATCH, SIZES, FlatModel, batch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from safetensors.torch import load_file
 
@@ -97,14 +100,45 @@ def loss_of(task):
     return float(torch.stack([loss.detach().double() for loss in losses]).mean())
 
 
+def losses_of(task):
+    """Three more steps in plain torch, from a checkpoint of torch.distributed.checkpoint, as the run takes them."""
+    config = config_of(task["size"])
+    model, loss_of_batch = FlatGpt(config), vocabulary_loss(config)
+    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-2, betas=(0.9, 0.95))
+    schedule = WarmupLR(optimizer, warmup_max_lr=2e-2, warmup_num_steps=4)
+    flat_names = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, states = get_state_dict(model, optimizer, options=flat_names)
+    dcp.load({"model": weights, "optim": states}, checkpoint_id=task["folder"], no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=flat_names)
+    if task.get("spoil"):
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+    schedule.load_state_dict({"last_batch_iteration": task["step"] - 1})
+    losses = []
+    for step in range(task["step"], task["step"] + 3):
+        optimizer.zero_grad()
+        batches = [batch(config, step, sample) for sample in range(GLOBAL_BATCH)]
+        loss = torch.stack([loss_of_batch(model(tokens), labels) for tokens, labels in batches]).mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss))
+    return losses
+
+
 def logits_of(task):
     """Of the tokens that tests/golden/safetensors/make.py uses."""
     model = gpt_flat(task["folder"], task["size"])
     return model(torch.arange(8).reshape(2, 4) % 13).flatten().tolist()
 
 
+KINDS = {"logits": logits_of, "train": losses_of}
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(sys.stderr), torch.no_grad():
-        results = [logits_of(task) if task["kind"] == "logits" else loss_of(task) for task in json.loads(sys.argv[1])]
+    with contextlib.redirect_stdout(sys.stderr):
+        results = []
+        for task in json.loads(sys.argv[1]):
+            with torch.set_grad_enabled(task["kind"] == "train"):
+                results.append(KINDS.get(task["kind"], loss_of)(task))
     print(json.dumps(results))

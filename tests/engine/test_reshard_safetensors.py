@@ -1,4 +1,4 @@
-"""Weights of real DeepSpeed runs as safetensors: loaded by the libraries themselves, the losses go on where they were.
+"""Weights of real DeepSpeed runs as safetensors, and whole runs in other names: the losses go on where they were.
 
 Each run is saved after its second step and goes on; its third loss, before the third update, is that of the weights in
 the checkpoint. What other code computes with the converted weights must be the same number.
@@ -16,8 +16,8 @@ import pytest
 from reshard.api import index_of
 from reshard.check import check_plan
 from reshard.execute import execute
+from reshard.formats import format_of
 from reshard.formats.base import Request
-from reshard.formats.safetensors import FORMAT
 from reshard.names import load, rename
 from reshard.plan import make_plan
 from reshard.topology import Topology
@@ -42,13 +42,13 @@ RUNS = {
 }
 
 
-def convert(source: Path, target: Path, *maps, inverse: bool = False, **request) -> Path:
-    """Convert to safetensors through name maps, as (file, constants), the last one backwards if asked for."""
+def convert(source: Path, target: Path, *maps, inverse: bool = False, to: str = "safetensors", **request) -> Path:
+    """Convert through name maps, as (file, constants), the last one backwards if asked for."""
     index = index_of(source)
     for at, (name, constants) in enumerate(maps):
         name_map = load(MAPS / name, constants)
         index = rename(index, name_map.inverse() if inverse and at == len(maps) - 1 else name_map)
-    plan = make_plan(index, FORMAT.layout(index, Request(topology=Topology(), **request)))
+    plan = make_plan(index, format_of(to).layout(index, Request(topology=Topology(), **request)))
     check_plan(plan)
     target.mkdir()
     execute(plan, target, sync=False)
@@ -57,10 +57,10 @@ def convert(source: Path, target: Path, *maps, inverse: bool = False, **request)
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory) -> dict[str, list[float]]:
-    """Three losses of every run, saved after the second step; `folder` is where."""
+    """Five losses of every run, saved after the second step; `folder` is where."""
     root = tmp_path_factory.mktemp("sources")
     runs = [
-        {"name": name, "steps": 3, "save_at": 2, "save": str(root / name / "step-00000002"), **run}
+        {"name": name, "steps": 5, "save_at": 2, "save": str(root / name / "step-00000002"), **run}
         for name, run in RUNS.items()
     ]
     return {"folder": root, **launch(runs[:1]), **launch(runs[1:])}
@@ -80,6 +80,7 @@ def results(losses, tmp_path_factory) -> dict[str, object]:
     for family, maps in (("llama", []), ("phi3", [phi_map])):
         there = convert(GOLDEN / family, out / family, *maps, ("gpt-llama.yaml", GOLDEN_SIZES), inverse=True)
         training[family] = convert(there, out / f"{family}-flat", to_flat)
+    dcp = convert(source["pipeline"], out / "dcp", flat_map, to="dcp")
     tasks = {
         "pipeline": {"kind": "gpt-flat", "folder": convert(source["pipeline"], out / "flat", flat_map), **small},
         "zero3": {"kind": "flat", "dtype": "float32", "folder": convert(source["zero3"], out / "zero3"), **small},
@@ -87,6 +88,8 @@ def results(losses, tmp_path_factory) -> dict[str, object]:
             "kind": "flat", "dtype": "bfloat16", **small,
             "folder": convert(source["bf16"], out / "bf16", weight_dtype="bfloat16", file_bytes=3000),
         },
+        "train": {"kind": "train", "folder": dcp, **small},
+        "spoiled": {"kind": "train", "folder": dcp, "spoil": True, **small},
         "llama": {"kind": "logits", "folder": training["llama"], "size": golden},
         "phi3": {"kind": "logits", "folder": training["phi3"], "size": golden},
     }  # fmt: skip
@@ -118,6 +121,12 @@ def results(losses, tmp_path_factory) -> dict[str, object]:
 def test_loaded_by_safetensors_the_loss_is_the_runs_own(name, tolerance, losses, results):
     assert results[name] == pytest.approx(losses[name][2], abs=tolerance, rel=0)
     assert abs(losses[name][1] - losses[name][2]) > 2 * tolerance  # the weights of another step would show
+
+
+def test_a_pipeline_goes_on_in_plain_torch_under_other_names(losses, results):
+    """Weights, moments, step and groups of four ranks, in one process that knows no pipeline."""
+    assert results["train"] == pytest.approx(losses["pipeline"][2:], abs=1e-6, rel=0)
+    assert results["spoiled"] != pytest.approx(losses["pipeline"][2:], abs=1e-4, rel=0)  # without the first moment
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
