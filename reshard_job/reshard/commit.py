@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from reshard.contract import COMMIT_FILE, CommitRef
 from reshard.errors import CorruptSourceError, UncommittedError
+from reshard.files import open_file
 from reshard.topology import Topology
 
 COMMIT_VERSION = 1
@@ -308,10 +309,11 @@ def sync_folder(folder: str | Path) -> None:
 
 def file_crc32(path: str | Path) -> int:
     """CRC-32 (zlib) of a file, in blocks of 4 MiB."""
-    crc = 0
-    with open(path, "rb", buffering=0) as stream:
-        while block := stream.read(_BLOCK_BYTES):
+    crc = position = 0
+    with open_file(path, follow=True) as file:
+        while block := file.read(_BLOCK_BYTES, position):
             crc = zlib.crc32(block, crc)
+            position += len(block)
     return crc
 
 
