@@ -17,7 +17,6 @@ from reshard.formats.pt.reader import PtFile
 from reshard.formats.universal.hints import Hints, for_param
 from reshard.formats.universal.names import MASTER
 from reshard.formats.universal.reader import Extra
-from reshard.formats.universal.source import is_vocabulary
 from reshard.layout import Index
 
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
@@ -54,7 +53,6 @@ class Blueprint:
         scaling: what the optimizer says for all groups together.
         patterns: `universal_checkpoint_info`.
         tp: degree that the checkpoint was laid out for.
-        padded: rows of the padded vocabulary at that degree; None where they are not known.
         cut_is_known: somebody said how tensor parallelism cuts every parameter.
         aliases: second name of a tied weight -> its first.
         commit_model: `Commit.model`.
@@ -68,7 +66,6 @@ class Blueprint:
     scaling: Mapping[str, Any]
     patterns: Patterns
     tp: int
-    padded: int | None
     cut_is_known: bool
     aliases: Mapping[str, str]
     commit_model: Mapping[str, Any]
@@ -97,7 +94,6 @@ def _of_native(extra: NativeExtra) -> Blueprint:
         )
     tp = source.topology.tp
     known = model.patterns.declared and (tp > 1 or model.patterns.tells_rows)
-    vocabulary = model.patterns.vocabulary_rows
     state, template = source.optimizer(0, 0), Template(source.optimizer_file(0, 0))
     return Blueprint(
         model=source.models[0, 0],
@@ -108,7 +104,6 @@ def _of_native(extra: NativeExtra) -> Blueprint:
         scaling={key: template.copy(state[key]) for key in _SCALING if key in state},
         patterns=model.patterns,
         tp=tp,
-        padded=None if vocabulary is None else vocabulary[1],
         cut_is_known=known,
         aliases=extra.aliases,
         commit_model=extra.commit_model,
@@ -153,7 +148,6 @@ def _of_universal(extra: Extra, tp: int) -> Blueprint:
         scaling={key: template.copy(value) for key, value in source.optimizer.value.items() if key in _SCALING},
         patterns=patterns,
         tp=degree,
-        padded=_padded(extra, ours=ours),
         cut_is_known=known,
         aliases=source.aliases,
         commit_model=extra.commit_model,
@@ -167,15 +161,3 @@ def _known_hints(extra: Extra, name: str, *, cut_is_known: bool) -> Hints:
         return found
     rule, _ = source.patterns.resolve(name, source.shapes[name])
     return for_param(dataclasses.replace(extra.params[name], rule=rule), cut_is_known=cut_is_known)
-
-
-def _padded(extra: Extra, *, ours: bool) -> int | None:
-    """Rows of the padded vocabulary: in our folders those of the files, unless they were left out there."""
-    vocabulary = extra.source.patterns.vocabulary_rows
-    if vocabulary is None or not ours:
-        return None if vocabulary is None else vocabulary[1]
-    found = {param.shape[0] for param in extra.params.values() if is_vocabulary(extra.source.patterns, param.name)}
-    padded = {rows for rows in found if rows > vocabulary[0]}
-    if vocabulary[0] == vocabulary[1]:
-        return vocabulary[1]
-    return padded.pop() if len(padded) == 1 else None

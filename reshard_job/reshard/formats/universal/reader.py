@@ -21,7 +21,7 @@ from reshard.formats.universal.atoms import Atom, Atoms, check_shape, param_of, 
 from reshard.formats.universal.hints import Hints
 from reshard.formats.universal.names import MASTER, NAME, STEP, ZERO, atom_file, check_names
 from reshard.formats.universal.source import Source, open_source
-from reshard.layout import Checksum, Index, ParamGroup, SourceFile
+from reshard.layout import ITEM_BYTES, Checksum, Index, ParamGroup, SourceFile
 from reshard.topology import Topology
 
 TOPOLOGY = Topology(zero=1)
@@ -118,13 +118,30 @@ def _read_all(source: Source) -> tuple[dict[str, Atoms], list[str]]:
     found: dict[str, Atoms] = {}
     problems: list[str] = []
     for name in (*source.shapes, *source.others):
-        if name in source.others and name not in source.stored and not (source.folder / ZERO / name).is_dir():
-            continue
-        try:
-            found[name] = read_atoms(source.folder, name)
-        except CorruptSourceError as error:
-            problems += error.problems
+        if name in source.shapes or name in source.stored or (source.folder / ZERO / name).is_dir():
+            try:
+                found[name] = read_atoms(source.folder, name)
+            except CorruptSourceError as error:
+                problems += error.problems
+        elif name in source.module:
+            found[name] = _in_model_file(source, name)
+    if absent := [name for name in source.frozen if name not in found and name not in source.stored]:
+        raise UnsupportedError(
+            f"{len(absent)} frozen parameters, such as {absent[0]}, have no atoms: DeepSpeed's converter leaves those"
+            " of ZeRO-3 in pieces in the model files",
+            path=str(source.folder),
+            hint="convert from the native checkpoint",
+        )
     return found, problems
+
+
+def _in_model_file(source: Source, name: str) -> Atoms:
+    """A buffer of ZeRO-3, which DeepSpeed's converter leaves where it was."""
+    tensor = source.module[name]
+    if tensor.dtype not in ITEM_BYTES:
+        raise UnsupportedError(f"buffer {name} is of type {tensor.dtype}", path=source.model.path)
+    path = Path(source.model.path).name
+    return Atoms(states={MASTER: Atom(file=source.model, path=path, tensor=tensor, hints={})}, step=None)
 
 
 def _left_over(source: Source) -> list[str]:
@@ -178,6 +195,7 @@ class _AtomRows(Rows):
     def __init__(self, source: Source) -> None:
         super().__init__()
         self.files: dict[str, PtFile] = {}
+        self._numbers: dict[str, int] = {}
         self._source = source
 
     def add(self, name: str, atoms: Atoms, problems: list[str]) -> Param | None:
@@ -212,8 +230,9 @@ class _AtomRows(Rows):
 
     def _add_atom(self, state: str, param: Param, atom: Atom) -> None:
         strides = check_shape(param, atom)
-        place = Place(1, 0, 0, len(self.files), atom.tensor.file_offset)
-        self.files[atom.path] = atom.file
+        number = self._numbers.setdefault(atom.path, len(self._numbers))
+        self.files.setdefault(atom.path, atom.file)
+        place = Place(1, 0, 0, number, atom.tensor.file_offset)
         self.add_shard(state, param, place, dtype=atom.tensor.dtype, strides=strides)
 
 

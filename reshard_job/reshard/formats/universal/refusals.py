@@ -17,6 +17,9 @@ from reshard.topology import Topology
 _STAGE3_STATES = {MASTER, "exp_avg", "exp_avg_sq"}
 """Written out in stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`."""
 
+_NATIVE_EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
+"""In names of DeepSpeed's own experts, which each rank counts from 0 (deepspeed/moe/experts.py)."""
+
 _SUB_GROUP_SIZE = 10**9  # DeepSpeed's default for zero_optimization.sub_group_size
 
 
@@ -30,6 +33,12 @@ def refuse(blueprint: Blueprint, target: Topology) -> None:
     if target.zero == 0:
         raise UnsupportedError(
             f"{target}: DeepSpeed loads universal checkpoints in the ZeRO stages 1, 2 and 3 only", path=where
+        )
+    if target.ep > 1 and (experts := _experts(blueprint)):
+        raise UnsupportedError(
+            f"{target}: each rank would load the experts of the first one, as each calls its own {experts[0]}",
+            path=where,
+            hint="choose --format deepspeed, or ep=1",
         )
     for number, group in enumerate(blueprint.groups):
         if more := [key for key in group.scalars if key != STEP]:
@@ -48,6 +57,10 @@ def refuse(blueprint: Blueprint, target: Topology) -> None:
             problems=problems,
             hint="choose --format deepspeed, which every stage loads right, or load it in stage 1 or 2 (--to zero=1)",
         )
+
+
+def _experts(blueprint: Blueprint) -> list[str]:
+    return [name for name in blueprint.params if _NATIVE_EXPERT in name]
 
 
 def _refuse_cut(blueprint: Blueprint, target: Topology, where: str) -> None:
@@ -94,6 +107,8 @@ def warnings(blueprint: Blueprint, target: Topology, params: Mapping[str, Param]
         found.append(f"load it in ZeRO stage 1 or 2: stage 3 would load it wrongly ({'; '.join(problems)})")
     if not blueprint.cut_is_known:
         found.append("it loads at tp=1 only: it is not said how tensor parallelism cuts the parameters")
+    if _experts(blueprint):
+        found.append("it loads at ep=1 only: each rank would load the experts of the first one")
     zero = _zero_config(blueprint)
     if zero.get("round_robin_gradients"):
         found.append("turn round_robin_gradients off in the run that loads it: DeepSpeed loads other values with it")

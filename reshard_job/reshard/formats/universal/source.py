@@ -34,6 +34,7 @@ class Source:
         shapes: parameter -> shape of each tensor-parallel rank's shard when it was saved, `[tp]`.
         others: names of frozen parameters and buffers, as far as the model files tell.
         stored: those of them that must have an atom (DeepSpeed makes none from a pipeline's files, and from ZeRO-3's).
+        module: weights that the model file holds.
         aliases: second name of a tied weight -> its first.
         patterns: `universal_checkpoint_info`.
         tp: tensor-parallel degree of the run that saved.
@@ -48,6 +49,7 @@ class Source:
     shapes: Mapping[str, tuple[Shape, ...]]
     others: tuple[str, ...]
     stored: frozenset[str]
+    module: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     patterns: Patterns
     tp: int
@@ -57,6 +59,12 @@ class Source:
     def settings(self) -> list[Mapping[str, Any]]:
         """The optimizer's `param_groups`, one for each of `groups`."""
         return list(self.optimizer.value["param_groups"])
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Those of `others` that are parameters."""
+        found = self.model.value.get("frozen_param_shapes") or ()
+        return tuple(name for name in self.others if name in found)
 
     def vocabulary_rows(self, name: str) -> tuple[int, int] | None:
         """True and padded number of rows, as stated, of a parameter that is a vocabulary's; else None."""
@@ -103,6 +111,7 @@ def open_source(folder: Path) -> Source:
         shapes=_shapes(stages, folder),
         others=others,
         stored=frozenset(others if made_for is not None else _copied(models[0], tensors, others)),
+        module=tensors,
         aliases=aliases,
         patterns=patterns.parse(models[0].value.get("universal_checkpoint_info")),
         tp=len(stages[0]),

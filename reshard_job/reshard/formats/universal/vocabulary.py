@@ -18,29 +18,26 @@ from reshard.topology import Topology
 def param_in_files(param: Param, blueprint: Blueprint, target: Topology) -> Param:
     """The parameter with the rows that its atoms get.
 
-    All rows that the target's model has, where that is known: then the folder is right for every stage, and padding
-    rows keep their values where the source has as many. Else the true rows, as DeepSpeed's own converter does.
+    All rows that the target's model has, so that the folder is right for every stage and padding rows keep their
+    values. A folder of DeepSpeed's own converter has no padding rows: it gets some for stage 3 only.
 
     Raises:
         UnsupportedError: stage 3 needs the number of rows, and it is not known.
     """
-    known = blueprint.patterns.vocabulary_rows
-    if known is None or not param.shape or not is_vocabulary(blueprint.patterns, param.name):
+    stated = blueprint.patterns.vocabulary_rows
+    if stated is None or not param.shape or not is_vocabulary(blueprint.patterns, param.name):
         return param
-    true, stated = known
-    if blueprint.patterns.vocabulary_multiple is not None:
-        padded = blueprint.patterns.padded_rows(target.tp)
-    elif true == stated:
-        padded = true
-    else:
-        padded = blueprint.padded if target.tp == blueprint.tp else None
-    if padded is None and target.zero == 3:
+    true, padded = stated
+    certain = blueprint.patterns.vocabulary_multiple is not None or true == padded or target.tp == blueprint.tp
+    if target.zero == 3 and not certain:
         raise UnsupportedError(
-            f"{param.name}: with how many rows the vocabulary of {true} is padded at tp={target.tp} is not known,"
-            " and DeepSpeed's ZeRO-3 loads universal checkpoints wrongly without those rows",
+            f"{param.name}: with how many rows the vocabulary of {true} is padded at tp={target.tp} is not known"
+            f" ({padded} at tp={blueprint.tp}), and DeepSpeed's ZeRO-3 would load another number of rows wrongly",
             path=str(blueprint.model.path),
             hint="save with vocab_multiple in universal_checkpoint_info (rows are padded to a multiple of it times tp),"
             " or choose --to zero=1",
         )
-    rows = padded or true
+    if param.rows is None and target.zero < 3:
+        return param
+    rows = blueprint.patterns.padded_rows(target.tp) or true
     return dataclasses.replace(param, shape=(rows, *param.shape[1:]), rows=true if rows > true else None)
