@@ -54,8 +54,8 @@ def test_parameter_groups_and_the_rest_are_told_apart(name):
     assert [group.names for group in index.groups] == [MATRICES, VECTORS]
     assert [group.options["weight_decay"] for group in index.groups] == [0.1, 0.0]
     assert {key.state for key in (item.key for item in index.tensors)} == {"weight", *STATES[name]}
-    assert set(LEFT[name]) <= set(index.extra.objects)
-    assert not any(key.startswith(("optim.", "optimizer.", "app.optimizer.")) for key in index.extra.objects)
+    assert set(LEFT[name]) <= set(index.extra.naming.rest)
+    assert not any(key.startswith(("optim.", "optimizer.", "app.optimizer.")) for key in index.extra.naming.rest)
 
 
 def test_steps_are_numbers_of_their_group():

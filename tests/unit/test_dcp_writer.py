@@ -1,9 +1,12 @@
 """DCP from other formats, and what a reader makes of unusual but valid checkpoints."""
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from reshard.check import check_plan
 from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError
@@ -26,6 +29,7 @@ from reshard.layout import (
 )
 from reshard.plan import make_plan
 from reshard.topology import Topology
+from reshard.views import keep_tensors, select_states
 from tests.golden.files import assemble
 
 TORCH_CHUNKS = {  # len of torch.arange(n).chunk(world), by hand
@@ -284,6 +288,85 @@ def test_names_that_collide_are_refused(tmp_path):
     index = mixed_precision(tmp_path, aliases={"b": "a"})
     with pytest.raises(UnsupportedError, match=r"such as model\.b"):
         FORMAT.layout(index, Request(topology=Topology(dp=2, zero=3)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4),
+    worlds=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+)
+def test_any_tensors_survive_any_worlds(shapes, worlds):
+    with tempfile.TemporaryDirectory() as scratch:
+        values = {f"weight/{at}.w": np.arange(np.prod(shape), dtype=np.float32) + at for at, shape in enumerate(shapes)}
+        values = {key: value.reshape(shape) for (key, value), shape in zip(values.items(), shapes, strict=True)}
+        index = foreign(Path(scratch) / "source", values)
+        for number, world in enumerate(worlds):
+            target = Path(scratch) / str(number)
+            convert(index, target, world)
+            index = FORMAT.read(target, None)
+        found = assemble(keep_tensors(index, [at for at, item in enumerate(index.tensors) if item.num_elements]))
+        assert {str(item.key): item.shape for item in index.tensors} == {
+            key: value.shape for key, value in values.items()
+        }
+        for key, value in values.items():
+            assert value.size == 0 or (found[key].view(np.float32) == value).all(), key
+
+
+def example(tmp_path, *, rows=5, nested=False) -> Index:
+    """A checkpoint of the same model as `mixed_precision`, with another tree, more options, and more besides."""
+    maker = Maker()
+    for name, shape in (("a", (rows, 2)), ("head", (rows, 2)), ("b", (3,)), ("buffer", (2,))):
+        maker.tensor(name, values=np.zeros(shape))
+    for name, shape in (("a", (rows, 2)), ("b", (3,))):
+        state = ("optimizer", "state", name) if nested else ("optimizer",)
+        prefix = "" if nested else f"state.{name}."
+        maker.tensor(*state, f"{prefix}exp_avg", values=np.zeros(shape))
+        maker.tensor(*state, f"{prefix}step", values=1.0)
+        if not nested:
+            maker.object("optimizer", f"param_groups.{name}.lr", value=0.5)
+            maker.object("optimizer", f"param_groups.{name}.amsgrad", value=False)
+    if nested:
+        maker.object("optimizer", "param_groups", 0, "lr", value=0.5)
+        maker.object("optimizer", "param_groups", 0, "amsgrad", value=False)
+        maker.object("optimizer", "param_groups", 0, "params", value=["a", "b"])
+    maker.object("schedule", "last_epoch", value=1)
+    return FORMAT.read(maker.write(tmp_path / "example"), None)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_target_can_be_like_another_checkpoint(nested, tmp_path):
+    like, index = example(tmp_path, nested=nested), mixed_precision(tmp_path)
+    layout = convert(index, tmp_path / "out", 2, like=like)
+    found = FORMAT.read(tmp_path / "out", None)
+    assert found.extra.order == like.extra.order
+    assert found.extra.paths == like.extra.paths
+    (group,) = found.groups
+    assert (group.names, group.options, group.scalars) == (("a", "b"), {"lr": 0.1, "amsgrad": False}, {"step": 4.0})
+    before, after = assemble(index), assemble(found)
+    assert (after["weight/head"] == before["fp32/a"]).all()
+    assert (after["exp_avg/b"] == before["exp_avg/b"]).all()
+    assert any("amsgrad" in note and "schedule.last_epoch" in note for note in layout.notes)
+
+
+def test_another_model_is_no_example(tmp_path):
+    like, index = example(tmp_path, rows=6), mixed_precision(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"weight/a is \[5, 2\], and \[6, 2\] in the one"):
+        FORMAT.layout(index, Request(topology=Topology(dp=2, zero=3), like=like))
+
+
+def test_an_example_of_another_format_is_refused(tmp_path):
+    index = mixed_precision(tmp_path)
+    with pytest.raises(UnsupportedError, match="is of the format deepspeed, not dcp"):
+        FORMAT.layout(index, Request(topology=Topology(dp=2, zero=3), like=index))
+
+
+def test_without_optimizer_states_nothing_of_the_optimizer_is_carried(tmp_path):
+    maker = adam(Maker())
+    maker.object("loader", "state", value=[1, 2])
+    index = select_states(FORMAT.read(maker.write(tmp_path / "a"), None), ("weight",))
+    convert(index, tmp_path / "out", 2)
+    found = FORMAT.read(tmp_path / "out", None)
+    assert set(found.extra.order) == {"model.a", "model.b", "loader.state"}
 
 
 def test_a_source_without_checksums_is_read(tmp_path):

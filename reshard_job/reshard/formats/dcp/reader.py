@@ -35,13 +35,13 @@ class Extra:
         paths: where each logical tensor is in the state dict.
         order: flat names of all entries, in the source's order.
         carried: entries that travel as they are: objects, numbers, and small tensors of neither model nor optimizer.
-        objects: flat names of carried entries that are of neither model nor optimizer.
+        naming: what each entry is.
     """
 
     paths: Mapping[TensorKey, Path_]
     order: tuple[str, ...]
     carried: tuple[Entry, ...]
-    objects: tuple[str, ...]
+    naming: Naming
 
 
 def read_index(folder: Path, commit: Commit | None) -> Index:
@@ -75,7 +75,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
             paths={moved[entry.key]: entry.path for entry in entries if entry.key in moved},
             order=tuple(entry.key for entry in entries),
             carried=carried,
-            objects=naming.rest,
+            naming=naming,
         ),
         notes=_notes(naming),
     )

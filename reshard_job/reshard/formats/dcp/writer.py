@@ -2,71 +2,35 @@
 
 From a DCP source the state dict stays as its user made it. From another format it gets the names that torch's
 `get_model_state_dict` and `get_optimizer_state_dict` make under `model` and `optim`, with parameter groups both by
-group and by parameter (`flatten_optimizer_state_dict`), as either form may be asked for. Pure but for small objects
-that are copied from a DCP source.
+group and by parameter (`flatten_optimizer_state_dict`), as either form may be asked for; with `Request.like`, those of
+that checkpoint. Pure but for small objects that are copied from a DCP checkpoint.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import struct
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
-from reshard.formats.dcp.items import Items
-from reshard.formats.dcp.metadata import Entry, Path_
+from reshard.formats.dcp.metadata import Entry
 from reshard.formats.dcp.naming import dotted
+from reshard.formats.dcp.objects import carried, numbers, objects_like, options
 from reshard.formats.dcp.reader import NAME, Extra
 from reshard.formats.dcp.skeleton import RankFiles, metadata_file
-from reshard.formats.pt.objects import new_tensor
+from reshard.formats.dcp.wanted import Wanted, named_tensors, notes_on, own_tensors, placed_like
 from reshard.geometry import Box, whole
-from reshard.layout import (
-    Index,
-    LogicalTensor,
-    ParamGroup,
-    Plain,
-    ShardTableBuilder,
-    TargetLayout,
-    TensorKey,
-)
-
-_MODEL, _OPTIMIZER = "model", "optim"
-_FLOATS = frozenset(("float64", "float32", "float16", "bfloat16"))
-_PADDING = "#padding"  # of a vocabulary: rows that other formats need and a torch model of the true size does not have
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """A tensor of the target: where it is in the state dict, and the source tensor that it is made of."""
-
-    path: Path_
-    tensor: LogicalTensor
-    origin: int
+from reshard.layout import Index, ShardTableBuilder, TargetLayout
 
 
 def lay_out(index: Index, request: Request) -> TargetLayout:
     """Lay out the tensors of `index`, cut along dim 0 for all ranks of `request.topology` like FSDP2.
 
     Raises:
-        UnsupportedError: two tensors of one name, or nothing to write.
+        UnsupportedError: two tensors of one name, nothing to write, or `request.like` does not fit.
         CorruptSourceError: a small object of the source is damaged.
     """
-    if request.topology.world_size < 1:
-        raise UnsupportedError(f"{request.topology} has no ranks")
     files, table = RankFiles(request.topology.world_size), ShardTableBuilder()
-    extra = index.extra if index.format == NAME and isinstance(index.extra, Extra) else None
-    own = extra is not None and all(tensor.key in extra.paths for tensor in index.tensors)
-    if extra is not None and own:
-        wanted = list(_own_tensors(index, request, extra))
-        notes: tuple[str, ...] = ()
-        objects = _carried(files, index.root, extra.carried)
-        order = {key: at for at, key in enumerate(extra.order)}
-    else:
-        wanted, notes = _named_tensors(index, request), _notes(index, request, extra)
-        objects = [*_numbers(files, index), *_options(files, index.groups)]
-        order = {}
+    wanted, objects, order, notes = _content(files, index, request)
     entries = [*(_cut(files, table, at, item, request.topology.world_size) for at, item in enumerate(wanted)), *objects]
     _check_names(entries, index)
     entries.sort(key=lambda entry: order.get(entry.key, 0))
@@ -79,6 +43,43 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         origins=tuple(item.origin for item in wanted),
         notes=notes,
     )
+
+
+def _content(
+    files: RankFiles, index: Index, request: Request
+) -> tuple[list[Wanted], list[Entry], Mapping[str, int], tuple[str, ...]]:
+    """Tensors, other entries, order of the entries, and notes."""
+    extra = _extra(index)
+    if request.like is not None:
+        like = _extra(request.like)
+        if like is None:
+            raise UnsupportedError(f"is of the format {request.like.format}, not {NAME}", path=str(request.like.root))
+        wanted = placed_like(named_tensors(index, request), index, request.like, like)
+        taken = {dotted(item.path) for item in wanted}
+        objects, notes = objects_like(files, index, request.like, like, taken)
+        return wanted, objects, _positions(like), (*notes_on(index, request), *notes)
+    if extra is not None and all(tensor.key in extra.paths for tensor in index.tensors):
+        wanted = list(own_tensors(index, request, extra))
+        return wanted, carried(files, index.root, _chosen(index, extra)), _positions(extra), ()
+    objects = [*numbers(files, index), *options(files, index.groups)]
+    return named_tensors(index, request), objects, {}, notes_on(index, request, extra)
+
+
+def _extra(index: Index) -> Extra | None:
+    return index.extra if index.format == NAME and isinstance(index.extra, Extra) else None
+
+
+def _positions(extra: Extra) -> Mapping[str, int]:
+    return {key: at for at, key in enumerate(extra.order)}
+
+
+def _chosen(index: Index, extra: Extra) -> Iterable[Entry]:
+    """What is carried along; nothing of the optimizer if its states were left out."""
+    had = any(key.state != "weight" for key in extra.paths)
+    if not had or any(tensor.key.state != "weight" for tensor in index.tensors):
+        return extra.carried
+    rest = set(extra.naming.rest)
+    return [entry for entry in extra.carried if entry.key in rest]
 
 
 def cuts(shape: tuple[int, ...], world_size: int) -> Iterator[tuple[int, Box]]:
@@ -95,7 +96,7 @@ def cuts(shape: tuple[int, ...], world_size: int) -> Iterator[tuple[int, Box]]:
         yield rank, Box((first, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
 
 
-def _cut(files: RankFiles, table: ShardTableBuilder, at: int, item: _Wanted, world_size: int) -> Entry:
+def _cut(files: RankFiles, table: ShardTableBuilder, at: int, item: Wanted, world_size: int) -> Entry:
     chunks = []
     for rank, box in cuts(item.tensor.shape, world_size):
         place, byte_offset = files.add_chunk(rank, item.tensor.dtype, box.size)
@@ -109,113 +110,6 @@ def _cut(files: RankFiles, table: ShardTableBuilder, at: int, item: _Wanted, wor
         dtype=item.tensor.dtype,
         chunks=tuple(chunks),
     )
-
-
-def _own_tensors(index: Index, request: Request, extra: Extra) -> Iterator[_Wanted]:
-    for at, tensor in enumerate(index.tensors):
-        dtype = tensor.dtype
-        if tensor.key.state == "weight" and dtype in _FLOATS:
-            dtype = request.weight_dtype or dtype
-        yield _Wanted(path=extra.paths[tensor.key], tensor=dataclasses.replace(tensor, dtype=dtype), origin=at)
-
-
-def _carried(files: RankFiles, folder: Path, carried: Iterable[Entry]) -> list[Entry]:
-    entries = []
-    with Items(folder) as items:
-        for entry in sorted(carried, key=lambda entry: entry.chunks[0][1]):
-            box, place = entry.chunks[0]
-            moved = files.add_raw(0, items.raw(entry.key, place))
-            entries.append(dataclasses.replace(entry, chunks=((box, moved),)))
-    return entries
-
-
-def _named_tensors(index: Index, request: Request) -> list[_Wanted]:
-    at = {tensor.key: number for number, tensor in enumerate(index.tensors)}
-    names = dict.fromkeys(key.name for key in at if key.state in ("weight", "fp32") and not _is_padding(key))
-    second: dict[str, list[str]] = {}
-    for other, name in index.aliases.items():
-        second.setdefault(name, []).append(other)
-    wanted: list[_Wanted] = []
-    for name in names:
-        origin, dtype = _weight(index, at, name, request.weight_dtype)
-        for known in (name, *second.get(name, ())):
-            tensor = dataclasses.replace(index.tensors[origin], key=TensorKey("weight", known), dtype=dtype)
-            wanted.append(_Wanted(path=(_MODEL, known), tensor=tensor, origin=origin))
-    for key, number in at.items():
-        if key.state not in ("weight", "fp32") and not _is_padding(key):
-            path: Path_ = (_OPTIMIZER, f"state.{key.name}.{key.state}")
-            wanted.append(_Wanted(path=path, tensor=index.tensors[number], origin=number))
-    return wanted
-
-
-def _weight(index: Index, at: dict[TensorKey, int], name: str, asked: str | None) -> tuple[int, str]:
-    """Source tensor and type of a weight: the master weight where there is one, as FSDP2 keeps its parameters."""
-    weight, master = at.get(TensorKey("weight", name)), at.get(TensorKey("fp32", name))
-    if weight is not None and (master is None or index.tensors[weight].dtype == asked):
-        dtype = index.tensors[weight].dtype
-        return weight, asked if asked is not None and dtype in _FLOATS else dtype
-    assert master is not None
-    return master, asked or index.tensors[master].dtype
-
-
-def _is_padding(key: TensorKey) -> bool:
-    return key.name.endswith(_PADDING)
-
-
-def _numbers(files: RankFiles, index: Index) -> list[Entry]:
-    """States that are one number for a group, for each parameter that has a state: `step` as torch keeps it."""
-    having = {tensor.key.name for tensor in index.tensors if tensor.key.state not in ("weight", "fp32")}
-    entries = []
-    for group in index.groups:
-        for name in group.names:
-            for state, value in group.scalars.items() if name in having else ():
-                path: Path_ = (_OPTIMIZER, f"state.{name}.{state}")
-                tensor = new_tensor("float32", (), struct.pack("<f", value))
-                place = files.add_object(0, tensor)
-                entries.append(
-                    Entry(key=dotted(path), path=path, shape=(), dtype="float32", chunks=((Box((), ()), place),))
-                )
-    return entries
-
-
-def _options(files: RankFiles, groups: Iterable[ParamGroup]) -> list[Entry]:
-    """`param_groups` by group and by parameter."""
-    found: list[tuple[Path_, Plain]] = []
-    for number, group in enumerate(groups):
-        where: Path_ = (_OPTIMIZER, "param_groups", number)
-        found += [((*where, option), value) for option, value in group.options.items()]
-        found.append(((*where, "params"), list(group.names)))
-        found += [
-            ((_OPTIMIZER, f"param_groups.{name}.{option}"), value)
-            for name in group.names
-            for option, value in group.options.items()
-        ]
-    return [
-        Entry(key=dotted(path), path=path, shape=None, dtype="", chunks=((None, files.add_object(0, value)),))
-        for path, value in found
-    ]
-
-
-def _notes(index: Index, request: Request, extra: Extra | None) -> tuple[str, ...]:
-    notes = []
-    keys = {tensor.key: tensor.dtype for tensor in index.tensors}
-    rounded = [
-        key
-        for key, dtype in keys.items()
-        if key.state == "weight" and keys.get(TensorKey("fp32", key.name), dtype) != dtype
-    ]
-    if rounded and keys[rounded[0]] != request.weight_dtype:
-        notes.append(
-            f"{len(rounded)} weights of type {keys[rounded[0]]} are left behind: model.* holds the fp32 master weights "
-            "that they are rounded from, as FSDP2 keeps fp32 parameters under mixed precision"
-        )
-    if padding := sorted({key.name.removesuffix(_PADDING) for key in keys if _is_padding(key)}):
-        notes.append(f"padding rows of {', '.join(padding)} are left behind: the target has the vocabulary's true size")
-    if not any(group.options for group in index.groups) and any(key.state not in ("weight", "fp32") for key in keys):
-        notes.append("the source says nothing of the optimizer's settings: optim.param_groups of the target has none")
-    if extra is not None and extra.objects:
-        notes.append(f"left behind, as tensors have other names than in the source: {', '.join(index.notes)}")
-    return tuple(notes)
 
 
 def _check_names(entries: Iterable[Entry], index: Index) -> None:
