@@ -19,7 +19,6 @@ from typing import Any, NoReturn, TypeVar
 
 from reshard.contract import COMMIT_FILE, CommitRef
 from reshard.errors import CorruptSourceError, UncommittedError
-from reshard.files import open_file
 from reshard.topology import Topology
 
 COMMIT_VERSION = 1
@@ -128,7 +127,7 @@ def read_commit(folder: str | Path) -> Commit:
         UncommittedError: there is none.
         CorruptSourceError: it is not what this version writes.
     """
-    path = _folder(folder) / COMMIT_FILE
+    path = _as_path(folder) / COMMIT_FILE
     try:
         num_bytes = _regular_bytes(path)
         if num_bytes > _MAX_MARKER_BYTES:
@@ -224,8 +223,9 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _folder(folder: str | Path) -> Path:
-    return folder if isinstance(folder, Path) else Path(folder)
+def _as_path(path: str | Path) -> Path:
+    """As it is: `Path(path)` would make a path of this machine of one in an object store."""
+    return path if isinstance(path, Path) else Path(path)
 
 
 def _regular_bytes(path: Path) -> int:
@@ -247,7 +247,7 @@ def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> Non
         CorruptSourceError: with all problems found.
     """
     problems: list[str] = []
-    root, folders = _folder(folder), {"."}
+    root, folders = _as_path(folder), {"."}
     for file in commit.files:
         path = root / file.path
         try:
@@ -287,7 +287,7 @@ def write_commit(folder: str | Path, commit: Commit) -> None:
 
     The caller has already synced the files themselves.
     """
-    folder = Path(folder)
+    folder = _as_path(folder)
     draft = folder / f".{COMMIT_FILE}.{os.getpid()}"
     with open(draft, "w", encoding="utf-8") as stream:
         json.dump(commit.to_dict(), stream, indent=1, sort_keys=True)
@@ -295,10 +295,10 @@ def write_commit(folder: str | Path, commit: Commit) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     draft.rename(folder / COMMIT_FILE)
-    sync_folder(folder)
+    sync_as_path(folder)
 
 
-def sync_folder(folder: str | Path) -> None:
+def sync_as_path(folder: str | Path) -> None:
     """Make the names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -309,11 +309,10 @@ def sync_folder(folder: str | Path) -> None:
 
 def file_crc32(path: str | Path) -> int:
     """CRC-32 (zlib) of a file, in blocks of 4 MiB."""
-    crc = position = 0
-    with open_file(path, follow=True) as file:
-        while block := file.read(_BLOCK_BYTES, position):
+    crc = 0
+    with _as_path(path).open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
             crc = zlib.crc32(block, crc)
-            position += len(block)
     return crc
 
 

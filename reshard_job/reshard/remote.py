@@ -167,9 +167,9 @@ class RemotePath(PosixPath):
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     def open(self, mode: str = "r", *_options: Any, **_named: Any) -> Any:
-        """For reading, whole."""
+        """For reading from front to back."""
         if mode == "rb":
-            return io.BytesIO(self.read_bytes())
+            return self.filesystem().open(str(self), "rb")
         if mode == "r":
             return io.StringIO(self.read_text())
         raise OSError(f"{self}: object stores are read only here")

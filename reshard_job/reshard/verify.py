@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 
 from reshard.commit import check_files, read_commit
 from reshard.crc import Piece
@@ -55,7 +54,7 @@ def verify_commit(index: Index) -> dict[str, str]:
     Raises:
         CorruptSourceError: files or tensors are not what was committed.
     """
-    folder = Path(index.root)
+    folder = index.root
     try:
         commit = read_commit(folder)
     except UncommittedError:

@@ -81,3 +81,18 @@ def test_a_folder_or_a_bucket_that_is_not_there_is_named(server: Server) -> None
         assert done.returncode != 0
         assert url in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_commit_in_the_store_is_read_and_checked(server: Server, tmp_path: Path) -> None:
+    source = str(GOLDEN / "zero2-dp3/step-00000002")
+    committed = server.root / "committed" / "step-00000002"
+    assert reshard(server, "run", source, str(committed), "--to", "dp=2,zero=2").returncode == 0
+    url = "s3://committed/step-00000002"
+    assert reshard(server, "verify", url).returncode == 0
+    arguments = ("run", url, str(tmp_path / "out"), "--to", "dp=3,zero=2", "--require-commit")
+    assert reshard(server, *arguments).returncode == 0
+    path = next(committed.glob("*optim_states.pt"))
+    path.write_bytes(path.read_bytes()[:-100])
+    done = reshard(server, "verify", url)
+    assert done.returncode != 0
+    assert path.name in done.stderr
