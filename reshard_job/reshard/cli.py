@@ -21,7 +21,7 @@ from typing import Any
 
 from reshard import agree, api, estimate, explain, inspection, picture, render
 from reshard.commit import check_files, read_commit
-from reshard.contract import ExitCode, ReshardReport
+from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
 from reshard.errors import ReshardError, TargetError, UncommittedError, UsageError, VerificationError
 from reshard.layout import Index
 from reshard.limits import buffer_bytes, format_bytes, parse_bytes
@@ -128,7 +128,9 @@ def _verify(options: argparse.Namespace) -> Result:
     digests = _digests(seen, renamed=options.names is not None)
     value = {"ok": True, "first": str(options.first), "tensors": len(digests), "digest": total(digests)}
     if second is None:
-        return Result(value, f"{options.first}: {len(digests)} tensors, digest {total(digests)}: intact")
+        value["committed"] = (first.root / COMMIT_FILE).exists()
+        proved = "as committed" if value["committed"] else "no COMMIT.json: copies agree, the files' own checksums hold"
+        return Result(value, f"{options.first}: {len(digests)} tensors, digest {total(digests)}: {proved}")
     held = tuple(state for state in states if state in _states(second))
     other = api.view_of(second, states=held)
     found = agree.compare(agree.side(seen, digests), agree.side(other, verify_commit(other)))

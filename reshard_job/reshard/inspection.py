@@ -12,6 +12,7 @@ from reshard.check import cover_problems
 from reshard.commit import Commit, check_files, read_commit
 from reshard.contract import COMMIT_FILE, ExitCode
 from reshard.errors import ReshardError, UncommittedError
+from reshard.formats import recognise
 from reshard.layout import Index
 
 
@@ -40,6 +41,7 @@ class Inspection:
         path: the folder.
         commit: its marker, if it has one that can be read.
         committed: `absent`, `intact` (all files have their sizes) or `damaged`.
+        format: name of the format, empty where none is recognised.
         index: the tensors, if the files can be read.
         num_files: files in the folder.
         file_bytes: their size.
@@ -50,6 +52,7 @@ class Inspection:
     path: Path
     commit: Commit | None
     committed: str
+    format: str
     index: Index | None
     num_files: int
     file_bytes: int
@@ -89,6 +92,7 @@ def inspect(path: Path, read: Callable[[Commit | None], Index]) -> Inspection:
         path=path,
         commit=commit,
         committed=committed,
+        format=index.format if index else next((name for name, reason in recognise(path) if reason is None), ""),
         index=index,
         num_files=len(files),
         file_bytes=sum(files.values()),

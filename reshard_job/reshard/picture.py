@@ -5,6 +5,7 @@ A tensor of more than two dims is drawn as a matrix: all dims but the last are i
 
 from __future__ import annotations
 
+import colorsys
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,8 +185,9 @@ def _title(tensor: LogicalTensor) -> str:
 
 
 def _colour(number: int) -> str:
-    """Neighbouring numbers get hues far apart (golden angle)."""
-    return f"hsl({number * 137.508 % 360:.0f},60%,{(78, 68)[number // 8 % 2]}%)"
+    """Neighbouring numbers get hues far apart (golden angle); in hex, which every viewer of SVG knows."""
+    red, green, blue = colorsys.hls_to_rgb(number * 137.508 % 360 / 360, (0.78, 0.68)[number // 8 % 2], 0.6)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:

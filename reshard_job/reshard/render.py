@@ -24,6 +24,7 @@ def inspect_value(found: Inspection) -> dict[str, Any]:
     index, commit = found.index, found.commit
     value: dict[str, Any] = {
         "path": str(found.path),
+        "format": found.format,
         "commit": {"state": found.committed},
         "files": found.num_files,
         "file_bytes": found.file_bytes,
@@ -45,7 +46,6 @@ def inspect_value(found: Inspection) -> dict[str, Any]:
     told = index or commit
     if told is not None:
         value |= {
-            "format": told.format,
             "step": told.step,
             "samples": told.samples,
             "topology": told.topology.to_dict(),
@@ -101,10 +101,9 @@ def inspect_text(found: Inspection, *, tensors: bool) -> str:
     """`reshard inspect`."""
     index, commit = found.index, found.commit
     told = index or commit
-    lines = [str(found.path)]
+    lines = [str(found.path), f"  format    {found.format or 'not recognised'}"]
     if told is not None:
         lines += [
-            f"  format    {told.format}",
             f"  topology  {told.topology}",
             f"  step      {told.step} ({told.samples} samples)",
         ]
