@@ -295,10 +295,10 @@ def write_commit(folder: str | Path, commit: Commit) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     draft.rename(folder / COMMIT_FILE)
-    sync_as_path(folder)
+    sync_folder(folder)
 
 
-def sync_as_path(folder: str | Path) -> None:
+def sync_folder(folder: str | Path) -> None:
     """Make the names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
