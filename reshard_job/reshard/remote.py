@@ -90,6 +90,8 @@ class RemotePath(PosixPath):
         return _filesystem(str(self).partition("://")[0])
 
     def _info(self) -> dict[str, Any]:
+        if "://" not in str(self):  # the parent of a bucket
+            raise FileNotFoundError(errno.ENOENT, "no bucket is named", str(self))
         try:
             found: dict[str, Any] = self.filesystem().info(str(self))
         except FileNotFoundError as error:
