@@ -110,7 +110,7 @@ def build(run):
     elif run["optimizer"] == "sgd":
         optimizer = torch.optim.SGD(groups, lr=1e-1, momentum=0.9, foreach=False)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), foreach=False)
+        optimizer = torch.optim.AdamW(groups, lr=run["lr"], betas=(0.9, 0.95), foreach=False)
     schedule = None
     if run["style"] in ("nested", "titan"):  # a converter from another framework knows of no schedule
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

@@ -6,7 +6,7 @@ import pytest
 
 from reshard.api import Conversion, convert, index_of
 from reshard.topology import Topology
-from tests.engine import dcp_run, reshard_run
+from tests.engine import dcp_run
 
 pytestmark = pytest.mark.engine
 
@@ -23,12 +23,7 @@ CASES = {
     "two by two to two": ("grid", {"dp": 2}),
     "three to two by two": ("velocity", {"dp": 2, "tp": 2}),
 }
-FROM_DEEPSPEED = {
-    "zero1 to fsdp": ("zero1", {"dp": 3}),
-    "zero1 to plain torch": ("zero1", {"sharded": False}),
-    "zero3 to nested fsdp": ("zero3", {"dp": 2, "style": "nested-without-schedule"}),
-}
-SAVED, STEPS = 5, 3  # DeepSpeed's warm-up of the rate ends at step 4
+SAVED, STEPS = 4, 3
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +40,6 @@ def sources(root) -> dict[str, list[float]]:
         for name, options in SOURCES.items()
     ]
     found = dcp_run.launch(runs)
-    run = {"model": "flat", "steps": steps, "save_at": SAVED}
-    stages = {f"zero{stage}": f"dp=2,zero={stage}" for stage in (1, 3)}
-    found |= reshard_run.launch(
-        [{**run, "name": name, "topology": topology, "save": str(root / name)} for name, topology in stages.items()]
-    )
     return {name: losses[SAVED:] for name, losses in found.items()}
 
 
@@ -57,22 +47,21 @@ def sources(root) -> dict[str, list[float]]:
 def resumed(root, sources) -> dict[str, list[float]]:
     """Losses of runs that loaded what was converted."""
     runs = []
-    for name, (source, options) in (CASES | FROM_DEEPSPEED).items():
+    for name, (source, options) in CASES.items():
         world = options.get("dp", 1) * options.get("tp", 1)
         target = root / name.replace(" ", "-")
         topology = Topology(dp=options.get("dp", 1), tp=options.get("tp", 1), zero=3 if world > 1 else 1)
-        report = convert(Conversion(source=root / source, target=target, topology=topology, target_format="dcp"))
+        report = convert(Conversion(source=root / source, target=target, topology=topology))
         assert report.verified
-        like = {"model": "deepspeed"} if name in FROM_DEEPSPEED else SOURCES[source]
-        kept = {key: value for key, value in like.items() if key in ("model", "style", "optimizer")}
+        kept = {key: value for key, value in SOURCES[source].items() if key in ("style", "optimizer")}
         runs.append({**kept, **options, "name": name, "first": SAVED, "steps": STEPS, "load": str(target)})
     runs.append({"name": "nothing loaded", "sharded": False, "first": SAVED, "steps": STEPS})
     return dcp_run.launch(runs)
 
 
-@pytest.mark.parametrize("name", [*CASES, *FROM_DEEPSPEED])
+@pytest.mark.parametrize("name", CASES)
 def test_losses_are_those_of_the_run_that_never_stopped(name, sources, resumed):
-    expected = sources[(CASES | FROM_DEEPSPEED)[name][0]]
+    expected = sources[CASES[name][0]]
     assert resumed[name] == pytest.approx(expected, abs=1e-6)
 
 

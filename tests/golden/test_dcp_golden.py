@@ -12,6 +12,7 @@ from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import read_metadata
 from reshard.layout import TensorKey
 from reshard.topology import Topology
+from reshard.verify import digests
 from tests.golden.dcp_files import NAMES, ROOT, check_archives, convert, golden, items
 from tests.golden.files import assemble
 from tests.golden.files import golden as deepspeed
@@ -144,6 +145,19 @@ def test_deepspeed_becomes_a_state_dict_of_torch(name, tmp_path):
         (group.names, group.scalars) for group in before.groups
     ]
     assert [group.options for group in found.groups] == [group.options for group in before.groups]
+
+
+@pytest.mark.parametrize("name", ["zero2-dp3-round-robin", "zero3-dp3", "bf16-dp2"])
+def test_deepspeed_comes_back_from_a_state_dict_as_it_was(name, tmp_path):
+    source = deepspeed(name)
+    topology = index_of(source).topology
+    there = Conversion(source=source, target=tmp_path / "dcp", topology=Topology(dp=4, zero=3), target_format="dcp")
+    convert_all(there)
+    back = Conversion(
+        source=there.target, target=tmp_path / "back", topology=topology, target_format="deepspeed", like=source
+    )
+    convert_all(back)
+    assert digests(index_of(back.target)) == digests(index_of(source))
 
 
 def test_what_was_converted_twice_is_what_was_converted_once(tmp_path):
