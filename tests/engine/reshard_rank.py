@@ -22,7 +22,7 @@ from model import GptConfig, build, parameter_groups, pipeline_description, univ
 from reshard.topology import Topology
 
 GLOBAL_BATCH = 12
-OPTIONS = ("topology", "model", "size", "frozen", "zero", "bf16", "data_types", "optimizer")
+OPTIONS = ("topology", "model", "size", "frozen", "zero", "bf16", "data_types", "optimizer", "inner", "single")
 SIZES = {
     "small": GptConfig(
         layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61, padded_vocabulary=64, sequence=16
@@ -34,7 +34,7 @@ SIZES = {
 class FlatModel(torch.nn.Module):
     """Without a pipeline, for ZeRO-2 and ZeRO-3: odd sizes, a buffer, a tied name and two parameter groups."""
 
-    def __init__(self, config):
+    def __init__(self, config, *, gain=False):
         super().__init__()
         torch.manual_seed(5)
         hidden, inner = config.hidden - 1, config.ffn - 3
@@ -44,12 +44,15 @@ class FlatModel(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(inner)
         self.down = torch.nn.Linear(inner, hidden)
         self.register_buffer("scale", torch.tensor([1.5, 2.0, 0.5]))
+        if gain:
+            self.gain = torch.nn.Parameter(torch.tensor([0.75]))
         self.head = torch.nn.Linear(hidden, config.vocabulary, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens, labels):
         hidden = self.embed(tokens)
-        hidden = hidden + self.down(torch.nn.functional.silu(self.norm(self.up(hidden)))) * self.scale[0]
+        scale = self.scale[0] * self.gain if hasattr(self, "gain") else self.scale[0]
+        hidden = hidden + self.down(torch.nn.functional.silu(self.norm(self.up(hidden)))) * scale
         return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
 
@@ -78,6 +81,68 @@ class MoeModel(FlatModel):
         return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
 
+class CutModel(torch.nn.Module):
+    """What AutoTP can cut: one layer by columns, one by rows, unevenly where the width is odd."""
+
+    def __init__(self, config, inner):
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = torch.nn.Embedding(config.vocabulary, config.hidden)
+        self.up = torch.nn.Linear(config.hidden, inner)
+        self.down = torch.nn.Linear(inner, config.hidden)
+        self.norm = torch.nn.LayerNorm(config.hidden)
+
+    def forward(self, tokens, labels):
+        hidden = self.embed(tokens)
+        hidden = self.norm(hidden + self.down(torch.nn.functional.silu(self.up(hidden))))
+        return torch.nn.functional.cross_entropy(hidden.flatten(0, 1).float(), labels.flatten() % hidden.shape[-1])
+
+
+AUTOTP = {
+    "layer_specs": [
+        {"patterns": [r".*up\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*down\.weight$"], "partition_type": "row"},
+    ],
+    "use_default_specs": False,
+}
+
+
+class Lion(torch.optim.Optimizer):
+    """One moment and no step (Chen et al. 2023)."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (item for item in group["params"] if item.grad is not None):
+                moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                first, second = group["betas"]
+                update = (first * moment + (1 - first) * parameter.grad).sign()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
+                moment.mul_(second).add_((1 - second) * parameter.grad)
+
+
+class Accumulating(torch.optim.Optimizer):
+    """A sum of squares, a step that is an int, and one in the group: as Adagrad and DeepSpeed's fused optimizers do."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr, "step": 0, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in (item for item in group["params"] if item.grad is not None):
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                total = state.setdefault("sum", torch.zeros_like(parameter))
+                total.add_(parameter.grad**2)
+                scale = group["lr"] / (1 + 0.1 * group["step"] + 0.1 * state["steps"])
+                parameter.sub_(scale * parameter.grad / (total.sqrt() + 1e-8))
+
+
 def batch(config, step, sample):
     generator = torch.Generator().manual_seed(1000 + step)
     shape = (GLOBAL_BATCH, config.sequence + 1)
@@ -86,8 +151,9 @@ def batch(config, step, sample):
 
 
 def config_of(run, topology):
+    cut = {"tensor_parallel": {"autotp_size": topology.tp, "partition_config": AUTOTP}}
     return {
-        "train_batch_size": GLOBAL_BATCH,
+        **(cut if run["model"] == "cut" and topology.tp > 1 else {"train_batch_size": GLOBAL_BATCH}),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": GLOBAL_BATCH // topology.dp,
         "zero_optimization": {"stage": topology.zero, **run.get("zero", {})},
@@ -100,9 +166,32 @@ def config_of(run, topology):
 
 
 def optimizer_of(run, groups):
+    if run.get("optimizer") == "lion":
+        return Lion(groups, lr=1e-3)
+    if run.get("optimizer") == "accumulating":
+        return Accumulating(groups)
     if run.get("optimizer") == "sgd":
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+
+
+def flat_model(run, config, topology):
+    if run["model"] == "cut":
+        return CutModel(config, run["inner"])
+    return MoeModel(config, topology) if run["model"] == "moe" else FlatModel(config, gain="single" in run)
+
+
+def groups_of(run, model):
+    groups = parameter_groups(model, weight_decay=0.1)
+    if run["model"] == "moe":
+        named = [{**group, "name": f"dense-{at}"} for at, group in enumerate(groups)]
+        return split_params_into_different_moe_groups_for_optimizer(named)
+    if run.get("single"):  # a group of one parameter of one element
+        single = model.get_parameter(run["single"])
+        for group in groups:
+            group["params"] = [item for item in group["params"] if item is not single]
+        groups.insert(1, {"params": [single], "weight_decay": 0.0})
+    return groups
 
 
 def make_engine(run, config, topology):
@@ -112,15 +201,12 @@ def make_engine(run, config, topology):
         client = {"universal_checkpoint_info": info, "pipeline_layout": pipeline_description(config, model)["pipeline"]}
     else:
         model, client = (
-            MoeModel(config, topology) if run["model"] == "moe" else FlatModel(config),
+            flat_model(run, config, topology),
             {"note": {"a": (1, 2.5, None)}, "generator": torch.arange(7, dtype=torch.uint8)},
         )
     for name in run.get("frozen", ()):
         model.get_parameter(name).requires_grad_(False)
-    groups = parameter_groups(model, weight_decay=0.1)
-    if run["model"] == "moe":
-        named = [{**group, "name": f"dense-{at}"} for at, group in enumerate(groups)]
-        groups = split_params_into_different_moe_groups_for_optimizer(named)
+    groups = groups_of(run, model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(run, groups), config=config_of(run, topology))
     return engine, client
 
@@ -133,15 +219,16 @@ def pipeline_step(engine, config, topology, rank):
 
 
 def flat_step(engine, config, topology, rank):
+    replica = topology.coordinate(rank).dp
     micro = GLOBAL_BATCH // topology.dp
     total = torch.zeros((), dtype=torch.float64)
     for at in range(micro):
-        loss = engine(*batch(config, engine.global_steps, rank * micro + at))
+        loss = engine(*batch(config, engine.global_steps, replica * micro + at))
         engine.backward(loss)
         engine.step()
         total += loss.detach().double() / micro
     torch.distributed.all_reduce(total)
-    return float(total) / topology.dp
+    return float(total) / topology.world_size
 
 
 def whole_states(engine):

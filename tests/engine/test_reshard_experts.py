@@ -1,0 +1,59 @@
+"""DeepSpeed's own mixtures of experts into other degrees of expert and data parallelism."""
+
+import itertools
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from reshard.api import reshard
+from reshard.topology import Topology
+from tests.engine.reshard_run import launch
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed: make setup"),
+]
+
+SOURCES = ["dp=4,ep=2,zero=1", "dp=4,ep=1,zero=2"]
+TARGETS = ["dp=2,ep=1,zero=1", "dp=2,ep=2,zero=2", "dp=4,ep=2,zero=2"]
+TOLERANCE = 1e-6
+
+
+def run_all(runs: list[dict]) -> dict[str, list[float]]:
+    losses: dict[str, list[float]] = {}
+    runs = sorted(runs, key=lambda run: run["topology"])
+    for _, group in itertools.groupby(runs, key=lambda run: Topology.parse(run["topology"]).world_size):
+        losses |= launch(list(group))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
+    root = tmp_path_factory.mktemp("sources")
+    runs = [
+        {"name": layout, "model": "moe", "topology": layout, "steps": 5, "save_at": 2,
+         "save": str(root / layout / "step-00000002")}
+        for layout in SOURCES
+    ]  # fmt: skip
+    return root, run_all(runs)
+
+
+@pytest.fixture(scope="module")
+def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
+    root, _ = uninterrupted
+    out = tmp_path_factory.mktemp("targets")
+    runs = []
+    for source, target in itertools.product(SOURCES, TARGETS):
+        folder = out / f"{source} to {target}" / "step-00000002"
+        reshard(root / source / "step-00000002", folder, Topology.parse(target))
+        runs.append({"name": f"{source} -> {target}", "model": "moe", "topology": target, "steps": 3,
+                     "load": str(folder)})  # fmt: skip
+    return run_all(runs)
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(SOURCES, TARGETS)))
+def test_resumed_run_goes_on_with_the_losses_of_the_uninterrupted_one(source, target, uninterrupted, resumed):
+    expected = uninterrupted[1][source][2:]
+    assert resumed[f"{source} -> {target}"] == pytest.approx(expected, abs=TOLERANCE, rel=0)
