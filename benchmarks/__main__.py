@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable
 
-from benchmarks import converting, loading, scale, sharing
+from benchmarks import converting, loading, objects, scale, sharing
 from benchmarks.checkpoints import OUTPUT, ROOT
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -17,6 +17,7 @@ SECTIONS: dict[str, Callable[[int], str]] = {
     "zero3": converting.zero3,
     "dcp": loading.dcp,
     "workers": sharing.workers,
+    "objects": objects.objects,
     "scale": scale.scale,
     "memory": converting.memory,
 }
