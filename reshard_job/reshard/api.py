@@ -244,8 +244,15 @@ def convert(
         if outcome is None:
             shutil.rmtree(folder, ignore_errors=True)
             return _report(done, wanted, started, message="converted together with other workers")
-    message = f"converted {plan.index.topology} to {wanted.topology}, {len(outcome.digests)} tensors verified"
+    message = f"converted {_what(plan)}, {len(outcome.digests)} tensors verified"
     return _report(done, wanted, started, outcome=outcome, message=message)
+
+
+def _what(plan: Plan) -> str:
+    """What becomes what, in words."""
+    if plan.index.format == plan.layout.format:
+        return f"{plan.index.topology} to {plan.layout.topology}"
+    return f"{plan.index.format} {plan.index.topology} to {plan.layout.format}"
 
 
 def reshard(source: Path, target: Path, topology: Topology, *, reread: bool = False) -> ReshardReport:

@@ -43,7 +43,7 @@ class Inspection:
         committed: `absent`, `intact` (all files have their sizes) or `damaged`.
         format: name of the format, empty where none is recognised.
         index: the tensors, if the files can be read.
-        num_files: files in the folder.
+        num_files: files in the folder, besides the marker.
         file_bytes: their size.
         problems: everything that is wrong; empty for a good checkpoint.
         notes: what is worth knowing and no fault.
@@ -85,8 +85,9 @@ def inspect(path: Path, read: Callable[[Commit | None], Index]) -> Inspection:
         if commit is not None:
             problems += [_corrupt(message) for message in disagreements(index, commit)]
     files = {str(item.relative_to(path)): item.lstat().st_size for item in path.rglob("*") if item.is_file()}
+    files.pop(COMMIT_FILE, None)
     if commit is not None:
-        strays = sorted(files.keys() - {file.path for file in commit.files} - {COMMIT_FILE})
+        strays = sorted(files.keys() - {file.path for file in commit.files})
         notes += [f"{name} is no part of the commit" for name in strays[:20]]
     return Inspection(
         path=path,
