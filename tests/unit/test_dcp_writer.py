@@ -1,5 +1,6 @@
 """DCP from other formats, and what a reader makes of unusual but valid checkpoints."""
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from reshard.layout import (
 from reshard.plan import make_plan
 from reshard.topology import Topology
 from reshard.views import keep_tensors, select_states
+from tests.golden.dcp_files import edit_metadata
 from tests.golden.files import assemble
 
 TORCH_CHUNKS = {  # len of torch.arange(n).chunk(world), by hand
@@ -117,6 +119,38 @@ def test_numbers_may_be_objects_and_options_tensors(tmp_path):
     index = FORMAT.read(maker.write(tmp_path / "a"), None)
     assert index.groups == (ParamGroup(names=("a",), options={"lr": 0.25}, scalars={"step": 4}),)
     assert index.step == 4
+
+
+def test_groups_may_be_one_object(tmp_path):
+    """As torch before 2.4 left lists without tensors."""
+    maker = Maker()
+    maker.tensor("model", "a", values=[1.0])
+    maker.tensor("optim", "state", "a", "exp_avg", values=[2.0])
+    maker.object("optim", "param_groups", value=[{"lr": 0.1, "params": ["a"]}, {"lr": 0.2, "params": []}])
+    index = FORMAT.read(maker.write(tmp_path / "a"), None)
+    assert index.groups == (ParamGroup(names=("a",), options={"lr": 0.1}), ParamGroup(names=(), options={"lr": 0.2}))
+    convert(index, tmp_path / "out", 2)
+    assert FORMAT.read(tmp_path / "out", None).groups == index.groups
+
+
+def test_a_replica_that_is_listed_twice_is_one(tmp_path):
+    maker = adam(Maker())
+    maker.entries = [
+        dataclasses.replace(item, chunks=item.chunks * (2 if item.key == "model.a" else 1)) for item in maker.entries
+    ]
+    folder = maker.write(tmp_path / "a")
+    edit_metadata(folder, lambda state: [state["storage_data"].pop(at) for at in doubled(state)])
+    assert set(assemble(FORMAT.read(folder, None))) == {"weight/a", "weight/b", "exp_avg/a", "exp_avg/b"}
+
+
+def doubled(state):
+    """Recipes of indices that torch would find equal."""
+    seen: set[tuple] = set()
+    for index in list(state["storage_data"]):
+        at = (index.state["fqn"], index.state.get("offset"))
+        if at in seen:
+            yield index
+        seen.add(at)
 
 
 def test_elements_may_lie_in_another_order(tmp_path):

@@ -23,6 +23,9 @@ VERSION = "1.0.0"
 """`CURRENT_DCP_VERSION` of torch 2.13; earlier releases write no version."""
 
 _FILE_NAME = re.compile(r"^[^/\\\0]+$")
+_Places = dict[str, dict[tuple[int, ...] | None, "Place"]]
+"""Items by key and by the offset of their chunk; None for what is not a tensor."""
+
 Path_ = tuple[str | int, ...]
 """Keys and list positions that lead to a value in the state dict."""
 
@@ -114,9 +117,10 @@ class _Parser:
         if not isinstance(paths, Mapping):
             paths = {}
         found = [self._entry(key, value, paths.get(key), places) for key, value in described.items()]
-        for key, offset in places:
-            where = "" if offset is None else f" at {list(offset)}"
-            self.problems.append(f"{key}: storage_data has an item{where} that state_dict_metadata does not have")
+        for key, own in places.items():
+            for offset in own:
+                where = "" if offset is None else f" at {list(offset)}"
+                self.problems.append(f"{key}: storage_data has an item{where} that state_dict_metadata does not have")
         if self.problems:
             raise CorruptSourceError(
                 f"contradicts itself ({len(self.problems)} problems)",
@@ -128,20 +132,19 @@ class _Parser:
             raise UnsupportedError("has entries that are not read", path=self.path, problems=self.unsupported[:20])
         return tuple(entry for entry in found if entry is not None)
 
-    def _places(self, stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Place]:
-        """Items by key and offset of their chunk; None for what is not a tensor."""
-        places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    def _places(self, stored: Mapping[Any, Any]) -> _Places:
+        places: _Places = {}
         for index, value in stored.items():
             try:
                 name = _fields(index, "MetadataIndex")
                 key, offset = name.get("fqn"), name.get("offset")
                 if not isinstance(key, str) or not (offset is None or isinstance(offset, Size)):
                     raise _WrongError(f"an index {key!r:.80} at {offset!r:.80}")
-                at = (key, None if offset is None else tuple(offset))
-                if at in places:
+                at = None if offset is None else tuple(offset)
+                if at in places.setdefault(key, {}):
                     raise _WrongError(f"{key}: two items at {offset!r:.80}")
                 info = _fields(value, "_StorageInfo")
-                places[at] = _place(key, info)
+                places[key][at] = _place(key, info)
             except _WrongError as error:
                 self.problems.append(f"storage_data: {error}")
                 continue
@@ -149,9 +152,7 @@ class _Parser:
                 self.unsupported.append(f"{key}: written through {wrapped!r:.80}, expected plain torch.save")
         return places
 
-    def _entry(
-        self, key: Any, value: Any, path: Any, places: dict[tuple[str, tuple[int, ...] | None], Place]
-    ) -> Entry | None:
+    def _entry(self, key: Any, value: Any, path: Any, places: _Places) -> Entry | None:
         try:
             if not isinstance(key, str):
                 raise _WrongError(f"state_dict_metadata has the key {key!r:.80}")
@@ -165,13 +166,14 @@ class _Parser:
                 raise _WrongError(f"size {shape!r:.80}")
             if dtype not in ITEM_BYTES:
                 self.unsupported.append(f"{key}: type {dtype}, expected one of {', '.join(ITEM_BYTES)}")
-            boxes = [_box(chunk, tuple(shape)) for chunk in _list(fields.get("chunks"))]
+            # A replica that was not left out when it was saved is listed twice, and stored once.
+            boxes = dict.fromkeys(_box(chunk, tuple(shape)) for chunk in _list(fields.get("chunks")))
             chunks = tuple((box, _taken(places, key, box.offset)) for box in boxes)
             return Entry(key=key, path=way, shape=tuple(shape), dtype=dtype, chunks=chunks)
         except _WrongError as error:
             self.problems.append(f"{key}: {error}" if isinstance(key, str) else str(error))
-            for at in [at for at in places if at[0] == key]:
-                del places[at]  # the entry is reported once
+            if isinstance(key, str):
+                places.pop(key, None)  # the entry is reported once
             return None
 
 
@@ -222,8 +224,8 @@ def _box(chunk: Any, shape: tuple[int, ...]) -> Box:
     return box
 
 
-def _taken(places: dict[tuple[str, tuple[int, ...] | None], Place], key: str, offset: tuple[int, ...] | None) -> Place:
-    place = places.pop((key, offset), None)
+def _taken(places: _Places, key: str, offset: tuple[int, ...] | None) -> Place:
+    place = places.get(key, {}).pop(offset, None)
     if place is None:
         at = "" if offset is None else f" at {list(offset)}"
         raise _WrongError(f"storage_data has no item for it{at}")

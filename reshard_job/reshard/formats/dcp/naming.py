@@ -33,6 +33,7 @@ class Naming:
         values: optimizer states that are objects, not tensors.
         grouped: options by group and name, where groups are listed; `params` among them.
         named: options by parameter and name, where they are flattened.
+        groups: the one object that holds all groups (torch before 2.4), or None.
         rest: of neither model nor optimizer.
     """
 
@@ -42,6 +43,7 @@ class Naming:
     values: Mapping[str, TensorKey]
     grouped: Mapping[str, tuple[int, str]]
     named: Mapping[str, tuple[str, str]]
+    groups: str | None
     rest: tuple[str, ...]
 
 
@@ -87,7 +89,7 @@ def _optimizers(entries: Sequence[Entry]) -> set[Path_]:
             parts, borders = entry.path, range(len(entry.path))
         for at in borders:
             name = str(parts[at])
-            if (name == _GROUPS and at + 1 < len(parts)) or name.startswith(_GROUPS + "."):
+            if name == _GROUPS or name.startswith(_GROUPS + "."):
                 found.add(parts[:at])
                 break
     return found
@@ -96,7 +98,8 @@ def _optimizers(entries: Sequence[Entry]) -> set[Path_]:
 def _under(entry: Entry, container: Path_) -> bool:
     """The entry is `state` or `param_groups` of the container, or below."""
     prefix = _prefix(container)
-    return entry.key.startswith(prefix) and entry.key[len(prefix) :].startswith((_STATE + ".", _GROUPS + "."))
+    rest = entry.key[len(prefix) :] if entry.key.startswith(prefix) else ""
+    return rest == _GROUPS or rest.startswith((_STATE + ".", _GROUPS + "."))
 
 
 def _tail(entry: Entry, container: Path_ | None) -> tuple[str, ...]:
@@ -189,11 +192,15 @@ def _sort(entries: Sequence[Entry], parts: _Parts, where: str) -> Naming:
     values: dict[str, TensorKey] = {}
     grouped: dict[str, tuple[int, str]] = {}
     named: dict[str, tuple[str, str]] = {}
+    whole: str | None = None
     rest: list[str] = []
     problems: list[str] = []
     for entry in entries:
         if parts.optimizer is not None and _under(entry, parts.optimizer):
             tail = _tail(entry, parts.optimizer)
+            if tail in ((_GROUPS,), (_GROUPS, "")):
+                whole = entry.key
+                continue
             if tail[0] == _GROUPS and (at := _listed(tail)) is not None:
                 grouped[entry.key] = at
                 continue
@@ -221,6 +228,7 @@ def _sort(entries: Sequence[Entry], parts: _Parts, where: str) -> Naming:
         values=values,
         grouped=grouped,
         named=named,
+        groups=whole,
         rest=tuple(rest),
     )
 

@@ -107,13 +107,20 @@ def _groups(
 ) -> tuple[ParamGroup, ...]:
     listed: dict[tuple[int, str], Any] = {}
     named: dict[tuple[str, str], Any] = {}
-    optional = [entry for entry in entries if entry.key in naming.grouped or entry.key in naming.named]
+    optional = [
+        entry
+        for entry in entries
+        if entry.key in naming.grouped or entry.key in naming.named or entry.key == naming.groups
+    ]
     values = {
         entry.key: items.scalar(entry) if entry.is_tensor else items.object(entry.key, entry.chunks[0][1])
         for entry in sorted(optional, key=lambda entry: entry.chunks[0][1])
     }
     for entry in optional:  # in the order of the checkpoint again
-        if entry.key in naming.grouped:
+        if entry.key == naming.groups:
+            every: Any = values[entry.key]
+            listed |= {(at, key): item for at, group in enumerate(every) for key, item in dict(group).items()}
+        elif entry.key in naming.grouped:
             listed[naming.grouped[entry.key]] = values[entry.key]
         else:
             named[naming.named[entry.key]] = values[entry.key]
