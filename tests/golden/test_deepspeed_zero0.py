@@ -1,0 +1,131 @@
+"""ZeRO-0 numbers its parameters: names are found where that is certain, and nothing is guessed where it is not."""
+
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from reshard.api import plan_of
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats import read_checkpoint
+from reshard.formats.pt.objects import new_tensor
+from reshard.topology import Topology
+from tests.golden.files import MODEL, assemble, edit, golden
+
+GROUPS = [
+    ("embed.weight", "up.weight", "down.weight"),
+    ("up.bias", "norm.weight", "norm.bias", "down.bias"),
+]
+
+
+def edited(tmp_path: Path, change, name: str = "zero0-dp2") -> Path:
+    folder = Path(shutil.copytree(golden(name), tmp_path / "source"))
+    edit(folder, MODEL.format(0), lambda value: change(value["optimizer"]))
+    return folder
+
+
+def split(optimizer) -> None:
+    """Three parameters of one shape, in two groups: which is which?"""
+    second = optimizer["param_groups"][1]
+    optimizer["param_groups"].append({**second, "params": second["params"][2:3]})
+    del second["params"][2]
+
+
+def test_names_follow_from_the_order_of_the_module():
+    for name in ("zero0-dp2", "zero0-bf16-dp2"):
+        assert [group.names for group in read_checkpoint(golden(name), None).groups] == GROUPS
+
+
+def test_names_that_the_optimizer_was_given_are_taken(tmp_path):
+    def name(optimizer) -> None:
+        split(optimizer)
+        taken = ("up.bias", "norm.weight", "down.bias")
+        names = (GROUPS[0], taken, ("norm.bias",))
+        for group, own in zip(optimizer["param_groups"], names, strict=True):
+            group["param_names"] = list(own)
+
+    index = read_checkpoint(edited(tmp_path, name), None)
+    assert [group.names for group in index.groups] == [
+        GROUPS[0],
+        ("up.bias", "norm.weight", "down.bias"),
+        ("norm.bias",),
+    ]
+    found, expected = assemble(index), assemble(read_checkpoint(golden("zero0-dp2"), None))
+    assert all((found[key] == value).all() for key, value in expected.items())
+
+
+def reorder(optimizer) -> None:
+    optimizer["param_groups"][0]["params"].reverse()
+
+
+def forget(optimizer) -> None:
+    del optimizer["state"][4]
+
+
+def step_on(optimizer) -> None:
+    optimizer["state"][5]["step"].storage.data = struct.pack("<f", 1.0)
+
+
+def factor(optimizer) -> None:
+    optimizer["state"][1]["row"] = new_tensor("float32", (3,), bytes(12))
+
+
+def fuse(optimizer) -> None:
+    optimizer["fp32_groups_flat"] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (split, "more than one assignment"),
+        (reorder, "no assignment"),
+        (forget, "have no state in the optimizer"),
+        (step_on, "norm.bias has done another number of optimizer steps than up.bias"),
+        (factor, r"the states of parameter 1 have the shapes \[\(3,\), \(3, 7\)\]"),
+        (fuse, "FP16_Optimizer"),
+    ],
+)
+def test_what_is_not_certain_is_refused(tmp_path, change, text):
+    with pytest.raises(UnsupportedError, match=text):
+        read_checkpoint(edited(tmp_path, change), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda optimizer: optimizer.pop("state"), "no state and param_groups"),
+        (lambda optimizer: optimizer.update(fp32_groups=[[]]), "do not fit the optimizer's param_groups"),
+    ],
+)
+def test_damaged_optimizer_is_refused(tmp_path, change, text):
+    with pytest.raises(CorruptSourceError, match=text):
+        read_checkpoint(edited(tmp_path, change), None)
+
+
+def test_folder_without_its_optimizer_files_is_not_taken_for_zero_0(tmp_path):
+    folder = Path(shutil.copytree(golden("zero2-dp3"), tmp_path / "source"))
+    for path in folder.glob("*_optim_states.pt"):
+        path.unlink()
+    with pytest.raises(CorruptSourceError, match="was saved with them"):
+        read_checkpoint(folder, None)
+
+
+def test_checkpoint_without_an_optimizer_is_refused(tmp_path):
+    folder = Path(shutil.copytree(golden("zero0-dp2"), tmp_path / "source"))
+    edit(folder, MODEL.format(0), lambda value: value.update(optimizer=None))
+    with pytest.raises(UnsupportedError, match="has no optimizer"):
+        read_checkpoint(folder, None)
+
+
+def test_fused_optimizer_in_bf16_is_not_laid_out_for_zero_0(tmp_path):
+    folder = Path(shutil.copytree(golden("bf16-dp2"), tmp_path / "source"))
+
+    def fused(value) -> None:
+        for group in value["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+            group["bias_correction"] = True
+
+    for rank in (0, 1):
+        edit(folder, f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", fused)
+    with pytest.raises(UnsupportedError, match="flat master weights for fused optimizers"):
+        plan_of(read_checkpoint(folder, None), Topology(zero=0))
