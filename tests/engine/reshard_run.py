@@ -15,7 +15,7 @@ _LIMIT_SECONDS = 500
 _RANK = Path(__file__).with_name("reshard_rank.py")
 
 
-def launch(runs: list[dict]) -> dict[str, list[float]]:
+def launch(runs: list[dict], script: Path = _RANK) -> dict[str, list[float]]:
     """Run `runs`, all of one world size, one after the other in one set of processes; losses by name."""
     with tempfile.TemporaryDirectory() as scratch, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -27,7 +27,7 @@ def launch(runs: list[dict]) -> dict[str, list[float]]:
         logs = [open(Path(scratch) / f"rank{rank}.log", "wb") for rank in range(world)]  # noqa: SIM115
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(_RANK), json.dumps(task)],
+                [sys.executable, str(script), json.dumps(task)],
                 env=_environment(rank, world, port),
                 stdout=log,
                 stderr=subprocess.STDOUT,
