@@ -121,3 +121,13 @@ def test_model_without_pipeline_is_cut_for_tensor_parallelism(tmp_path, target):
     after = assemble(read_checkpoint(tmp_path / "back" / STEP, None))
     assert before.keys() == after.keys()
     assert all((value == after[key]).all() for key, value in before.items())
+
+
+def test_buffer_that_no_pattern_names_is_refused_where_tensor_parallelism_changes(tmp_path):
+    folder = Path(shutil.copytree(golden("zero2-dp3"), tmp_path / "source"))
+    patterns = ["norm", "embed", "head", r"down\.bias"]
+    info = {**FLAT_INFO, "tp_replicated_parameter_patterns": patterns}
+    edit(folder, MODEL.format(0), lambda value: value.update(universal_checkpoint_info=info))
+    with pytest.raises(UnsupportedError, match="cuts the buffers scale"):
+        reshard(folder, tmp_path / "refused", Topology.parse("tp=3,zero=2"))
+    assert reshard(folder, tmp_path / STEP, Topology.parse("dp=2,zero=2")).ok

@@ -1,5 +1,7 @@
 """Files of patterns: every kind, and what is wrong said all at once."""
 
+from pathlib import Path
+
 import pytest
 
 from reshard.errors import UnsupportedError, UsageError
@@ -117,3 +119,13 @@ def test_errors_name_the_file(tmp_path):
     path.write_text("version: 1\nrules: [{pattern: x, kind: average}]")
     with pytest.raises(UsageError, match=r"patterns.yaml: is no file of patterns"):
         load(path)
+
+
+def test_example_of_the_documentation_is_a_file_of_patterns(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "deepspeed-format.md").read_text()
+    path = tmp_path / "patterns.yaml"
+    path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    found = parse(load(path))
+    assert found.padded_rows(4) == 50688
+    rule, whole = found.resolve("0.experts.w1", [(8 * 7168, 4096)] * 2)
+    assert (whole, rule.repeat) == ((8 * 14336, 4096), 8)

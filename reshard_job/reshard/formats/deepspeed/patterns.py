@@ -78,6 +78,13 @@ class Patterns:
             )
         )
 
+    def names(self, name: str) -> bool:
+        """Some pattern says how a tensor is cut; otherwise that is DeepSpeed's default for parameters, dim 0."""
+        listed = (_REPLICATED, _AVERAGED, COLUMN, _ROW, _TWO_SUB, _VOCABULARY)
+        return any(_matches(pattern, name) for key in listed for pattern in self.info.get(key) or ()) or any(
+            _sub_matches(entry, name) for entry in self.info.get(_SUB) or ()
+        )
+
     def rule(self, name: str, num_dims: int) -> Rule:
         """The rule for a parameter.
 

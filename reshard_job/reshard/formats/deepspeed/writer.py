@@ -132,12 +132,29 @@ def _refuse(extra: Extra, target: Topology) -> None:
             path=where,
             hint="save with client_state={'universal_checkpoint_info': ...}",
         )
+    _refuse_buffers(extra, target, where)
     if not extra.model.patterns.tells_rows:
         raise UnsupportedError(
             f"{target}: universal_checkpoint_info declares no row-parallel parameter, so those would be cut along the"
             " wrong dim (Megatron-DeepSpeed leaves them out at tp=1)",
             path=where,
             hint="save with parameter_with_row_parallelism_patterns filled in at tp=1 too",
+        )
+
+
+def _refuse_buffers(extra: Extra, target: Topology, where: str) -> None:
+    """DeepSpeed's default for parameters says nothing about buffers: those are as often whole as cut."""
+    buffers = {name for file in extra.source.models.values() for name in file.value.get("buffer_names") or ()}
+    unknown = sorted(
+        name
+        for name in buffers & extra.weights.keys()
+        if extra.weights[name].shape and not extra.model.patterns.names(name)
+    )
+    if unknown:
+        raise UnsupportedError(
+            f"{target}: no pattern says how tensor parallelism cuts the buffers {', '.join(unknown[:5])}",
+            path=where,
+            hint="name them in universal_checkpoint_info, or in a file of patterns (--patterns)",
         )
 
 
