@@ -5,8 +5,10 @@ Readers of formats open what they read through `open_file`, so that they need no
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -67,6 +69,10 @@ class LocalFile:
     def __init__(self, path: Path, *, follow: bool = False) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
         self._descriptor = os.open(path, flags)
+        mode = os.fstat(self._descriptor).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # devices never end; of a folder, reading says what it is
+            os.close(self._descriptor)
+            raise OSError(errno.EINVAL, "is a pipe or device, expected a file", str(path))
 
     @property
     def num_bytes(self) -> int:

@@ -177,7 +177,8 @@ _GLOBALS = (
 )  # fmt: skip
 _OPS: tuple[Callable[[Random], bytes], ...] = (
     *((lambda c, code=code: code) for code in (b"(", b"(", b"t", b"l", b"]", b"}", b")", b"u", b"e", b"s", b"a", b"R",
-      b"Q", b"\x81", b"b", b"N", b"\x88", b"\x89", b"\x85", b"\x86", b"\x87", b"0", b"1", b"2", b"\x94", b"\x93", b".")),
+      b"Q", b"\x81", b"b", b"N", b"\x88", b"\x89", b"\x85", b"\x86", b"\x87", b"0", b"1", b"2", b"\x94", b"\x93",
+      b".")),
     lambda c: b"K" + bytes([number(c, 8)]),
     lambda c: b"M" + number(c, 16).to_bytes(2, "little"),
     lambda c: b"J" + number(c, 32).to_bytes(4, "little"),

@@ -18,7 +18,10 @@ from typing import Any
 from reshard.api import Conversion, convert
 from reshard.commit import Commit, CommittedFile, check_files, file_crc32, read_commit
 from reshard.errors import ReshardError
+from reshard.files import open_file
 from reshard.formats import read_checkpoint
+from reshard.formats.dcp.archive import Window, read_directory
+from reshard.formats.dcp.metadata import read_metadata
 from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry
 from reshard.formats.pt.objects import Tensor
@@ -331,8 +334,20 @@ def run(source: Path, target: Path, topology: Topology) -> Any:
     found = read_commit(target)
     check_files(target, found, crc=True)
     check_commit(found)
-    files = tuple((file.path, file.num_bytes, file.crc32) for file in found.files)
+    files = _items(target) if found.format == "dcp" else tuple((f.path, f.num_bytes, f.crc32) for f in found.files)
     return found.format, found.step, found.samples, found.topology, files, tuple(sorted(found.digests.items()))
+
+
+def _items(folder: Path) -> tuple[Any, ...]:
+    """What the items of a DCP checkpoint hold: unused bytes of their archives travel as they are."""
+    found = []
+    for entry in read_metadata(folder):
+        for box, place in entry.chunks:
+            with open_file(folder / place.file) as file:
+                window = Window(file, place.offset, place.length, entry.key)
+                members = [m for name, m in sorted(read_directory(window).items()) if name.startswith("data")]
+                found += [(entry.key, box, m.name, file.read(m.num_bytes, m.offset)) for m in members]
+    return tuple(found)
 
 
 TARGETS: dict[str, Target] = {

@@ -20,6 +20,7 @@ from reshard.files import File, Stream
 
 ALIGNMENT_BYTES = 64
 MAX_ENTRIES = 1 << 20
+MAX_DIRECTORY_BYTES = 64 << 20
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -59,9 +60,9 @@ def read_directory(file: File, path: str) -> dict[str, Entry]:
     if file.read(4, 0) != b"PK\x03\x04":
         raise _not_an_archive(file, path, num_file_bytes)
     try:
-        with zipfile.ZipFile(cast(IO[bytes], Stream(file))) as archive:
+        with zipfile.ZipFile(cast(IO[bytes], _Limited(file))) as archive:
             infos = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError, MemoryError) as error:
+    except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError, OverflowError) as error:
         raise CorruptSourceError(
             f"the zip directory at its end cannot be read ({error}): truncated or damaged", path=path
         ) from error
@@ -88,6 +89,16 @@ def read_directory(file: File, path: str) -> dict[str, Entry]:
         entries[name] = Entry(name=name, offset=offset, num_bytes=info.file_size, crc32=info.CRC if stated else None)
     _check_apart(entries, path)
     return entries
+
+
+class _Limited(Stream):
+    """For `zipfile`, which reads a directory in one piece however long it claims to be."""
+
+    def read(self, size: int = -1) -> bytes:
+        """As asked, but not more than a directory can have."""
+        if size > MAX_DIRECTORY_BYTES:
+            raise ValueError(f"it claims {size} bytes, at most {MAX_DIRECTORY_BYTES} are read")
+        return super().read(size)
 
 
 def _next_headers(infos: list[zipfile.ZipInfo]) -> dict[int, int]:

@@ -13,11 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsafePickleError
-from reshard.formats.pt.objects import Global, Inert, Size, StatefulDict
+from reshard.formats.pt.extent import check_extent
+from reshard.formats.pt.objects import Global, Inert, Size, StatefulDict, brief
 
 MAX_PICKLE_BYTES = 256 << 20
 """A pickle of metadata is a few hundred bytes per tensor; a longer one is not metadata."""
 
+_MAX_INTEGER_BYTES = 1 << 10  # longer ones take Python quadratic time to print
+_MAX_KEY_BITS = 60  # integers up to 2**61 - 1 differ in their hashes; larger ones can be made to collide
+_MAX_NAME = 1 << 10
 _MARK = object()
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
@@ -107,11 +111,13 @@ def load(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebuild, path
         raise UnsafePickleError(f"its pickle has {len(data)} bytes: at most {MAX_PICKLE_BYTES} are read", path=path)
     machine = _Machine(data, persistent_load, rebuild, path)
     try:
-        return machine.run()
+        value = machine.run()
     except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise CorruptSourceError(
-            f"broken pickle at byte {machine.position}: {type(error).__name__}: {error}", path=path
+            f"broken pickle at byte {machine.position}: {type(error).__name__}: {error!s:.300}", path=path
         ) from error
+    check_extent(value, path)
+    return value
 
 
 class _Machine:
@@ -155,6 +161,11 @@ class _Machine:
     def uint(self, count: int) -> int:
         return int.from_bytes(self.take(count), "little")
 
+    def integer(self, count: int) -> int:
+        if count > _MAX_INTEGER_BYTES:
+            raise ValueError(f"an integer of {count} bytes: at most {_MAX_INTEGER_BYTES} are read")
+        return int.from_bytes(self.take(count), "little", signed=True)
+
     def line(self) -> str:
         end = self.data.index(b"\n", self.position)
         text = self.data[self.position : end].decode("utf-8")
@@ -185,6 +196,8 @@ def _check_key(key: Any) -> Any:
         for part in key:
             if not isinstance(part, _SCALARS):
                 raise ValueError("a key is a tuple of something other than scalars")
+    elif isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS:
+        raise ValueError(f"a key is an integer of {key.bit_length()} bits")
     elif not isinstance(key, (*_SCALARS, Global, Inert)):  # an Inert hashes by identity
         raise ValueError(f"a key is a {type(key).__name__}")
     return key
@@ -234,6 +247,8 @@ def _pop_pair(machine: _Machine) -> None:
 
 def _name(machine: _Machine, module: str, name: str) -> None:
     """Push a name; refuse those that only serve to break out."""
+    if len(module) + len(name) > _MAX_NAME:
+        raise ValueError(f"a name of {len(module) + len(name)} characters")
     root = module.partition(".")[0]
     if root in _FORBIDDEN or (root in _BUILTINS and name not in _SAFE_BUILTINS):
         raise UnsafePickleError(
@@ -320,9 +335,9 @@ for _code, _operation in {
     b"\x89": _push(lambda m: False),
     b"K": _push(lambda m: m.uint(1)),
     b"M": _push(lambda m: m.uint(2)),
-    b"J": _push(lambda m: int.from_bytes(m.take(4), "little", signed=True)),
-    b"\x8a": _push(lambda m: int.from_bytes(m.take(m.uint(1)), "little", signed=True)),
-    b"\x8b": _push(lambda m: int.from_bytes(m.take(m.uint(4)), "little", signed=True)),
+    b"J": _push(lambda m: m.integer(4)),
+    b"\x8a": _push(lambda m: m.integer(m.uint(1))),
+    b"\x8b": _push(lambda m: m.integer(m.uint(4))),
     b"G": _push(lambda m: struct.unpack(">d", m.take(8))[0]),
     b"X": _push(lambda m: m.take(m.uint(4)).decode("utf-8", "surrogatepass")),
     b"\x8c": _push(lambda m: m.take(m.uint(1)).decode("utf-8", "surrogatepass")),
@@ -362,6 +377,6 @@ def rebuild_containers(target: Global, args: tuple[Any, ...]) -> Any:
         return StatefulDict()
     if target == Global("torch", "Size") and len(args) == 1 and isinstance(args[0], tuple | list):
         if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in args[0]):
-            raise ValueError(f"a torch.Size of {args[0]!r}")
+            raise ValueError(f"a torch.Size of {brief(args[0])}")
         return Size(args[0])
     return NotImplemented

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedErr
 from reshard.files import File, open_file
 from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry, read_directory
-from reshard.formats.pt.objects import ITEM_BYTES, STORAGE_DTYPES, Global, Storage, Tensor
+from reshard.formats.pt.objects import ITEM_BYTES, STORAGE_DTYPES, Global, Storage, Tensor, brief
 
 _TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
 _WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
 _MAX_DIMS = 64
+_MAX_SIZE = 1 << 58  # of elements of 16 bytes, positions still fit 63 bits
 _MAX_RECORD_BYTES = 1 << 10
+_MAX_CHECKED_BYTES = 32 << 20  # storages of small tensors are read whole, to check them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +52,14 @@ def read(path: str | Path) -> PtFile:
     """
     name = str(path)
     try:
-        file = open_file(path, follow=True)
+        file = open_file(path)
     except OSError as error:
-        raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=name) from error
+        link = error.errno == errno.ELOOP
+        raise CorruptSourceError(
+            "is a symbolic link" if link else f"cannot be opened: {error.strerror or error}",
+            path=name,
+            hint="copy what it links to into the folder: cp -rL" if link else "",
+        ) from error
     with file:
         try:
             entries = read_directory(file, name)
@@ -88,7 +97,7 @@ def read_tensor_bytes(path: str | Path, tensor: Tensor, *, limit_bytes: int) -> 
 
     Raises:
         UnsupportedError: larger than `limit_bytes`, or not contiguous.
-        CorruptSourceError: the file ends before the tensor does.
+        CorruptSourceError: the file ends before the tensor does, or its storage is damaged.
     """
     num_bytes = tensor.num_elements * ITEM_BYTES[tensor.dtype]
     if num_bytes > limit_bytes or not tensor.is_contiguous:
@@ -98,11 +107,20 @@ def read_tensor_bytes(path: str | Path, tensor: Tensor, *, limit_bytes: int) -> 
             path=str(path),
             hint="keep large tensors out of the client state",
         )
-    with open_file(path, follow=True) as file:
-        data = file.read(num_bytes, tensor.file_offset)
-    if len(data) != num_bytes:
+    storage = tensor.storage
+    checked = storage.crc32 is not None and storage.num_bytes <= _MAX_CHECKED_BYTES
+    start, length = (storage.file_offset, storage.num_bytes) if checked else (tensor.file_offset, num_bytes)
+    with open_file(path) as file:
+        data = file.read(length, start)
+    if len(data) != length:
         raise CorruptSourceError(f"ends inside a tensor at byte {tensor.file_offset}", path=str(path))
-    return data
+    if checked and zlib.crc32(data) != storage.crc32:
+        raise CorruptSourceError(
+            f"bytes {start}:{start + length} are damaged: their CRC-32 does not match",
+            path=str(path),
+            hint="use an earlier commit",
+        )
+    return data[tensor.file_offset - start :][:num_bytes]
 
 
 def _payload(file: File, entry: Entry, path: str, limit_bytes: int) -> bytes:
@@ -131,29 +149,32 @@ class _Tensors:
     def persistent_load(self, identifier: Any) -> Storage:
         """`('storage', class, key, location, number of elements)`."""
         if not isinstance(identifier, tuple) or len(identifier) != 5 or identifier[0] != "storage":
-            raise CorruptSourceError(f"persistent id {identifier!r:.100} is not a storage", path=self.path)
+            raise CorruptSourceError(f"persistent id {brief(identifier)} is not a storage", path=self.path)
         _, kind, key, location, num_elements = identifier
         dtype = STORAGE_DTYPES.get(kind.name) if isinstance(kind, Global) and kind.module == "torch" else None
         if dtype is None:
             if kind == Global("torch.storage", "UntypedStorage") or kind == Global("torch", "UntypedStorage"):
                 dtype = "uint8"
             else:
-                raise UnsupportedError(f"storage class {kind} is not known", path=self.path)
+                raise UnsupportedError(f"storage class {brief(kind)} is not known", path=self.path)
+        if not isinstance(key, str) or not isinstance(location, str):
+            raise ValueError(f"a storage with key {brief(key)} at {brief(location)}")
         if key in self.storages:
             if self.storages[key].dtype != dtype:
-                raise CorruptSourceError(f"storage {key!r} is of two types", path=self.path)
+                raise CorruptSourceError(f"storage {key!r:.80} is of two types", path=self.path)
             return self.storages[key]
         entry = self.entries.get(f"data/{key}")
         if entry is None:
-            raise CorruptSourceError(f"storage {key!r} has no entry", path=self.path)
+            raise CorruptSourceError(f"storage {key!r:.80} has no entry", path=self.path)
         if not isinstance(num_elements, int) or entry.num_bytes != num_elements * ITEM_BYTES[dtype]:
             raise CorruptSourceError(
-                f"storage {key!r} of {num_elements} x {dtype} is an entry of {entry.num_bytes} bytes", path=self.path
+                f"storage {key!r:.80} of {brief(num_elements)} x {dtype} is an entry of {entry.num_bytes} bytes",
+                path=self.path,
             )
         self.storages[key] = Storage(
             dtype=dtype,
             num_elements=num_elements,
-            location=str(location),
+            location=location,
             file_offset=entry.offset,
             crc32=entry.crc32,
         )
@@ -177,10 +198,12 @@ class _Tensors:
         if not isinstance(storage, Storage):
             raise ValueError("a tensor without a storage")
         if not isinstance(size, tuple) or not isinstance(stride, tuple) or len(size) != len(stride):
-            raise ValueError(f"a tensor of size {size!r:.50} and stride {stride!r:.50}")
+            raise ValueError(f"a tensor of size {brief(size)} and stride {brief(stride)}")
         numbers = (offset, *size, *stride)
-        if len(size) > _MAX_DIMS or not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"a tensor of size {size!r:.50}, stride {stride!r:.50} and offset {offset!r:.50}")
+        if len(size) > _MAX_DIMS or not all(type(number) is int and 0 <= number < _MAX_SIZE for number in numbers):
+            raise ValueError(f"a tensor of size {brief(size)}, stride {brief(stride)} and offset {brief(offset)}")
+        if math.prod(max(1, length) for length in size) >= _MAX_SIZE:
+            raise ValueError(f"a tensor of size {brief(size)}")
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= storage.num_elements:
             raise CorruptSourceError(
