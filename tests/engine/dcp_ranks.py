@@ -209,6 +209,7 @@ def main():
         "model": "net",
         "size": "small",
         "optimizer": "adamw",
+        "lr": 1e-2,
         "style": "flat",
         "dp": 1,
         "tp": 1,
