@@ -29,6 +29,7 @@ from reshard.locate import check_source, check_target
 from reshard.options import parse
 from reshard.progress import ProgressLine
 from reshard.remote import location
+from reshard.rounded import rounded_digests
 from reshard.staging import Sharing
 from reshard.topology import Topology
 from reshard.verify import digests as read_digests
@@ -133,8 +134,12 @@ def _verify(options: argparse.Namespace) -> Result:
         return Result(value, f"{options.first}: {len(digests)} tensors, digest {total(digests)}: {proved}")
     held = tuple(state for state in states if state in _states(second))
     other = api.view_of(second, states=held)
-    found = agree.compare(agree.side(seen, digests), agree.side(other, verify_commit(other)))
-    return _compared(options, value, found)
+    left, right = agree.side(seen, digests), agree.side(other, verify_commit(other))
+    rounded = [
+        dataclasses.replace(item, rounded=rounded_digests(index, wanted))
+        for item, index, wanted in zip((left, right), (seen, other), agree.to_round(left, right), strict=True)
+    ]
+    return _compared(options, value, agree.compare(*rounded))
 
 
 def _digests(index: Index, *, renamed: bool) -> dict[str, str]:
@@ -169,6 +174,8 @@ def _compared(options: argparse.Namespace, value: dict[str, Any], found: agree.A
         lines.append(
             f"  {len(facts['across_states'])} of them: weights on one side, master weights (fp32) on the other"
         )
+    if found.rounded:
+        lines.append(f"  {found.rounded} of them: of another type, equal when rounded to nearest even")
     lines += [f"  not compared: {note}" for note in found.not_compared]
     return Result({**value, "second": str(options.second), **facts}, "\n".join(lines))
 

@@ -347,15 +347,26 @@ def _compare(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:
     return dict(sources)
 
 
-def row_digest(source: Source, row: ShardRow, shape: tuple[int, ...], item_bytes: int, max_elements: int) -> RowDigest:
-    """Digest of one row of a source, read in parts of at most `max_elements`, and the ranges that were read."""
+def row_digest(
+    source: Source,
+    row: ShardRow,
+    shape: tuple[int, ...],
+    item_bytes: int,
+    max_elements: int,
+    *,
+    types: tuple[str, str] | None = None,
+) -> RowDigest:
+    """Digest of one row of a source, read in parts of at most `max_elements`, and the ranges that were read.
+
+    With `types`, that of its elements changed from the first type to the second.
+    """
     total, pieces = 0, []
     for tile in tiles(row.box.size, max_elements):
         part = tile.shift(row.box.offset)
         elements: Bits = np.empty(part.size, dtype=UNSIGNED[item_bytes])
         for position, piece in _runs(row, part, elements):
             pieces.append(source.read_into(row.file, position, piece))
-        total += box_digest(elements, part, shape)
+        total += box_digest(elements if types is None else cast(elements, *types), part, shape)
     return RowDigest(total % MODULUS, crc.join(pieces))
 
 

@@ -1,8 +1,10 @@
 """When two checkpoints agree, and what cannot be compared."""
 
+import dataclasses
+
 import pytest
 
-from reshard.agree import Agreement, Side, compare
+from reshard.agree import Agreement, Side, compare, to_round
 from reshard.layout import LogicalTensor, TensorKey
 
 
@@ -92,3 +94,24 @@ def test_tied_weights_may_be_held_under_either_name(swap: bool) -> None:
     sides = [side("weight/embed=1", aliases={"head": "embed"}), side("weight/head=1")]
     found = compare(*(reversed(sides) if swap else sides))
     assert (len(found.same), found.different) == (1, ())
+
+
+def test_weights_made_of_master_weights_alone_are_compared_by_rounding() -> None:
+    masters, weights = side("fp32/a=1", "fp32/b=2"), side("weight/a:bfloat16=7", "weight/b:bfloat16=8")
+    assert to_round(masters, weights) == ({TensorKey("fp32", "a"): "bfloat16", TensorKey("fp32", "b"): "bfloat16"}, {})
+    assert to_round(weights, masters) == ({}, to_round(masters, weights)[0])
+    good = dataclasses.replace(masters, rounded={TensorKey("fp32", "a"): "7", TensorKey("fp32", "b"): "8"})
+    for sides in ((good, weights), (weights, good)):
+        found = compare(*sides)
+        assert (len(found.same), found.rounded, found.different, found.not_compared) == (2, 2, (), ())
+    bad = dataclasses.replace(masters, rounded={TensorKey("fp32", "a"): "7", TensorKey("fp32", "b"): "9"})
+    (told,) = compare(bad, weights).different
+    assert told.startswith("fp32/b and weight/b") and told.endswith("differ by more than rounding")
+
+
+def test_nothing_is_rounded_where_the_same_type_can_be_compared() -> None:
+    both = side("weight/a:bfloat16=7", "fp32/a=1")
+    for other in (side("fp32/a=1"), side("weight/a:bfloat16=7"), both):
+        assert to_round(both, other) == to_round(other, both) == ({}, {})
+    assert to_round(side("weight/a:int64=1"), side("weight/a:bool=1")) == ({}, {})
+    assert to_round(side("weight/a:float16=1"), side("weight/a:bfloat16=1")) == ({}, {})

@@ -1,0 +1,42 @@
+"""Digests of tensors in a narrower type: how weights are compared with the master weights that they round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reshard.digest import MODULUS, to_hex
+from reshard.execute import row_digest
+from reshard.layout import Index, TensorKey
+from reshard.storage import Source
+
+_PART_BYTES = 8 << 20
+
+
+def rounded_digests(index: Index, wanted: Mapping[TensorKey, str]) -> dict[TensorKey, str]:
+    """Read tensors, and digest them rounded to nearest even.
+
+    One copy of each is read: that all copies agree was found when they were digested as they are.
+
+    Args:
+        index: the checkpoint.
+        wanted: tensor -> type to round it to.
+
+    Raises:
+        CorruptSourceError: a file cannot be read.
+    """
+    rows = index.shards.by_tensor(len(index.tensors)) if wanted else []
+    source = Source(index.root, index.files)
+    found: dict[TensorKey, str] = {}
+    try:
+        for tensor, own in zip(index.tensors if wanted else (), rows, strict=True):
+            if tensor.key not in wanted or not len(own):
+                continue
+            total, types = 0, (tensor.dtype, wanted[tensor.key])
+            for number in own[index.shards.replica[own] == index.shards.replica[own].min()]:
+                row = index.shards.row(int(number), len(tensor.shape))
+                part = _PART_BYTES // tensor.item_bytes
+                total += row_digest(source, row, tensor.shape, tensor.item_bytes, part, types=types).digest
+            found[tensor.key] = to_hex(total % MODULUS)
+    finally:
+        source.close()
+    return found

@@ -1,0 +1,418 @@
+"""Every verb of the `reshard` command on real checkpoints: what it says, in words and in JSON, and how it fails."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reshard import api
+from reshard.cli import main
+from reshard.commit import read_commit, write_commit
+from reshard.contract import ExitCode
+from reshard.explain import explain
+from tests.golden.files import MODEL, STEP, assemble, edit
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+DEEPSPEED = HERE / "deepspeed-0.19.8"
+PIPELINE, ZERO2, ZERO3, BF16 = (
+    DEEPSPEED / name / STEP for name in ("pipeline-tp2-pp2", "zero2-dp3", "zero3-dp3", "bf16-dp2")
+)
+EVERY = sorted(path for path in HERE.glob("*/*/step-*") if path.is_dir())
+REFUSED = [path for path in EVERY if path.parent.name.startswith("autoep")]
+
+
+class Answer:
+    """What a command said."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: object, code: int = 0) -> str:
+        """Text of a command that ends with `code`: stdout, or stderr if it fails."""
+        assert main([str(word) for word in words]) == code
+        found = self._capsys.readouterr()
+        return found.err if code and not found.out else found.out
+
+    def json(self, *words: object, code: int = 0) -> dict:
+        """Its JSON."""
+        assert main([*(str(word) for word in words), "--json"]) == code
+        value = json.loads(self._capsys.readouterr().out)
+        assert value["ok"] is (code == 0)
+        return value
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Answer:
+    return Answer(capsys)
+
+
+# --- inspect ---
+
+
+@pytest.mark.parametrize("path", EVERY, ids=lambda path: path.parent.name)
+def test_a_good_checkpoint_of_any_format_has_no_problems(path: Path, say: Answer) -> None:
+    if path in REFUSED:
+        value = say.json("inspect", path, code=ExitCode.UNSUPPORTED)
+        assert [problem["kind"] for problem in value["problems"]] == ["UnsupportedError"]
+        assert value["format"] == "deepspeed"
+        return
+    value = say.json("inspect", path)
+    assert (value["problems"], value["exit_code"], value["commit"]) == ([], 0, {"state": "absent"})
+    assert value["format"] == path.parents[1].name.partition("-")[0]
+    index = api.index_of(path)
+    assert sum(state["tensors"] for state in value["states"].values()) == len(value["tensors"]) == len(index.tensors)
+    assert sum(tensor["boxes"] for tensor in value["tensors"]) == len(index.shards)
+    assert [group["names"] for group in value["groups"]] == [list(group.names) for group in index.groups]
+
+
+def test_the_table_of_tensors_has_a_line_for_each(say: Answer) -> None:
+    text = say("inspect", ZERO3, "--tensors")
+    assert re.search(r"^  fp32/embed.weight +\[13, 7\] +float32 +364 B +1 +7$", text, re.MULTILINE)
+    assert re.search(r"^  weight/scale +\[3\] +float32 +12 B +3 +3$", text, re.MULTILINE)
+    assert "tied      head.weight = embed.weight" in text
+    assert len(re.findall(r" \[\d+(?:, \d+)*\] ", text)) >= len(api.index_of(ZERO3).tensors)
+
+
+def test_damage_is_listed_beside_what_is_still_known(tmp_path: Path, say: Answer) -> None:
+    target = tmp_path / "out"
+    say("run", ZERO2, target, "--to", "dp=2,zero=2")
+    assert say.json("inspect", target)["commit"]["state"] == "intact"
+    victim = max(target.glob("*.pt"))
+    victim.write_bytes(victim.read_bytes()[:-5])
+    (target / "notes.txt").write_text("mine", encoding="utf-8")
+    value = say.json("inspect", target, code=ExitCode.SOURCE_INVALID)
+    assert (value["format"], value["step"], value["topology"]["dp"]) == ("deepspeed", 2, 2)
+    assert value["commit"]["state"] == "damaged"
+    assert [problem["kind"] for problem in value["problems"]] == ["CorruptSourceError"] * 2
+    assert all(victim.name in problem["message"] for problem in value["problems"])
+    assert value["notes"] == ["notes.txt is no part of the commit"]
+
+
+def test_a_commit_that_tells_another_story_than_the_files_is_a_problem(tmp_path: Path, say: Answer) -> None:
+    target = tmp_path / "out"
+    say("run", ZERO2, target, "--to", "dp=2,zero=2")
+    commit = read_commit(target)
+    digests = {**commit.digests, "fp32/gone": "0" * 16}
+    write_commit(
+        target, type(commit)(**{**{name: getattr(commit, name) for name in commit.__slots__}, "digests": digests})
+    )
+    value = say.json("inspect", target, code=ExitCode.SOURCE_INVALID)
+    assert [problem["message"] for problem in value["problems"]] == ["fp32/gone was committed and is not there"]
+
+
+def test_a_marker_that_cannot_be_read_is_a_problem(tmp_path: Path, say: Answer) -> None:
+    source = tmp_path / "a1"
+    shutil.copytree(ZERO2, source)
+    (source / "COMMIT.json").write_text("{", encoding="utf-8")
+    value = say.json("inspect", source, code=ExitCode.SOURCE_INVALID)
+    assert value["commit"]["state"] == "damaged"
+    assert value["states"]["fp32"]["tensors"] == 7
+
+
+# --- plan ---
+
+
+def test_a_plan_lists_the_files_that_a_run_makes_and_writes_nothing(tmp_path: Path, say: Answer) -> None:
+    target = tmp_path / "new/out"
+    value = say.json("plan", PIPELINE, target, "--to", "dp=3", "--files")
+    assert list(tmp_path.iterdir()) == []
+    assert (value["mode"], value["from"], value["to"]) == (
+        "materialize",
+        "tp=2,pp=2,dp=1,zero=1",
+        "tp=1,pp=1,dp=3,zero=1",
+    )
+    assert value["estimate"]["rates"]["read"]["measured"] and value["estimate"]["rates"]["write"]["measured"]
+    assert value["estimate"]["seconds"] > 0
+    report = say.json("run", PIPELINE, target, "--to", "dp=3")
+    made = {path.name: path.stat().st_size for path in target.iterdir() if path.suffix == ".pt"}
+    assert {item["path"]: item["bytes"] for item in value["files"]} == made
+    assert (value["bytes_to_read"], value["files_to_write"]) == (report["bytes_read"], report["num_files"])
+
+
+def test_what_was_not_measured_is_assumed_and_said_so(say: Answer) -> None:
+    text = say("plan", PIPELINE, "--to", "dp=3")
+    assert "assumed: name the target to have its storage measured" in text
+    rates = say.json("plan", PIPELINE, "--to", "dp=3", "--no-measure")["estimate"]["rates"]
+    assert not rates["read"]["measured"] and not rates["write"]["measured"]
+
+
+def test_what_the_target_leaves_behind_is_noted(say: Answer) -> None:
+    assert any("exp_avg" in note for note in say.json("plan", ZERO2, "--format", "safetensors")["notes"])
+
+
+# --- run ---
+
+
+def test_without_a_topology_the_source_keeps_its_own(tmp_path: Path, say: Answer) -> None:
+    say("run", PIPELINE, tmp_path / "weights", "--format", "safetensors")
+    assert say.json("run", PIPELINE, tmp_path / "weights", "--format", "safetensors")["bytes_written"] == 0
+    assert "--to TOPOLOGY, --format NAME" in say("run", PIPELINE, tmp_path / "out", code=ExitCode.USAGE)
+
+
+def test_names_of_a_map(tmp_path: Path, say: Answer) -> None:
+    text = (ROOT / "examples/name_maps/gpt-llama.yaml").read_text(encoding="utf-8")
+    sizes = "constants: {layers: 2, hidden: 8, heads: 4, kv_heads: 2, head: hidden // heads, ffn: 6}"
+    names = tmp_path / "names.yaml"
+    names.write_text(re.sub(r"constants: .*", sizes, text), encoding="utf-8")
+    weights = tmp_path / "weights"
+    arguments = ["run", PIPELINE, weights, "--format", "safetensors", "--names", names]
+    say(*arguments)
+    assert read_commit(weights).options["names"].startswith("names.yaml ")
+    found, source = assemble(api.index_of(weights)), assemble(api.index_of(PIPELINE))
+    assert (found["weight/model.layers.1.self_attn.k_proj.weight"] == source["weight/2.qkv"][8:12]).all()
+    assert (found["weight/model.layers.0.mlp.up_proj.weight"] == source["weight/1.gate_up"][6:]).all()
+    value = say.json("verify", PIPELINE, weights, "--names", names)
+    assert value["tensors"] == 2 * len(found)  # weights and master weights of the source
+    assert "already converted" in say(*arguments)
+    explained = say("explain", PIPELINE, "weight/model.layers.0.mlp.up_proj.weight", "--names", names)
+    assert "[6, 8] float32" in explained
+    names.write_text(names.read_text(encoding="utf-8") + "\n# changed\n", encoding="utf-8")
+    assert "not the result of this conversion" in say(*arguments, code=ExitCode.TARGET_FAILED)
+    assert "cannot be read" in say(*arguments[:-1], tmp_path / "absent.yaml", code=ExitCode.USAGE)
+
+
+def test_patterns_for_a_checkpoint_that_does_not_say_how_it_is_cut(tmp_path: Path, say: Answer) -> None:
+    source = Path(shutil.copytree(PIPELINE, tmp_path / "ckpt" / STEP))
+    for path in source.glob(MODEL.format(0).replace("00", "*")):
+        edit(source, path.name, lambda value: value.pop("universal_checkpoint_info"))
+    patterns = tmp_path / "patterns.yaml"
+    patterns.write_text(
+        r"""
+version: 1
+vocabulary: {rows: 13, padded_rows: 16}
+rules:
+  - {pattern: 'tied_modules\.embed\.weight', kind: shard-v, vocabulary: true}
+  - {pattern: '.*norm', kind: replicate}
+  - {pattern: '\d+\.qkv', kind: shard-nc, dim: 0, parts: [8, 4, 4]}
+  - {pattern: '\d+\.gate_up', kind: shard-nc, dim: 0, parts: 2}
+  - {pattern: '\d+\.(out|down)', kind: shard-h}
+""",
+        encoding="utf-8",
+    )
+    out = tmp_path / "out"
+    say("run", source, out, "--to", "dp=3", code=ExitCode.UNSUPPORTED)
+    say("run", source, out, "--to", "dp=3", "--patterns", patterns)
+    assert say.json("verify", PIPELINE, out)["not_compared"] == []
+    assert say.json("inspect", source, "--patterns", patterns)["problems"] == []
+    say("plan", source, "--to", "dp=3", "--patterns", patterns)
+    say("explain", source, "2.qkv", "--to", "dp=3", "--patterns", patterns)
+    say("verify", source, out, "--patterns", patterns)
+    safetensors = HERE / "safetensors/llama"
+    assert "are for native DeepSpeed" in say("inspect", safetensors, "--patterns", patterns, code=ExitCode.USAGE)
+
+
+def test_a_limited_rate_and_no_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", str(ZERO2), str(tmp_path / "out"), "--to", "dp=2,zero=2", "--quiet", "--limit-rate", "100MiB"]
+    assert main(words) == ExitCode.OK
+    assert capsys.readouterr().err == ""
+
+
+# --- paths ---
+
+
+def test_paths_that_cannot_be_meant_are_told_apart(tmp_path: Path, say: Answer) -> None:
+    file, empty, other = tmp_path / "file", tmp_path / "empty", tmp_path / "other"
+    file.write_text("x", encoding="utf-8")
+    empty.mkdir()
+    other.mkdir()
+    (other / "thesis.tex").write_text("mine", encoding="utf-8")
+    bad = ExitCode.SOURCE_INVALID
+    for words in (["inspect", "{}"], ["verify", "{}"], ["plan", "{}", "--to", "dp=2"], ["explain", "{}", "x"]):
+        for path, message in (
+            (tmp_path / "gone", "there is no such folder"),
+            (file, "is a file: expected the folder of one checkpoint"),
+            (empty, "is empty"),
+            (other, "holds no checkpoint that this version knows"),
+            (ZERO2.parent, f"hint: name one of them, for instance {ZERO2}"),
+        ):
+            assert message in say(*(path if word == "{}" else word for word in words), code=bad)
+
+
+def test_of_many_checkpoints_the_latest_is_proposed(tmp_path: Path, say: Answer) -> None:
+    for step in (9, 10):
+        shutil.copytree(ZERO2, tmp_path / f"global_step{step}")
+    assert f"for instance {tmp_path}/global_step10" in say("inspect", tmp_path, code=ExitCode.SOURCE_INVALID)
+    (tmp_path / "latest").write_text("global_step9\n", encoding="utf-8")
+    text = say("inspect", tmp_path, code=ExitCode.SOURCE_INVALID)
+    assert "holds 2 checkpoints" in text
+    assert f"for instance {tmp_path}/global_step9" in text
+
+
+def test_a_target_never_touches_its_source(tmp_path: Path, say: Answer) -> None:
+    source = tmp_path / "ckpt" / "a1"
+    shutil.copytree(ZERO2, source)
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    to = ["--to", "dp=2,zero=2"]
+    assert "the same folder" in say("run", source, source, *to, code=ExitCode.USAGE)
+    assert "the same folder" in say("run", source, source / "../a1", *to, code=ExitCode.USAGE)
+    assert "inside the source" in say("run", source, source / "out", *to, code=ExitCode.USAGE)
+    assert "holds the source" in say("run", source, source.parent, *to, code=ExitCode.USAGE)
+    link = tmp_path / "link"
+    link.symlink_to(source, target_is_directory=True)
+    assert "the same folder" in say("run", source, link, *to, code=ExitCode.USAGE)
+    link.unlink()
+    file = ZERO2 / "mp_rank_00_model_states.pt"
+    assert "is a file" in say("run", source, file / "out", *to, code=ExitCode.TARGET_FAILED)
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+
+
+# --- verify ---
+
+
+@pytest.mark.parametrize("source", [PIPELINE, ZERO2, ZERO3, BF16], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "words",
+    [["dcp"], ["universal", "--to", "zero=1"], ["safetensors"], ["safetensors", "--dtype", "bfloat16"]],
+    ids="-".join,
+)
+def test_what_another_format_holds_agrees(source: Path, words: list[str], tmp_path: Path, say: Answer) -> None:
+    target = tmp_path / "out"
+    say("run", source, target, "--format", *words)
+    value = say.json("verify", source, target)
+    names = {tensor.key.name for tensor in api.index_of(source).tensors if "#" not in tensor.key.name}
+    compared = 7 if source != PIPELINE else len(names)
+    assert value["tensors"] >= compared
+    assert value["different"] == []
+    assert all("only in the" in note or "other types" in note for note in value["not_compared"])
+    back = say.json("verify", target, source)
+    assert len(back["not_compared"]) == len(value["not_compared"])
+
+
+def test_one_wrong_element_in_another_format_is_found(tmp_path: Path, say: Answer) -> None:
+    for name, words in (("same", []), ("rounded", ["--dtype", "bfloat16"])):
+        target = tmp_path / name
+        say("run", ZERO3, target, "--format", "safetensors", *words)
+        index = api.index_of(target)
+        (target / "COMMIT.json").unlink()
+        number = next(at for at, tensor in enumerate(index.tensors) if tensor.key.name == "down.bias")
+        row = index.shards.row(int(np.flatnonzero(index.shards.tensor == number)[0]), 1)
+        victim = target / index.files[row.file].path
+        content = bytearray(victim.read_bytes())
+        content[row.byte_offset + 2] ^= 1
+        victim.write_bytes(content)
+        text = say("verify", ZERO3, target, code=ExitCode.VERIFICATION_FAILED)
+        assert text.count("\n  - ") == 1
+        assert "fp32/down.bias and weight/down.bias" in text
+
+
+def test_a_missing_tensor_is_no_agreement(tmp_path: Path, say: Answer) -> None:
+    value = say.json("verify", ZERO2, ZERO3, "--states", "weight,fp32")
+    assert value["states"] == ["fp32", "weight"]
+    text = say("verify", ZERO2, BF16, "--states", "exp_avg", code=ExitCode.VERIFICATION_FAILED)
+    assert "exp_avg/down.bias" in text
+    nothing = say("verify", PIPELINE, HERE / "safetensors/llama", code=ExitCode.VERIFICATION_FAILED)
+    assert "differ" in nothing or "no tensor in common" in nothing
+    assert "neither checkpoint holds momentum" in say("verify", ZERO2, ZERO3, "--states", "momentum", code=2)
+
+
+def test_states_of_one_checkpoint(say: Answer) -> None:
+    every, some = say.json("verify", ZERO2), say.json("verify", ZERO2, "--states", "fp32")
+    assert (every["tensors"], some["tensors"], some["committed"]) == (29, 7, False)
+
+
+# --- explain ---
+
+
+def test_explained_bytes_are_the_tensors(say: Answer) -> None:
+    """Read each box from where `explain` says that it lies; together they are the tensor."""
+    wanted = assemble(api.index_of(PIPELINE))
+    for found in say.json("explain", PIPELINE, "fp32/*", "--to", "dp=3")["tensors"]:
+        whole = np.zeros(found["shape"], dtype=np.uint32)
+        for box in (box for box in found["boxes"] if box["used"]):
+            flat = np.frombuffer((PIPELINE / box["file"]).read_bytes()[box["start"] : box["stop"]], dtype=np.uint32)
+            view = np.lib.stride_tricks.as_strided(flat, box["size"], [4 * stride for stride in box["strides"]])
+            low = box["offset"]
+            whole[tuple(slice(a, a + size) for a, size in zip(low, box["size"], strict=True))] = view
+        assert (whole == wanted[f"fp32/{found['name']}"].view(np.uint32)).all()
+
+
+def test_a_picture_is_written_and_too_large_ones_are_refused(tmp_path: Path, say: Answer) -> None:
+    picture = tmp_path / "boxes.svg"
+    say("explain", PIPELINE, "2.qkv", "--to", "dp=3", "--svg", picture)
+    assert picture.read_text(encoding="utf-8").startswith("<svg ")
+    assert "at most 12" in say("explain", PIPELINE, "*", "--svg", picture, code=ExitCode.USAGE)
+    words = ["explain", PIPELINE, "2.qkv", "--svg", tmp_path / "no/such/folder.svg"]
+    assert "cannot be written" in say(*words, code=ExitCode.TARGET_FAILED)
+
+
+def test_a_name_that_is_not_there(say: Answer) -> None:
+    text = say("explain", PIPELINE, "2.qvk", code=ExitCode.USAGE)
+    assert "there is for instance 2.qkv" in text
+
+
+def test_every_golden_checkpoint_can_be_explained() -> None:
+    for path in set(EVERY) - set(REFUSED):
+        index = api.index_of(path)
+        found = explain(index, range(len(index.tensors)))
+        assert sum(len(item.places) for item in found) == len(index.shards)
+
+
+# --- the interface ---
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["inspect", "/nowhere"], 10),
+        (["plan", str(PIPELINE), "--to", "tp=3"], 11),
+        (["plan", str(PIPELINE), "--to", "tp=x"], 2),
+        (["plan"], 2),
+        (["frobnicate"], 2),
+        (["verify", "/nowhere"], 10),
+        (["explain", str(PIPELINE), "nothing"], 2),
+        (["run", str(PIPELINE), "/dev/null/out", "--to", "dp=2"], 20),
+        (["run", str(PIPELINE), "/tmp/never", "--to", "dp=2", "--memory", "lots"], 2),
+    ],
+)
+def test_failures_are_json_too(words: list[str], code: int, say: Answer) -> None:
+    value = say.json(*words, code=code)
+    assert value["exit_code"] == value["error"]["exit_code"] == code
+    assert set(value["error"]) == {"kind", "exit_code", "message", "path", "problems", "hint"}
+    assert value["error"]["message"]
+
+
+def test_the_fields_of_the_page_are_there(tmp_path: Path, say: Answer) -> None:
+    page = (ROOT / "docs/reshard.md").read_text(encoding="utf-8").split("## JSON")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", page, flags=re.MULTILINE))
+    out = tmp_path / "out"
+    found = {
+        "inspect": say.json("inspect", PIPELINE),
+        "plan": say.json("plan", PIPELINE, "--to", "dp=3", "--files"),
+        "run": say.json("run", PIPELINE, out, "--to", "dp=3"),
+        "verify": {**say.json("verify", out), **say.json("verify", PIPELINE, out)},
+        "explain": say.json("explain", PIPELINE, "2.qkv", "--to", "dp=3"),
+    }
+    for verb, value in found.items():
+        told = set(re.findall(r"`(\w+)`", re.sub(r"\(.*?\)|, each with.*", "", rows[verb])))
+        assert told | {"ok"} == set(value), verb
+    (tensor, *_) = found["explain"]["tensors"]
+    assert set(re.findall(r"`(\w+)`", rows["explain"].split("each with")[1])) == set(tensor)
+
+
+def run_command(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "reshard.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def test_version_and_help_go_to_stdout() -> None:
+    assert re.fullmatch(r"reshard \d+\.\d+\.\d+\S*\n", run_command("--version").stdout)
+    done = run_command("run", "--help")
+    assert done.returncode == 0 and "examples:" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reshard.cli", "inspect", str(PIPELINE), "--json"], stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    os.close(read)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, b"")
