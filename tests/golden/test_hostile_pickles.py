@@ -1,0 +1,153 @@
+"""Pickles that were made to harm: none runs anything, hangs, or takes memory; each is refused by name."""
+
+import os
+import pickle
+import resource
+import struct
+from pathlib import Path
+
+import pytest
+
+from reshard.errors import CorruptSourceError, ReshardError, UnsafePickleError, UnsupportedError
+from reshard.formats import read_checkpoint
+from reshard.formats.pt.archive import Entry
+from reshard.formats.pt.reader import build, read
+from tests.fuzz.guard import outcome_of
+from tests.fuzz.mutate import replace_pickle
+from tests.fuzz.targets import GOLDEN, STEP, pickle_of
+
+ENTRIES = {"data/0": Entry(name="data/0", offset=64, num_bytes=64, crc32=1)}
+START = b"\x80\x02"
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()
+
+
+KEY, CPU = text("0"), text("cpu")
+
+
+def storage(kind=b"ctorch\nFloatStorage\n", key=KEY, location=CPU, count=b"K\x10") -> bytes:
+    return b"(" + text("storage") + kind + key + location + count + b"tQ"
+
+
+def tensor(size: bytes, stride: bytes, offset: bytes = b"K\x00") -> bytes:
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage() + offset + size + stride + b"\x89}tR"
+
+
+def integer(num_bytes: int) -> bytes:
+    return b"\x8b" + num_bytes.to_bytes(4, "little") + b"\x7f" * num_bytes
+
+
+LAUGHS = b"N\x85" + b"2\x86" * 40
+"""Forty pairs, each of the one before twice: a tree of 2^40 leaves in 83 bytes."""
+DEEP = b"N" + b"\x85" * 50_000
+MANY = b"(" + b"2" * 100_000 + b"t"
+
+HARMLESS = {
+    "an index of the memo that is huge": START + b"Nr\xff\xff\xff\xff.",
+    "a frame that lies about its length": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
+    "shared, but not much": START + b"N\x85" + b"2\x86" * 15 + b".",
+}
+REFUSED = {
+    "billion laughs": (START + LAUGHS + b".", UnsafePickleError, r"unfold to 2\^41"),
+    "billion laughs of lists": (START + b"]" + b"q\x000](h\x00h\x00e" * 60 + b".", UnsafePickleError, "unfold to"),
+    "billion laughs as a persistent id": (START + LAUGHS + b"Q.", CorruptSourceError, "is not a storage"),
+    "billion laughs as a key": (START + b"}" + LAUGHS + b"Ns.", CorruptSourceError, "a key is a tuple"),
+    "billion laughs as a size": (START + b"ctorch\nSize\n" + LAUGHS + b"R.", UnsafePickleError, "unfold"),
+    "billion laughs as a storage's class": (START + storage(kind=LAUGHS) + b".", UnsupportedError, "storage class"),
+    "billion laughs as a storage's key": (START + storage(key=LAUGHS) + b".", CorruptSourceError, "with key"),
+    "billion laughs as a device": (START + storage(location=LAUGHS) + b".", CorruptSourceError, "at tuple"),
+    "billion laughs as a count": (START + storage(count=LAUGHS) + b".", CorruptSourceError, "storage '0'"),
+    "billion laughs as a shape": (START + tensor(LAUGHS, LAUGHS) + b".", CorruptSourceError, "tensor of size"),
+    "billion laughs in an unknown object": (START + b"cx\ny\n" + LAUGHS + b"R.", UnsafePickleError, "unfold"),
+    "deep": (START + DEEP + b".", UnsafePickleError, "more than 100 levels deep"),
+    "deep as a persistent id": (START + DEEP + b"Q.", CorruptSourceError, "is not a storage"),
+    "deep in a state": (START + b"cx\ny\n)R" + DEEP + b"b.", UnsafePickleError, "levels deep"),
+    "a list that holds itself": (START + b"]q\x00h\x00a.", UnsafePickleError, "a list that contains itself"),
+    "a dict that holds itself": (START + b"}q\x00K\x01h\x00s.", UnsafePickleError, "a dict that contains itself"),
+    "an object that holds itself": (START + b"cx\ny\n)Rq\x00h\x00b.", UnsafePickleError, "contains itself"),
+    "a huge integer": (START + integer(100_000) + b".", CorruptSourceError, "an integer of 100000 bytes"),
+    "keys whose hashes collide": (
+        START + b"}(" + b"".join(b"\x8a\x09" + (i * (2**61 - 1)).to_bytes(9, "little") + b"N" for i in range(1, 60))
+        + b"u.", CorruptSourceError, "a key is an integer"),
+    "a string that is longer than the file": (START + b"\x8d" + struct.pack("<Q", 1 << 62) + b".", CorruptSourceError,
+                                              "are announced"),
+    "a name of a million letters": (START + b"cos\n" + b"x" * 1_000_000 + b"\n.", CorruptSourceError, "a name of"),
+    "marks": (START + b"(" * 200_000 + b".", CorruptSourceError, "left on the stack"),
+    "nothing": (b"", CorruptSourceError, "broken pickle"),
+    "a call of what is not a name": (START + MANY + b")R.", UnsafePickleError, "it calls a tuple"),
+    "os.system": (START + b"cos\nsystem\n(" + text("touch executed") + b"tR.", UnsafePickleError, "os.system"),
+    "builtins.eval": (START + b"cbuiltins\neval\n(" + text("1") + b"tR.", UnsafePickleError, "builtins.eval"),
+    "eval of Python 2": (START + b"c__builtin__\neval\n(" + text("1") + b"tR.", UnsafePickleError, "__builtin__.eval"),
+    "a name through the stack": (
+        b"\x80\x04\x8c\x05posix\x8c\x06system\x93" + b"(" + text("id") + b"tR.", UnsafePickleError, "posix.system"),
+    "subprocess": (START + b"csubprocess\nPopen\n(" + text("id") + b"tR.", UnsafePickleError, "subprocess.Popen"),
+    "getattr": (START + b"cbuiltins\ngetattr\n)R.", UnsafePickleError, "builtins.getattr"),
+    "a nested pickle": (START + b"cpickle\nloads\n(C\x01.tR.", UnsafePickleError, "pickle.loads"),
+    "an instance by INST": (START + b"(ios\nsystem\n.", UnsafePickleError, "opcode b'i'"),
+    "an extension code": (START + b"\x82\x01.", UnsafePickleError, "opcode"),
+    "a tensor outside of its storage": (START + tensor(b"K\x11\x85", b"K\x01\x85") + b".", CorruptSourceError,
+                                        "reaches element 16 of a storage of 16"),
+    "a tensor far outside": (START + tensor(b"K\x02\x85", b"J\xff\xff\xff\x7f\x85") + b".", CorruptSourceError,
+                             "reaches element 2147483647"),
+    "a tensor before its storage": (START + tensor(b"K\x02\x85", b"K\x01\x85", b"J\xff\xff\xff\xff") + b".",
+                                    CorruptSourceError, "tensor of size"),
+    "a tensor of too many elements": (
+        START + tensor(b"(" + b"\x8a\x08" + (1 << 57).to_bytes(8, "little") + b"K\x04t", b"K\x00K\x00\x86") + b".",
+        CorruptSourceError, "tensor of size"),
+    "an empty tensor with a size of 2^62": (
+        START + tensor(b"(K\x00\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"t", b"K\x00K\x00\x86") + b".",
+        CorruptSourceError, "tensor of size"),
+    "a storage of another length": (START + storage(count=b"K\x11") + b".", CorruptSourceError, "an entry of 64 bytes"),
+    "a storage that is not there": (START + storage(key=text("../../x")) + b".", CorruptSourceError, "has no entry"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_hostile_pickle_is_refused_at_once(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data, kind, message = REFUSED[name]
+    error = outcome_of(lambda: build(data, ENTRIES, "the file"))
+    assert isinstance(error, kind)
+    assert "the file" in str(error)
+    assert len(str(error)) < 2000
+    with pytest.raises(kind, match=message):
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_only_looks_hostile_is_read(name):
+    assert not isinstance(outcome_of(lambda: build(HARMLESS[name], ENTRIES, "the file")), ReshardError)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def test_a_real_checkpoint_with_code_in_it_is_refused_and_nothing_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = GOLDEN / "deepspeed-0.19.8/zero2-dp3" / STEP
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    victim = tmp_path / "mp_rank_00_model_states.pt"
+    evil = pickle.dumps({"module": Evil()}, protocol=2)
+    victim.write_bytes(replace_pickle(victim.read_bytes(), pickle_of(victim), evil))
+    with pytest.raises(UnsafePickleError, match=r"mp_rank_00_model_states\.pt: its pickle names posix\.system"):
+        read_checkpoint(tmp_path, None)
+    assert not Path("executed").exists()
+
+
+def test_time_and_memory_grow_no_faster_than_the_pickle(tmp_path):
+    """A pickle of 200 KB of the opcodes that make most objects out of a byte."""
+    archive = tmp_path / "a.pt"
+    source = next((GOLDEN / "deepspeed-0.19.8/zero2-dp3" / STEP).glob("mp_rank*.pt"))
+    bulk = START + b"](" + b"]" * 100_000 + b"e(" + b"N" * 100_000 + b"e."
+    archive.write_bytes(replace_pickle(source.read_bytes(), pickle_of(source), bulk))
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    read(archive)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime - before.ru_utime < 4
+    assert (after.ru_maxrss - before.ru_maxrss) * 1024 < (64 << 20) + 256 * len(bulk)
