@@ -79,8 +79,9 @@ def test_it_is_not_written(tmp_path):
 
 def test_formats_do_not_take_each_others_folders(copy):
     assert "Megatron-Core" in str(DCP.sniff(SOURCE))
-    (copy / "metadata.json").unlink()
+    (copy / "metadata.json").write_text('{"of": "the user"}')
     assert "metadata.json" in str(FORMAT.sniff(copy))
+    assert DCP.sniff(copy) is None
 
 
 def rename(folder: Path, old: str, new: str) -> None:

@@ -14,6 +14,7 @@ from reshard.errors import CorruptSourceError, ReshardError
 from reshard.formats.base import Request
 from reshard.formats.dcp.metadata import METADATA_FILE
 from reshard.formats.dcp.reader import NAME, read_index
+from reshard.formats.dcp.tables import CONFIG_FILE, backend_of
 from reshard.formats.dcp.writer import lay_out
 from reshard.layout import Index, TargetLayout
 
@@ -44,8 +45,8 @@ class DcpFormat:
             return "not a folder"
         if not (path / METADATA_FILE).is_file():
             return "no file .metadata (it is written last: a save that did not end has none)"
-        if (path / "metadata.json").is_file():
-            return "has the metadata.json of Megatron-Core"
+        if backend_of(path) is not None:
+            return f"has the {CONFIG_FILE} of Megatron-Core"
         return None
 
     def read(self, path: Path, commit: Commit | None) -> Index:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import stat
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from reshard.geometry import Box
 from reshard.layout import Checksum, LogicalTensor, ShardTable, ShardTableBuilder, SourceFile
 
 SUFFIX = ".distcp"
+CONFIG_FILE = "metadata.json"
+"""Of Megatron-Core, beside `.metadata`."""
 
 _RANK = re.compile(r"^__(\d+)_\d+\.distcp$")
 
@@ -70,6 +73,16 @@ def check_files(folder: Path, entries: Iterable[Entry]) -> None:
             problems=problems[:20],
             hint="a file was lost, or another save went into the same folder (files that are not named may be removed)",
         )
+
+
+def backend_of(folder: Path) -> str | None:
+    """`sharded_backend` of Megatron-Core's `metadata.json`; None where there is no such thing."""
+    try:
+        value = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    backend = value.get("sharded_backend") if isinstance(value, dict) else None
+    return backend if isinstance(backend, str) else None
 
 
 def make_table(

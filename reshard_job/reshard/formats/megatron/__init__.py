@@ -11,7 +11,8 @@ from reshard.commit import Commit
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.dcp import understood
-from reshard.formats.megatron.reader import CONFIG_FILE, NAME, backend_of, read_index
+from reshard.formats.dcp.tables import CONFIG_FILE, backend_of
+from reshard.formats.megatron.reader import NAME, read_index
 from reshard.layout import Index, TargetLayout
 
 

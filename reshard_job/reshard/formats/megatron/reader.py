@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, read_metadata
-from reshard.formats.dcp.tables import Part, check_files, make_table, num_ranks
+from reshard.formats.dcp.tables import CONFIG_FILE, Part, backend_of, check_files, make_table, num_ranks
 from reshard.formats.megatron.common import Common, find_groups, read_common
 from reshard.formats.megatron.names import Named, find_names, layers_of
 from reshard.geometry import Box
@@ -18,18 +17,7 @@ from reshard.layout import Index, LogicalTensor, TensorKey
 from reshard.topology import Topology
 
 NAME = "megatron"
-CONFIG_FILE = "metadata.json"
 _BACKEND = "torch_dist"
-
-
-def backend_of(folder: Path) -> str | None:
-    """`sharded_backend` of Megatron-Core's `metadata.json`; None where there is no such thing."""
-    try:
-        value = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-        return None
-    backend = value.get("sharded_backend") if isinstance(value, dict) else None
-    return backend if isinstance(backend, str) else None
 
 
 def read_index(folder: Path, commit: Commit | None) -> Index:
