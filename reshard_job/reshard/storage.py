@@ -22,6 +22,7 @@ from reshard import crc
 from reshard.crc import Piece
 from reshard.errors import CorruptSourceError, StorageFullError, TargetError
 from reshard.files import Bytes, File, LocalFile, open_file
+from reshard.handles import Handles
 from reshard.layout import Checksum, SourceFile, TargetFile
 
 Pieces = Mapping[int, Sequence[Piece]]
@@ -41,9 +42,8 @@ class Source:
     def __init__(self, root: Path, files: Sequence[SourceFile], *, bytes_per_second: float | None = None) -> None:
         self._root = root
         self._files = files
-        self._open_files: dict[int, File] = {}
+        self._open_files = Handles(self._open, lambda file: file.close())
         self._fetched = threading.local()
-        self._lock = threading.Lock()
         self._pace = None if bytes_per_second is None else Pace(bytes_per_second)
 
     def read_into(self, file: int, position: int, target: Bytes) -> Piece:
@@ -61,20 +61,23 @@ class Source:
         if block is not None:
             target[:] = block
             return
-        source, done = self._open(file), 0
         if self._pace is not None:
             self._pace.take(len(target))
+        with self._open_files.borrow(file) as source:
+            self._fill(source, self._path(file), position, target)
+
+    @staticmethod
+    def _fill(source: File, path: str, position: int, target: Bytes) -> None:
+        done = 0
         while done < len(target):
             try:
                 count = source.read_into(target[done:], position + done)
             except OSError as error:
-                raise CorruptSourceError(
-                    f"cannot be read at byte {position + done}: {error}", path=self._path(file)
-                ) from error
+                raise CorruptSourceError(f"cannot be read at byte {position + done}: {error}", path=path) from error
             if count == 0:
                 raise CorruptSourceError(
                     f"ends at byte {position + done}, {len(target) - done} more bytes were expected there: truncated",
-                    path=self._path(file),
+                    path=path,
                     hint="use an earlier commit",
                 )
             done += count
@@ -86,13 +89,17 @@ class Source:
             ranges: (file, first byte, first byte behind) of what will be read.
         """
         self._fetched.blocks = {}
-        slow = sorted(item for item in ranges if self._open(item[0]).slow_to_ask)
+        slow = sorted(item for item in ranges if self._is_slow(item[0]))
         blocks: dict[int, list[tuple[int, Bytes]]] = {}
         for file, start, end in coalesce(slow):
             block: Bytes = np.empty(end - start, dtype=np.uint8)
             self.fill(file, start, block)
             blocks.setdefault(file, []).append((start, block))
         self._fetched.blocks = blocks
+
+    def _is_slow(self, file: int) -> bool:
+        with self._open_files.borrow(file) as source:
+            return source.slow_to_ask
 
     def _block_with(self, file: int, position: int, num_bytes: int) -> Bytes | None:
         blocks = getattr(self._fetched, "blocks", {}).get(file)
@@ -155,26 +162,19 @@ class Source:
 
     def close(self) -> None:
         """Close all files."""
-        for file in self._open_files.values():
-            file.close()
-        self._open_files.clear()
+        self._open_files.close()
 
     def _path(self, file: int) -> str:
         return str(self._root / self._files[file].path)
 
     def _open(self, file: int) -> File:
-        with self._lock:
-            if file not in self._open_files:
-                try:
-                    found = open_file(self._root / self._files[file].path)
-                except OSError as error:
-                    raise CorruptSourceError(
-                        f"cannot be opened: {error.strerror or error}", path=self._path(file)
-                    ) from error
-                if isinstance(found, LocalFile):
-                    found.advise_sequential()
-                self._open_files[file] = found
-            return self._open_files[file]
+        try:
+            found = open_file(self._root / self._files[file].path)
+        except OSError as error:
+            raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=self._path(file)) from error
+        if isinstance(found, LocalFile):
+            found.advise_sequential()
+        return found
 
 
 def coalesce(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -234,8 +234,7 @@ class Target:
     def __init__(self, folder: Path, files: Sequence[TargetFile]) -> None:
         self._folder = folder
         self._files = files
-        self._descriptors: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._descriptors = Handles(self._open, os.close)
         self.created: set[int] = set()
         """Files that were not there in their final size."""
 
@@ -246,7 +245,8 @@ class Target:
             StorageFullError, TargetError: that cannot be done.
         """
         for number in range(len(self._files)):
-            self._open(number)
+            with self._descriptors.borrow(number):
+                pass
 
     def write(self, file: int, position: int, content: Bytes, crc32: int | None = None) -> Piece:
         """Write tensor bytes ([num_bytes], contiguous), whose CRC-32 may be known.
@@ -255,8 +255,9 @@ class Target:
             StorageFullError: no space left.
             TargetError: any other failure.
         """
-        descriptor, done = self._open(file), 0
-        with target_errors(self._folder / self._files[file].path, len(content)):
+        done = 0
+        path = self._folder / self._files[file].path
+        with self._descriptors.borrow(file) as descriptor, target_errors(path, len(content)):
             while done < len(content):
                 done += os.pwrite(descriptor, content.data[done:], position + done)
         return Piece(position, len(content), crc.crc32(content.data) if crc32 is None else crc32)
@@ -264,8 +265,8 @@ class Target:
     def holds(self, file: int, piece: Piece) -> bool:
         """The range has the content that it was written with; reads it."""
         value = 0
-        with target_errors(self._folder / self._files[file].path, piece.num_bytes):
-            descriptor = self._open(file)
+        path = self._folder / self._files[file].path
+        with self._descriptors.borrow(file) as descriptor, target_errors(path, piece.num_bytes):
             for position in range(piece.start, piece.start + piece.num_bytes, _BLOCK_BYTES):
                 length = min(_BLOCK_BYTES, piece.start + piece.num_bytes - position)
                 value = crc.crc32(os.pread(descriptor, length, position), value)
@@ -273,8 +274,9 @@ class Target:
 
     def flush(self, file: int) -> None:
         """Send what was written to stable storage."""
-        with target_errors(self._folder / self._files[file].path, self._files[file].num_bytes):
-            os.fdatasync(self._open(file))
+        path = self._folder / self._files[file].path
+        with self._descriptors.borrow(file) as descriptor, target_errors(path, self._files[file].num_bytes):
+            os.fdatasync(descriptor)
 
     def finish(self, written: Pieces, *, sync: bool = True, fresh: bool = True) -> tuple[list[int], int]:
         """Write everything that is not tensor data, and sync.
@@ -308,29 +310,28 @@ class Target:
             for position, length in () if fresh else _gaps(sorted(pieces), 0, file.num_bytes) or ():
                 self.write(number, position, np.zeros(length, dtype=np.uint8))
             if sync:
-                with target_errors(self._folder / file.path, file.num_bytes):
-                    os.fsync(self._open(number))
+                path = self._folder / file.path
+                with self._descriptors.borrow(number) as descriptor, target_errors(path, file.num_bytes):
+                    os.fsync(descriptor)
         return sums, count
 
     def close(self) -> None:
         """Close all files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._descriptors.close()
 
     def _open(self, file: int) -> int:
-        with self._lock:
-            if file not in self._descriptors:
-                path, num_bytes = self._folder / self._files[file].path, self._files[file].num_bytes
-                with target_errors(path, num_bytes):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                    descriptor = os.open(path, flags, 0o644)
-                    self._descriptors[file] = descriptor
-                    if os.fstat(descriptor).st_size != num_bytes:
-                        _reserve(descriptor, num_bytes)
-                        self.created.add(file)
-            return self._descriptors[file]
+        path, num_bytes = self._folder / self._files[file].path, self._files[file].num_bytes
+        with target_errors(path, num_bytes):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            try:
+                if os.fstat(descriptor).st_size != num_bytes:
+                    _reserve(descriptor, num_bytes)
+                    self.created.add(file)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return descriptor
 
 
 @functools.cache

@@ -1,6 +1,9 @@
 """Universal checkpoints that DeepSpeed's own converter made, and ours of the same sources beside them."""
 
 import dataclasses
+import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -177,3 +180,13 @@ def test_the_commands_know_the_format(tmp_path, capsys):
     assert main(["verify", str(folder)]) == 0
     assert main(["inspect", str(folder)]) == 0
     assert "universal" in capsys.readouterr().out
+
+
+def test_more_files_than_a_process_may_open(tmp_path):
+    """Four files per parameter are soon more than the usual 1024."""
+    program = "import sys; from reshard.cli import main; sys.exit(main())"
+    arguments = ["run", str(golden("pipeline-tp2-pp2")), str(tmp_path / STEP), "--to", "dp=1", "--format", "universal"]
+    command = shlex.join([sys.executable, "-c", program, *arguments])
+    done = subprocess.run(["bash", "-c", f"ulimit -n 32; exec {command}"], capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / STEP).rglob("*.pt"))) == 59

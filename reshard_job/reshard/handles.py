@@ -1,0 +1,70 @@
+"""A bounded number of open files: a checkpoint may have more of them than a process may open (1024, commonly)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_SHARE = 4  # of what the process may open: for a source, a target, and everything else
+_MOST = 4096
+
+
+def default_limit() -> int:
+    """Files that a source or a target keeps open, from the limit of this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else max(1, min(_MOST, soft // _SHARE))
+
+
+@dataclasses.dataclass(slots=True)
+class _Lent(Generic[T]):
+    handle: T
+    users: int = 0
+
+
+class Handles(Generic[T]):
+    """Opens files by number when they are needed, and closes those that were not used for longest.
+
+    Any number of threads may borrow; what is borrowed stays open.
+    """
+
+    def __init__(self, opener: Callable[[int], T], closer: Callable[[T], None], limit: int | None = None) -> None:
+        self._opener, self._closer = opener, closer
+        self._limit = default_limit() if limit is None else limit
+        self._lent: OrderedDict[int, _Lent[T]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    @contextlib.contextmanager
+    def borrow(self, number: int) -> Iterator[T]:
+        """The open file of this number, which stays open until the context is left."""
+        with self._lock:
+            if number not in self._lent:
+                self._make_room()
+                self._lent[number] = _Lent(self._opener(number))
+            lent = self._lent[number]
+            self._lent.move_to_end(number)
+            lent.users += 1
+        try:
+            yield lent.handle
+        finally:
+            with self._lock:
+                lent.users -= 1
+
+    def close(self) -> None:
+        """Close all."""
+        while self._lent:
+            self._closer(self._lent.popitem()[1].handle)
+
+    def _make_room(self) -> None:
+        idle = [number for number, lent in self._lent.items() if not lent.users] if len(self) >= self._limit else []
+        for number in idle[: len(self) - self._limit + 1]:
+            self._closer(self._lent.pop(number).handle)
