@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from reshard import agree, api, estimate, explain, inspection, picture, render
 from reshard.commit import check_files, read_commit
 from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
@@ -31,9 +33,11 @@ from reshard.progress import ProgressLine
 from reshard.remote import location
 from reshard.rounded import rounded_digests
 from reshard.staging import Sharing
+from reshard.storage import free_bytes
 from reshard.topology import Topology
 from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
+from reshard.views import keep_tensors
 
 _WHY = {
     "auto": "the only mode of this version; any unmodified framework loads the files",
@@ -89,6 +93,8 @@ def _plan(options: argparse.Namespace) -> Result:
     estimated = estimate.estimate(plan, rates)
     requests = estimate.count_requests(plan)
     value = render.plan_value(plan, estimated, requests, _WHY[options.mode], files=options.files)
+    if target is not None:
+        value["target_free_bytes"] = free_bytes(estimate.above(target))
     return Result({"ok": True, **value}, render.plan_text(value, estimated))
 
 
@@ -119,36 +125,53 @@ def _run(options: argparse.Namespace) -> Result:
 
 
 def _verify(options: argparse.Namespace) -> Result:
-    states = _list(options.states)
-    first = _index(options.first, options.patterns)
-    second = None if options.second is None else _index(options.second, None)
-    if second is not None and (absent := sorted(set(states) - _states(first) - _states(second))):
-        raise UsageError(f"--states {options.states}: neither checkpoint holds {', '.join(absent)}")
-    held = states if second is None else tuple(state for state in states if state in _states(first))
-    seen = api.view_of(first, states=held, names=_path(options.names))
-    digests = _digests(seen, renamed=options.names is not None)
-    value = {"ok": True, "first": str(options.first), "tensors": len(digests), "digest": total(digests)}
-    if second is None:
-        value["committed"] = (first.root / COMMIT_FILE).exists()
-        proved = "as committed" if value["committed"] else "no COMMIT.json: copies agree, the files' own checksums hold"
-        return Result(value, f"{options.first}: {len(digests)} tensors, digest {total(digests)}: {proved}")
-    held = tuple(state for state in states if state in _states(second))
-    other = api.view_of(second, states=held)
-    left, right = agree.side(seen, digests), agree.side(other, verify_commit(other))
-    rounded = [
-        dataclasses.replace(item, rounded=rounded_digests(index, wanted))
-        for item, index, wanted in zip((left, right), (seen, other), agree.to_round(left, right), strict=True)
-    ]
-    return _compared(options, value, agree.compare(*rounded))
+    states, names = _list(options.states), _path(options.names)
+    found = [_index(options.first, options.patterns)]
+    found += [] if options.second is None else [_index(options.second, None)]
+    if absent := sorted(set(states) - {tensor.key.state for index in found for tensor in index.tensors}):
+        raise UsageError(f"--states {options.states}: no checkpoint holds {', '.join(absent)}")
+    seen = [_held(index, states, names if at == 0 else None) for at, index in enumerate(found)]
+    line = ProgressLine(quiet=options.quiet)
+    line.expect(sum(map(_stored_bytes, seen)))
+    try:
+        digests = [_digests(index, line, renamed=at == 0 and names is not None) for at, index in enumerate(seen)]
+    finally:
+        line.close()
+    value = {"ok": True, "first": options.first, "tensors": len(digests[0]), "digest": total(digests[0])}
+    if len(seen) > 1:
+        return _compared(options, value, _compare(seen, digests))
+    value["committed"] = (seen[0].root / COMMIT_FILE).exists()
+    proved = "as committed" if value["committed"] else "no COMMIT.json: copies agree, the files' own checksums hold"
+    return Result(value, f"{options.first}: {value['tensors']} tensors, digest {value['digest']}: {proved}")
 
 
-def _digests(index: Index, *, renamed: bool) -> dict[str, str]:
+def _held(index: Index, states: tuple[str, ...], names: Path | None) -> Index:
+    """What of a checkpoint is compared: of these states, those that it holds."""
+    held = tuple(state for state in states if any(tensor.key.state == state for tensor in index.tensors))
+    return api.view_of(keep_tensors(index, []) if states and not held else index, states=held, names=names)
+
+
+def _compare(seen: Sequence[Index], digests: Sequence[dict[str, str]]) -> agree.Agreement:
+    first, second = (agree.side(index, own) for index, own in zip(seen, digests, strict=True))
+    rounded = [rounded_digests(index, keys) for index, keys in zip(seen, agree.to_round(first, second), strict=True)]
+    return agree.compare(
+        dataclasses.replace(first, rounded=rounded[0]), dataclasses.replace(second, rounded=rounded[1])
+    )
+
+
+def _digests(index: Index, line: ProgressLine, *, renamed: bool) -> dict[str, str]:
     """Read everything. Under other names, the marker's checksums of files are compared, its digests of tensors not."""
     if not renamed:
-        return verify_commit(index)
+        return verify_commit(index, progress=line)
     with contextlib.suppress(UncommittedError):
         check_files(index.root, read_commit(index.root), crc=True)
-    return read_digests(index)
+    return read_digests(index, progress=line)
+
+
+def _stored_bytes(index: Index) -> int:
+    """Of all copies of all tensors."""
+    item = np.array([tensor.item_bytes for tensor in index.tensors], dtype=np.int64)
+    return int((index.shards.size.prod(axis=1) * item[index.shards.tensor]).sum())
 
 
 def _compared(options: argparse.Namespace, value: dict[str, Any], found: agree.Agreement) -> Result:
@@ -239,10 +262,6 @@ def _index(text: str, patterns: str | None) -> Index:
     path = location(text)
     check_source(path)
     return api.index_of(path, patterns=_path(patterns))
-
-
-def _states(index: Index) -> set[str]:
-    return {tensor.key.state for tensor in index.tensors}
 
 
 def _path(text: str | None) -> Path | None:

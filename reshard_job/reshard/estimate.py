@@ -13,18 +13,20 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from reshard import crc
 from reshard.digest import box_digest
+from reshard.files import Bytes, open_file
 from reshard.geometry import whole
 from reshard.layout import Int64Array, LogicalTensor, ShardTable
 from reshard.limits import format_bytes, format_seconds
 from reshard.plan import Plan
+from reshard.remote import RemotePath
 
 READ_BYTES = 64 << 20
 WRITE_BYTES = 32 << 20
@@ -178,46 +180,72 @@ def measure_read(root: Path, files: Sequence[tuple[str, int]], *, clock: Clock =
         files: path and size of each.
         clock: seconds.
     """
-    buffer = bytearray(_BLOCK_BYTES)
+    buffer = np.empty(_BLOCK_BYTES, dtype=np.uint8)
     done = cached = 0
     started, opened = clock(), -1
-    descriptor = -1
-    try:
-        for file, position, length in sample([size for _, size in files], READ_BYTES):
-            if file != opened:
-                if descriptor >= 0:
-                    os.close(descriptor)
-                descriptor, opened = os.open(root / files[file][0], os.O_RDONLY | os.O_CLOEXEC), file
-            view = memoryview(buffer)[:length]
-            if _read_cached(descriptor, view, position):
-                cached += length
-            elif os.preadv(descriptor, [view], position) != length:
-                break
-            done += length
-            if clock() - started > _MOST_SECONDS:
-                break
-    except OSError:
-        done = 0
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        try:
+            for file, position, length in sample([size for _, size in files], READ_BYTES):
+                if file != opened:
+                    stack.close()
+                    read, opened = stack.enter_context(_opened(root / files[file][0])), file
+                found = read(buffer[:length], position)
+                if found.num_bytes != length:
+                    break
+                done += length
+                cached += length if found.cached else 0
+                if clock() - started > _MOST_SECONDS:
+                    break
+        except OSError:
+            done = 0
     seconds = clock() - started
     if done == 0 or seconds <= 0:
         return Rate(bytes_per_second=_ASSUMED_READ, measured=False, detail="nothing could be read to measure")
-    detail = f"{format_bytes(done)} in {format_seconds(seconds)}, {100 * cached // done} % of it from the page cache"
+    where = "one request at a time" if _is_remote(root) else f"{100 * cached // done} % of it from the page cache"
+    detail = f"{format_bytes(done)} in {format_seconds(seconds)}, {where}"
     return Rate(bytes_per_second=done / seconds, measured=True, detail=detail)
 
 
-def _read_cached(descriptor: int, view: memoryview, position: int) -> bool:
-    """Read what is in the page cache only; False where something is not, or the file system cannot tell."""
-    with contextlib.suppress(OSError):
-        return os.preadv(descriptor, [view], position, os.RWF_NOWAIT) == len(view)
-    return False
+class _Read(NamedTuple):
+    """How much was read, and whether it was in the page cache."""
+
+    num_bytes: int
+    cached: bool
+
+
+def _is_remote(path: Path) -> bool:
+    return isinstance(path, RemotePath)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Callable[[Bytes, int], _Read]]:
+    """A function that fills a buffer from a position of the file."""
+    if _is_remote(path):
+        with open_file(path) as file:
+            yield lambda view, position: _Read(file.read_into(view, position), cached=False)
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        yield lambda view, position: _read_local(descriptor, view, position)
+    finally:
+        os.close(descriptor)
+
+
+def _read_local(descriptor: int, view: Bytes, position: int) -> _Read:
+    with contextlib.suppress(OSError):  # something is not in the page cache, or the file system cannot tell
+        if os.preadv(descriptor, [view.data], position, os.RWF_NOWAIT) == len(view):
+            return _Read(len(view), cached=True)
+    return _Read(os.preadv(descriptor, [view.data], position), cached=False)
+
+
+def above(target: Path) -> Path:
+    """The nearest folder above a path that exists."""
+    return next(parent for parent in target.absolute().parents if parent.is_dir())
 
 
 def measure_write(target: Path, *, clock: Clock = time.monotonic) -> Rate:
     """Write and sync a hidden file in the nearest folder above `target` that exists, and remove it."""
-    folder = next(parent for parent in target.absolute().parents if parent.is_dir())
+    folder = above(target)
     block = os.urandom(_BLOCK_BYTES)  # some storage compresses zeros away
     done = 0
     started = clock()

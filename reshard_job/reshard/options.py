@@ -157,6 +157,7 @@ def _add_verify(verb: Parser) -> None:
     verb.add_argument("--states", default="", metavar="A,B", help="compare only these (weight, fp32, exp_avg, ...)")
     verb.add_argument("--names", metavar="FILE", help="name map: A is compared under the names that it gives")
     _add_patterns(verb)
+    verb.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
 def _add_explain(verb: Parser) -> None:

@@ -208,6 +208,13 @@ def plan_text(value: Mapping[str, Any], estimated: Estimate) -> str:
         *(f"            {rate}" for rate in rates),
         *(f"  note      {note}" for note in value["notes"]),
     ]
+    if (free := value.get("target_free_bytes")) is not None:
+        enough = (
+            ""
+            if free >= value["bytes_to_write"]
+            else f": too little, {format_bytes(value['bytes_to_write'])} are needed"
+        )
+        lines.append(f"  free      {format_bytes(free)} on the target's file system{enough}")
     if "files" in value:
         lines += [f"  file      {item['path']}  {format_bytes(item['bytes'])}" for item in value["files"]]
     return "\n".join([*lines, "  exact: every element of every copy is written once"])

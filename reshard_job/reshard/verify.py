@@ -9,15 +9,19 @@ from reshard.commit import check_files, read_commit
 from reshard.crc import Piece
 from reshard.digest import MODULUS, to_hex
 from reshard.errors import CorruptSourceError, UncommittedError, VerificationError
-from reshard.execute import row_digest
+from reshard.execute import Progress, row_digest
 from reshard.layout import Index
 from reshard.storage import Source
 
 _PART_BYTES = 8 << 20
 
 
-def digests(index: Index) -> dict[str, str]:
+def digests(index: Index, *, progress: Progress | None = None) -> dict[str, str]:
     """Digest of every logical tensor, by reading every copy of it through the format's reader.
+
+    Args:
+        index: the checkpoint.
+        progress: told about bytes read.
 
     Raises:
         CorruptSourceError: copies of one tensor differ, or bytes do not match the container's checksums.
@@ -35,6 +39,8 @@ def digests(index: Index) -> dict[str, str]:
                 found_row = row_digest(source, row, tensor.shape, tensor.item_bytes, _PART_BYTES // tensor.item_bytes)
                 by_replica[row.replica] = (by_replica.get(row.replica, 0) + found_row.digest) % MODULUS
                 read[row.file] += found_row.pieces
+                if progress is not None:
+                    progress(row.box.num_elements * tensor.item_bytes)
             if len(set(by_replica.values())) > 1:
                 copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sorted(by_replica.items()))
                 problems.append(f"{tensor.key}: its copies differ ({copies})")
@@ -48,7 +54,7 @@ def digests(index: Index) -> dict[str, str]:
     return found
 
 
-def verify_commit(index: Index) -> dict[str, str]:
+def verify_commit(index: Index, *, progress: Progress | None = None) -> dict[str, str]:
     """Check a checkpoint against its own commit marker, if it has one; returns the digests.
 
     Raises:
@@ -58,9 +64,9 @@ def verify_commit(index: Index) -> dict[str, str]:
     try:
         commit = read_commit(folder)
     except UncommittedError:
-        return digests(index)
+        return digests(index, progress=progress)
     check_files(folder, commit, crc=True)
-    found = digests(index)
+    found = digests(index, progress=progress)
     problems = [
         f"{name}: {commit.digests[name]} was committed, {value} is there"
         for name, value in found.items()

@@ -22,6 +22,7 @@ _VOLATILE = (
     (re.compile(r"\d+(\.\d+)? [KMG]iB/s"), "# /s"),
     (re.compile(r"peak memory \d+(\.\d+)? MiB"), "peak memory #"),
     (re.compile(r"\d+(\.\d+)? MiB synced"), "# synced"),
+    (re.compile(r"\d+(\.\d+)? [KMGT]iB on the target"), "# on the target"),
     (re.compile(r"\d+ %"), "# %"),
     (re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z"), "#"),
     (re.compile(r"\d+ threads?"), "# threads"),

@@ -21,6 +21,7 @@ from reshard.layout import (
     TensorKey,
 )
 from reshard.plan import Plan, make_plan
+from reshard.remote import location
 from reshard.topology import Topology
 
 MIB = 1 << 20
@@ -123,6 +124,15 @@ def test_a_source_that_is_gone_is_assumed(tmp_path: Path) -> None:
     found = measure_read(tmp_path, [("gone", MIB)])
     assert not found.measured
     assert found.bytes_per_second > 0
+
+
+def test_a_source_in_a_store_is_measured_too() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe("/measured/a", bytes(2 * MIB))
+    found = measure_read(location("memory://measured"), [("a", 2 * MIB)])
+    assert found.measured
+    assert "2.0 MiB in" in found.detail
+    assert "one request at a time" in found.detail
 
 
 def test_writing_is_measured_beside_the_target_and_leaves_nothing(tmp_path: Path) -> None:
