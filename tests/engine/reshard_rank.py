@@ -81,6 +81,60 @@ class MoeModel(FlatModel):
         return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
 
+class Gated(torch.nn.Module):
+    """An expert as AutoEP looks for it."""
+
+    def __init__(self, hidden, inner):
+        super().__init__()
+        self.w1, self.w3 = (torch.nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.w2 = torch.nn.Linear(inner, hidden, bias=False)
+
+
+class Block(torch.nn.Module):
+    """A mixture of experts as AutoEP looks for it; its own layer takes the place of this one."""
+
+    def __init__(self, hidden, inner, experts):
+        super().__init__()
+        self.gate = torch.nn.Linear(hidden, experts, bias=False)
+        self.experts = torch.nn.ModuleList(Gated(hidden, inner) for _ in range(experts))
+
+    def forward(self, hidden):
+        raise NotImplementedError("AutoEP replaces this layer")
+
+
+class AutoEpModel(torch.nn.Module):
+    """A model without parallelism of its own, for AutoEP to cut."""
+
+    def __init__(self, config):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = torch.nn.Embedding(config.vocabulary, config.hidden)
+        self.block0 = Block(config.hidden, config.ffn, 4)
+        self.norm = torch.nn.LayerNorm(config.hidden)
+        self.block1 = Block(config.hidden, config.ffn, 4)
+
+    def forward(self, tokens, labels):
+        hidden = self.embed(tokens)
+        hidden = self.norm(hidden + self.block0(hidden))
+        hidden = hidden + self.block1(hidden)
+        return torch.nn.functional.cross_entropy(hidden.flatten(0, 1).float(), labels.flatten() % hidden.shape[-1])
+
+
+AUTOEP = {
+    "enabled": True,
+    "moe_layer_pattern": r"block\d",
+    "router_pattern": "gate",
+    "expert_pattern": "experts",
+    "expert_w1": "w1",
+    "expert_w2": "w2",
+    "expert_w3": "w3",
+    "top_k": 2,
+    "score_func": "softmax",
+    "use_grouped_mm": False,
+}
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
+
+
 class CutModel(torch.nn.Module):
     """What AutoTP can cut: one layer by columns, one by rows, unevenly where the width is odd."""
 
@@ -152,7 +206,9 @@ def batch(config, step, sample):
 
 def config_of(run, topology):
     cut = {"tensor_parallel": {"autotp_size": topology.tp, "partition_config": AUTOTP}}
+    auto = {"expert_parallel": {**AUTOEP, "autoep_size": topology.ep}, "optimizer": ADAM}
     return {
+        **(auto if run["model"] == "autoep" else {}),
         **(cut if run["model"] == "cut" and topology.tp > 1 else {"train_batch_size": GLOBAL_BATCH}),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": GLOBAL_BATCH // topology.dp,
@@ -176,6 +232,8 @@ def optimizer_of(run, groups):
 
 
 def flat_model(run, config, topology):
+    if run["model"] == "autoep":
+        return AutoEpModel(config)
     if run["model"] == "cut":
         return CutModel(config, run["inner"])
     return MoeModel(config, topology) if run["model"] == "moe" else FlatModel(config, gain="single" in run)
@@ -206,8 +264,8 @@ def make_engine(run, config, topology):
         )
     for name in run.get("frozen", ()):
         model.get_parameter(name).requires_grad_(False)
-    groups = groups_of(run, model)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(run, groups), config=config_of(run, topology))
+    optimizer = None if run["model"] == "autoep" else optimizer_of(run, groups_of(run, model))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(run, topology))
     return engine, client
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's own mixtures of experts into other degrees of expert and data parallelism."""
+"""Mixtures of experts, DeepSpeed's own and AutoEP's, into other degrees of expert and data parallelism."""
 
 import itertools
 from importlib.util import find_spec
@@ -18,12 +18,16 @@ pytestmark = [
 
 SOURCES = ["dp=4,ep=2,zero=1", "dp=4,ep=1,zero=2"]
 TARGETS = ["dp=2,ep=1,zero=1", "dp=2,ep=2,zero=2", "dp=4,ep=2,zero=2"]
+PAIRS = [
+    *(("moe", source, target) for source, target in itertools.product(SOURCES, TARGETS)),
+    *(("autoep", SOURCES[0], target) for target in ("dp=2,ep=1,zero=1", "dp=2,ep=2,zero=2", "dp=4,ep=4,zero=1")),
+]
 TOLERANCE = 1e-6
 
 
 def run_all(runs: list[dict]) -> dict[str, list[float]]:
     losses: dict[str, list[float]] = {}
-    runs = sorted(runs, key=lambda run: run["topology"])
+    runs = sorted(runs, key=lambda run: (Topology.parse(run["topology"]).world_size, run["model"], run["topology"]))
     for _, group in itertools.groupby(runs, key=lambda run: Topology.parse(run["topology"]).world_size):
         losses |= launch(list(group))
     return losses
@@ -33,9 +37,9 @@ def run_all(runs: list[dict]) -> dict[str, list[float]]:
 def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     root = tmp_path_factory.mktemp("sources")
     runs = [
-        {"name": layout, "model": "moe", "topology": layout, "steps": 5, "save_at": 2,
-         "save": str(root / layout / "step-00000002")}
-        for layout in SOURCES
+        {"name": f"{model} {layout}", "model": model, "topology": layout, "steps": 5, "save_at": 2,
+         "save": str(root / model / layout / "step-00000002")}
+        for model, layout in {pair[:2]: None for pair in PAIRS}
     ]  # fmt: skip
     return root, run_all(runs)
 
@@ -45,15 +49,15 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
     root, _ = uninterrupted
     out = tmp_path_factory.mktemp("targets")
     runs = []
-    for source, target in itertools.product(SOURCES, TARGETS):
-        folder = out / f"{source} to {target}" / "step-00000002"
-        reshard(root / source / "step-00000002", folder, Topology.parse(target))
-        runs.append({"name": f"{source} -> {target}", "model": "moe", "topology": target, "steps": 3,
+    for model, source, target in PAIRS:
+        folder = out / f"{model} {source} to {target}" / "step-00000002"
+        reshard(root / model / source / "step-00000002", folder, Topology.parse(target))
+        runs.append({"name": f"{model} {source} -> {target}", "model": model, "topology": target, "steps": 3,
                      "load": str(folder)})  # fmt: skip
     return run_all(runs)
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.product(SOURCES, TARGETS)))
-def test_resumed_run_goes_on_with_the_losses_of_the_uninterrupted_one(source, target, uninterrupted, resumed):
-    expected = uninterrupted[1][source][2:]
-    assert resumed[f"{source} -> {target}"] == pytest.approx(expected, abs=TOLERANCE, rel=0)
+@pytest.mark.parametrize(("model", "source", "target"), PAIRS)
+def test_resumed_run_goes_on_with_the_losses_of_the_uninterrupted_one(model, source, target, uninterrupted, resumed):
+    expected = uninterrupted[1][f"{model} {source}"][2:]
+    assert resumed[f"{model} {source} -> {target}"] == pytest.approx(expected, abs=TOLERANCE, rel=0)

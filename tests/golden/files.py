@@ -18,6 +18,7 @@ TARGETS = {
     "zero3-dp3": ["dp=1,zero=3", "dp=2,zero=3", "dp=7,zero=3", "dp=64,zero=3"],
     "bf16-dp2": ["dp=1", "dp=3", "dp=4,zero=2"],
     "bf16-optimizer-dp2": ["dp=1", "dp=3", "dp=4,zero=2"],
+    "autoep-dp2-ep2": ["dp=4,ep=4", "dp=2,ep=1,zero=2", "dp=4,ep=2", "dp=3,zero=2"],
     "experts-dp4-ep2": ["dp=2,ep=2", "dp=4,ep=1", "dp=6,ep=2,zero=2", "dp=1,zero=2"],
     "zero0-dp2": ["dp=1,zero=0", "dp=3,zero=0"],
     "zero0-bf16-dp2": ["dp=1,zero=0", "dp=3,zero=0"],

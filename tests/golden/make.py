@@ -25,6 +25,7 @@ CASES = {
         "data_types": {"grad_accum_dtype": "fp32"},
     },
     "elastic-dp2": {"model": "flat", "topology": "dp=2,zero=2", "zero": {"elastic_checkpoint": True}},
+    "autoep-dp2-ep2": {"model": "autoep", "topology": "dp=2,ep=2,zero=1"},
     "experts-dp4-ep2": {"model": "moe", "topology": "dp=4,ep=2,zero=1"},
     "zero0-dp2": {"model": "flat", "topology": "dp=2,zero=0"},
     "zero0-bf16-dp2": {"model": "flat", "topology": "dp=2,zero=0", "bf16": True},

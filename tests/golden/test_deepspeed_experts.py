@@ -14,8 +14,9 @@ from reshard.topology import Topology
 from tests.golden.files import MODEL, OPTIMIZER, STEP, edit, golden
 
 NAME = "experts-dp4-ep2"
+AUTOEP = "autoep-dp2-ep2"
 PREFIX = "moe0.deepspeed_moe.experts.deepspeed_experts."
-EXPERTS = Experts(counts={PREFIX: 4}, layers={PREFIX: 0})
+EXPERTS = Experts(counts={PREFIX: 4})
 
 
 def test_every_expert_of_every_layer_has_weights_and_states():
@@ -68,10 +69,48 @@ def test_file_of_another_expert_is_told_by_its_names(tmp_path):
         read_checkpoint(folder, None)
 
 
-def test_autoep_is_refused(tmp_path):
-    folder = Path(shutil.copytree(golden(NAME), tmp_path / "source"))
-    edit(folder, MODEL.format(0), lambda value: value.update(ds_autoep_layers=[{"moe_layer_id": 0}]))
-    with pytest.raises(UnsupportedError, match="AutoEP"):
+def test_autoep_stacks_the_experts_of_the_whole_model():
+    index = read_checkpoint(golden(AUTOEP), None)
+    assert index.topology == Topology(dp=2, ep=2)
+    shapes = {str(tensor.key): tensor.shape for tensor in index.tensors}
+    for state in ("weight", "fp32", "exp_avg", "exp_avg_sq"):
+        assert shapes[f"{state}/block1.experts.w1"] == (4, 6, 8)
+        assert shapes[f"{state}/block1.experts.w2"] == (4, 8, 6)
+
+
+def test_autoep_describes_its_layers_as_deepspeed_does_at_another_degree(tmp_path):
+    """There and back, and what DeepSpeed's own maps say of the way."""
+    affine = pytest.importorskip("deepspeed.checkpoint.affine")
+    reshard(golden(AUTOEP), tmp_path / STEP, Topology(dp=4, ep=4))
+    value = read(tmp_path / STEP / MODEL.format(0)).value
+    assert value["universal_checkpoint_info"]["ds_autoep_layers"] == value["ds_autoep_layers"]
+    layer = value["ds_autoep_layers"][1]
+    assert (layer["ep_size"], layer["num_local_experts"], layer["global_expert_end"]) == (4, 1, 1)
+    assert layer["expert_placement"]["ranks"][3] == {"rank": 3, "experts": [3]}
+    expected = affine.contiguous_split_map((4, 8, 6), [1] * 4, 0).to_dict()
+    assert layer["affine_maps"]["params"]["block1.experts.w2"] == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda layer: layer["expert_placement"]["ranks"][0].update(experts=[0, 2]), "not spread evenly and in order"),
+        (lambda layer: layer.update(checkpoint_format="zero3_partitioned"), "zero3_partitioned"),
+        (lambda layer: layer.update(ep_size=4, expert_placement=None), "have the degrees"),
+    ],
+)
+def test_other_layouts_of_autoep_are_refused(tmp_path, change, text):
+    folder = Path(shutil.copytree(golden(AUTOEP), tmp_path / "source"))
+    edit(folder, MODEL.format(0), lambda value: change(value["ds_autoep_layers"][0]))
+    with pytest.raises(UnsupportedError, match=text):
+        read_checkpoint(folder, None)
+
+
+def test_slice_of_another_expert_is_told_by_its_name(tmp_path):
+    folder = Path(shutil.copytree(golden(AUTOEP), tmp_path / "source"))
+    name = "layer_0_expert_{}_mp_rank_00_model_states.pt"
+    shutil.copy(folder / name.format(0), folder / name.format(1))
+    with pytest.raises(CorruptSourceError, match=r"expected a name that ends in \.1"):
         read_checkpoint(folder, None)
 
 

@@ -33,6 +33,8 @@ def test_read_finds_the_values_that_deepspeed_reported(name):
         for key, expected in json.loads(path.read_text()).items():
             found = whole(tensors, key)
             local = cut(key, found, index.topology.tp, rank) if index.topology.tp > 1 else found
+            if ".experts.w" in key:  # the first rank's part of a stack
+                local = found[: len(found) // index.topology.ep]
             digest = hashlib.sha256(np.ascontiguousarray(local).tobytes()).hexdigest()
             assert f"{local.shape} {digest}" == expected, key
             compared.add(key)

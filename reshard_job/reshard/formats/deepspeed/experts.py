@@ -22,11 +22,15 @@ class Experts:
 
     Attributes:
         counts: names' prefix of each layer of experts -> number of experts.
-        layers: the same prefixes -> number of the layer in the names of its files.
+        stacked: names of parameters that are stacks of experts, `[experts, ...]` (AutoEP) -> number of experts.
     """
 
-    counts: Mapping[str, int]
-    layers: Mapping[str, int]
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    stacked: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def holds(self, name: str) -> bool:
+        """The parameter is one of experts."""
+        return name in self.stacked or _EXPERT.match(name) is not None
 
     def check(self, ep: int) -> None:
         """Refuse a degree that does not divide the experts.
@@ -34,7 +38,7 @@ class Experts:
         Raises:
             UnsupportedError: naming the layer.
         """
-        for prefix, count in self.counts.items():
+        for prefix, count in (*self.counts.items(), *self.stacked.items()):
             if count % ep:
                 raise UnsupportedError(
                     f"ep={ep}: {prefix.rstrip('.')} has {count} experts, which {ep} does not divide",
@@ -68,6 +72,8 @@ class Experts:
         Raises:
             UnsupportedError: layers are mixed, so that the order at another degree is not known.
         """
+        if self.stacked:
+            return tuple(local)
         runs: list[tuple[str, list[str]]] = []
         for name in local:
             match = _EXPERT.match(name)
@@ -90,8 +96,8 @@ class Experts:
         )
 
 
-def is_expert(name: str) -> bool:
-    """The name is that of an expert's parameter."""
+def is_native(name: str) -> bool:
+    """The name is that of one of DeepSpeed's own experts."""
     return _EXPERT.match(name) is not None
 
 
@@ -129,4 +135,4 @@ def find_experts(
     degree = degrees.pop() if degrees else 1.0
     if not degree.is_integer():
         raise CorruptSourceError(f"files hold {counts} experts, the first rank {own}", path=path)
-    return Experts(counts=counts, layers=layers), int(degree)
+    return Experts(counts=counts), int(degree)

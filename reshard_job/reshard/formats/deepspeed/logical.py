@@ -128,6 +128,12 @@ def describe(source: Source, patterns: Patterns, pipeline: PipelineInfo | None) 
         local = _all_experts(source.experts, topology.ep, local)
         orders = [tuple(source.experts.whole_order(group, topology.ep) for group in order) for order in orders]
     params = {name: make_param(name, shapes, patterns, topology.tp) for name, shapes in local.items()}
+    if source.experts is not None:
+        params |= {
+            name: Param(name=name, shape=(count, *local[name][0][1:]), rule=Rule(dim=0))
+            for name, count in source.experts.stacked.items()
+            if name in local
+        }
     ids, num_groups = _match_groups(source, [len(order) for order in orders])
     stages = tuple(Stage(groups=order, ids=found) for order, found in zip(orders, ids, strict=True))
     return Model(

@@ -71,10 +71,14 @@ def write_experts(target: Target) -> None:
     for (layer, expert), like in target.source.expert_files.items():
         value = StatefulDict() if isinstance(like.value, StatefulDict) else {}
         for name, tensor in like.value.items():
-            value[name] = new_tensor(tensor.dtype, target.shard(name, 0))
+            value[name] = new_tensor(tensor.dtype, tensor.shape)
         file = target.add_file(names.expert_file(layer, expert), value)
         for name, tensor in value.items():
-            file.add_weight(target.params.get(name) or target.weights[name], tensor, 0, 0)
+            stack = name.rpartition(".")[0]
+            if target.is_stacked(stack):
+                file.add_expert(target.params[stack], tensor, expert)
+            else:
+                file.add_weight(target.params.get(name) or target.weights[name], tensor, 0, 0)
 
 
 def _param_shapes(target: Target, buffer: Buffer, tp: int) -> StatefulDict:

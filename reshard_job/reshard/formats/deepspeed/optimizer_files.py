@@ -36,7 +36,7 @@ def buffers_of(target: Target, pp: int, part: int) -> list[Buffer]:
     found = []
     for group in target.stages[pp].groups:
         local = target.local_names(group, part)
-        count, _ = partition_of(group, target.topology, 0)
+        count, _ = partition_of(group, target.source.experts, target.topology, 0)
         names = tuple(local)
         if target.round_robin:
             names = tuple(names[at] for at in flat.round_robin(len(names), count))
@@ -53,7 +53,8 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buf
     template = Template(like)
     state = fields_for(target.kind, target.source, mp_like, dp_like)
     layouts = [_flat_group(target, buffer, tp) for buffer in buffers]
-    own_partitions = [partition_of(buffer.whole, target.topology, dp)[1] for buffer in buffers]
+    experts = target.source.experts
+    own_partitions = [partition_of(buffer.whole, experts, target.topology, dp)[1] for buffer in buffers]
     partitions: list[dict[str, Tensor]] = []
     base_state_: dict[int, dict[str, Any]] = {}
     for at, (group, layout, own) in enumerate(zip(stage.ids, layouts, own_partitions, strict=True)):
@@ -92,7 +93,10 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buf
     for buffer, spans, tensors in zip(buffers, spans_of, partitions, strict=True):
         for span in spans:
             name = buffer.whole[span.index]
-            file.add_span(target.params[name], tensors, span, tp, target.copy_of(name, pp))
+            if target.is_stacked(name):
+                file.add_experts_span(target.params[name], tensors, span, dp % target.topology.ep)
+            else:
+                file.add_span(target.params[name], tensors, span, tp, target.copy_of(name, pp))
 
 
 def optimizer_file_value(

@@ -10,8 +10,7 @@ from typing import Any
 
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.deepspeed import flat, patterns, pipeline
-from reshard.formats.deepspeed.experts import is_expert
+from reshard.formats.deepspeed import autoep, flat, patterns, pipeline
 from reshard.formats.deepspeed.fields import Kind, kind_of
 from reshard.formats.deepspeed.groups import read_groups
 from reshard.formats.deepspeed.logical import Model, Param, describe, layer_weights, make_param, param_shapes
@@ -170,20 +169,35 @@ def _add_modules(
         param = _weight(name, shards, model, source, weights)
         for tp, tensor in enumerate(shards):
             _add_weight(rows, param, tensor, Place(source.topology.tp, tp, 0, files[source.models[tp, 0].path], 0))
-    if missing := sorted(name for name in model.params.keys() - set(modules[0]) if not is_expert(name)):
+    experts = source.experts
+    others = (name for name in model.params.keys() - set(modules[0]) if experts is None or not experts.holds(name))
+    if missing := sorted(others):
         raise CorruptSourceError(f"the module misses {', '.join(missing[:5])}", path=source.models[0, 0].path)
     return aliases
 
 
 def _add_experts(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:
-    """Weights of experts: a file for each, with names as in the whole model."""
-    found: set[str] = set()
-    for file in source.expert_files.values():
+    """Weights of experts: a file for each, with names as in the whole model, or slices of stacks."""
+    experts = source.experts
+    if experts is None:
+        return
+    found: dict[str, int] = {}
+    for (_, expert), file in source.expert_files.items():
         for name, tensor in file.value.items():
-            param = _weight(name, [tensor], model, source, weights)
-            _add_weight(rows, param, tensor, Place(1, 0, 0, files[file.path], 0))
-            found.add(name)
-    if missing := sorted(name for name in model.params.keys() - found if is_expert(name)):
+            if not experts.stacked:
+                param = _weight(name, [tensor], model, source, weights)
+                _add_weight(rows, param, tensor, Place(1, 0, 0, files[file.path], 0))
+                found[name] = 1
+                continue
+            stack = autoep.split_name(name, expert, file.path)
+            known = model.params.get(stack)
+            if known is None or tensor.shape != known.shape[1:]:
+                raise CorruptSourceError(f"holds {name} {tensor.shape}, a slice of no known stack", path=file.path)
+            place = Place(known.shape[0], expert, 0, files[file.path], tensor.file_offset)
+            rows.add_shard("weight", known, place, dtype=tensor.dtype, strides=(tensor.num_elements, *tensor.stride))
+            found[stack] = found.get(stack, 0) + 1
+    lacking = (name for name in model.params if experts.holds(name) and found.get(name) != experts.stacked.get(name, 1))
+    if missing := sorted(lacking):
         raise CorruptSourceError(f"no file of an expert holds {', '.join(missing[:5])}", path=str(source.folder))
 
 
@@ -266,6 +280,8 @@ def _add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str
             for span in spans:
                 param = model.params[source.whole_name(names[span.index], dp)]
                 place = Place(topology.tp, tp, copies[param.name].index(pp), files[file.path], 0)
+                if source.experts is not None and param.name in source.experts.stacked:
+                    place = place._replace(tp=topology.ep, rank=dp % topology.ep)
                 _add_span(rows, param, state.flat, span, place)
 
 

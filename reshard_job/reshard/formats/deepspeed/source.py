@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.deepspeed import names
-from reshard.formats.deepspeed.experts import Experts, find_experts, is_expert
+from reshard.formats.deepspeed import autoep, names
+from reshard.formats.deepspeed.experts import Experts, find_experts, is_native
 from reshard.formats.deepspeed.unpartitioned import named_groups
 from reshard.formats.pt.objects import Global, Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read
@@ -79,7 +79,7 @@ class Source:
 
     def partition(self, names: Sequence[str], dp: int) -> tuple[int, int]:
         """How many partitions a parameter group has, and which of them a data-parallel rank holds."""
-        return partition_of(names, self.topology, dp)
+        return partition_of(names, self.experts, self.topology, dp)
 
     def whole_name(self, name: str, dp: int) -> str:
         """Name in the whole model of what a data-parallel rank calls `name`."""
@@ -106,16 +106,18 @@ class Source:
         return value if isinstance(value, Mapping) else {}
 
 
-def partition_of(names: Sequence[str], topology: Topology, dp: int) -> tuple[int, int]:
+def partition_of(names: Sequence[str], experts: Experts | None, topology: Topology, dp: int) -> tuple[int, int]:
     """Number of partitions of a group, and that of a rank; experts are partitioned over the ranks that hold them.
 
     Raises:
         UnsupportedError: experts and others in one group.
     """
-    experts = {is_expert(name) for name in names}
-    if len(experts) > 1:
+    if experts is None:
+        return topology.dp, dp
+    found = {experts.holds(name) for name in names}
+    if len(found) > 1:
         raise UnsupportedError(f"a parameter group holds experts and others: {names[0]}, ...")
-    return (topology.dp // topology.ep, dp // topology.ep) if True in experts else (topology.dp, dp)
+    return (topology.dp // topology.ep, dp // topology.ep) if True in found else (topology.dp, dp)
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -182,15 +184,10 @@ def open_source(folder: Path) -> Source:
 def _with_experts(source: Source) -> Source:
     """Find out about the experts and the degree of expert parallelism."""
     where, value = str(source.folder), source.models[0, 0].value
-    if value.get("ds_autoep_layers") or value.get("autoep_layers"):
-        raise UnsupportedError(
-            "was written by AutoEP, whose experts are not converted",
-            path=where,
-            hint="DeepSpeed's own ds_to_universal converts AutoEP checkpoints of ZeRO stages 1 and 2",
-        )
+    layers = autoep.layers_of(value)
     groups = value.get("param_shapes") or []
     local = [name for group in groups if isinstance(group, Mapping) for name in group]
-    if not source.expert_files and not any(map(is_expert, local)):
+    if not source.expert_files and not layers and not any(map(is_native, local)):
         return source
     topology = source.topology
     if topology.tp * topology.pp > 1 or topology.zero not in (1, 2):
@@ -200,7 +197,11 @@ def _with_experts(source: Source) -> Source:
         )
     if source.config.get("use_data_before_expert_parallelism"):
         raise UnsupportedError("use_data_before_expert_parallelism orders ranks otherwise than is read", path=where)
-    experts, ep = find_experts({key: file.value for key, file in source.expert_files.items()}, local, where)
+    if layers:
+        counts, _, ep = autoep.stacked_names(layers, where)
+        experts = Experts(stacked=counts)
+    else:
+        experts, ep = find_experts({key: file.value for key, file in source.expert_files.items()}, local, where)
     if topology.dp % ep:
         raise CorruptSourceError(f"has dp={topology.dp} and ep={ep}, which does not divide it", path=where)
     return dataclasses.replace(source, experts=experts, topology=dataclasses.replace(topology, ep=ep))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed import autoep, flat
 from reshard.formats.deepspeed.fields import Kind
 from reshard.formats.deepspeed.groups import group_holder, group_state
 from reshard.formats.deepspeed.logical import Param, Stage, param_groups
@@ -108,9 +108,15 @@ class Target:
         """Flat buffers are in round-robin order."""
         return bool(self.source.zero_config.get("round_robin_gradients")) and self.topology.zero in (1, 2)
 
+    def is_stacked(self, name: str) -> bool:
+        """The parameter is a stack of experts, which expert parallelism cuts."""
+        return self.source.experts is not None and name in self.source.experts.stacked
+
     def shard(self, name: str, tp: int) -> tuple[int, ...]:
-        """Shape `[ndim]` of a tensor-parallel rank's shard of a parameter or weight."""
+        """Shape `[ndim]` of a tensor-parallel rank's shard of a parameter or weight; of experts that of any part."""
         param = self.params.get(name) or self.weights[name]
+        if self.is_stacked(name):
+            return param.rule.shard_shape(name, param.shape, self.topology.ep)
         return param.rule.shard_shape(name, param.shape, self.topology.tp, tp)
 
     def shapes(self, names: tuple[str, ...], tp: int) -> StatefulDict:
@@ -151,6 +157,14 @@ class Target:
         if told.declared:  # as true for the target; also where a file of patterns told it
             like = {"universal_checkpoint_info": None, **like}
             fields["universal_checkpoint_info"] = told.info_at(topology.tp, self.source.topology.tp)
+        if layers := autoep.layers_of(like):
+            shapes = {name: param.shape for name, param in self.params.items()}
+            described = autoep.layers_at(layers, shapes, topology.ep, topology.dp)
+            fields |= dict.fromkeys(autoep.KEYS, described)
+            fields["universal_checkpoint_info"] = {
+                **fields.get("universal_checkpoint_info", {}),
+                "ds_autoep_layers": described,
+            }
         if self.progress is not None:
             fields |= {"global_steps": self.progress.step, "global_samples": self.progress.samples}
         return {
@@ -238,8 +252,22 @@ class File:
     def add_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, tp: int, copy: int) -> None:
         """Part of each partition is part of a parameter's shard."""
         for state, tensor in tensors.items():
-            place = self.place(tensor, tp, copy)
-            at = place.byte_offset + span.offset * ITEM_BYTES[tensor.dtype]
-            self.target.rows.add_flat(
-                state, param, place._replace(byte_offset=at), dtype=tensor.dtype, start=span.start, stop=span.stop
-            )
+            self._add_part(state, param, tensor, span, self.place(tensor, tp, copy))
+
+    def add_experts_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, part: int) -> None:
+        """Part of each partition is part of a stack of experts, of which the rank holds a part."""
+        for state, tensor in tensors.items():
+            place = self.place(tensor, part, 0)._replace(tp=self.target.topology.ep)
+            self._add_part(state, param, tensor, span, place)
+
+    def add_expert(self, param: Param, tensor: Tensor, expert: int) -> None:
+        """The tensor is the weight of one expert, a slice of a stack."""
+        place = self.place(tensor, expert, 0)._replace(tp=param.shape[0])
+        strides = (tensor.num_elements, *tensor.stride)
+        self.target.rows.add_shard("weight", param, place, dtype=tensor.dtype, strides=strides)
+
+    def _add_part(self, state: str, param: Param, tensor: Tensor, span: flat.Span, place: Place) -> None:
+        at = place.byte_offset + span.offset * ITEM_BYTES[tensor.dtype]
+        self.target.rows.add_flat(
+            state, param, place._replace(byte_offset=at), dtype=tensor.dtype, start=span.start, stop=span.stop
+        )
