@@ -41,8 +41,7 @@ SOURCES = {
     "two/zero=3": {**TWO, "topology": "dp=2,zero=3"},
     "sgd": {**TWO, "topology": "dp=2,zero=1", "optimizer": "sgd"},
     "bf16": {**TWO, "topology": "dp=2,zero=1", "bf16": True},
-    "pipeline/tp=2,pp=2": {"model": "pipeline", "topology": "tp=2,pp=2,dp=1,zero=1"},
-    "pipeline/tp=1,pp=2": {"model": "pipeline", "topology": "tp=1,pp=2,dp=1,zero=1"},
+    "pipeline": {"model": "pipeline", "topology": "tp=2,pp=2,dp=1,zero=1"},
 }
 STAGES = ("dp=3,zero=1", "dp=3,zero=2", "dp=3,zero=3")
 TARGETS = {
@@ -53,8 +52,7 @@ TARGETS = {
     "two/zero=3": STAGES[:1],
     "sgd": STAGES[:1],
     "bf16": STAGES[1:2],
-    "pipeline/tp=2,pp=2": ("dp=2", "pp=2", "tp=2"),
-    "pipeline/tp=1,pp=2": ("tp=2", "tp=2,pp=2"),
+    "pipeline": ("dp=2", "pp=2", "tp=2"),
 }
 PAIRS = [(source, target) for source, found in TARGETS.items() for target in found]
 
