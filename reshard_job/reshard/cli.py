@@ -89,7 +89,7 @@ def _plan(options: argparse.Namespace) -> Result:
     if target is not None:
         check_target(wanted.source, target)
     plan = api.plan_conversion(wanted, memory_bytes=_memory(options.memory), num_threads=options.threads)
-    rates = estimate.assumed() if options.no_measure else estimate.measure(plan, target)
+    rates = estimate.assumed(plan) if options.no_measure else estimate.measure(plan, target)
     estimated = estimate.estimate(plan, rates)
     requests = estimate.count_requests(plan)
     value = render.plan_value(plan, estimated, requests, _WHY[options.mode], files=options.files)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard import crc
+from reshard.cast import cast
 from reshard.digest import box_digest
 from reshard.files import Bytes, open_file
 from reshard.geometry import whole
@@ -133,13 +134,13 @@ def _ranges(shards: ShardTable, rows: Int64Array, tensors: Sequence[LogicalTenso
     return int((runs * np.maximum(1, -(-run * item // tile_bytes))).sum())
 
 
-def assumed() -> Rates:
+def assumed(plan: Plan) -> Rates:
     """Without a measurement of storage."""
     told = "not measured"
     return Rates(
         read=Rate(bytes_per_second=_ASSUMED_READ, measured=False, detail=told),
         write=Rate(bytes_per_second=_ASSUMED_WRITE, measured=False, detail=told),
-        check=measure_check(),
+        check=measure_check(casting=casts(plan)),
     )
 
 
@@ -148,7 +149,7 @@ def measure(plan: Plan, target: Path | None, *, clock: Clock = time.monotonic) -
     return Rates(
         read=measure_read(plan.index.root, [(file.path, file.num_bytes) for file in plan.index.files], clock=clock),
         write=_NO_TARGET if target is None else measure_write(target, clock=clock),
-        check=measure_check(clock=clock),
+        check=measure_check(casting=casts(plan), clock=clock),
     )
 
 
@@ -263,17 +264,27 @@ def measure_write(target: Path, *, clock: Clock = time.monotonic) -> Rate:
     return Rate(bytes_per_second=done / seconds, measured=True, detail=detail)
 
 
-def measure_check(*, clock: Clock = time.monotonic) -> Rate:
-    """Digest and checksum a block in memory, the better of two times."""
+def casts(plan: Plan) -> bool:
+    """Some tensors change their type."""
+    pairs = zip(plan.target_tensors, plan.origins.tolist(), strict=True)
+    return any(tensor.dtype != plan.index.tensors[origin].dtype for tensor, origin in pairs)
+
+
+def measure_check(*, casting: bool = False, clock: Clock = time.monotonic) -> Rate:
+    """Digest and checksum a block in memory, and with `casting` round it, too; the better of two times."""
     elements = np.zeros((256, 4096), dtype=np.uint32)
     best = float("inf")
     for _ in range(2):
         started = clock()
         box_digest(elements, whole(elements.shape), elements.shape)
         crc.crc32(elements.data)
+        if casting:  # once for the digest of what was read, once for what is written
+            cast(elements, "float32", "bfloat16")
+            cast(elements, "float32", "bfloat16")
         best = min(best, clock() - started)
+    what = "digest, CRC-32 and rounding" if casting else "digest and CRC-32"
     return Rate(
         bytes_per_second=elements.nbytes / max(1e-9, best),
         measured=True,
-        detail=f"digest and CRC-32 of {format_bytes(elements.nbytes)}, one thread",
+        detail=f"{what} of {format_bytes(elements.nbytes)}, one thread",
     )

@@ -1,5 +1,6 @@
 """What a conversion will take: sampling, rates and arithmetic."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -148,10 +149,20 @@ def test_a_place_that_cannot_be_written_is_assumed() -> None:
     assert "/proc cannot be written" in found.detail
 
 
-def test_checking_is_measured() -> None:
-    found = measure_check()
+@pytest.mark.parametrize("casting", [False, True])
+def test_checking_is_measured(casting: bool) -> None:
+    found = measure_check(casting=casting)
     assert found.measured
     assert math.isfinite(found.bytes_per_second)
+    assert ("rounding" in found.detail) is casting
+
+
+def test_plans_that_change_types_are_known() -> None:
+    plan = plan_of(4, 4)
+    assert not estimate.casts(plan)
+    (tensor,) = plan.index.tensors
+    layout = dataclasses.replace(plan.layout, tensors=(dataclasses.replace(tensor, dtype="bfloat16"),), origins=(0,))
+    assert estimate.casts(make_plan(plan.index, layout))
 
 
 def test_requests_are_runs_and_runs_are_cut_into_tiles() -> None:

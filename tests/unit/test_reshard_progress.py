@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from reshard.limits import format_bytes, parse_bytes
+from reshard.limits import format_bytes, format_seconds, parse_bytes
 from reshard.progress import ProgressLine
 
 
@@ -40,6 +40,58 @@ def test_the_line_says_how_far_how_fast_and_how_long(monkeypatch: pytest.MonkeyP
     assert line.text(110.0) == " 25.0 %  25.0 MiB  2.5 MiB/s  30 s left"
 
 
+def test_the_rate_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("reshard.progress.time.monotonic", lambda: now[0])
+    log = io.StringIO()
+    line = ProgressLine(1000 << 20, stream=log)
+    for _ in range(4):  # fast for 20 s, then a tenth of that
+        now[0] += 5.0
+        line(100 << 20)
+    for _ in range(6):
+        now[0] += 5.0
+        line(10 << 20)
+    first, *_, last = log.getvalue().splitlines()
+    assert first == "reshard:  10.0 %  100.0 MiB  20.0 MiB/s  45 s left"
+    assert last == "reshard:  46.0 %  460.0 MiB  2.0 MiB/s  4 min 30 s left"
+
+
+def test_more_than_expected_is_no_more_than_all() -> None:
+    line = ProgressLine(100, stream=io.StringIO())
+    line(150)
+    assert line.text(1e9).startswith("100.0 %")
+    assert line.text(1e9).endswith("0 ms left")
+
+
+def test_before_the_first_byte_nobody_knows() -> None:
+    assert ProgressLine(100, stream=io.StringIO()).text(1e9).endswith("unknown time left")
+
+
+def test_quiet_is_quiet() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        line = ProgressLine(4096, stream=stream, every_seconds=0.0, quiet=True)
+        line(1024)
+        line.close()
+        assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (0.042, "42 ms"),
+        (0.44, "0.4 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 0 s"),
+        (185, "3 min 5 s"),
+        (3599.7, "1 h 0 min"),
+        (7620, "2 h 7 min"),
+    ],
+)
+def test_times_are_printed(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
 @pytest.mark.parametrize(("text", "num_bytes"), [("1", 1), ("7B", 7), ("64KiB", 65536), ("96MiB", 96 << 20)])
 def test_sizes_are_read(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
@@ -52,7 +104,8 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.00 GiB")]
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.00 GiB"), (5 << 40, "5.00 TiB")],
 )
 def test_sizes_are_printed(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
