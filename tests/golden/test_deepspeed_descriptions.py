@@ -93,6 +93,9 @@ def test_vocabulary_is_padded_anew_with_zeros_where_its_multiple_is_told(tmp_pat
     assert (found[:13] == before["weight/tied_modules.embed.weight"]).all()
     padding = before["weight/tied_modules.embed.weight#padding"]
     assert (found[13:] == (padding if rows == 16 else 0)).all()
+    after = assemble(read_checkpoint(tmp_path / STEP, None))  # the description is that of the new size
+    assert (after["fp32/tied_modules.embed.weight"] == before["fp32/tied_modules.embed.weight"]).all()
+    assert len(after["fp32/tied_modules.embed.weight#padding"]) == rows - 13
 
 
 FLAT_INFO = {

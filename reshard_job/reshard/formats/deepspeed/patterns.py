@@ -167,12 +167,11 @@ class Patterns:
 
     def info_at(self, tp: int, source_tp: int) -> Mapping[str, Any]:
         """The description as true for a tensor-parallel degree: maps and widths of other ranks are left out."""
-        if tp == source_tp:
-            return self.info
-        info = {key: value for key, value in self.info.items() if key not in ("affine_map", _WIDTHS)}
         rows = self.padded_rows(tp)
-        if rows is not None:
-            info["padded_vocab_size"] = rows
+        padded = {} if rows is None else {"padded_vocab_size": rows}
+        if tp == source_tp:
+            return {**self.info, **padded}
+        info = {key: value for key, value in self.info.items() if key not in ("affine_map", _WIDTHS)} | padded
         if _WIDTHS not in self.info:
             return info
         widths = {
