@@ -29,6 +29,7 @@ from reshard.layout import Index
 from reshard.limits import buffer_bytes, format_bytes, parse_bytes
 from reshard.locate import check_source, check_target
 from reshard.options import parse
+from reshard.plan import Plan
 from reshard.progress import ProgressLine
 from reshard.remote import location
 from reshard.rounded import rounded_digests
@@ -105,6 +106,12 @@ def _run(options: argparse.Namespace) -> Result:
     check_target(wanted.source, target)
     sharing = Sharing.TOGETHER if worker else Sharing.RESUMABLE if options.resume else Sharing.ALONE
     line = ProgressLine(quiet=options.quiet)
+
+    def planned(plan: Plan) -> None:
+        for note in () if options.quiet else plan.summary()["notes"]:
+            sys.stderr.write(f"reshard: note: {note}\n")
+        line.expect(plan.bytes_to_read // (worker[1] if worker else 1))
+
     try:
         report = api.convert(
             wanted,
@@ -116,7 +123,7 @@ def _run(options: argparse.Namespace) -> Result:
             sharing=sharing,
             worker=worker or (0, 1),
             progress=line,
-            planned=lambda plan: line.expect(plan.bytes_to_read // (worker[1] if worker else 1)),
+            planned=planned,
         )
     finally:
         line.close()

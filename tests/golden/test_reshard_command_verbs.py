@@ -215,6 +215,14 @@ def test_a_limited_rate_and_no_progress(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
+def test_what_is_left_behind_is_noted_on_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", str(ZERO2), str(tmp_path / "out"), "--format", "safetensors"]
+    assert main(words) == ExitCode.OK
+    found = capsys.readouterr()
+    assert "reshard: note: " in found.err and "exp_avg" in found.err
+    assert "note" not in found.out
+
+
 def test_verification_tells_its_progress(monkeypatch: pytest.MonkeyPatch, say: Answer) -> None:
     moved, expected = [], []
     monkeypatch.setattr("reshard.cli.ProgressLine.expect", lambda _self, num_bytes: expected.append(num_bytes))
