@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -59,7 +60,7 @@ class Result:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = argparse.Namespace(verb="", json="--json" in words, report=None)
+    options = _before_parsing(words)
     started = time.monotonic()
     try:
         options = parse(words)
@@ -74,6 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(options, error, ExitCode.INTERNAL, f"a bug: {type(error).__name__}: {error}", started)
     _say(json.dumps(result.value, indent=1) if options.json else result.text)
     return int(result.exit_code)
+
+
+def _before_parsing(words: Sequence[str]) -> argparse.Namespace:
+    """What is needed to report a command line that cannot be parsed: a pod's report is all that the operator sees."""
+    report = next((after for word, after in itertools.pairwise(words) if word == "--report"), None)
+    return argparse.Namespace(verb=words[0] if words else "", json="--json" in words, report=report)
 
 
 def _inspect(options: argparse.Namespace) -> Result:
@@ -308,8 +315,12 @@ def _memory(text: str) -> int:
 
 
 def _write_report(path: str | None, report: ReshardReport) -> None:
-    if path is not None:
+    if path is None:
+        return
+    try:
         Path(path).write_text(report.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise TargetError(f"the report cannot be written: {error.strerror}", path=path) from error
 
 
 def _failed(
@@ -319,9 +330,9 @@ def _failed(
     sys.stderr.write(f"reshard: {message}\n")
     value: dict[str, Any] = {"ok": False, "exit_code": int(exit_code)}
     if options.verb == "run":
-        seconds = time.monotonic() - started
-        report = api.failure_report(exit_code, message, Path(options.source), Path(options.target), seconds)
-        with contextlib.suppress(OSError):
+        source, target = (Path(getattr(options, name, "")) for name in ("source", "target"))
+        report = api.failure_report(exit_code, message, source, target, time.monotonic() - started)
+        with contextlib.suppress(TargetError):
             _write_report(options.report, report)
         value = json.loads(report.to_json())
     if options.json:

@@ -14,7 +14,7 @@ import pytest
 from reshard import api
 from reshard.cli import main
 from reshard.commit import read_commit, write_commit
-from reshard.contract import ExitCode
+from reshard.contract import ExitCode, ReshardReport
 from reshard.explain import explain
 from tests.golden.files import MODEL, STEP, assemble, edit
 
@@ -413,6 +413,35 @@ def test_the_fields_of_the_page_are_there(tmp_path: Path, say: Answer) -> None:
         assert told | {"ok"} == set(value), verb
     (tensor, *_) = found["explain"]["tensors"]
     assert set(re.findall(r"`(\w+)`", rows["explain"].split("each with")[1])) == set(tensor)
+
+
+def test_a_command_line_that_cannot_be_parsed_leaves_its_report(tmp_path: Path, say: Answer) -> None:
+    report = tmp_path / "report"
+    say("run", PIPELINE, tmp_path / "out", "--to", "dp=2", "--fast", "--report", report, code=ExitCode.USAGE)
+    found = ReshardReport.from_json(report.read_text(encoding="utf-8"))
+    assert (found.ok, found.exit_code) == (False, ExitCode.USAGE)
+    assert "--fast" in found.message
+
+
+def test_a_report_that_cannot_be_written_is_said(tmp_path: Path, say: Answer) -> None:
+    words = ["run", PIPELINE, tmp_path / "out", "--to", "dp=2", "--report", tmp_path / "no/such/folder"]
+    assert "the report cannot be written" in say(*words, code=ExitCode.TARGET_FAILED)
+    assert "already converted" in say(*words[:-2])
+
+
+def test_every_verb_reads_a_store(tmp_path: Path, say: Answer) -> None:
+    store = pytest.importorskip("fsspec").filesystem("memory")
+    for path in ZERO2.iterdir():
+        store.pipe(f"/ckpt/global_step2/{path.name}", path.read_bytes())
+    source = "memory://ckpt/global_step2"
+    assert say.json("inspect", source)["states"]["fp32"]["tensors"] == 7
+    assert say.json("plan", source, tmp_path / "out", "--to", "dp=2,zero=2")["estimate"]["rates"]["read"]["measured"]
+    say("run", source, tmp_path / "out", "--to", "dp=2,zero=2")
+    say("verify", source, tmp_path / "out")
+    say("explain", source, "fp32/*", "--to", "dp=2,zero=2")
+    assert "name one of them" in say("inspect", "memory://ckpt", code=ExitCode.SOURCE_INVALID)
+    assert "there is no such folder" in say("inspect", "memory://nowhere", code=ExitCode.SOURCE_INVALID)
+    assert "store://" in say("inspect", "store://nowhere", code=ExitCode.USAGE)
 
 
 def run_command(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
