@@ -42,6 +42,7 @@ def check_plan(plan: Plan) -> None:
             problems += cover_problems(plan.index.tensors, plan.index.shards, rows, side="source")
         target = plan.layout.shards
         problems += cover_problems(plan.target_tensors, target, np.arange(len(target)), side="target")
+        problems += _absent(plan)
         problems += _file_problems(plan)
     if problems:
         raise PlanError(f"{len(problems)} problems: nothing was written", problems=problems[:20])
@@ -56,6 +57,17 @@ def _type_problems(plan: Plan) -> list[str]:
         elif not can_cast(source.dtype, tensor.dtype):
             problems.append(f"target {tensor.key}: {source.dtype} cannot become {tensor.dtype}")
     return problems
+
+
+def _absent(plan: Plan) -> list[str]:
+    """Target tensors that no row speaks of."""
+    present = np.zeros(len(plan.target_tensors), dtype=np.bool_)
+    present[plan.layout.shards.tensor] = True
+    return [
+        f"target {plan.target_tensors[at].key} {list(plan.target_tensors[at].shape)}: is written nowhere"
+        for at in np.flatnonzero(~present).tolist()
+        if plan.target_tensors[at].num_elements
+    ][:20]
 
 
 def cover_problems(tensors: Sequence[LogicalTensor], shards: ShardTable, rows: Int64Array, *, side: str) -> list[str]:

@@ -3,14 +3,15 @@
 The digest of a tensor is the sum over its elements of `bits(x_i) * h(i)` modulo 2^64, where `i` is the element's flat
 index in the *logical* tensor and `h(i) = u(i >> 16) * v(i & 0xFFFF)` with odd, well-mixed 64-bit numbers u and v. Sums
 commute, so the digests of shards add up to the tensor's, whatever the cut, and a reader of any layout can compute its
-share.
+share. An element of 8 bytes counts as two of 4 bytes, the lower half first: its highest bit times any two odd numbers
+would add up to 0, and two signs could change unseen.
 
-What it catches. Changing the bits of one element changes its term by `d * h(i)` with 0 < |d| < 2^64 and `h(i)` odd,
+What it catches. Changing the bits of one element changes its term by `d * h(i)` with 0 < |d| < 2^32 and `h(i)` odd,
 which is never 0 modulo 2^64: a single wrong, missing or doubled (nonzero) element is caught *always*. Several wrong
 elements, or elements in each other's places, change the sum by a combination of differences with the `h(i)`; with `h`
-behaving like random odd numbers that combination is 0 by chance with probability at most about 2^-32 for 32-bit
-elements (when every difference is a multiple of 2^31) and typically about 2^-62. It protects against damage and
-mistakes, not against an attacker.
+behaving like random odd numbers that combination is 0 by chance with probability at most 2^-32 (when every difference
+is a multiple of 2^31), typically about 2^-62. It protects against damage and mistakes, not against an attacker. The
+argument in full is on the page docs/verification.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MODULUS = 1 << 64
 _LOW_BITS = 16
 _BLOCK = 1 << _LOW_BITS
 _SHORT_RUN = 128  # elements up to which gathering the weights of many runs beats one dot product per run
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -58,6 +59,8 @@ def run_digest(data: npt.NDArray[np.generic], start: int) -> int:
         data: contiguous elements of any type, [count].
         start: flat index of the first one in the logical tensor.
     """
+    if data.dtype.itemsize == 8:
+        return run_digest(_halves(data), 2 * start)
     bits = data.reshape(-1).view(_UNSIGNED[data.dtype.itemsize])
     low, count = _low(), len(bits)
     high = _high(np.arange(start >> _LOW_BITS, (start + count >> _LOW_BITS) + 1, dtype=np.uint64)).tolist()
@@ -79,6 +82,8 @@ def box_digest(data: npt.NDArray[np.generic], box: Box, shape: tuple[int, ...]) 
         box: where they lie in the logical tensor, [ndim].
         shape: of the logical tensor, [ndim].
     """
+    if data.dtype.itemsize == 8:
+        return box_digest(_halves(data), Box((*box.offset, 0), (*box.size, 2)), (*shape, 2))
     strides = strides_of(shape)
     start = sum(offset * stride for offset, stride in zip(box.offset, strides, strict=True))
     # Trailing dims that the box spans entirely are consecutive with the first one that it does not.
@@ -92,6 +97,11 @@ def box_digest(data: npt.NDArray[np.generic], box: Box, shape: tuple[int, ...]) 
     starts = _run_starts(start, box.size[:dim], strides[:dim])
     rows = flat.reshape(len(starts), inner).view(_UNSIGNED[data.dtype.itemsize])
     return _short_runs_digest(rows, starts) if inner <= _SHORT_RUN else _long_runs_digest(rows, starts)
+
+
+def _halves(data: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """Elements of 8 bytes as twice as many of 4 bytes, little-endian."""
+    return data.reshape(-1).view(np.uint32)
 
 
 def _run_starts(start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> UInt64Array:

@@ -9,6 +9,7 @@ record; records of all units, whoever did them, add up to the proof.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -177,6 +178,7 @@ class Mover:
         read, written = _merge(r.read for r in every.values()), _merge(r.written for r in every.values())
         more = self._source.check_sums(read)
         digests = _compare(self.plan, every.values())
+        _check_written(self.plan, written)
         sums, fixed = self._target.finish(written, sync=self._sync, fresh=fresh)
         return Outcome(
             digests={str(self.plan.target_tensors[at].key): to_hex(value) for at, value in sorted(digests.items())},
@@ -200,6 +202,8 @@ class Mover:
                 self._move_tile(record, number, tile.shift(region.offset), (source, target), scratch)
                 if self._progress is not None:
                     self._progress(tile.num_elements * item_bytes)
+        if any(len(set(pieces)) != len(pieces) for pieces in record.written.values()):
+            raise VerificationError(f"unit {unit} of the plan wrote bytes twice: nothing was published")
         for pieces in (*record.read.values(), *record.written.values()):
             pieces[:] = crc.join(pieces)
         return record
@@ -324,6 +328,32 @@ def _merge(parts: Iterable[Mapping[int, list[Piece]]]) -> dict[int, list[Piece]]
 
 def _num_bytes(pieces: Mapping[int, list[Piece]]) -> int:
     return sum(piece.num_bytes for every in pieces.values() for piece in every)
+
+
+def _check_written(plan: Plan, written: Mapping[int, list[Piece]]) -> None:
+    """Every target byte was written once: what neither was read nor written is not missed by sums over both.
+
+    Raises:
+        VerificationError: with every file that is not as planned.
+    """
+    shards, files = plan.layout.shards, plan.layout.files
+    item = np.array([tensor.item_bytes for tensor in plan.target_tensors], dtype=np.int64)[shards.tensor]
+    expected = np.zeros(len(files), dtype=np.int64)
+    np.add.at(expected, shards.file, shards.size.prod(axis=1) * item)
+    problems = []
+    for number, file in enumerate(files):
+        pieces = written.get(number, [])
+        found = sum(piece.num_bytes for piece in pieces)
+        if found != expected[number]:
+            problems.append(f"{file.path}: {found} of {expected[number]} bytes of tensors were written")
+        elif any(second.start < first.start + first.num_bytes for first, second in itertools.pairwise(pieces)):
+            problems.append(f"{file.path}: bytes were written twice")
+        elif pieces and pieces[-1].start + pieces[-1].num_bytes > file.num_bytes:
+            problems.append(f"{file.path}: bytes behind its end were written")
+    if problems:
+        raise VerificationError(
+            f"{len(problems)} files were not written as planned: nothing was published", problems=problems[:20]
+        )
 
 
 def _compare(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:
