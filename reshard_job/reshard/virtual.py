@@ -1,0 +1,206 @@
+"""Virtual mode: a commit that says where the bytes are, instead of holding them.
+
+Nothing but metadata is written. `elastic_trainer` makes the files that its node's ranks open when they load them
+(`reshard.virtual_load`), and unmodified DeepSpeed reads those. The source must live as long as the virtual commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from reshard.api import Conversion, peak_rss_bytes, plan_conversion
+from reshard.commit import Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
+from reshard.contract import ExitCode, ReshardReport
+from reshard.errors import CorruptSourceError, SourceError, TargetError
+from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
+from reshard.staging import Sharing, staging
+from reshard.storage import target_errors
+from reshard.virtual_manifest import Manifest, commit_crc32, encode
+from reshard.virtual_ranks import FORMATS, files_by_rank
+
+FORMAT = "virtual"
+"""`Commit.format` of a virtual commit."""
+
+_LONGEST_CHAIN = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """A mode, and why."""
+
+    mode: str
+    reason: str
+
+
+def choose_mode(
+    plan: Plan,
+    *,
+    loader_is_elastic: bool,
+    source_stays: bool = True,
+    num_loads: int = 1,
+    read_bytes_per_second: float = 500e6,
+    write_bytes_per_second: float = 500e6,
+) -> Choice:
+    """What `--mode auto` means for a conversion. Pure.
+
+    Args:
+        plan: of the conversion.
+        loader_is_elastic: the target is loaded by `elastic_trainer`; nobody else can load a virtual commit.
+        source_stays: the source will not be removed while the target is needed.
+        num_loads: how often the target will be loaded.
+        read_bytes_per_second: of the source's storage.
+        write_bytes_per_second: of the target's storage.
+    """
+    if not loader_is_elastic:
+        return Choice("materialize", "any unmodified framework loads the files; only elastic_trainer loads a manifest")
+    if plan.layout.format not in FORMATS:
+        return Choice("materialize", f"a rank may open any file of the format {plan.layout.format}")
+    if not source_stays:
+        return Choice("materialize", "the source may be removed soon, and a virtual commit lives no longer than it")
+    virtual = num_loads * plan.bytes_to_read / read_bytes_per_second
+    written = (
+        plan.bytes_to_read / read_bytes_per_second + (1 + num_loads) * plan.bytes_to_write / write_bytes_per_second
+    )
+    costs = (
+        f"reading {virtual:.1f} s of the source while loading, against {written:.1f} s to read, write and load files"
+    )
+    if virtual > written:
+        return Choice("materialize", f"the source's storage is slow: {costs}")
+    return Choice("virtual", costs)
+
+
+def prepare(
+    wanted: Conversion,
+    *,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    planned: Callable[[Plan], None] | None = None,
+) -> ReshardReport:
+    """Write a virtual commit: `reshard run --mode virtual`.
+
+    The target appears complete or not at all. One that was made by the same conversion before is left as it is.
+
+    Args:
+        wanted: source, target and what to do.
+        memory_bytes: for buffers of a plan; nothing is read but metadata.
+        planned: shown the plan before the manifest is written.
+
+    Raises:
+        UnsupportedError: a target whose ranks have no files of their own.
+        ReshardError: see `reshard.errors`.
+    """
+    started = time.monotonic()
+    commit = _already_done(wanted)
+    if commit is not None:
+        return _report(commit, wanted, started, 0, "already prepared and committed")
+    plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
+    if planned is not None:
+        planned(plan)
+    manifest = Manifest(plan=plan, ranks=files_by_rank(plan.layout), source_commit=commit_crc32(plan.index.root))
+    contents = encode(manifest)
+    num_bytes = sum(map(len, contents.values()))
+    with staging(wanted.target, plan.fingerprint, num_bytes, Sharing.ALONE) as folder:
+        commit = _commit(plan, wanted, contents)
+        with target_errors(folder, num_bytes):
+            for name, content in contents.items():
+                with open(folder / name, "xb") as stream:
+                    stream.write(content)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            write_commit(folder, commit)
+        _publish(folder, wanted)
+    what = f"prepared {plan.index.topology} to {plan.layout.topology}; its bytes are read where they are, when loaded"
+    return _report(commit, wanted, started, num_bytes, what)
+
+
+def source_of(folder: Path, commit: Commit) -> Path:
+    """Folder with the bytes of a commit: its own, or that of the source that virtual commits lead to.
+
+    Raises:
+        CorruptSourceError: a virtual commit leads nowhere, or in a circle.
+        UncommittedError: a source is gone.
+    """
+    for _ in range(_LONGEST_CHAIN):
+        if commit.format != FORMAT:
+            return folder
+        if not commit.source:
+            raise CorruptSourceError("is a virtual commit that names no source", path=str(folder))
+        folder = Path(commit.source)
+        commit = read_commit(folder)
+    raise CorruptSourceError(f"leads through more than {_LONGEST_CHAIN} virtual commits", path=str(folder))
+
+
+def _options(wanted: Conversion) -> dict[str, str]:
+    return {**wanted.options, "mode": FORMAT}
+
+
+def _already_done(wanted: Conversion) -> Commit | None:
+    if not wanted.target.exists():
+        return None
+    with contextlib.suppress(SourceError):
+        commit = read_commit(wanted.target)
+        same = commit.format == FORMAT and commit.source == str(wanted.source) and commit.topology == wanted.topology
+        if same and {**commit.options, "plan": ""} == {**_options(wanted), "plan": ""}:
+            check_files(wanted.target, commit, crc=True)
+            return commit
+    raise TargetError(
+        "exists and is not the result of this conversion",
+        path=str(wanted.target),
+        hint="choose another folder or remove this one",
+    )
+
+
+def _commit(plan: Plan, wanted: Conversion, contents: dict[str, bytes]) -> Commit:
+    data = {}
+    with contextlib.suppress(SourceError):
+        data = dict(read_commit(wanted.source).data)
+    return Commit(
+        format=FORMAT,
+        step=plan.index.step,
+        samples=plan.index.samples,
+        topology=plan.layout.topology,
+        attempt=wanted.attempt,
+        writer="reshard",
+        files=[
+            CommittedFile(path=name, num_bytes=len(content), crc32=zlib.crc32(content))
+            for name, content in contents.items()
+        ],
+        data=data,
+        model=plan.layout.model,
+        source=str(wanted.source),
+        options={**_options(wanted), "plan": plan.fingerprint},
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+    )
+
+
+def _publish(folder: Path, wanted: Conversion) -> None:
+    try:
+        folder.rename(wanted.target)
+    except OSError as error:
+        if _already_done(wanted) is None:
+            raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
+        return
+    sync_folder(wanted.target.parent)
+
+
+def _report(commit: Commit, wanted: Conversion, started: float, written: int, message: str) -> ReshardReport:
+    return ReshardReport(
+        ok=True,
+        exit_code=ExitCode.OK,
+        message=message,
+        source=str(wanted.source),
+        target=str(wanted.target),
+        step=commit.step,
+        samples=commit.samples,
+        mode=FORMAT,
+        bytes_written=written,
+        num_files=len(commit.files),
+        seconds=round(time.monotonic() - started, 3),
+        peak_rss_bytes=peak_rss_bytes(),
+    )

@@ -1,0 +1,107 @@
+"""Which files each rank of the framework opens when it loads.
+
+DeepSpeed 0.19.8: runtime/engine.py (`_get_all_ckpt_names`, `_get_all_zero_checkpoint_state_dicts`,
+`load_moe_state_dict`), runtime/state_dict_factory.py (`SDLoaderBase.load`), runtime/pipe/module.py (`load_state_dir`).
+A rank lists all files of a kind and opens those of its own model-parallel rank, its own partition of the optimizer, the
+layers of its own pipeline stage and its own experts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed import names
+from reshard.layout import Int64Array, TargetLayout
+from reshard.topology import Topology
+
+FORMATS = ("deepspeed",)
+"""Target formats whose ranks open files of their own."""
+
+
+def files_by_rank(layout: TargetLayout) -> tuple[Int64Array, ...]:
+    """Positions of the files that each rank opens, [ranks][files], ascending.
+
+    Raises:
+        UnsupportedError: a format where every rank may open every file, or a file of a kind that is not known.
+    """
+    if layout.format not in FORMATS:
+        raise UnsupportedError(
+            f"--mode virtual --format {layout.format}: a rank of this format may open any file",
+            hint=f"choose --mode materialize, or --format {FORMATS[0]}",
+        )
+    topology = layout.topology
+    opened = _Opened(layout)
+    by_key: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+    for at, file in enumerate(layout.files):
+        for key in opened.keys(file.path):
+            by_key[key].append(at)
+    found = []
+    for rank in range(topology.world_size):
+        place = topology.coordinate(rank)
+        place_of, part = (place.pp, place.tp), place.dp % topology.ep
+        keys = ((*place_of, *own) for own in ((place.dp, -1), (-1, part), (-1, -1)))
+        found.append(np.array(sorted(at for key in keys for at in by_key.get(key, ())), dtype=np.int64))
+    return tuple(found)
+
+
+class _Opened:
+    """Who opens a file: (pp, tp, dp, expert part), -1 for any dp or part."""
+
+    def __init__(self, layout: TargetLayout) -> None:
+        self._layout = layout
+        self._topology: Topology = layout.topology
+        parsed = [names.parse(file.path) for file in layout.files]
+        self._experts = Counter(name.layer for name in parsed if name is not None and name.kind == "expert")
+        self._stages = _stages_of_layers(layout)
+
+    def keys(self, path: str) -> list[tuple[int, int, int, int]]:
+        name = names.parse(path)
+        if name is None or name.kind == "other":
+            raise UnsupportedError(f"{path}: which ranks open it is not known", hint="choose --mode materialize")
+        degrees = self._topology
+        if name.kind == "layer":
+            return [(pp, name.mp, -1, -1) for pp in sorted(self._stages[name.layer])]
+        pp, tp = divmod(name.mp, degrees.tp)
+        if name.kind == "expert":
+            return [(pp, tp, -1, name.expert * degrees.ep // self._experts[name.layer])]
+        return [(pp, tp, name.dp, -1)]
+
+
+def _stages_of_layers(layout: TargetLayout) -> dict[int, set[int]]:
+    """Pipeline stages that open each layer's file."""
+    parsed = [(at, name) for at, file in enumerate(layout.files) if (name := names.parse(file.path)) is not None]
+    layers = sorted({name.layer for _, name in parsed if name.kind == "layer"})
+    stages = range(layout.topology.pp)
+    bounds = _bounds(layout.model)
+    if len(bounds) == len(stages) + 1:
+        return {layer: {pp for pp in stages if bounds[pp] <= layer < bounds[pp + 1]} for layer in layers}
+    if len(stages) == 1:
+        return {layer: {0} for layer in layers}
+    # Not described: a stage may hold a layer if it optimizes a parameter of it; a layer without any is for all stages.
+    held: dict[str, set[int]] = defaultdict(set)
+    for at, name in parsed:
+        if name.kind == "optimizer":
+            for parameter in _parameters(layout, at):
+                held[parameter].add(name.mp // layout.topology.tp)
+    found: dict[int, set[int]] = defaultdict(set)
+    for at, name in parsed:
+        if name.kind == "layer":
+            found[name.layer] |= {pp for parameter in _parameters(layout, at) for pp in held.get(parameter, stages)}
+    return {layer: found[layer] or set(stages) for layer in layers}
+
+
+def _bounds(model: Mapping[str, Any]) -> list[int]:
+    """First layer of each stage and the end, where the commit will say it."""
+    described = model.get("pipeline")
+    parts = described.get("parts") if isinstance(described, Mapping) else None
+    return list(parts) if parts else []
+
+
+def _parameters(layout: TargetLayout, file: int) -> set[str]:
+    tensors = np.unique(layout.shards.tensor[layout.shards.file == file])
+    return {layout.tensors[int(at)].key.name for at in tensors}
