@@ -13,8 +13,8 @@ from typing import Any
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, ReshardError
 from reshard.formats.base import Request, refuse_options
+from reshard.formats.deepspeed.opening import has_checkpoint
 from reshard.formats.deepspeed.reader import NAME, read_index
-from reshard.formats.deepspeed.source import has_checkpoint
 from reshard.formats.deepspeed.writer import lay_out
 from reshard.layout import Index, TargetLayout
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.errors import CorruptSourceError
+from reshard.formats.deepspeed.flat import Span
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.rules import Piece
+from reshard.formats.pt.objects import Tensor
 from reshard.geometry import Box, flat_interval_to_boxes, strides_of
 from reshard.layout import ITEM_BYTES, LogicalTensor, ShardTable, ShardTableBuilder, TensorKey
 
@@ -135,3 +137,10 @@ def _split_rows(box: Box, piece: Piece, rows: int | None) -> list[tuple[bool, Bo
         first = max(low, border)
         parts.append((True, Box((first, *box.offset[1:]), (high - first, *box.size[1:]))))
     return parts
+
+
+def add_span(rows: Rows, param: Param, tensors: Mapping[str, Tensor], span: Span, place: Place) -> None:
+    """Part of each of a rank's partitions is part of a parameter's shard; `place` is the file's."""
+    for key, tensor in tensors.items():
+        at = tensor.file_offset + span.offset * ITEM_BYTES[tensor.dtype]
+        rows.add_flat(key, param, place._replace(byte_offset=at), dtype=tensor.dtype, start=span.start, stop=span.stop)
