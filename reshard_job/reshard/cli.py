@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -20,41 +19,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from reshard import agree, api, estimate, explain, inspection, picture, render
-from reshard.commit import check_files, read_commit
-from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
-from reshard.errors import ReshardError, TargetError, UncommittedError, UsageError, VerificationError
-from reshard.layout import Index
-from reshard.limits import buffer_bytes, format_bytes, parse_bytes
-from reshard.locate import check_source, check_target
+from reshard import api
+from reshard.contract import ExitCode
+from reshard.errors import ReshardError, TargetError
 from reshard.options import parse
-from reshard.plan import Plan
-from reshard.progress import ProgressLine
-from reshard.remote import location
-from reshard.rounded import rounded_digests
-from reshard.staging import Sharing
-from reshard.storage import free_bytes
-from reshard.topology import Topology
-from reshard.verify import digests as read_digests
-from reshard.verify import total, verify_commit
-from reshard.views import keep_tensors
-
-_WHY = {
-    "auto": "the only mode of this version; any unmodified framework loads the files",
-    "materialize": "asked for",
-}
-"""Why the mode was chosen."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Result:
-    """What a verb has found: for machines, for people, and how the process ends."""
-
-    value: dict[str, Any]
-    text: str
-    exit_code: ExitCode = ExitCode.OK
+from reshard.render import error_value
+from reshard.verbs import VERBS, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse(words)
         with _termination_as_interrupt():
-            result = _VERBS[options.verb](options)
+            result = VERBS[options.verb](options)
     except ReshardError as error:
         return _failed(options, error, error.exit_code, str(error), started)
     except KeyboardInterrupt as error:
@@ -83,246 +53,6 @@ def _before_parsing(words: Sequence[str]) -> argparse.Namespace:
     return argparse.Namespace(verb=words[0] if words else "", json="--json" in words, report=report)
 
 
-def _inspect(options: argparse.Namespace) -> Result:
-    path = location(options.path)
-    check_source(path)
-    found = inspection.inspect(path, lambda commit: api.read_source(path, commit, _path(options.patterns)))
-    value = {"ok": not found.problems, "exit_code": int(found.exit_code), **render.inspect_value(found)}
-    return Result(value, render.inspect_text(found, tensors=options.tensors), found.exit_code)
-
-
-def _plan(options: argparse.Namespace) -> Result:
-    target = _path(options.target)
-    wanted = _conversion(options, target)
-    if target is not None:
-        check_target(wanted.source, target)
-    plan = api.plan_conversion(wanted, memory_bytes=_memory(options.memory), num_threads=options.threads)
-    rates = estimate.assumed(plan) if options.no_measure else estimate.measure(plan, target)
-    estimated = estimate.estimate(plan, rates)
-    requests = estimate.count_requests(plan)
-    value = render.plan_value(plan, estimated, requests, _WHY[options.mode], files=options.files)
-    if target is not None:
-        value["target_free_bytes"] = free_bytes(estimate.above(target))
-    return Result({"ok": True, **value}, render.plan_text(value, estimated))
-
-
-def _run(options: argparse.Namespace) -> Result:
-    worker = _worker(options.worker)
-    target = Path(options.target).absolute()
-    wanted = _conversion(options, target)
-    check_target(wanted.source, target)
-    sharing = Sharing.TOGETHER if worker else Sharing.RESUMABLE if options.resume else Sharing.ALONE
-    line = ProgressLine(quiet=options.quiet)
-
-    def planned(plan: Plan) -> None:
-        for note in () if options.quiet else plan.summary()["notes"]:
-            sys.stderr.write(f"reshard: note: {note}\n")
-        line.expect(plan.bytes_to_read // (worker[1] if worker else 1))
-
-    try:
-        report = api.convert(
-            wanted,
-            memory_bytes=_memory(options.memory),
-            num_threads=options.threads,
-            reread=options.reread,
-            sync=not options.no_sync,
-            bytes_per_second=None if options.limit_rate is None else _size("--limit-rate", options.limit_rate),
-            sharing=sharing,
-            worker=worker or (0, 1),
-            progress=line,
-            planned=planned,
-        )
-    finally:
-        line.close()
-    _write_report(options.report, report)
-    return Result(json.loads(report.to_json()), render.report_text(report))
-
-
-def _verify(options: argparse.Namespace) -> Result:
-    states, names = _list(options.states), _path(options.names)
-    found = [_index(options.first, options.patterns)]
-    found += [] if options.second is None else [_index(options.second, None)]
-    if absent := sorted(set(states) - {tensor.key.state for index in found for tensor in index.tensors}):
-        raise UsageError(f"--states {options.states}: no checkpoint holds {', '.join(absent)}")
-    seen = [_held(index, states, names if at == 0 else None) for at, index in enumerate(found)]
-    line = ProgressLine(quiet=options.quiet)
-    line.expect(sum(map(_stored_bytes, seen)))
-    try:
-        digests = [_digests(index, line, renamed=at == 0 and names is not None) for at, index in enumerate(seen)]
-    finally:
-        line.close()
-    value = {"ok": True, "first": options.first, "tensors": len(digests[0]), "digest": total(digests[0])}
-    if len(seen) > 1:
-        return _compared(options, value, _compare(seen, digests))
-    value["committed"] = (seen[0].root / COMMIT_FILE).exists()
-    proved = "as committed" if value["committed"] else "no COMMIT.json: copies agree, the files' own checksums hold"
-    return Result(value, f"{options.first}: {value['tensors']} tensors, digest {value['digest']}: {proved}")
-
-
-def _held(index: Index, states: tuple[str, ...], names: Path | None) -> Index:
-    """What of a checkpoint is compared: of these states, those that it holds."""
-    held = tuple(state for state in states if any(tensor.key.state == state for tensor in index.tensors))
-    return api.view_of(keep_tensors(index, []) if states and not held else index, states=held, names=names)
-
-
-def _compare(seen: Sequence[Index], digests: Sequence[dict[str, str]]) -> agree.Agreement:
-    first, second = (agree.side(index, own) for index, own in zip(seen, digests, strict=True))
-    rounded = [rounded_digests(index, keys) for index, keys in zip(seen, agree.to_round(first, second), strict=True)]
-    return agree.compare(
-        dataclasses.replace(first, rounded=rounded[0]), dataclasses.replace(second, rounded=rounded[1])
-    )
-
-
-def _digests(index: Index, line: ProgressLine, *, renamed: bool) -> dict[str, str]:
-    """Read everything. Under other names, the marker's checksums of files are compared, its digests of tensors not."""
-    if not renamed:
-        return verify_commit(index, progress=line)
-    with contextlib.suppress(UncommittedError):
-        check_files(index.root, read_commit(index.root), crc=True)
-    return read_digests(index, progress=line)
-
-
-def _stored_bytes(index: Index) -> int:
-    """Of all copies of all tensors."""
-    item = np.array([tensor.item_bytes for tensor in index.tensors], dtype=np.int64)
-    return int((index.shards.size.prod(axis=1) * item[index.shards.tensor]).sum())
-
-
-def _compared(options: argparse.Namespace, value: dict[str, Any], found: agree.Agreement) -> Result:
-    if found.different:
-        more = [f"and {len(found.different) - 20} more"] if len(found.different) > 20 else []
-        raise VerificationError(
-            f"{len(found.different)} tensors differ between {options.first} and {options.second}",
-            problems=[*found.different[:20], *more],
-        )
-    if not found.same:
-        raise VerificationError(
-            f"{options.first} and {options.second} have no tensor in common: nothing could be compared",
-            problems=found.not_compared[:20],
-            hint="give --names FILE where the second has other names",
-        )
-    facts = found.to_dict()
-    first, second, states = options.first, options.second, ", ".join(facts["states"])
-    if found.not_compared:
-        lines = [f"{first} and {second} agree in the {facts['tensors']} tensors that both hold: {states}"]
-    else:
-        lines = [f"{first} and {second} hold the same {facts['tensors']} tensors: {states}"]
-    if facts["across_states"]:
-        lines.append(
-            f"  {len(facts['across_states'])} of them: weights on one side, master weights (fp32) on the other"
-        )
-    if found.rounded:
-        lines.append(f"  {found.rounded} of them: of another type, equal when rounded to nearest even")
-    lines += [f"  not compared: {note}" for note in found.not_compared]
-    return Result({**value, "second": str(options.second), **facts}, "\n".join(lines))
-
-
-def _explain(options: argparse.Namespace) -> Result:
-    source = location(options.source).absolute()
-    if options.to or options.format:
-        plan = api.plan_conversion(_conversion(options, None), num_threads=1)
-        index = plan.index
-    else:
-        plan = None
-        check_source(source)
-        index = api.index_of(source, patterns=_path(options.patterns))
-        index = api.view_of(index, states=_list(options.states), names=_path(options.names))
-    found = explain.explain(index, explain.find(index, options.tensor), plan)
-    if options.svg is not None:
-        _draw(Path(options.svg), found)
-    text = "\n".join(explain.to_text(item, index.aliases) for item in found)
-    return Result({"ok": True, "source": str(source), "tensors": [explain.to_dict(item) for item in found]}, text)
-
-
-def _draw(path: Path, found: Sequence[explain.Explanation]) -> None:
-    if len(found) > picture.MAX_TENSORS:
-        raise UsageError(
-            f"{len(found)} tensors match: a picture shows at most {picture.MAX_TENSORS}", hint="name fewer tensors"
-        )
-    try:
-        path.write_text(picture.draw(found), encoding="utf-8")
-    except OSError as error:
-        raise TargetError(f"cannot be written: {error.strerror}", path=str(path)) from error
-
-
-_VERBS = {"inspect": _inspect, "plan": _plan, "run": _run, "verify": _verify, "explain": _explain}
-
-
-def _conversion(options: argparse.Namespace, target: Path | None) -> api.Conversion:
-    source = location(options.source).absolute()
-    topology = Topology.parse(options.to) if options.to else None
-    file_bytes = _size("--file-size", options.file_size)
-    if topology is None and not options.format:
-        raise UsageError("say what the target shall be: --to TOPOLOGY, --format NAME or both")
-    check_source(source)
-    like = None if options.like is None else location(options.like).absolute()
-    return api.Conversion(
-        source=source,
-        target=target if target is not None else source,
-        topology=topology or api.index_of(source, patterns=_path(options.patterns)).topology,
-        target_format=options.format,
-        weight_dtype=options.dtype,
-        states=_list(options.states),
-        like=like,
-        names=_path(options.names),
-        patterns=_path(options.patterns),
-        file_bytes=file_bytes,
-        attempt=getattr(options, "attempt", 0),
-        require_commit=getattr(options, "require_commit", False),
-    )
-
-
-def _index(text: str, patterns: str | None) -> Index:
-    path = location(text)
-    check_source(path)
-    return api.index_of(path, patterns=_path(patterns))
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text).absolute()
-
-
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
-
-
-def _worker(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    worker, _, count = text.partition("/")
-    if not (worker.isdigit() and count.isdigit() and int(worker) < int(count)):
-        raise UsageError(f"--worker {text}: write the worker's number, from 0, and their number, for instance 0/4")
-    return int(worker), int(count)
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        value = parse_bytes(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from error
-    if value < 1:
-        raise UsageError(f"{option} {text}: expected more than nothing")
-    return value
-
-
-def _memory(text: str) -> int:
-    if text == "auto":
-        return buffer_bytes()
-    value = _size("--memory", text)
-    if value < 1 << 20:
-        raise UsageError(f"--memory {format_bytes(value)}: at least 1MiB is needed")
-    return value
-
-
-def _write_report(path: str | None, report: ReshardReport) -> None:
-    if path is None:
-        return
-    try:
-        Path(path).write_text(report.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise TargetError(f"the report cannot be written: {error.strerror}", path=path) from error
-
-
 def _failed(
     options: argparse.Namespace, error: BaseException, exit_code: ExitCode, message: str, started: float
 ) -> int:
@@ -333,10 +63,10 @@ def _failed(
         source, target = (Path(getattr(options, name, "")) for name in ("source", "target"))
         report = api.failure_report(exit_code, message, source, target, time.monotonic() - started)
         with contextlib.suppress(TargetError):
-            _write_report(options.report, report)
+            write_report(options.report, report)
         value = json.loads(report.to_json())
     if options.json:
-        _say(json.dumps({**value, "error": render.error_value(error, int(exit_code), message)}, indent=1))
+        _say(json.dumps({**value, "error": error_value(error, int(exit_code), message)}, indent=1))
     return int(exit_code)
 
 

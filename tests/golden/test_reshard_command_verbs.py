@@ -131,7 +131,7 @@ def test_a_plan_lists_the_files_that_a_run_makes_and_writes_nothing(tmp_path: Pa
 
 
 def test_room_at_the_target_is_told(tmp_path: Path, say: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.cli.free_bytes", lambda _folder: 10_000)
+    monkeypatch.setattr("reshard.verbs.free_bytes", lambda _folder: 10_000)
     words = ["plan", PIPELINE, tmp_path / "out", "--to", "dp=3"]
     assert say.json(*words)["target_free_bytes"] == 10_000
     assert re.search(r"free +9\.8 KiB on the target's file system: too little, .* are needed", say(*words))
@@ -225,8 +225,8 @@ def test_what_is_left_behind_is_noted_on_the_way(tmp_path: Path, capsys: pytest.
 
 def test_verification_tells_its_progress(monkeypatch: pytest.MonkeyPatch, say: Answer) -> None:
     moved, expected = [], []
-    monkeypatch.setattr("reshard.cli.ProgressLine.expect", lambda _self, num_bytes: expected.append(num_bytes))
-    monkeypatch.setattr("reshard.cli.ProgressLine.__call__", lambda _self, num_bytes: moved.append(num_bytes))
+    monkeypatch.setattr("reshard.verbs.ProgressLine.expect", lambda _self, num_bytes: expected.append(num_bytes))
+    monkeypatch.setattr("reshard.verbs.ProgressLine.__call__", lambda _self, num_bytes: moved.append(num_bytes))
     say("verify", ZERO2, ZERO3, "--states", "fp32")
     assert [sum(moved)] == expected == [2 * 596]
 
