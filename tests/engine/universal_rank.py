@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import deepspeed
 import torch
-from model import build, parameter_groups, pipeline_description, universal_checkpoint_info
-from reshard_rank import SIZES, FlatModel, config_of, flat_step, optimizer_of, pipeline_step
+from model import build, pipeline_description, universal_checkpoint_info
+from reshard_rank import SIZES, config_of, flat_model, flat_step, groups_of, optimizer_of, pipeline_step
 
 from reshard.topology import Topology
 
@@ -25,10 +25,11 @@ def make_engine(run, config, topology):
         info = {**universal_checkpoint_info(config), "original_vocab_size": config.vocabulary}
         client = {"universal_checkpoint_info": info, "pipeline_layout": pipeline_description(config, model)["pipeline"]}
     else:
-        model, client = FlatModel(config), {"note": {"a": (1, 2.5, None)}}
-    groups = list(model.parameters()) if run.get("one_group") else parameter_groups(model, weight_decay=0.1)
+        model, client = flat_model(run, config, topology), {"note": {"a": (1, 2.5, None)}}
+    groups = list(model.parameters()) if run.get("one_group") else groups_of(run, model)
+    optimizer = None if run["model"] == "autoep" else optimizer_of(run, groups)
     settings = {**config_of(run, topology), "checkpoint": {"load_universal": bool(run.get("load"))}}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(run, groups), config=settings)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine, client
 
 

@@ -182,6 +182,19 @@ def test_the_commands_know_the_format(tmp_path, capsys):
     assert "universal" in capsys.readouterr().out
 
 
+def test_stacks_of_experts_are_marked_and_stay_so(tmp_path):
+    first = universal(golden("autoep-dp2-ep2"), tmp_path / "first" / STEP)
+    second = universal(first, tmp_path / "second" / STEP)
+    for folder in (first, second):
+        atom = value_of(folder / "zero/block1.experts.w2/exp_avg.pt")
+        dtype, shape, _ = atom.pop("param")
+        assert (dtype, shape) == ("float32", (4, 8, 6))
+        assert atom == {"is_expert_param": True, "ep_num_experts": 4}
+    expected = assemble(read_checkpoint(golden("autoep-dp2-ep2"), None))
+    for key, value in assemble(read_checkpoint(second, None)).items():
+        assert (value == expected[key]).all(), key
+
+
 def test_more_files_than_a_process_may_open(tmp_path):
     """Four files per parameter are soon more than the usual 1024."""
     program = "import sys; from reshard.cli import main; sys.exit(main())"

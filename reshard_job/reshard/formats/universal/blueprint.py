@@ -14,7 +14,7 @@ from reshard.formats.deepspeed.patterns import Patterns
 from reshard.formats.deepspeed.reader import Extra as NativeExtra
 from reshard.formats.deepspeed.template import Template
 from reshard.formats.pt.reader import PtFile
-from reshard.formats.universal.hints import Hints, for_param
+from reshard.formats.universal.hints import IS_EXPERT, Hints, for_param, for_stack
 from reshard.formats.universal.names import MASTER
 from reshard.formats.universal.reader import Extra
 from reshard.layout import Index
@@ -94,11 +94,12 @@ def _of_native(extra: NativeExtra) -> Blueprint:
         )
     tp = source.topology.tp
     known = model.patterns.declared and (tp > 1 or model.patterns.tells_rows)
+    stacks = {} if source.experts is None else {name: for_stack(n) for name, n in source.experts.stacked.items()}
     state, template = source.optimizer(0, 0), Template(source.optimizer_file(0, 0))
     return Blueprint(
         model=source.models[0, 0],
         params=model.params,
-        hints={name: for_param(param, cut_is_known=known) for name, param in model.params.items()},
+        hints={name: for_param(param, cut_is_known=known) for name, param in model.params.items()} | stacks,
         weights=extra.weights,
         groups=tuple(_native_group(extra, number) for number in range(len(model.groups))),
         scaling={key: template.copy(state[key]) for key in _SCALING if key in state},
@@ -157,7 +158,7 @@ def _of_universal(extra: Extra, tp: int) -> Blueprint:
 def _known_hints(extra: Extra, name: str, *, cut_is_known: bool) -> Hints:
     """What the atoms say, where they say something that can be relied on."""
     found, source = extra.hints[name], extra.source
-    if found is not None and cut_is_known:
+    if found is not None and (cut_is_known or IS_EXPERT in found):
         return found
     rule, _ = source.patterns.resolve(name, source.shapes[name])
     return for_param(dataclasses.replace(extra.params[name], rule=rule), cut_is_known=cut_is_known)

@@ -91,6 +91,11 @@ def for_param(param: Param, *, cut_is_known: bool) -> dict[str, Any]:
     return {_PARTS: _sub_param_shape(param.name, shape, rule.dim + len(runs))}
 
 
+def for_stack(num_experts: int) -> dict[str, Any]:
+    """Hints for a stack of experts `[experts, ...]` (AutoEP), which expert parallelism cuts along dim 0."""
+    return {IS_EXPERT: True, NUM_EXPERTS: num_experts}
+
+
 def _sub_param_shape(name: str, shape: tuple[Any, ...], dim: int) -> Inert:
     """`SubparamShape(...)`; the tuple in `shape` has the sizes of the tensors that are fused along `dim`."""
     state = {"patterns": [f"^{re.escape(name)}$"], "shape": shape, "partition_dim": dim}
