@@ -78,10 +78,20 @@ def test_bf16_weights_become_master_weights_where_there_are_none(tmp_path):
     """Weights from one place, moments from another: what a source of weights alone would need."""
     index = foreign("bf16-dp2")
     chosen = [at for at, tensor in enumerate(index.tensors) if tensor.key.state != "fp32"]
-    folder = written(keep_tensors(index, chosen), "bf16-dp2", "dp=2,zero=1", tmp_path / STEP)
+    weights = keep_tensors(index, chosen)
+    folder = written(weights, "bf16-dp2", "dp=2,zero=1", tmp_path / STEP)
+    request = Request(topology=Topology(dp=2), like=read_checkpoint(golden("bf16-dp2"), None))
+    (note,) = plan_of(weights, request, target_format="deepspeed").layout.notes
+    assert note == "fp32: 7 master weights are made of rounded weights, such as embed.weight"
     found = assemble(read_checkpoint(folder, None))
     weight = assemble(index)["weight/up.weight"]
     assert (found["fp32/up.weight"] == weight.astype(np.uint32) << 16).all()
+
+
+def test_what_stays_behind_is_noted():
+    plan = plan_of(read_checkpoint(golden("bf16-dp2"), None), Topology(dp=2, zero=3))
+    assert plan.layout.notes == ("weight: 7 tensors of the source are not stored in the target, such as embed.weight",)
+    assert plan_of(read_checkpoint(golden("bf16-dp2"), None), Topology(dp=3)).layout.notes == ()
 
 
 def test_source_that_lacks_tensors_is_refused_by_their_names(tmp_path):

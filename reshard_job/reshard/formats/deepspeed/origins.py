@@ -54,8 +54,18 @@ class TargetRows(Rows):
                 hint="choose a target without them, or name parameters alike (--names)",
             )
 
-    def left_behind(self) -> tuple[str, ...]:
-        """What of the source the target does not hold, for people."""
+    def notes(self) -> tuple[str, ...]:
+        """What of the source the target does not hold, and what is less exact than its type says, for people."""
+        pairs = zip(self.tensors, self.origins, strict=True)
+        made = [
+            tensor.key.name
+            for tensor, at in pairs
+            if tensor.key.state == "fp32" and self._index.tensors[at].dtype != tensor.dtype
+        ]
+        lossy = (f"fp32: {len(made)} master weights are made of rounded weights, such as {made[0]}",) if made else ()
+        return (*lossy, *self._left_behind())
+
+    def _left_behind(self) -> tuple[str, ...]:
         used = set(self.origins)
         unused: dict[str, list[str]] = defaultdict(list)
         for at, tensor in enumerate(self._index.tensors):

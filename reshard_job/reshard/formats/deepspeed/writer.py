@@ -65,7 +65,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         tensors=tuple(rows.tensors),
         origins=tuple(rows.origins),
         model=_commit_model(extra, target, bounds),
-        notes=rows.left_behind(),
+        notes=rows.notes(),
     )
 
 
