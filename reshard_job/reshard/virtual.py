@@ -22,11 +22,8 @@ from reshard.errors import CorruptSourceError, SourceError, TargetError
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
 from reshard.staging import Sharing, staging
 from reshard.storage import target_errors
-from reshard.virtual_manifest import Manifest, commit_crc32, encode
+from reshard.virtual_manifest import VIRTUAL, Manifest, commit_crc32, encode
 from reshard.virtual_ranks import FORMATS, files_by_rank
-
-FORMAT = "virtual"
-"""`Commit.format` of a virtual commit."""
 
 _LONGEST_CHAIN = 8
 
@@ -127,7 +124,7 @@ def source_of(folder: Path, commit: Commit) -> Path:
         UncommittedError: a source is gone.
     """
     for _ in range(_LONGEST_CHAIN):
-        if commit.format != FORMAT:
+        if commit.format != VIRTUAL:
             return folder
         if not commit.source:
             raise CorruptSourceError("is a virtual commit that names no source", path=str(folder))
@@ -137,7 +134,7 @@ def source_of(folder: Path, commit: Commit) -> Path:
 
 
 def _options(wanted: Conversion) -> dict[str, str]:
-    return {**wanted.options, "mode": FORMAT}
+    return {**wanted.options, "mode": VIRTUAL}
 
 
 def _already_done(wanted: Conversion) -> Commit | None:
@@ -145,7 +142,7 @@ def _already_done(wanted: Conversion) -> Commit | None:
         return None
     with contextlib.suppress(SourceError):
         commit = read_commit(wanted.target)
-        same = commit.format == FORMAT and commit.source == str(wanted.source) and commit.topology == wanted.topology
+        same = commit.format == VIRTUAL and commit.source == str(wanted.source) and commit.topology == wanted.topology
         if same and {**commit.options, "plan": ""} == {**_options(wanted), "plan": ""}:
             check_files(wanted.target, commit, crc=True)
             return commit
@@ -161,7 +158,7 @@ def _commit(plan: Plan, wanted: Conversion, contents: dict[str, bytes]) -> Commi
     with contextlib.suppress(SourceError):
         data = dict(read_commit(wanted.source).data)
     return Commit(
-        format=FORMAT,
+        format=VIRTUAL,
         step=plan.index.step,
         samples=plan.index.samples,
         topology=plan.layout.topology,
@@ -198,7 +195,7 @@ def _report(commit: Commit, wanted: Conversion, started: float, written: int, me
         target=str(wanted.target),
         step=commit.step,
         samples=commit.samples,
-        mode=FORMAT,
+        mode=VIRTUAL,
         bytes_written=written,
         num_files=len(commit.files),
         seconds=round(time.monotonic() - started, 3),

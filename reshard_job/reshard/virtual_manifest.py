@@ -39,11 +39,23 @@ from reshard.virtual_columns import INT64, UINT8, Column, pack, unpack
 VERSION = 1
 """Raised when a reader of the old version would be wrong about the new one."""
 
+VIRTUAL = "virtual"
+"""`Commit.format` of a commit whose files are a manifest."""
+
 MANIFEST_FILE, COLUMNS_FILE = "manifest.json", "columns.npz"
 _MAX_JSON_BYTES = 1 << 30
-_SHARD_COLUMNS: Mapping[str, tuple[np.dtype[Any], int]] = {field.name: 1 if field.name in ("tensor", "replica", "file", "byte_offset") else 2
-                  for field in dataclasses.fields(ShardTable)}  # fmt: skip
-_COLUMNS = {
+_SHARD_COLUMNS: Mapping[str, int] = {
+    "tensor": 1,
+    "replica": 1,
+    "offset": 2,
+    "size": 2,
+    "file": 1,
+    "byte_offset": 1,
+    "stride": 2,
+}
+"""Columns of a `ShardTable`, and their number of dims."""
+
+_COLUMNS: Mapping[str, tuple[np.dtype[Any], int]] = {
     **{f"{side}_{name}": (INT64, ndim) for side in ("source", "target") for name, ndim in _SHARD_COLUMNS.items()},
     "checksum": (INT64, 2),
     "fixed": (INT64, 2),

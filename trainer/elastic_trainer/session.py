@@ -16,6 +16,7 @@ session.finish()
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -27,7 +28,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elastic_trainer import retention, settings
+from elastic_trainer import retention, settings, virtual
 from elastic_trainer.batch import BatchPlan
 from elastic_trainer.collective import Collective
 from elastic_trainer.heartbeat import Heartbeat
@@ -37,6 +38,7 @@ from reshard.commit import Commit, CommittedFile, check_files, file_crc32, read_
 from reshard.contract import LeaseKey, Request, TrainerExit, TrainerPhase
 from reshard.errors import ReshardError
 from reshard.topology import Topology
+from reshard.virtual_manifest import VIRTUAL
 
 _log = logging.getLogger(__name__)
 _SAVE, _STOP = 1, 2
@@ -148,11 +150,37 @@ class Session:
         problems = [text for text in self._collective.gather(problem) if text]
         if problems or commit is None:
             self._refuse_resume(folder, problems)
-        load(folder)
+        if commit.format == VIRTUAL:
+            self._load_virtual(folder, load)
+        else:
+            load(folder)
         self.position = Position(step=commit.step, samples=commit.samples, data=commit.data)
         self._last_commit_monotonic = time.monotonic()
         _log.info("restored step %d (%d samples) from %s", commit.step, commit.samples, folder)
         return self.position
+
+    def _load_virtual(self, folder: Path, load: Callable[[Path], None]) -> None:
+        """Load through a manifest; all ranks agree that what they read together is undamaged before anything is."""
+        first = self.settings.rank - self.settings.local_rank
+        ranks = range(first, min(first + self.settings.local_world_size, self._collective.world_size))
+        with contextlib.ExitStack() as stack:
+            made: virtual.Opened | None = None
+            problem = ""
+            try:
+                made = stack.enter_context(virtual.opened(folder, ranks=ranks, scratch=self.settings.scratch))
+            except (ReshardError, OSError) as error:
+                problem = str(error)
+            read = made.loaded.ranges if made is not None and made.loaded is not None else {}
+            gathered = self._collective.gather((problem, read))
+            problems = [text for text, _ in gathered if text]
+            if self.is_leader and made is not None and not problems:
+                problems = virtual.damage(made.manifest, [ranges for _, ranges in gathered])
+            problems = sorted({text for found in self._collective.gather(problems) for text in found})
+            if problems or made is None:
+                stack.close()
+                self._refuse_resume(folder, problems)
+            load(made.folder)
+            self._collective.gather(None)  # no process removes files that another one has yet to read
 
     def after_step(self, *, step: int, samples: int, loss: float) -> Action:
         """Report a finished optimizer step; all ranks return the same action."""

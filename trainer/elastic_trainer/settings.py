@@ -33,6 +33,8 @@ class Settings:
         rank: global rank of this process.
         local_rank: rank on this machine.
         api_server: host and port of the Kubernetes API server.
+        local_world_size: processes of this attempt on this machine; 1 if the launcher does not say.
+        scratch: folder in memory, for files that are made while loading and removed afterwards.
     """
 
     job: str
@@ -50,6 +52,8 @@ class Settings:
     rank: int
     local_rank: int
     api_server: tuple[str, int]
+    local_world_size: int = 1
+    scratch: Path = Path("/dev/shm")
 
 
 def from_env(environment: Mapping[str, str] | None = None) -> Settings:
@@ -97,6 +101,8 @@ def from_env(environment: Mapping[str, str] | None = None) -> Settings:
         heartbeat_seconds=number(Env.HEARTBEAT_SECONDS, 10),
         rank=int(number("RANK", 0)),
         local_rank=int(number("LOCAL_RANK", 0)),
+        local_world_size=max(1, int(number("LOCAL_WORLD_SIZE", 1))),
+        scratch=Path(env.get("ETJ_SCRATCH") or "/dev/shm"),
         # Kubernetes puts these into every container: no cluster DNS needed.
         api_server=(
             env.get("KUBERNETES_SERVICE_HOST") or "kubernetes.default.svc",
