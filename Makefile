@@ -43,8 +43,8 @@ format: setup ## let ruff format and fix what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-fast: setup ## unit, property and golden tests: seconds
-	$(BIN)/pytest tests/unit tests/property tests/golden
+test-fast: setup ## unit, property and golden tests but the slowest, on all processors: under a minute
+	$(BIN)/pytest -n auto -m 'not slow' tests/unit tests/property tests/golden
 
 test: lint ## lint, then every tier: unit, property, golden, engine, cluster
 	$(BIN)/pytest

@@ -208,6 +208,7 @@ def test_one_flipped_bit_of_a_tensor_is_found(copy, tmp_path):
         assert number < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
 def test_flipped_bytes_anywhere_are_refused_or_harmless(file, copy, tmp_path):
     """Nothing but our own errors, and no element or option that differs from the original without one."""

@@ -89,6 +89,7 @@ def killed_before(call: int, arguments: list[str]) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_killed_before_any_change_of_the_disk_and_resumed_the_result_is_the_same(
     tmp_path: Path, undisturbed: Path

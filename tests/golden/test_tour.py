@@ -74,6 +74,7 @@ def make_home(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_command_of_the_tour_prints_what_the_page_says(tmp_path: Path) -> None:
     folder = make_home(tmp_path.resolve())
     found = list(steps(PAGE.read_text(encoding="utf-8")))

@@ -10,6 +10,7 @@ import copy
 import json
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -428,6 +429,7 @@ def settle(world: World, until: str, passes: int = 900) -> None:
     raise AssertionError(f"did not become {until}: {json.dumps(world.status, indent=1)[:3000]}")
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(HAPPENINGS)
 def test_any_order_of_events_and_crashes_ends_complete(happenings: list[tuple[Any, ...]]) -> None:
@@ -441,6 +443,7 @@ def test_any_order_of_events_and_crashes_ends_complete(happenings: list[tuple[An
         settle(world, Phase.COMPLETE)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(HAPPENINGS)
 def test_a_suspended_job_comes_to_rest(happenings: list[tuple[Any, ...]]) -> None:

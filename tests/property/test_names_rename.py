@@ -104,6 +104,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(tuple(shape), dim, groups, sizes, stacked)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     found=st.lists(cases(), min_size=1, max_size=3),
@@ -160,6 +161,7 @@ def renames(draw: st.DrawFn) -> tuple[NameMap, list[str]]:
     return build({"version": 1, "rules": rules}), names
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(case=renames())
 def test_other_names_and_back_give_the_same_index(folder, case):
