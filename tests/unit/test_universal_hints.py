@@ -29,6 +29,7 @@ def hints_for(rule: Rule, shape: tuple[int, ...], *, cut_is_known: bool = True):
         (WHOLE, (6,), {}),
         (Rule(dim=0), (8, 4), {"cat_dim": 0}),
         (Rule(dim=1), (8, 4), {"cat_dim": 1}),
+        (Rule(dim=0, parts=(5,), widths=((3, 2),)), (5, 4), {"cat_dim": 0}),
         (Rule(dim=0, vocabulary=True), (8, 4), {"cat_dim": 0, "vocab_tensor": True}),
         (Rule(dim=0, num_parts=2), (8, 4), {"cat_dim": 0, "param_n_sub_params": 2}),
         (Rule(dim=None, vocabulary=True), (8, 4), {}),  # with the flag DeepSpeed would pad and cut it

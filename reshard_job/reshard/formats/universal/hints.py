@@ -80,7 +80,7 @@ def for_param(param: Param, *, cut_is_known: bool) -> dict[str, Any]:
     if rule.dim is None:
         return {}
     plain = rule.repeat == rule.unit == 1
-    if plain and not rule.parts and rule.num_parts == 1:
+    if plain and len(rule.parts) < 2 and rule.num_parts == 1:
         return {_CAT_DIM: rule.dim}
     if plain and not rule.parts and rule.num_parts == 2 and rule.dim == 0:
         return {_CAT_DIM: 0, _NUM_PARTS: 2}
