@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.errors import UnsupportedError
@@ -49,6 +49,7 @@ class Blueprint:
         params: optimized parameters with their whole shapes.
         hints: parameter -> what its atoms have to say about tensor parallelism.
         weights: what is not optimized, with whole shapes.
+        buffers: those of `weights` that are no parameters.
         groups: the optimizer's.
         scaling: what the optimizer says for all groups together.
         patterns: `universal_checkpoint_info`.
@@ -62,6 +63,7 @@ class Blueprint:
     params: Mapping[str, Param]
     hints: Mapping[str, Hints]
     weights: Mapping[str, Param]
+    buffers: tuple[str, ...]
     groups: tuple[Group, ...]
     scaling: Mapping[str, Any]
     patterns: Patterns
@@ -101,6 +103,7 @@ def _of_native(extra: NativeExtra) -> Blueprint:
         params=model.params,
         hints={name: for_param(param, cut_is_known=known) for name, param in model.params.items()} | stacks,
         weights=extra.weights,
+        buffers=_buffers(source.models.values(), extra.weights),
         groups=tuple(_native_group(extra, number) for number in range(len(model.groups))),
         scaling={key: template.copy(state[key]) for key in _SCALING if key in state},
         patterns=model.patterns,
@@ -109,6 +112,12 @@ def _of_native(extra: NativeExtra) -> Blueprint:
         aliases=extra.aliases,
         commit_model=extra.commit_model,
     )
+
+
+def _buffers(models: Iterable[PtFile], weights: Mapping[str, Param]) -> tuple[str, ...]:
+    """Names of buffers, of all pipeline stages."""
+    named = (name for file in models for name in file.value.get("buffer_names") or ())
+    return tuple(dict.fromkeys(name for name in named if name in weights))
 
 
 def _native_group(extra: NativeExtra, number: int) -> Group:
@@ -137,6 +146,7 @@ def _of_universal(extra: Extra, tp: int) -> Blueprint:
         params=extra.params,
         hints={name: _known_hints(extra, name, cut_is_known=known) for name in extra.hints},
         weights=extra.weights,
+        buffers=_buffers([source.model], extra.weights),
         groups=tuple(
             Group(
                 names=names,

@@ -144,11 +144,10 @@ def _model_file(
 ) -> dict[str, Any]:
     """The model file of rank 0 as for one rank; weights are in the atoms."""
     like = blueprint.model.value
-    buffers = [name for name in like.get("buffer_names") or () if name in weights]
-    frozen = [name for name in weights if name not in buffers]
+    frozen = [name for name in weights if name not in blueprint.buffers]
     replaced: dict[str, Any] = {
         "module": None,
-        "buffer_names": buffers,
+        "buffer_names": list(blueprint.buffers),
         "optimizer": None,
         "param_shapes": [
             StatefulDict((name, Size(params[name].shape)) for name in group.names) for group in blueprint.groups
