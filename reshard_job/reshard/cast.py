@@ -43,7 +43,7 @@ _TO_WIDE: dict[str, Callable[[Bits], npt.NDArray[Any]]] = {
 _FROM_WIDE: dict[str, Callable[[npt.NDArray[Any]], Bits]] = {
     "float64": lambda values: values.astype(np.float64).view(np.uint64),
     "float32": lambda values: values.astype(np.float32).view(np.uint32),
-    "float16": lambda values: values.astype(np.float16).view(np.uint16),
+    "float16": lambda values: values.astype(np.float32).astype(np.float16).view(np.uint16),
     "bfloat16": lambda values: _bfloat16_of_float32(values.astype(np.float32)),
 }
 
@@ -56,7 +56,8 @@ def can_cast(source: str, target: str) -> bool:
 def cast(bits: Bits, source: str, target: str) -> Bits:
     """Elements of type `source` as elements of type `target`, both as bits; same shape.
 
-    float64 becomes bfloat16 by way of float32, as in torch. Values outside of the target's range become infinite.
+    float64 becomes float16 and bfloat16 by way of float32, which rounds twice, as in torch (c10::Half and c10::BFloat16
+    are made of float). Values outside of the target's range become infinite.
     """
     if source == target:
         return bits
