@@ -208,8 +208,8 @@ def _decode(value: Mapping[str, Any], columns: Mapping[str, Column], memory_byte
         origins=origins,
     )
     plan = make_plan(index, layout, memory_bytes=memory_bytes, num_threads=num_threads)
-    check_plan(plan)
     _check_source_ranges(index)
+    check_plan(plan)
     if plan.fingerprint != value["plan"]:
         raise ValueError(f"its plan is {plan.fingerprint}, {value['plan']!r:.40} was written")
     crc32 = source["commit_crc32"]

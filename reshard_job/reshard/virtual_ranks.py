@@ -82,17 +82,32 @@ def _stages_of_layers(layout: TargetLayout) -> dict[int, set[int]]:
         return {layer: {pp for pp in stages if bounds[pp] <= layer < bounds[pp + 1]} for layer in layers}
     if len(stages) == 1:
         return {layer: {0} for layer in layers}
-    # Not described: a stage may hold a layer if it optimizes a parameter of it; a layer without any is for all stages.
     held: dict[str, set[int]] = defaultdict(set)
     for at, name in parsed:
         if name.kind == "optimizer":
             for parameter in _parameters(layout, at):
                 held[parameter].add(name.mp // layout.topology.tp)
-    found: dict[int, set[int]] = defaultdict(set)
+    found = {layer: set(stages) for layer in layers}
     for at, name in parsed:
         if name.kind == "layer":
-            found[name.layer] |= {pp for parameter in _parameters(layout, at) for pp in held.get(parameter, stages)}
-    return {layer: found[layer] or set(stages) for layer in layers}
+            for parameter in _parameters(layout, at):
+                found[name.layer] &= held.get(parameter, set(stages))
+    return _in_order(found)
+
+
+def _in_order(found: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    """Stages that may hold each layer, given those that hold all its parameters: stages hold consecutive layers.
+
+    Used where nothing describes the stages. It may name one stage too many for a layer (tied, frozen), never too few.
+    """
+    layers = sorted(found)
+    known = {layer: next(iter(found[layer])) for layer in layers if len(found[layer]) == 1}
+    result = {}
+    for layer in layers:
+        low = max((pp for other, pp in known.items() if other <= layer), default=0)
+        high = min((pp for other, pp in known.items() if other >= layer), default=None)
+        result[layer] = {pp for pp in found[layer] if pp >= low and (high is None or pp <= high)}
+    return result
 
 
 def _bounds(model: Mapping[str, Any]) -> list[int]:

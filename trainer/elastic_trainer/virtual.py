@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from reshard.virtual_manifest import Manifest, decode
 
 _log = logging.getLogger(__name__)
 _READY = ".ready"
+_RETRY_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ def opened(commit: Path, *, ranks: range, scratch: Path = Path("/dev/shm")) -> I
     identity = f"{commit.resolve()} {manifest.plan.fingerprint} {ranks}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     _remove_stale(base, name)
-    lock = _lock(base / f"{name}.lock")
+    lock = _lock(base / f"{name}.lock", base / name / _READY)
     try:
         folder = base / name / commit.name
         loaded = None
@@ -109,15 +111,24 @@ def _private_folder(scratch: Path) -> Path:
     return folder
 
 
-def _lock(path: Path) -> int:
-    """Descriptor of the lock file, exclusively locked; the file may be removed by its last user while this waits."""
+def _lock(path: Path, ready: Path) -> int:
+    """Descriptor of the lock file: exclusively locked, for the one that makes the files, or shared once they are ready.
+
+    Waits while another process makes them. The last user removes the lock file, maybe while this waits.
+    """
     while True:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            usable = True
+        except BlockingIOError:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            usable = ready.exists()  # else the maker has failed, or all have left: try again
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_ino == os.fstat(descriptor).st_ino:
+            if usable and path.stat().st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
         os.close(descriptor)
+        time.sleep(_RETRY_SECONDS)
 
 
 def _remove_if_last(folder: Path, lock: int) -> None:

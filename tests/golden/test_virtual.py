@@ -1,0 +1,221 @@
+"""Virtual commits of real checkpoints: every rank gets the bytes that a conversion would have written for it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from reshard.api import Conversion, index_of, plan_of, reshard
+from reshard.commit import read_commit
+from reshard.contract import ExitCode
+from reshard.errors import CorruptSourceError, TargetError, UnsupportedError, UsageError
+from reshard.files import LocalFile
+from reshard.topology import Topology
+from reshard.virtual import choose_mode, prepare
+from reshard.virtual_load import check_source, load_files, prove
+from reshard.virtual_manifest import COLUMNS_FILE, MANIFEST_FILE, decode
+from reshard.virtual_ranks import files_by_rank
+from tests.golden.files import TARGETS, golden
+
+CASES = [(name, target) for name, targets in TARGETS.items() for target in targets if "dp=64" not in target]
+STORED = Path(__file__).parent / "virtual-1"
+"""A manifest as version 1 writes it; `make_virtual.py` made it."""
+
+
+def made(tmp_path, name="pipeline-tp2-pp2", target="tp=1,pp=1,dp=3"):
+    folder = tmp_path / "virtual"
+    prepare(Conversion(source=golden(name), target=folder, topology=Topology.parse(target)))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_every_rank_gets_the_bytes_of_its_files_and_reads_nothing_else(name, target, tmp_path, monkeypatch):
+    reshard(golden(name), tmp_path / "materialized", Topology.parse(target))
+    manifest = decode(made(tmp_path, name, target))
+    plan = manifest.plan
+    counted, read_into = [0], LocalFile.read_into
+
+    def count(self, target, position):
+        found = read_into(self, target, position)
+        counted[0] += found
+        return found
+
+    monkeypatch.setattr(LocalFile, "read_into", count)
+    ranges, opened = [], set()
+    for rank, files in enumerate(manifest.ranks):
+        folder = tmp_path / f"rank{rank}"
+        folder.mkdir()
+        counted[0] = 0
+        loaded = load_files(manifest, [rank], folder)
+        assert counted[0] == loaded.bytes_read == loaded.bytes_needed
+        ranges.append(loaded.ranges)
+        for at, file in enumerate(plan.layout.files):
+            expected = (tmp_path / "materialized" / file.path).read_bytes() if at in files else b""
+            assert (folder / file.path).read_bytes() == expected, file.path
+        opened |= set(files.tolist())
+    assert opened == set(range(len(plan.layout.files)))
+    monkeypatch.undo()
+    assert prove(plan.index.files, ranges, plan.index.root).open == 0
+
+
+def test_ranks_of_one_node_read_no_byte_twice(tmp_path):
+    manifest = decode(made(tmp_path, "pipeline-tp2-pp2", "tp=2,pp=2,dp=2"))
+    (tmp_path / "node").mkdir()
+    loaded = load_files(manifest, range(8), tmp_path / "node")
+    shards, tensors = manifest.plan.index.shards, manifest.plan.index.tensors
+    assert loaded.bytes_read == sum(tensor.num_bytes for tensor in tensors) == manifest.plan.bytes_to_read
+    assert loaded.num_files == len(manifest.plan.layout.files)
+    assert len(shards) > 0
+
+
+def test_each_rank_opens_its_own_stage_partition_and_shard():
+    index = index_of(golden("pipeline-tp2-pp2"))
+    layout = plan_of(index, Topology.parse("tp=2,pp=2,dp=2"), num_threads=1).layout
+    names = [{layout.files[at].path for at in files} for files in files_by_rank(layout)]
+    assert names[7] == {
+        "layer_03-model_01-model_states.pt", "mp_rank_03_model_states.pt", "zero_pp_rank_1_mp_rank_03_optim_states.pt",
+    }  # fmt: skip
+    assert {"layer_00-model_00-model_states.pt", "layer_02-model_00-model_states.pt"} < names[0]
+    assert "mp_rank_00_model_states.pt" in names[0] & names[2]
+
+
+def test_only_metadata_is_read_and_written(tmp_path):
+    folder = made(tmp_path)
+    commit = read_commit(folder)
+    assert (
+        {file.path for file in commit.files}
+        == {MANIFEST_FILE, COLUMNS_FILE}
+        == {path.name for path in folder.iterdir()} - {"COMMIT.json"}
+    )
+    assert (commit.format, commit.step, commit.source) == ("virtual", 2, str(golden("pipeline-tp2-pp2")))
+    assert commit.topology == Topology(dp=3)
+    assert commit.options["plan"] == decode(folder).plan.fingerprint
+
+
+def test_the_same_manifest_is_the_same_files(tmp_path):
+    first, second = made(tmp_path / "a"), made(tmp_path / "b")
+    for name in (MANIFEST_FILE, COLUMNS_FILE):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_a_second_run_finds_it_done_and_another_one_is_refused(tmp_path):
+    wanted = Conversion(source=golden("zero3-dp3"), target=tmp_path / "v", topology=Topology.parse("dp=2,zero=3"))
+    assert prepare(wanted).bytes_written > 0
+    assert prepare(wanted).message == "already prepared and committed"
+    other = Conversion(source=golden("zero3-dp3"), target=tmp_path / "v", topology=Topology.parse("dp=4,zero=3"))
+    with pytest.raises(TargetError, match="not the result of this conversion"):
+        prepare(other)
+
+
+def test_a_manifest_of_version_1_is_read(tmp_path):
+    folder = tmp_path / "stored"
+    shutil.copytree(STORED, folder)
+    path = folder / MANIFEST_FILE
+    manifest = decode(folder)
+    assert str(manifest.plan.index.root) == "/checkpoints/a1/step-00000002"
+    assert manifest.plan.layout.topology == Topology.parse("dp=2,zero=3")
+    assert [len(files) for files in manifest.ranks] == [2, 2]
+    path.write_text(path.read_text().replace('"version":1', '"version":2'))
+    with pytest.raises(CorruptSourceError, match="version 2: this program reads 1"):
+        decode(folder)
+
+
+def copied(tmp_path):
+    """A source of one's own, and a manifest of it."""
+    source = tmp_path / "source"
+    shutil.copytree(golden("zero3-dp3"), source)
+    prepare(Conversion(source=source, target=tmp_path / "v", topology=Topology.parse("dp=2,zero=3")))
+    return source, decode(tmp_path / "v")
+
+
+@pytest.mark.parametrize("name", ["zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_one_flipped_bit_that_no_node_sees_alone_is_found_together(name, tmp_path):
+    source, manifest = copied(tmp_path)
+    at = next(at for at, file in enumerate(manifest.plan.index.files) if file.path == name)
+    row = next(row for row in range(len(manifest.plan.index.shards)) if manifest.plan.index.shards.file[row] == at)
+    content = bytearray((source / name).read_bytes())
+    content[int(manifest.plan.index.shards.byte_offset[row])] ^= 1
+    (source / name).write_bytes(content)
+    ranges = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        ranges.append(load_files(manifest, [rank], tmp_path / str(rank)).ranges)
+    with pytest.raises(CorruptSourceError, match=r"1 tensors are damaged[\s\S]*the file itself states"):
+        prove(manifest.plan.index.files, ranges, source)
+
+
+def test_a_source_that_ends_early_is_refused(tmp_path):
+    source, manifest = copied(tmp_path)
+    path = source / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.write_bytes(path.read_bytes()[:600])
+    (tmp_path / "0").mkdir()
+    with pytest.raises(CorruptSourceError, match="truncated"):
+        load_files(manifest, [0, 1], tmp_path / "0")
+
+
+def test_a_source_whose_marker_is_another_one_is_refused(tmp_path):
+    source, manifest = copied(tmp_path)
+    check_source(manifest)
+    (source / "COMMIT.json").write_text("{}")
+    with pytest.raises(CorruptSourceError, match="removed or replaced"):
+        check_source(manifest)
+
+
+def test_a_rank_that_is_not_there_is_refused(tmp_path):
+    manifest = decode(made(tmp_path))
+    with pytest.raises(UsageError, match="rank 3 of tp=1,pp=1,dp=3"):
+        load_files(manifest, [3], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda value: value.update(plan="0" * 16), "its plan is"),
+        (lambda value: value["target"]["files"][0].__setitem__(0, "../out"), "leaves the folder"),
+        (lambda value: value["target"]["files"][0].__setitem__(1, 10), "but byte"),
+        (lambda value: [file.__setitem__(1, 10) for file in value["source"]["files"]], "is read"),
+        (lambda value: value["source"]["tensors"][0].__setitem__(2, [1]), "not a consistent manifest"),
+        (lambda value: value["target"]["tensors"][0].__setitem__(3, 10**6), "and below"),
+        (lambda value: value["target"]["topology"].update(dp=3), "ranks are not told"),
+        (lambda value: value.pop("source"), "KeyError"),
+        (lambda value: value.update(step=True), "expected an integer"),
+    ],
+)
+def test_a_manifest_that_does_not_add_up_is_refused(change, message, tmp_path):
+    folder = made(tmp_path, "zero3-dp3", "dp=2,zero=3")
+    value = json.loads((folder / MANIFEST_FILE).read_text())
+    change(value)
+    (folder / MANIFEST_FILE).write_text(json.dumps(value))
+    with pytest.raises(CorruptSourceError, match=message):
+        decode(folder)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("name", [MANIFEST_FILE, COLUMNS_FILE])
+def test_a_truncated_manifest_is_refused(name, part, tmp_path):
+    folder = made(tmp_path, "zero3-dp3", "dp=2,zero=3")
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: int(len(content) * part)])
+    with pytest.raises(CorruptSourceError, match="is not"):
+        decode(folder)
+
+
+def test_a_format_whose_ranks_open_any_file_is_refused(tmp_path):
+    wanted = Conversion(
+        source=golden("zero2-dp3"), target=tmp_path / "v", topology=Topology(dp=2), target_format="universal"
+    )
+    with pytest.raises(UnsupportedError, match=r"virtual.*universal.*may open any file") as error:
+        prepare(wanted)
+    assert error.value.exit_code == ExitCode.UNSUPPORTED
+    assert not (tmp_path / "v").exists()
+
+
+def test_auto_is_virtual_only_where_it_can_be_loaded_and_pays():
+    plan = plan_of(index_of(golden("zero2-dp3")), Topology.parse("dp=2,zero=2"), num_threads=1)
+    assert choose_mode(plan, loader_is_elastic=False).mode == "materialize"
+    assert choose_mode(plan, loader_is_elastic=True).mode == "virtual"
+    assert choose_mode(plan, loader_is_elastic=True, source_stays=False).mode == "materialize"
+    slow = choose_mode(plan, loader_is_elastic=True, num_loads=5, read_bytes_per_second=1e6)
+    assert slow.mode == "materialize"
+    assert "slow" in slow.reason
