@@ -156,7 +156,7 @@ def _parse(value: Any, path: Path) -> Commit:
         CommittedFile(
             path=_inside(_of(str, file, "path"), path),
             num_bytes=_count(file, "bytes"),
-            crc32=None if file.get("crc32") is None else _hex(file["crc32"], 8),
+            crc32=None if file["crc32"] is None else _hex(file["crc32"], 8),
         )
         for file in _of(list, value, "files")
     )
