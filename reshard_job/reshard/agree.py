@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.cast import can_cast
-from reshard.layout import ITEM_BYTES, Index, LogicalTensor, TensorKey
+from reshard.layout import ITEM_BYTES, PADDING, Index, LogicalTensor, TensorKey
 
 _COUNTERPART = {"weight": "fp32", "fp32": "weight"}
-_MARK = "#"
-"""Begins the suffix of what is no part of a parameter (a vocabulary's padding rows), and may differ."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +93,10 @@ def compare(first: Side, second: Side) -> Agreement:
     states = {"first": {key.state for key in second.digests}, "second": {key.state for key in first.digests}}
     left_out: Counter[tuple[str, str]] = Counter()
     for where, key in alone:
-        if key.state in states[where] and _MARK not in key.name:
+        if key.state in states[where] and PADDING not in key.name:
             different.append(f"{key}: only in the {where}")
         else:
-            left_out[where, key.state + (" (padding)" if _MARK in key.name else "")] += 1
+            left_out[where, key.state + (" (padding)" if PADDING in key.name else "")] += 1
     notes = [f"{state}, {_tensors(count)}: only in the {where}" for (where, state), count in left_out.items()]
     notes += [f"{kind}, {_tensors(count)}: other types" for kind, count in other_types.items()]
     rounded = sum(first.tensors[left].dtype != second.tensors[right].dtype for left, right in same)
@@ -109,7 +107,7 @@ def _difference(first: Side, second: Side, pair: tuple[TensorKey, TensorKey]) ->
     """How two tensors differ; empty if they do not."""
     left, right = first.tensors[pair[0]], second.tensors[pair[1]]
     names = str(pair[0]) if pair[0] == pair[1] else f"{pair[0]} and {pair[1]}"
-    if left.shape != right.shape and _MARK not in pair[0].name:
+    if left.shape != right.shape and PADDING not in pair[0].name:
         return f"{names}: {list(left.shape)} in the first, {list(right.shape)} in the second"
     if left.dtype != right.dtype:
         here = first.rounded.get(pair[0], first.digests[pair[0]])

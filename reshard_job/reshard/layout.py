@@ -34,6 +34,12 @@ ITEM_BYTES: Mapping[str, int] = {
 }
 """Bytes of one element, by torch's name of the type. The resharder moves bits and never converts them."""
 
+PADDING = "#padding"
+"""Suffix of the logical tensor that holds a vocabulary's padding rows.
+
+The true rows are a tensor of their own, so that they compare equal however much padding a topology needs.
+"""
+
 Int64Array = npt.NDArray[np.int64]
 
 

@@ -10,9 +10,10 @@ from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import flat
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.pipeline import balanced, uniform
-from reshard.formats.deepspeed.rows import PADDING, Place, Rows
+from reshard.formats.deepspeed.rows import Place, Rows
 from reshard.formats.deepspeed.rules import Rule
 from reshard.formats.deepspeed.unpartitioned import match_names
+from reshard.layout import PADDING
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 

@@ -1,8 +1,8 @@
 """What the operator takes from the termination messages of reshard pods."""
 
 import pytest
-from elastic_operator.observation import PodView, report_of
 
+from elastic_operator.observation import PodView, report_of
 from reshard.contract import ExitCode, ReshardReport
 
 

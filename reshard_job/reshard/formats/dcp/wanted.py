@@ -9,13 +9,12 @@ from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.dcp.metadata import Path_
 from reshard.formats.dcp.reader import Extra
-from reshard.layout import Index, LogicalTensor, TensorKey
+from reshard.layout import PADDING, Index, LogicalTensor, TensorKey
 
 MODEL, OPTIMIZER = "model", "optim"
 """Where tensors of another format go: what torch's own examples call it."""
 
 _FLOATS = frozenset(("float64", "float32", "float16", "bfloat16"))
-_PADDING = "#padding"  # of a vocabulary: rows that other formats need and a torch model of the true size does not have
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +72,7 @@ def _weight(index: Index, at: dict[TensorKey, int], name: str, asked: str | None
 
 
 def _is_padding(key: TensorKey) -> bool:
-    return key.name.endswith(_PADDING)
+    return key.name.endswith(PADDING)
 
 
 def placed_like(wanted: Iterable[Wanted], index: Index, like: Index, extra: Extra) -> list[Wanted]:
@@ -120,7 +119,7 @@ def notes_on(index: Index, request: Request, extra: Extra | None = None) -> tupl
             f"{len(rounded)} weights of type {keys[rounded[0]]} are left behind: model.* holds the fp32 master weights "
             "that they are rounded from, as FSDP2 keeps fp32 parameters under mixed precision"
         )
-    if padding := sorted({key.name.removesuffix(_PADDING) for key in keys if _is_padding(key)}):
+    if padding := sorted({key.name.removesuffix(PADDING) for key in keys if _is_padding(key)}):
         notes.append(f"padding rows of {', '.join(padding)} are left behind: the target has the vocabulary's true size")
     if not any(group.options for group in index.groups) and any(key.state not in ("weight", "fp32") for key in keys):
         notes.append("the source says nothing of the optimizer's settings: optim.param_groups of the target has none")

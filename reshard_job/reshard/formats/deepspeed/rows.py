@@ -11,13 +11,7 @@ from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.rules import Piece
 from reshard.formats.pt.objects import Tensor
 from reshard.geometry import Box, flat_interval_to_boxes, strides_of
-from reshard.layout import ITEM_BYTES, LogicalTensor, ShardTable, ShardTableBuilder, TensorKey
-
-PADDING = "#padding"
-"""Suffix of the logical tensor that holds a vocabulary's padding rows.
-
-The true rows are a tensor of their own, so that they compare equal however much padding a topology needs.
-"""
+from reshard.layout import ITEM_BYTES, PADDING, LogicalTensor, ShardTable, ShardTableBuilder, TensorKey
 
 
 class Place(NamedTuple):

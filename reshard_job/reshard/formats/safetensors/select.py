@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from reshard.cast import can_cast
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.rows import PADDING
 from reshard.formats.safetensors.header import METADATA
-from reshard.layout import Index, LogicalTensor, TensorKey
+from reshard.layout import PADDING, Index, LogicalTensor, TensorKey
 
 WEIGHT = "weight"
 MASTER = "fp32"
