@@ -13,7 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from reshard.check import check_plan
-from reshard.commit import Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
+from reshard.commit import (
+    VIRTUAL,
+    Commit,
+    CommittedFile,
+    check_files,
+    read_commit,
+    source_of,
+    sync_folder,
+    write_commit,
+)
 from reshard.contract import ExitCode, ReshardReport
 from reshard.errors import SourceError, TargetError, UncommittedError, UsageError, VerificationError
 from reshard.execute import Mover, Outcome, Progress, UnitRecord
@@ -51,14 +60,22 @@ def index_of(source: Path, *, require_commit: bool = False, patterns: Path | Non
         UncommittedError: there is no marker and `require_commit` asks for one.
         SourceError: damaged, or of no known format.
     """
-    commit: Commit | None = None
+    commit = _checked_commit(source, require_commit=require_commit)
+    if commit is not None and commit.format == VIRTUAL:  # its bytes, and all that is known of them, are where it leads
+        source = source_of(source, commit)
+        commit = _checked_commit(source, require_commit=False)
+    return read_source(source, commit, patterns)
+
+
+def _checked_commit(source: Path, *, require_commit: bool) -> Commit | None:
     try:
         commit = read_commit(source)
         check_files(source, commit)
     except UncommittedError:
         if require_commit:
             raise
-    return read_source(source, commit, patterns)
+        return None
+    return commit
 
 
 def read_source(source: Path, commit: Commit | None, patterns: Path | None = None) -> Index:

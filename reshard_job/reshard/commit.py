@@ -24,7 +24,11 @@ from reshard.topology import Topology
 COMMIT_VERSION = 1
 """Raised when a reader of the old version would be wrong about the new one."""
 
+VIRTUAL = "virtual"
+"""Format of commits that say where the bytes are, instead of holding them."""
+
 _BLOCK_BYTES = 4 << 20
+_LONGEST_CHAIN = 8
 _MAX_MARKER_BYTES = 256 << 20  # 1 M files take 100 MB
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _KINDS = {
@@ -238,6 +242,28 @@ def _regular_bytes(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, f"is a {_KINDS.get(stat.S_IFMT(status.st_mode), 'special file')}, expected a file")
     return status.st_size
+
+
+def source_of(folder: Path, commit: Commit) -> Path:
+    """Folder with the bytes of a commit: its own, or that of the source that virtual commits lead to.
+
+    Raises:
+        CorruptSourceError: a virtual commit leads nowhere, or in a circle.
+        UncommittedError: a source is gone.
+    """
+    for _ in range(_LONGEST_CHAIN):
+        if commit.format != VIRTUAL:
+            return folder
+        if not commit.source:
+            raise CorruptSourceError("is a virtual commit that names no source", path=str(folder))
+        folder = _as_path(commit.source)
+        try:
+            commit = read_commit(folder)
+        except UncommittedError:
+            if folder.is_dir():  # a checkpoint that nobody committed, as frameworks write them
+                return folder
+            raise
+    raise CorruptSourceError(f"leads through more than {_LONGEST_CHAIN} virtual commits", path=str(folder))
 
 
 def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> None:

@@ -175,7 +175,12 @@ def _add_conversion(verb: Parser) -> None:
         " may be left out where a --format is given",
     )
     verb.add_argument("--format", default="", help=f"of the target, by default the source's: {known_formats()}")
-    verb.add_argument("--mode", choices=("auto", "materialize"), default="auto", help="write the target's files")
+    verb.add_argument(
+        "--mode",
+        choices=("auto", "materialize", "virtual"),
+        default="auto",
+        help="materialize writes the target's files; virtual writes where their bytes are, for elastic_trainer to load",
+    )
     verb.add_argument("--dtype", metavar="TYPE", help="of the weights, where the format leaves that open (bfloat16)")
     verb.add_argument("--states", default="", metavar="A,B", help="only these (weight, fp32, exp_avg, ...)")
     verb.add_argument("--names", metavar="FILE", help="name map (YAML): the target's names and parts of tensors")

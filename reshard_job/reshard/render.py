@@ -179,12 +179,15 @@ def table(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...] = ()) -> li
     ]
 
 
-def plan_value(plan: Plan, estimated: Estimate, requests: tuple[int, int], why: str, *, files: bool) -> dict[str, Any]:
-    """`reshard plan --json`."""
+def plan_value(
+    plan: Plan, estimated: Estimate, requests: tuple[int, int], mode: tuple[str, str], *, files: bool
+) -> dict[str, Any]:
+    """`reshard plan --json`; `mode` and why it was chosen."""
     summary = plan.summary()
     return {
         **summary,
-        "mode_reason": why,
+        "mode": mode[0],
+        "mode_reason": mode[1],
         "read_requests": requests[0],
         "write_requests": requests[1],
         "estimate": estimated.to_dict(),

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from reshard import agree, api, estimate, explain, inspection, picture, render
-from reshard.commit import check_files, read_commit
+from reshard import agree, api, estimate, explain, inspection, picture, render, virtual
+from reshard.commit import VIRTUAL, check_files, read_commit, source_of
 from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
-from reshard.errors import TargetError, UncommittedError, UsageError, VerificationError
+from reshard.errors import SourceError, TargetError, UncommittedError, UsageError, VerificationError
 from reshard.layout import Index
 from reshard.limits import buffer_bytes, format_bytes, parse_bytes
 from reshard.locate import check_source, check_target
@@ -31,12 +31,6 @@ from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
 from reshard.views import keep_tensors
 
-_WHY = {
-    "auto": "the only mode of this version; any unmodified framework loads the files",
-    "materialize": "asked for",
-}
-"""Why the mode was chosen."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
@@ -50,9 +44,24 @@ class Result:
 def _inspect(options: argparse.Namespace) -> Result:
     path = location(options.path)
     check_source(path)
+    path, led = _bytes_of(path)
     found = inspection.inspect(path, lambda commit: api.read_source(path, commit, _path(options.patterns)))
+    if led:
+        found = dataclasses.replace(found, notes=(led, *found.notes))
     value = {"ok": not found.problems, "exit_code": int(found.exit_code), **render.inspect_value(found)}
     return Result(value, render.inspect_text(found, tensors=options.tensors), found.exit_code)
+
+
+def _bytes_of(path: Path) -> tuple[Path, str]:
+    """Where the bytes of a checkpoint are, and a note if that is elsewhere: a virtual commit leads to its source."""
+    try:
+        commit = read_commit(path)
+    except SourceError:
+        return path, ""
+    if commit.format != VIRTUAL:
+        return path, ""
+    found = source_of(path, commit)
+    return found, f"{path} is a virtual commit for {commit.topology}: this is where its bytes are"
 
 
 def _plan(options: argparse.Namespace) -> Result:
@@ -61,10 +70,11 @@ def _plan(options: argparse.Namespace) -> Result:
     if target is not None:
         check_target(wanted.source, target)
     plan = api.plan_conversion(wanted, memory_bytes=_memory(options.memory), num_threads=options.threads)
+    mode = _mode(options, plan)
     rates = estimate.assumed(plan) if options.no_measure else estimate.measure(plan, target)
     estimated = estimate.estimate(plan, rates)
     requests = estimate.count_requests(plan)
-    value = render.plan_value(plan, estimated, requests, _WHY[options.mode], files=options.files)
+    value = render.plan_value(plan, estimated, requests, (mode.mode, mode.reason), files=options.files)
     if target is not None:
         value["target_free_bytes"] = free_bytes(estimate.above(target))
     return Result({"ok": True, **value}, render.plan_text(value, estimated))
@@ -72,6 +82,8 @@ def _plan(options: argparse.Namespace) -> Result:
 
 def _run(options: argparse.Namespace) -> Result:
     worker = _worker(options.worker)
+    if options.mode == "virtual" and (worker or options.resume or options.reread):
+        raise UsageError("--mode virtual moves no bytes: there is nothing for --worker, --resume or --reread")
     target = Path(options.target).absolute()
     wanted = _conversion(options, target)
     check_target(wanted.source, target)
@@ -83,6 +95,10 @@ def _run(options: argparse.Namespace) -> Result:
             sys.stderr.write(f"reshard: note: {note}\n")
         line.expect(plan.bytes_to_read // (worker[1] if worker else 1))
 
+    if options.mode == "virtual":
+        report = virtual.prepare(wanted, memory_bytes=_memory(options.memory), planned=planned)
+        write_report(options.report, report)
+        return Result(json.loads(report.to_json()), render.report_text(report))
     try:
         report = api.convert(
             wanted,
@@ -100,6 +116,13 @@ def _run(options: argparse.Namespace) -> Result:
         line.close()
     write_report(options.report, report)
     return Result(json.loads(report.to_json()), render.report_text(report))
+
+
+def _mode(options: argparse.Namespace, plan: Plan) -> virtual.Choice:
+    """The mode and why. A command line cannot know who will load the target: `auto` writes files for anybody."""
+    if options.mode != "auto":
+        return virtual.Choice(options.mode, "asked for")
+    return virtual.choose_mode(plan, loader_is_elastic=False)
 
 
 def _verify(options: argparse.Namespace) -> Result:

@@ -16,16 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from reshard.api import Conversion, peak_rss_bytes, plan_conversion
-from reshard.commit import Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
+from reshard.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import CorruptSourceError, SourceError, TargetError
+from reshard.errors import SourceError, TargetError
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
 from reshard.staging import Sharing, staging
 from reshard.storage import target_errors
-from reshard.virtual_manifest import VIRTUAL, Manifest, commit_crc32, encode
+from reshard.virtual_manifest import Manifest, commit_crc32, encode
 from reshard.virtual_ranks import FORMATS, files_by_rank
-
-_LONGEST_CHAIN = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,23 +112,6 @@ def prepare(
         _publish(folder, wanted)
     what = f"prepared {plan.index.topology} to {plan.layout.topology}; its bytes are read where they are, when loaded"
     return _report(commit, wanted, started, num_bytes, what)
-
-
-def source_of(folder: Path, commit: Commit) -> Path:
-    """Folder with the bytes of a commit: its own, or that of the source that virtual commits lead to.
-
-    Raises:
-        CorruptSourceError: a virtual commit leads nowhere, or in a circle.
-        UncommittedError: a source is gone.
-    """
-    for _ in range(_LONGEST_CHAIN):
-        if commit.format != VIRTUAL:
-            return folder
-        if not commit.source:
-            raise CorruptSourceError("is a virtual commit that names no source", path=str(folder))
-        folder = Path(commit.source)
-        commit = read_commit(folder)
-    raise CorruptSourceError(f"leads through more than {_LONGEST_CHAIN} virtual commits", path=str(folder))
 
 
 def _options(wanted: Conversion) -> dict[str, str]:

@@ -39,9 +39,6 @@ from reshard.virtual_columns import INT64, UINT8, Column, pack, unpack
 VERSION = 1
 """Raised when a reader of the old version would be wrong about the new one."""
 
-VIRTUAL = "virtual"
-"""`Commit.format` of a commit whose files are a manifest."""
-
 MANIFEST_FILE, COLUMNS_FILE = "manifest.json", "columns.npz"
 _MAX_JSON_BYTES = 1 << 30
 _SHARD_COLUMNS: Mapping[str, int] = {

@@ -464,3 +464,15 @@ def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     os.close(read)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (0, b"")
+
+
+def test_virtual_mode_writes_a_manifest_that_every_verb_understands(tmp_path: Path, say: Answer) -> None:
+    target = tmp_path / "virtual" / STEP
+    assert say.json("plan", PIPELINE, "--to", "dp=2", "--mode", "virtual", "--no-measure")["mode"] == "virtual"
+    assert say.json("run", PIPELINE, target, "--to", "dp=2", "--mode", "virtual")["mode"] == "virtual"
+    assert not list(target.glob("*.pt"))
+    assert "is a virtual commit for tp=1,pp=1,dp=2" in say.json("inspect", target)["notes"][0]
+    say.json("verify", target, PIPELINE)
+    say.json("run", target, tmp_path / "real", "--to", "dp=3")
+    say.json("verify", tmp_path / "real", PIPELINE)
+    say("run", PIPELINE, tmp_path / "no", "--to", "dp=2", "--mode", "virtual", "--resume", code=ExitCode.USAGE)

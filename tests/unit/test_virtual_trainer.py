@@ -13,11 +13,11 @@ from elastic_trainer.retention import find_commits, prune, references
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
 from reshard.api import Conversion, reshard
-from reshard.commit import Commit, read_commit, write_commit
+from reshard.commit import Commit, read_commit, source_of, write_commit
 from reshard.contract import LeaseKey
 from reshard.errors import CorruptSourceError, TargetError
 from reshard.topology import Topology
-from reshard.virtual import prepare, source_of
+from reshard.virtual import prepare
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "deepspeed-0.19.8" / "zero3-dp3" / "step-00000002"
 ONE = Topology.parse("dp=1,zero=3")

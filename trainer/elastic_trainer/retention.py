@@ -9,10 +9,9 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from reshard.commit import read_commit
+from reshard.commit import VIRTUAL, read_commit
 from reshard.contract import COMMIT_FILE
 from reshard.errors import SourceError
-from reshard.virtual_manifest import VIRTUAL
 
 _log = logging.getLogger(__name__)
 _ATTEMPT = re.compile(r"^a(\d+)$")

@@ -34,11 +34,19 @@ from elastic_trainer.collective import Collective
 from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
 from elastic_trainer.mailbox import FileMailbox, Mailbox, NoMailbox
-from reshard.commit import Commit, CommittedFile, check_files, file_crc32, read_commit, sync_folder, write_commit
+from reshard.commit import (
+    VIRTUAL,
+    Commit,
+    CommittedFile,
+    check_files,
+    file_crc32,
+    read_commit,
+    sync_folder,
+    write_commit,
+)
 from reshard.contract import LeaseKey, Request, TrainerExit, TrainerPhase
 from reshard.errors import ReshardError
 from reshard.topology import Topology
-from reshard.virtual_manifest import VIRTUAL
 
 _log = logging.getLogger(__name__)
 _SAVE, _STOP = 1, 2

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.rows import Rows
-from reshard.layout import Index, LogicalTensor, TensorKey
+from reshard.layout import PADDING, Index, LogicalTensor, TensorKey
 
 _OTHER = {"weight": "fp32", "fp32": "weight"}
 """Weights and master weights are rounded forms of one another: either can be made of the other."""
