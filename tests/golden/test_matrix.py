@@ -1,0 +1,113 @@
+"""Every golden checkpoint into every format and layout: converted and the same, or refused as docs/conversions.md says.
+
+What a cell is: `tests.golden.matrix`. Any other end of a conversion than these fails here.
+"""
+
+import dataclasses
+import re
+
+import pytest
+
+from reshard.api import Conversion, convert, index_of
+from reshard.commit import read_commit
+from reshard.errors import UnsupportedError, VerificationError
+from reshard.topology import Topology
+from tests.golden import matrix
+from tests.golden.files import STEP, golden
+from tests.golden.universal_files import converted
+
+
+@pytest.fixture(scope="module")
+def page() -> tuple[list[str], dict[str, list[str]], dict[str, str]]:
+    """Heads of the page's table, its rows by name, and its refusals by number."""
+    text = matrix.on_page()
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    heads, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    refusals = dict(re.findall(r"^(\d+)\. (.+)$", text, flags=re.MULTILINE))
+    return heads[1:], {name: cells for name, *cells in rows}, refusals
+
+
+@pytest.mark.parametrize("name", matrix.SOURCES)
+def test_every_target_is_the_same_or_refused_as_the_page_says(name, page):
+    heads, rows, refusals = page
+    for target, head, told, cell in zip(matrix.TARGETS, heads, rows[name], matrix.row(name), strict=True):
+        word, _, number = told.rpartition(" ")
+        expected = {"no": "", "one way": ""} | {word: refusals.get(number, "")}
+        assert (head, cell.refused, cell.back) == (target.title, expected["no"], expected["one way"]), told
+        assert cell.refused or cell.compared > 0
+        assert cell.refused or cell.back or cell.same_back > 0
+
+
+def test_the_page_has_the_rows_and_refusals_that_there_are(page):
+    _, rows, refusals = page
+    assert list(rows) == list(matrix.SOURCES)
+    used = {int(number) for number in re.findall(r"(?:no|one way) (\d+) \|", matrix.on_page())}
+    assert used == set(map(int, refusals)) == set(range(1, len(refusals) + 1))
+
+
+def test_optimizer_state_comes_back_through_other_formats():
+    """Else a format that drops the moments would pass: what both hold is equal."""
+    index, _ = matrix.source_of("deepspeed/zero2-dp3")
+    cells = dict(zip(matrix.TARGETS, matrix.row("deepspeed/zero2-dp3"), strict=True))
+    num_tensors = {target.format: cell.same_back for target, cell in cells.items() if cell.same_back}
+    wanted = sum(tensor.key.state in ("exp_avg", "exp_avg_sq", "fp32") for tensor in index.tensors)
+    assert wanted == 21
+    assert num_tensors["dcp"] >= wanted
+    assert num_tensors["universal"] >= wanted
+
+
+def test_one_wrong_element_would_be_found():
+    """A control of the comparison."""
+    index, found = matrix.source_of("deepspeed/zero2-dp3")
+    spoiled = {**found, "exp_avg/up.weight": "0" * 16}
+    with pytest.raises(AssertionError, match=r"exp_avg/up\.weight"):
+        matrix.agreeing((index, found), (index, spoiled))
+
+
+@pytest.mark.parametrize("topology", ["dp=3", "tp=2,pp=2"])
+def test_padding_rows_that_the_source_lacks_are_zero_and_noted(tmp_path, topology):
+    """A folder of DeepSpeed's own converter has the vocabulary's true size; what is read back is more than was."""
+    source = converted("pipeline-tp2-pp2")
+    wanted = Conversion(
+        source=source,
+        target=tmp_path / STEP,
+        topology=Topology.parse(topology),
+        target_format="deepspeed",
+        like=golden("pipeline-tp2-pp2"),
+    )
+    plans = []
+    convert(wanted, reread=True, sync=False, planned=plans.append)
+    (note,) = [note for note in plans[0].layout.notes if "padding" in note]
+    assert note == "padding rows of tied_modules.embed.weight are zero: the source does not hold them"
+    (row,) = [t for t in index_of(wanted.target).tensors if str(t.key) == "fp32/tied_modules.embed.weight#padding"]
+    assert row.shape == (3, 8)
+    assert str(row.key) not in read_commit(wanted.target).digests
+
+
+def test_padding_rows_that_are_not_zero_are_not_accepted(tmp_path, monkeypatch):
+    """Only zeros may be there that were not in the source."""
+    wanted = Conversion(
+        source=converted("pipeline-tp2-pp2"),
+        target=tmp_path / STEP,
+        topology=Topology(tp=2, pp=2),
+        target_format="deepspeed",
+        like=golden("pipeline-tp2-pp2"),
+    )
+    name = "exp_avg/tied_modules.embed.weight#padding"
+    real = matrix.digests
+    monkeypatch.setattr("reshard.api.digests", lambda index: {**real(index), name: "1" * 16})
+    with pytest.raises(VerificationError, match=f"{name}: only in the second"):
+        convert(wanted, reread=True, sync=False)
+    assert not wanted.target.exists()
+
+
+def test_types_that_torch_has_no_storages_of_are_refused_for_dcp(tmp_path):
+    source = matrix.SOURCES["safetensors/odd"].path
+    index = index_of(source)
+    odd = [tensor for tensor in index.tensors if tensor.dtype.startswith(("float8", "uint16", "uint32", "uint64"))]
+    wanted = Conversion(source=source, target=tmp_path / "out", topology=Topology(), target_format="dcp")
+    with pytest.raises(UnsupportedError) as refused:
+        convert(wanted, sync=False)
+    assert odd
+    assert set(refused.value.problems) == {f"{tensor.key}: {tensor.dtype}" for tensor in odd}
+    convert(dataclasses.replace(wanted, target_format="safetensors"), reread=True, sync=False)
