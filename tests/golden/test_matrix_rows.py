@@ -1,0 +1,73 @@
+"""Cases in which DeepSpeed 0.19.8 is wrong or fails and that no other test is about; docs/conversions.md lists all."""
+
+import ast
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from reshard.api import Conversion, convert, index_of, plan_conversion
+from reshard.errors import TargetError, UnsupportedError
+from reshard.plan import Plan
+from reshard.topology import Topology
+from tests.golden.files import STEP, golden
+from tests.golden.matrix import PAGE
+from tests.golden.universal_files import converted
+
+ROOT = PAGE.parents[1]
+
+
+def plan(source: Path, **more) -> Plan:
+    return plan_conversion(Conversion(source=source, target=Path("never"), topology=Topology(dp=2), **more))
+
+
+@pytest.mark.parametrize("source", [golden("pipeline-tp2-pp2"), converted("pipeline-tp2-pp2")])
+def test_names_of_a_pipeline_are_no_plain_models(source):
+    """Every parameter that is missing is named before anything is written; --names is what helps."""
+    with pytest.raises(UnsupportedError, match="tensors that the target needs") as refused:
+        plan(source, target_format="deepspeed", like=golden("zero2-dp3"))
+    assert "fp32/embed.weight [13, 7] is missing" in refused.value.problems
+    assert "--names" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("target_format", ["deepspeed", "universal"])
+def test_weights_alone_are_no_checkpoint_with_an_optimizer(target_format):
+    """Who wants the weights without the optimizer gets them in a format that has none, not half a checkpoint."""
+    with pytest.raises(UnsupportedError, match=r"exp_avg/embed\.weight"):
+        plan(golden("zero2-dp3"), target_format=target_format, states=("weight",))
+
+
+@pytest.mark.parametrize("target_format", ["dcp", "safetensors"])
+def test_weights_alone_are_taken_along_alone(tmp_path, target_format):
+    wanted = Conversion(
+        source=golden("zero2-dp3"),
+        target=tmp_path / "out",
+        topology=Topology(dp=2),
+        target_format=target_format,
+        states=("weight",),
+    )
+    convert(wanted, reread=True, sync=False)
+    assert {tensor.key.state for tensor in index_of(wanted.target).tensors} == {"weight"}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_another_run_left_in_the_folder_gets_into_no_universal_checkpoint(tmp_path, stage):
+    """DeepSpeed's converter merges the `tmp/` of a former run at another degree, and tensors become too long."""
+    target = tmp_path / STEP
+    (target / "tmp").mkdir(parents=True)
+    shutil.copy(golden("zero3-dp3") / "zero_pp_rank_2_mp_rank_00_optim_states.pt", target / "tmp")
+    wanted = Conversion(
+        source=golden("zero2-dp3"), target=target, topology=Topology(zero=stage), target_format="universal"
+    )
+    with pytest.raises(TargetError, match="is not the result of this conversion"):
+        convert(wanted, sync=False)
+    assert [path.name for path in target.iterdir()] == ["tmp"]
+
+
+def test_every_test_that_the_page_names_is_there():
+    names = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE.read_text(encoding="utf-8"))
+    assert len(names) > 30
+    for path, function in names:
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (path, function)
