@@ -1,7 +1,8 @@
 """From framework to framework over several formats, with optimizer state: losses go on as if nothing had happened.
 
-Five steps, save, convert once or more, load with the unmodified framework, three more steps. What `--like` names holds
-the values of another run, so that a tensor taken from it would show.
+Five steps, save, convert once or more, load with the unmodified framework, three more steps. In fp32 and without a
+pipeline, what `--like` names holds the values of another run, so that a tensor taken from it would show; in bf16 and
+with a pipeline it is the source itself.
 """
 
 import itertools
