@@ -27,6 +27,7 @@ def page() -> tuple[list[str], dict[str, list[str]], dict[str, str]]:
     return heads[1:], {name: cells for name, *cells in rows}, refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", matrix.SOURCES)
 def test_every_target_is_the_same_or_refused_as_the_page_says(name, page):
     heads, rows, refusals = page
