@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import os
 import resource
 import shutil
 import time
@@ -24,7 +25,7 @@ from reshard.commit import (
     write_commit,
 )
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import SourceError, TargetError, UncommittedError, UsageError, VerificationError
+from reshard.errors import CorruptSourceError, SourceError, TargetError, UncommittedError, UsageError, VerificationError
 from reshard.execute import Mover, Outcome, Progress, UnitRecord
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import DEFAULT_FILE_BYTES, Request
@@ -44,6 +45,8 @@ from reshard.verify import compare, digests, total
 from reshard.views import select_states
 
 _REMOTE_THREADS = 8
+_PLAN = "plan"
+"""Key of `Commit.options`: fingerprint of the plan that made the commit."""
 
 
 def index_of(source: Path, *, require_commit: bool = False, patterns: Path | None = None) -> Index:
@@ -136,6 +139,7 @@ class Conversion:
         file_bytes: largest size of a file where the format leaves that open.
         attempt: recorded in the commit.
         require_commit: refuse a source without a commit marker.
+        keeps_stage: nobody asked for a ZeRO stage: native DeepSpeed checkpoints keep theirs.
     """
 
     source: Path
@@ -150,6 +154,7 @@ class Conversion:
     file_bytes: int = DEFAULT_FILE_BYTES
     attempt: int = 0
     require_commit: bool = False
+    keeps_stage: bool = False
 
     @property
     def options(self) -> dict[str, str]:
@@ -192,7 +197,7 @@ def plan_conversion(wanted: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BY
     """
     index = index_of(wanted.source, require_commit=wanted.require_commit, patterns=wanted.patterns)
     request = Request(
-        topology=wanted.topology,
+        topology=_topology(index, wanted),
         weight_dtype=wanted.weight_dtype,
         like=None if wanted.like is None else index_of(wanted.like),
         file_bytes=wanted.file_bytes,
@@ -204,6 +209,12 @@ def plan_conversion(wanted: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BY
         memory_bytes=memory_bytes,
         num_threads=num_threads,
     )
+
+
+def _topology(index: Index, wanted: Conversion) -> Topology:
+    if wanted.keeps_stage and index.format == DEEPSPEED.name and wanted.target_format in ("", DEEPSPEED.name):
+        return dataclasses.replace(wanted.topology, zero=index.topology.zero)
+    return wanted.topology
 
 
 def convert(
@@ -240,24 +251,27 @@ def convert(
         ReshardError: see `reshard.errors`.
     """
     started = time.monotonic()
-    done = _already_done(wanted)
-    if done is not None:
-        return _report(done, wanted, started, message="already converted, verified and committed")
+    if not wanted.source.exists() and (done := _committed_from(wanted)) is not None:
+        return _report(done, wanted, started, message="already converted and committed; the source is gone")
     plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=num_threads)
+    done = _already_done(wanted, plan, crc=reread)
+    if done is not None:
+        return _report(done, wanted, started, message="already converted and committed")
     if planned is not None:
         planned(plan)
     with staging(wanted.target, plan.fingerprint, plan.bytes_to_write, sharing) as folder:
         outcome: Outcome | None = None
-        done = _already_done(wanted)  # by another worker, while this one planned
+        done = _already_done(wanted, plan)  # by another worker, while this one planned
         if done is None:
             with Mover(plan, folder, sync=sync, bytes_per_second=bytes_per_second, progress=progress) as mover:
                 records = _work(mover, folder, sharing, worker)
                 with only_one(folder):
-                    done = _already_done(wanted)
+                    done = _already_done(wanted, plan)
                     if done is None:
                         records = records or Journal(folder).records()
                         outcome = mover.finish(records, fresh=sharing is Sharing.ALONE)
-                        done = _publish(folder, wanted, _commit(plan, wanted, outcome), reread=reread)
+                        _check_source_digests(plan, outcome)
+                        done = _publish(folder, wanted, plan, _commit(plan, wanted, outcome), reread=reread)
         if outcome is None:
             shutil.rmtree(folder, ignore_errors=True)
             return _report(done, wanted, started, message="converted together with other workers")
@@ -294,20 +308,59 @@ def _work(mover: Mover, folder: Path, sharing: Sharing, worker: tuple[int, int])
     return []
 
 
-def _already_done(wanted: Conversion) -> Commit | None:
-    if not wanted.target.exists():
+def _committed_from(wanted: Conversion) -> Commit | None:
+    """The target's commit, if it is intact and made from this source for this topology."""
+    with contextlib.suppress(SourceError):
+        commit = read_commit(wanted.target)
+        if commit.source == str(wanted.source) and commit.topology == wanted.topology:
+            check_files(wanted.target, commit)
+            return commit
+    return None
+
+
+def _already_done(wanted: Conversion, plan: Plan, *, crc: bool = False) -> Commit | None:
+    """The target's commit, if this very plan made it (same source files, same target files) and its files are there.
+
+    Raises:
+        TargetError: there is something else.
+    """
+    if not os.path.lexists(wanted.target):
         return None
     with contextlib.suppress(SourceError):
         commit = read_commit(wanted.target)
-        same = commit.source == str(wanted.source) and commit.topology == wanted.topology
-        if same and wanted.target_format in ("", commit.format) and commit.options == wanted.options:
-            check_files(wanted.target, commit)
+        if commit.options == {**wanted.options, _PLAN: plan.fingerprint}:
+            check_files(wanted.target, commit, crc=crc)
             return commit
     raise TargetError(
         "exists and is not the result of this conversion",
         path=str(wanted.target),
         hint="choose another folder or remove this one",
     )
+
+
+def _check_source_digests(plan: Plan, outcome: Outcome) -> None:
+    """What was read must be what the source's own commit says, where it says so and the tensor kept name and type.
+
+    Raises:
+        CorruptSourceError: with every tensor that is not.
+    """
+    try:
+        committed = read_commit(plan.index.root).digests
+    except SourceError:
+        return
+    problems = []
+    for tensor, origin in zip(plan.target_tensors, plan.origins.tolist(), strict=True):
+        source, found = plan.index.tensors[origin], outcome.digests.get(str(tensor.key))
+        expected = committed.get(str(source.key)) if source.dtype == tensor.dtype and source.key == tensor.key else None
+        if expected is not None and found is not None and found != expected:
+            problems.append(f"{source.key}: {expected} was committed, {found} is there")
+    if problems:
+        raise CorruptSourceError(
+            "tensors are not what was committed: nothing was published",
+            path=str(plan.index.root),
+            problems=problems[:20],
+            hint="use an earlier commit",
+        )
 
 
 def _commit(plan: Plan, wanted: Conversion, outcome: Outcome) -> Commit:
@@ -330,7 +383,7 @@ def _commit(plan: Plan, wanted: Conversion, outcome: Outcome) -> Commit:
         data=data,
         model=plan.layout.model,
         source=str(wanted.source),
-        options=wanted.options,
+        options={**wanted.options, _PLAN: plan.fingerprint},
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
     )
 
@@ -349,7 +402,7 @@ def _reread(staging: Path, commit: Commit) -> None:
         ) from error
 
 
-def _publish(folder: Path, wanted: Conversion, commit: Commit, *, reread: bool) -> Commit:
+def _publish(folder: Path, wanted: Conversion, plan: Plan, commit: Commit, *, reread: bool) -> Commit:
     """Commit the result and let it appear under its name."""
     if reread:
         _reread(folder, commit)
@@ -360,7 +413,7 @@ def _publish(folder: Path, wanted: Conversion, commit: Commit, *, reread: bool) 
         folder.rename(wanted.target)
     except OSError as error:
         # Another run of the same conversion may have been faster; its result is as good.
-        done = _already_done(wanted)
+        done = _already_done(wanted, plan)
         if done is None:
             raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
         return done

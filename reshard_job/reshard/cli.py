@@ -21,10 +21,10 @@ from typing import Any
 
 from reshard import api
 from reshard.contract import ExitCode
-from reshard.errors import ReshardError, TargetError
+from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.options import parse
 from reshard.render import error_value
-from reshard.verbs import VERBS, write_report
+from reshard.verbs import VERBS, check_report, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +62,8 @@ def _failed(
     if options.verb == "run":
         source, target = (Path(getattr(options, name, "")) for name in ("source", "target"))
         report = api.failure_report(exit_code, message, source, target, time.monotonic() - started)
-        with contextlib.suppress(TargetError):
+        with contextlib.suppress(TargetError, UsageError):
+            check_report(options.report, *(path.absolute() for path in (source, target) if path.parts))
             write_report(options.report, report)
         value = json.loads(report.to_json())
     if options.json:

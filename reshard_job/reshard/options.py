@@ -171,7 +171,7 @@ def _add_conversion(verb: Parser) -> None:
     verb.add_argument(
         "--to",
         metavar="TOPOLOGY",
-        help="degrees of the target, for instance tp=2,pp=2,dp=3,zero=1 (those left out are 1);"
+        help="degrees of the target, for instance tp=2,pp=2,dp=3,zero=1 (degrees left out are 1; zero stays);"
         " may be left out where a --format is given",
     )
     verb.add_argument("--format", default="", help=f"of the target, by default the source's: {known_formats()}")

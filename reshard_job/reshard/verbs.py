@@ -22,7 +22,7 @@ from reshard.limits import buffer_bytes, format_bytes, parse_bytes
 from reshard.locate import check_source, check_target
 from reshard.plan import Plan
 from reshard.progress import ProgressLine
-from reshard.remote import location
+from reshard.remote import RemotePath, location
 from reshard.rounded import rounded_digests
 from reshard.staging import Sharing
 from reshard.storage import free_bytes
@@ -30,6 +30,8 @@ from reshard.topology import Topology
 from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
 from reshard.views import keep_tensors
+
+_MOST_THREADS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,9 +86,10 @@ def _run(options: argparse.Namespace) -> Result:
     worker = _worker(options.worker)
     if options.mode == "virtual" and (worker or options.resume or options.reread):
         raise UsageError("--mode virtual moves no bytes: there is nothing for --worker, --resume or --reread")
-    target = Path(options.target).absolute()
+    target = _local(options.target)
     wanted = _conversion(options, target)
     check_target(wanted.source, target)
+    check_report(options.report, wanted.source, target)
     sharing = Sharing.TOGETHER if worker else Sharing.RESUMABLE if options.resume else Sharing.ALONE
     line = ProgressLine(quiet=options.quiet)
 
@@ -233,6 +236,10 @@ def _draw(path: Path, found: Sequence[explain.Explanation]) -> None:
 
 
 def _conversion(options: argparse.Namespace, target: Path | None) -> api.Conversion:
+    if not options.source:
+        raise UsageError("the source is an empty string: name a folder")
+    if not 0 <= (threads := getattr(options, "threads", 0)) <= _MOST_THREADS:
+        raise UsageError(f"--threads {threads}: expected 1 to {_MOST_THREADS}, or 0 for the default")
     source = location(options.source).absolute()
     topology = Topology.parse(options.to) if options.to else None
     file_bytes = _size("--file-size", options.file_size)
@@ -253,6 +260,7 @@ def _conversion(options: argparse.Namespace, target: Path | None) -> api.Convers
         file_bytes=file_bytes,
         attempt=getattr(options, "attempt", 0),
         require_commit=getattr(options, "require_commit", False),
+        keeps_stage="zero" not in (options.to or "zero"),
     )
 
 
@@ -296,6 +304,31 @@ def _memory(text: str) -> int:
     if value < 1 << 20:
         raise UsageError(f"--memory {format_bytes(value)}: at least 1MiB is needed")
     return value
+
+
+def _local(text: str) -> Path:
+    """The folder to make."""
+    if not text:
+        raise UsageError("the target is an empty string: name a folder")
+    if isinstance(location(text), RemotePath):
+        raise UsageError(f"{text}: object stores are read, not written", hint="name a folder of a file system")
+    return Path(text).absolute()
+
+
+def check_report(report: str | None, *checkpoints: Path) -> None:
+    """A report must not hurt checkpoints, and must have a place, before a byte is moved.
+
+    Raises:
+        UsageError: it lies in the source or in the target.
+        TargetError: there is no such folder.
+    """
+    if report is None:
+        return
+    path = Path(report).absolute()
+    if any(folder in path.parents for folder in checkpoints):
+        raise UsageError(f"--report {report}: lies inside of a checkpoint", hint="name a file somewhere else")
+    if path.is_dir() or not path.parent.is_dir():
+        raise TargetError("the report cannot be written: no such folder, or a folder itself", path=report)
 
 
 def write_report(path: str | None, report: ReshardReport) -> None:

@@ -91,10 +91,11 @@ def prepare(
         ReshardError: see `reshard.errors`.
     """
     started = time.monotonic()
+    plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
+    wanted = dataclasses.replace(wanted, topology=plan.layout.topology, keeps_stage=False)
     commit = _already_done(wanted)
     if commit is not None:
         return _report(commit, wanted, started, 0, "already prepared and committed")
-    plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
     if planned is not None:
         planned(plan)
     manifest = Manifest(plan=plan, ranks=files_by_rank(plan.layout), source_commit=commit_crc32(plan.index.root))
