@@ -30,6 +30,7 @@ from reshard.verbs import VERBS, check_report, write_report
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_streams()
     options = _before_parsing(words)
     started = time.monotonic()
     try:
@@ -69,6 +70,13 @@ def _failed(
     if options.json:
         _say(json.dumps({**value, "error": error_value(error, int(exit_code), message)}, indent=1))
     return int(exit_code)
+
+
+def _open_streams() -> None:
+    """A process that was started with closed streams (`>&-`) has none: what is said then goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _say(text: str) -> None:

@@ -9,7 +9,8 @@
     │   ├── NotACheckpointError  no format recognises the path
     │   ├── UncommittedError     there is no commit marker where one is demanded
     │   ├── CorruptSourceError   truncated, flipped, missing or mixed files
-    │   └── UnsafePickleError    a pickle that wants more than data
+    │   ├── UnsafePickleError    a pickle that wants more than data
+    │   └── StoreError           an object store does not answer as it should
     ├── UnsupportedError         understood, but refused: layout or conversion we will not guess at
     ├── PlanError                the plan does not cover the target exactly
     ├── TargetError              the target cannot be written
@@ -83,6 +84,10 @@ class CorruptSourceError(SourceError):
 
 class UnsafePickleError(SourceError):
     """A pickle that wants more than data."""
+
+
+class StoreError(SourceError, OSError):
+    """An object store does not answer as it should."""
 
 
 class UnsupportedError(ReshardError):

@@ -122,9 +122,11 @@ class Plan:
     @functools.cached_property
     def fingerprint(self) -> str:
         """16 hex digits that tell this conversion from any other: source files, target files, and what goes where."""
-        found = hashlib.sha256(f"{self.index.root} {self.index.step} {self.unit_bytes}".encode())
+        found = hashlib.sha256(
+            f"{self.index.root} {self.index.step} {self.unit_bytes}".encode(errors="surrogateescape")
+        )
         for source in self.index.files:
-            found.update(f"{source.path} {source.num_bytes} {source.checksums}".encode())
+            found.update(f"{source.path} {source.num_bytes} {source.checksums}".encode(errors="surrogateescape"))
         for target in self.layout.files:
             found.update(f"{target.path} {target.num_bytes}".encode())
             for position, content in target.fixed:

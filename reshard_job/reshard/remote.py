@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import UsageError
+from reshard.errors import StoreError, UsageError
 
 _URL = re.compile(r"^([a-z][a-z0-9+.-]+)://")
 _COLLAPSED = re.compile(r"^([a-z][a-z0-9+.-]+):/")
@@ -186,8 +186,13 @@ class RemotePath(PosixPath):
 
 def _as_oserror(error: Exception, path: RemotePath) -> OSError:
     """Another object than the one asked for may be named in a store's own message: name ours."""
-    code = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
-    return OSError(code, f"{type(error).__name__}: {error}", str(path))
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, "no such object or folder", str(path))
+    return StoreError(
+        f"the store answers {type(error).__name__}: {error}",
+        path=str(path),
+        hint="check the URL, the credentials and the endpoint (for S3: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...)",
+    )
 
 
 class RemoteFile:

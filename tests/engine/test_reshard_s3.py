@@ -96,3 +96,13 @@ def test_a_commit_in_the_store_is_read_and_checked(server: Server, tmp_path: Pat
     done = reshard(server, "verify", url)
     assert done.returncode != 0
     assert path.name in done.stderr
+
+
+def test_a_store_that_wants_credentials_is_named_with_what_to_do(server: Server) -> None:
+    environment = {**os.environ, **server.environment, "AWS_SECRET_ACCESS_KEY": "wrong"}
+    command = [*RESHARD, "inspect", "s3://requests/run/step-00000002"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 10
+    assert "s3://requests" in done.stderr
+    assert "AWS_ACCESS_KEY_ID" in done.stderr
+    assert "Traceback" not in done.stderr

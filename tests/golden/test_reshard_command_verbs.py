@@ -548,3 +548,15 @@ def test_a_report_never_replaces_a_file_of_a_checkpoint(tmp_path: Path, say: Ans
     before = path.read_bytes()
     say("run", source, tmp_path / "out", "--to", "dp=2", "--report", path, code=ExitCode.USAGE)
     assert path.read_bytes() == before
+
+
+def test_closed_streams_are_no_reason_to_fail(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m reshard.cli run {ZERO2} {tmp_path}/out --to dp=2 >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
+    assert read_commit(tmp_path / "out").step == 2
+
+
+def test_names_that_are_no_text_are_names(tmp_path: Path, say: Answer) -> None:
+    source = Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff"))
+    shutil.copytree(ZERO2, source)
+    say("run", source, tmp_path / "out", "--to", "dp=2", "--quiet")
