@@ -29,7 +29,7 @@ def zero3(repeat: int) -> str:
 
 
 def memory(repeat: int) -> str:
-    """Memory does not grow with the checkpoint: 1 GB beside 8 GB."""
+    """Memory and the size of the checkpoint: 1 GB beside 8 GB."""
     lines = [HEAD]
     for source in (checkpoints.dcp(4), checkpoints.large_dcp()):
         command = [RESHARD, "run", str(source), str(TARGET), "--to", "dp=3"]
