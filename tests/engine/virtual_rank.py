@@ -43,3 +43,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    reshard_rank.leave()
