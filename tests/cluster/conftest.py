@@ -1,8 +1,10 @@
 """The cluster tier: one real cluster for the whole run, one namespace for each test."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from testbed.errors import CannotRunHereError
 from testbed.kubectl import Kubectl
 from testbed.paths import kubeconfig as testbed_kubeconfig
 from testbed.paths import run_dir
+from tests.cluster.jobs import Operator, Run
 
 ROOT = Path(__file__).parents[2]
 NODE_RECOVERY_SECONDS = 60
@@ -131,6 +134,44 @@ def checkpoints(testbed: Cluster, namespace: str) -> Iterator[Path]:
     yield folder
     testbed.kubectl("delete", "pv", f"{namespace}-ckpt", "--wait=false", check=False)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def crd(cluster: Cluster) -> None:
+    path = ROOT / "crds/elastictrainingjobs.yaml"
+    cluster.kubectl("apply", "--server-side", "-f", str(path))
+    cluster.kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "operator.log"
+
+
+@pytest.fixture
+def operator(testbed: Any, namespace: str, crd: None, log: Path) -> Iterator[Operator]:
+    process = Operator(
+        testbed.kubeconfig,
+        namespace,
+        log,
+        "--no-leader-election",
+        "--image-seconds=3",
+        "--node-stable-seconds=5",
+        "--reshard-backoff-seconds=2",
+    )
+    yield process
+    with contextlib.suppress(ProcessLookupError):
+        process.stop()
+    sys.stdout.write(log.read_text())
+
+
+@pytest.fixture
+def run(testbed: Any, namespace: str, checkpoints: Path, operator: Operator) -> Iterator[Run]:
+    job = Run(testbed, namespace)
+    yield job
+    # Frees the GPUs for the next test before the namespace is gone.
+    testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
+    testbed.kubectl("delete", "pods", "--all", "-n", namespace, "--grace-period=0", "--force", check=False)
 
 
 @pytest.hookimpl(wrapper=True)

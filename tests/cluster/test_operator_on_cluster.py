@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -17,141 +16,12 @@ from typing import Any
 import pytest
 import yaml
 
-from testbed import podenv, storage
+from testbed import storage
+from tests.cluster.jobs import GPT, LIGHT, Operator, Run, committed, elastic, resumed, victim
 
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
-LIGHT = ["python", "tests/cluster/light_trainer.py"]
-GPT = ["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train.py", "--save-every", "5"]
-
-
-class Operator:
-    """`elastic-operator run` as a process of this machine."""
-
-    def __init__(self, kubeconfig: Path, namespace: str, log: Path, *options: str) -> None:
-        program = str(Path(sys.executable).with_name("elastic-operator"))
-        self._command = [
-            program, "run", "--kubeconfig", str(kubeconfig), "--namespace", namespace, *options
-        ]  # fmt: skip
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def start(self) -> None:
-        with open(self._log, "ab") as stream:
-            self._process = subprocess.Popen(self._command, stderr=stream)
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-        self._process.wait(timeout=30)
-
-    def crash(self) -> None:
-        self.stop(signal.SIGKILL)
-        self.start()
-
-
-class Run:
-    """One ElasticTrainingJob and its operator."""
-
-    def __init__(self, cluster: Any, namespace: str) -> None:
-        self.cluster = cluster
-        self.namespace = namespace
-
-    def submit(self, command: list[str], *, pod: dict[str, Any] | None = None, **spec: Any) -> None:
-        container = {
-            "name": "train", "image": "replaced", "command": command,
-            "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
-        }  # fmt: skip
-        template = podenv.host_python({"spec": {"terminationGracePeriodSeconds": 5, "containers": [container]}})
-        template["spec"]["containers"][0] |= pod or {}
-        job = {
-            "apiVersion": "elastictraining.dev/v1alpha1",
-            "kind": "ElasticTrainingJob",
-            "metadata": {"name": "gpt", "namespace": self.namespace},
-            "spec": {
-                "accelerator": {"resource": "amd.com/gpu", "perNode": [2]},
-                "nodes": {"min": 1, "max": 1},
-                "batch": {"globalSamples": 20, "microSamples": 2},
-                "checkpoint": {"claimName": "ckpt", "path": "gpt", "intervalSeconds": 1000},
-                "template": template,
-                **spec,
-            },
-        }
-        self.cluster.apply(job)
-
-    def status(self) -> dict[str, Any]:
-        return dict(self.cluster.get("etj", "gpt", "-n", self.namespace).get("status", {}))
-
-    def until(self, what: str, test: Any, timeout_seconds: float = 120) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-
-        def holds() -> bool:
-            found.clear()
-            found.update(self.status())
-            return bool(test(found))
-
-        try:
-            self.cluster.wait(holds, what=what, timeout_seconds=timeout_seconds)
-        except AssertionError as error:
-            raise AssertionError(f"{error}; status: {json.dumps(found, indent=1)}") from None
-        return found
-
-    def until_phase(self, phase: str, timeout_seconds: float = 120) -> dict[str, Any]:
-        return self.until(f"phase {phase}", lambda status: status.get("phase") == phase, timeout_seconds)
-
-    def patch(self, **spec: Any) -> None:
-        text = json.dumps({"spec": spec})
-        self.cluster.kubectl("patch", "etj", "gpt", "-n", self.namespace, "--type=merge", "-p", text)
-
-    def events(self) -> list[str]:
-        return [item["reason"] for item in self.cluster.get("events", "-n", self.namespace).get("items", [])]
-
-    def condition(self, type_: str) -> dict[str, Any]:
-        return next((item for item in self.status().get("conditions", []) if item["type"] == type_), {})
-
-    def workers(self) -> list[dict[str, Any]]:
-        items = self.cluster.get("pods", "-n", self.namespace, "-l", "elastictraining.dev/role=worker").get("items", [])
-        return [item for item in items if "deletionTimestamp" not in item["metadata"]]
-
-
-@pytest.fixture(scope="module")
-def crd(cluster: Any) -> None:
-    path = ROOT / "crds/elastictrainingjobs.yaml"
-    cluster.kubectl("apply", "--server-side", "-f", str(path))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    return tmp_path / "operator.log"
-
-
-@pytest.fixture
-def operator(testbed: Any, namespace: str, crd: None, log: Path) -> Iterator[Operator]:
-    process = Operator(
-        testbed.kubeconfig,
-        namespace,
-        log,
-        "--no-leader-election",
-        "--image-seconds=3",
-        "--node-stable-seconds=5",
-        "--reshard-backoff-seconds=2",
-    )
-    yield process
-    with contextlib.suppress(ProcessLookupError):
-        process.stop()
-    sys.stdout.write(log.read_text())
-
-
-@pytest.fixture
-def run(testbed: Any, namespace: str, checkpoints: Path, operator: Operator) -> Iterator[Run]:
-    job = Run(testbed, namespace)
-    yield job
-    # Frees the GPUs for the next test before the namespace is gone.
-    testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
-    testbed.kubectl("delete", "pods", "--all", "-n", namespace, "--grace-period=0", "--force", check=False)
 
 
 def test_a_job_runs_to_completion_and_nothing_restarts(run: Run) -> None:
@@ -305,34 +175,6 @@ def test_a_standby_takes_over_when_the_leader_dies(
     finally:
         second.stop()
         testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
-
-
-def elastic(**recovery: Any) -> dict[str, Any]:
-    """3 nodes of 2 GPUs: tp=1,pp=3,dp=2 on all of them, another tp or pp on two."""
-    return {
-        "nodes": {"min": 1, "max": 3},
-        "parallelism": {"tensor": [1, 2], "pipeline": [1, 2, 3]},
-        "model": {
-            "parameters": 1.0e6, "layers": 6, "hiddenSize": 128, "attentionHeads": 4, "keyValueHeads": 2,
-            "vocabSize": 257, "sequenceLength": 64,
-        },
-        "recovery": {"scaleUpStableSeconds": 5, **recovery},
-    }  # fmt: skip
-
-
-def victim(run: Run) -> str:
-    """A node of the attempt that does not host rank 0."""
-    label = "batch.kubernetes.io/job-completion-index"
-    return next(str(pod["spec"]["nodeName"]) for pod in run.workers() if pod["metadata"]["labels"][label] == "1")
-
-
-def resumed(attempt: int) -> Any:
-    return lambda status: status.get("attempt", 0) > attempt and status.get("phase") == "Running"
-
-
-def committed(status: dict[str, Any]) -> bool:
-    checkpoint = status.get("checkpoint", {})
-    return status.get("phase") == "Running" and checkpoint.get("attempt") == status.get("attempt")
 
 
 def test_losing_a_node_reshards_and_resumes_and_growing_back_reshards_again(run: Run) -> None:
