@@ -100,7 +100,7 @@ def testbed(options: argparse.Namespace) -> Iterator[None]:
     if options.kubeconfig:
         yield
         return
-    bed.up(resource=options.resource)
+    bed.up(resources=bed.RESOURCES if options.resource in bed.RESOURCES else (options.resource,))
     try:
         yield
     finally:

@@ -41,7 +41,12 @@ def _parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="bring the cluster up (kept if an equal one is up already)")
     up.add_argument("--gpu-nodes", type=int, default=3, metavar="N")
     up.add_argument("--gpus", type=int, default=2, metavar="N", help="simulated GPUs per GPU node")
-    up.add_argument("--resource", default="amd.com/gpu", help="amd.com/gpu, nvidia.com/gpu or any extended resource")
+    up.add_argument(
+        "--resource",
+        action="append",
+        metavar="NAME",
+        help=f"name of the simulated GPUs; may be repeated; default: {' and '.join(cluster.RESOURCES)}",
+    )
     up.add_argument(
         "--clocks",
         choices=("fast", "default"),
@@ -66,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
         cluster.up(
             num_gpu_nodes=options.gpu_nodes,
             gpus_per_node=options.gpus,
-            resource=options.resource,
+            resources=tuple(options.resource or cluster.RESOURCES),
             fast_clocks=options.clocks == "fast",
         )
     elif command == "down":
@@ -90,7 +95,8 @@ def _status() -> int:
         sys.stdout.write("no test bed is up\n")
         return 1
     rows = [(CONTROL_PLANE, "")] + [
-        (node.name, f"{node.num_gpus} x {node.resource}" if node.num_gpus else "") for node in cluster.members()
+        (node.name, f"{node.num_gpus} x {' = '.join(node.resources)}" if node.num_gpus else "")
+        for node in cluster.members()
     ]
     for name, extra in rows:
         sys.stdout.write(f"{name:<14} {'on' if machine.is_running(name) else 'off':<4} {extra}\n")

@@ -86,8 +86,16 @@ def lock() -> Iterator[None]:
         yield
 
 
+RESOURCES = ("amd.com/gpu", "nvidia.com/gpu")
+"""Names under which a GPU node offers its simulated devices, unless others are asked for."""
+
+
 def up(
-    *, num_gpu_nodes: int = 3, gpus_per_node: int = 2, resource: str = "amd.com/gpu", fast_clocks: bool = True
+    *,
+    num_gpu_nodes: int = 3,
+    gpus_per_node: int = 2,
+    resources: tuple[str, ...] = RESOURCES,
+    fast_clocks: bool = True,
 ) -> None:
     """Bring a fresh cluster up; an equal one that runs already is kept, anything else is taken down first.
 
@@ -99,17 +107,17 @@ def up(
     wanted = {
         "num_gpu_nodes": num_gpu_nodes,
         "gpus_per_node": gpus_per_node,
-        "resource": resource,
+        "resources": list(resources),
         "fast_clocks": fast_clocks,
     }
     with lock():
-        if is_ready() and settings().get("wanted") == wanted:
+        if settings().get("wanted") == wanted and is_ready():
             say("already up")
             return
         remove_everything()
         components.ensure()
         images.write_all(state_dir() / "images")
-        members = nodes.layout(num_gpu_nodes=num_gpu_nodes, gpus_per_node=gpus_per_node, resource=resource)
+        members = nodes.layout(num_gpu_nodes=num_gpu_nodes, gpus_per_node=gpus_per_node, resources=resources)
         _remember(wanted)
         _make_bridge(members)
         storage.make_volume(storage.LIMITED, limit_mebibytes=storage.LIMITED_MEBIBYTES)
@@ -136,8 +144,9 @@ def wait_ready(members: tuple[nodes.Node, ...]) -> None:
     def ready(node: nodes.Node) -> bool:
         status = (api.get(f"/api/v1/nodes/{node.name}") or {}).get("status", {})
         conditions = {item["type"]: item["status"] for item in status.get("conditions", [])}
-        gpus = int(status.get("allocatable", {}).get(node.resource, 0)) if node.num_gpus else 0
-        return conditions.get("Ready") == "True" and gpus >= node.num_gpus
+        offered = status.get("allocatable", {})
+        devices = all(int(offered.get(name, 0)) >= node.num_gpus for name in node.resources)
+        return conditions.get("Ready") == "True" and devices
 
     for node in members:
         until(lambda node=node: ready(node), what=f"node {node.name}", timeout_seconds=120)  # type: ignore[misc]
@@ -163,7 +172,9 @@ def members() -> tuple[nodes.Node, ...]:
     if not isinstance(wanted, dict):
         raise TestbedError("no test bed is up: run `python -m testbed up`")
     return nodes.layout(
-        num_gpu_nodes=wanted["num_gpu_nodes"], gpus_per_node=wanted["gpus_per_node"], resource=wanted["resource"]
+        num_gpu_nodes=wanted["num_gpu_nodes"],
+        gpus_per_node=wanted["gpus_per_node"],
+        resources=tuple(wanted["resources"]),
     )
 
 

@@ -27,13 +27,14 @@ class Node:
         name: node and host name.
         index: from 1; decides the addresses.
         num_gpus: simulated devices, 0 for a CPU node.
-        resource: extended resource name of the devices.
+        resources: extended resource names under which the devices are offered, each by a device plugin of its own. They
+            are the same devices: one that is made unhealthy is unhealthy under every name.
     """
 
     name: str
     index: int
     num_gpus: int = 0
-    resource: str = ""
+    resources: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
@@ -54,13 +55,13 @@ class Node:
     def labels(self) -> dict[str, str]:
         """Node labels, as the vendors' tools would set them."""
         role = {"etj-testbed/role": "gpu" if self.num_gpus else "cpu"}
-        return role | ({_PRESENT[self.resource]: "true"} if self.resource in _PRESENT else {})
+        return role | {_PRESENT[name]: "true" for name in self.resources if name in _PRESENT}
 
 
-def layout(*, num_gpu_nodes: int, gpus_per_node: int, resource: str) -> tuple[Node, ...]:
+def layout(*, num_gpu_nodes: int, gpus_per_node: int, resources: tuple[str, ...]) -> tuple[Node, ...]:
     """One CPU node, then the GPU nodes."""
     gpu = (
-        Node(name=f"gpu-{number}", index=number + 1, num_gpus=gpus_per_node, resource=resource)
+        Node(name=f"gpu-{number}", index=number + 1, num_gpus=gpus_per_node, resources=resources)
         for number in range(1, num_gpu_nodes + 1)
     )
     return (Node(name="cpu-1", index=1), *gpu)
@@ -106,11 +107,12 @@ def _script(node: Node, others: tuple[Node, ...]) -> str:
         + ",".join(f"{key}={value}" for key, value in node.labels.items()),
     ]
     if node.num_gpus:
-        source = Path(__file__).parents[1]
-        lines.append(
-            f"cd {source} && keep device-plugin {sys.executable} -m testbed.device_plugin "
-            f"{node.resource} {node.num_gpus} {node.gpu_control}"
-        )
+        lines.append(f"cd {Path(__file__).parents[1]}")
+        lines += [
+            f"keep device-plugin-{name.partition('.')[0]} {sys.executable} -m testbed.device_plugin "
+            f"{name} {node.num_gpus} {node.gpu_control}"
+            for name in node.resources
+        ]
     return "\n".join(lines) + "\n"
 
 
