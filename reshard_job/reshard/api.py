@@ -28,7 +28,7 @@ from reshard.contract import ExitCode, ReshardReport
 from reshard.errors import CorruptSourceError, SourceError, TargetError, UncommittedError, UsageError, VerificationError
 from reshard.execute import Mover, Outcome, Progress, UnitRecord
 from reshard.formats import format_of, read_checkpoint
-from reshard.formats.base import DEFAULT_FILE_BYTES, Request
+from reshard.formats.base import Request
 from reshard.formats.deepspeed import FORMAT as DEEPSPEED
 from reshard.formats.deepspeed import pattern_file
 from reshard.journal import FOLDER as JOURNAL_FOLDER
@@ -136,7 +136,7 @@ class Conversion:
         like: checkpoint of the target's format that says what the source cannot, or None.
         names: file with a name map (`reshard.names`) that the target's names follow, or None.
         patterns: file of patterns for a DeepSpeed source that does not say how it is cut, or None.
-        file_bytes: largest size of a file where the format leaves that open.
+        file_bytes: largest size of a file where the format leaves that open; None for its default.
         attempt: recorded in the commit.
         require_commit: refuse a source without a commit marker.
         keeps_stage: nobody asked for a ZeRO stage: native DeepSpeed checkpoints keep theirs.
@@ -151,7 +151,7 @@ class Conversion:
     like: Path | None = None
     names: Path | None = None
     patterns: Path | None = None
-    file_bytes: int = DEFAULT_FILE_BYTES
+    file_bytes: int | None = None
     attempt: int = 0
     require_commit: bool = False
     keeps_stage: bool = False

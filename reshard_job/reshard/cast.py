@@ -48,6 +48,10 @@ _FROM_WIDE: dict[str, Callable[[npt.NDArray[Any]], Bits]] = {
 }
 
 
+FLOATS = tuple(_TO_WIDE)
+"""Types that can be changed into each other; names are torch's."""
+
+
 def can_cast(source: str, target: str) -> bool:
     """Elements of type `source` can be had as `target`; names are torch's."""
     return source == target or (source in _TO_WIDE and target in _FROM_WIDE)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard import api
+from reshard.arguments import check
 from reshard.contract import ExitCode
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.options import parse
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse(words)
         with _termination_as_interrupt():
+            check(options)
             result = VERBS[options.verb](options)
     except ReshardError as error:
         return _failed(options, error, error.exit_code, str(error), started)

@@ -70,16 +70,16 @@ def _text(path: str) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Read `256MiB`, `1GiB`, `64KiB` or a number of bytes.
+    """Read `256MiB`, `1GiB`, `64KiB`, `1TiB` or a number of bytes.
 
     Raises:
         ValueError: anything else.
     """
-    units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1, "": 1}
-    number = text.rstrip("KMGiB")
+    units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "B": 1, "": 1}
+    number = text.rstrip("KMGTiB")
     unit = text[len(number) :]
     if unit not in units or not number.isascii() or not number.isdigit():
-        raise ValueError(f"cannot read {text!r}: write for instance 256MiB")
+        raise ValueError(f"cannot read {text!r}: write a number of B, KiB, MiB, GiB or TiB, for instance 256MiB")
     return int(number) * units[unit]
 
 

@@ -7,6 +7,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from typing import Never
 
+from reshard.cast import FLOATS
 from reshard.contract import ExitCode
 from reshard.errors import UsageError
 from reshard.formats import known_formats
@@ -181,16 +182,14 @@ def _add_conversion(verb: Parser) -> None:
         default="auto",
         help="materialize writes the target's files; virtual writes where their bytes are, for elastic_trainer to load",
     )
-    verb.add_argument("--dtype", metavar="TYPE", help="of the weights, where the format leaves that open (bfloat16)")
+    verb.add_argument("--dtype", metavar="TYPE", help=f"of the weights, in the format safetensors: {', '.join(FLOATS)}")
     verb.add_argument("--states", default="", metavar="A,B", help="only these (weight, fp32, exp_avg, ...)")
     verb.add_argument("--names", metavar="FILE", help="name map (YAML): the target's names and parts of tensors")
     _add_patterns(verb)
     verb.add_argument(
         "--like", metavar="DIR", help="a checkpoint of the target's format and the same model, as template"
     )
-    verb.add_argument(
-        "--file-size", default="5GiB", metavar="SIZE", help="largest file, where the format leaves that open"
-    )
+    verb.add_argument("--file-size", metavar="SIZE", help="largest file of the format safetensors (default: 5GiB)")
 
 
 def _add_patterns(verb: Parser) -> None:
@@ -201,7 +200,7 @@ def _add_patterns(verb: Parser) -> None:
 
 def _add_resources(verb: Parser) -> None:
     verb.add_argument(
-        "--memory", default="auto", metavar="SIZE", help="for buffers; auto: 96MiB, less where less is free"
+        "--memory", default="auto", metavar="SIZE", help="for buffers (128MiB); auto: 96MiB, less where less is free"
     )
     verb.add_argument(
         "--threads", type=int, default=0, metavar="N", help="by default the processors of this process, at most 8"

@@ -130,6 +130,9 @@ class Topology:
         values: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             match = _SHORT.match(part)
+            name, _, number = (word.strip() for word in part.partition("="))
+            if number and name not in _KEYS:
+                raise TopologyError(f"there is no degree {name!r} ({text!r}): expected some of {', '.join(_KEYS)}")
             if match is None:
                 raise TopologyError(f"cannot read {part!r} in {text!r}: write for instance tp=2,pp=2,dp=3,zero=1")
             if match[1] in values:

@@ -13,25 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from reshard import agree, api, estimate, explain, inspection, picture, render, virtual
+from reshard import agree, api, arguments, estimate, explain, inspection, picture, render, virtual
 from reshard.commit import VIRTUAL, check_files, read_commit, source_of
 from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
 from reshard.errors import SourceError, TargetError, UncommittedError, UsageError, VerificationError
 from reshard.layout import Index
-from reshard.limits import buffer_bytes, format_bytes, parse_bytes
 from reshard.locate import check_source, check_target
 from reshard.plan import Plan
 from reshard.progress import ProgressLine
-from reshard.remote import RemotePath, location
+from reshard.remote import location
 from reshard.rounded import rounded_digests
 from reshard.staging import Sharing
 from reshard.storage import free_bytes
-from reshard.topology import Topology
 from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
 from reshard.views import keep_tensors
-
-_MOST_THREADS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,11 +63,11 @@ def _bytes_of(path: Path) -> tuple[Path, str]:
 
 
 def _plan(options: argparse.Namespace) -> Result:
-    target = _path(options.target)
+    target = None if options.target is None else arguments.new_folder(options.target)
     wanted = _conversion(options, target)
     if target is not None:
         check_target(wanted.source, target)
-    plan = api.plan_conversion(wanted, memory_bytes=_memory(options.memory), num_threads=options.threads)
+    plan = api.plan_conversion(wanted, memory_bytes=arguments.memory_bytes(options.memory), num_threads=options.threads)
     mode = _mode(options, plan)
     rates = estimate.assumed(plan) if options.no_measure else estimate.measure(plan, target)
     estimated = estimate.estimate(plan, rates)
@@ -83,10 +79,8 @@ def _plan(options: argparse.Namespace) -> Result:
 
 
 def _run(options: argparse.Namespace) -> Result:
-    worker = _worker(options.worker)
-    if options.mode == "virtual" and (worker or options.resume or options.reread):
-        raise UsageError("--mode virtual moves no bytes: there is nothing for --worker, --resume or --reread")
-    target = _local(options.target)
+    worker = arguments.worker(options.worker)
+    target = arguments.new_folder(options.target)
     wanted = _conversion(options, target)
     check_target(wanted.source, target)
     check_report(options.report, wanted.source, target)
@@ -99,17 +93,17 @@ def _run(options: argparse.Namespace) -> Result:
         line.expect(plan.bytes_to_read // (worker[1] if worker else 1))
 
     if options.mode == "virtual":
-        report = virtual.prepare(wanted, memory_bytes=_memory(options.memory), planned=planned)
+        report = virtual.prepare(wanted, memory_bytes=arguments.memory_bytes(options.memory), planned=planned)
         write_report(options.report, report)
         return Result(json.loads(report.to_json()), render.report_text(report))
     try:
         report = api.convert(
             wanted,
-            memory_bytes=_memory(options.memory),
+            memory_bytes=arguments.memory_bytes(options.memory),
             num_threads=options.threads,
             reread=options.reread,
             sync=not options.no_sync,
-            bytes_per_second=None if options.limit_rate is None else _size("--limit-rate", options.limit_rate),
+            bytes_per_second=arguments.size("--limit-rate", options.limit_rate),
             sharing=sharing,
             worker=worker or (0, 1),
             progress=line,
@@ -129,7 +123,7 @@ def _mode(options: argparse.Namespace, plan: Plan) -> virtual.Choice:
 
 
 def _verify(options: argparse.Namespace) -> Result:
-    states, names = _list(options.states), _path(options.names)
+    states, names = arguments.states(options.states), _path(options.names)
     found = [_index(options.first, options.patterns)]
     found += [] if options.second is None else [_index(options.second, None)]
     if absent := sorted(set(states) - {tensor.key.state for index in found for tensor in index.tensors}):
@@ -216,7 +210,7 @@ def _explain(options: argparse.Namespace) -> Result:
         plan = None
         check_source(source)
         index = api.index_of(source, patterns=_path(options.patterns))
-        index = api.view_of(index, states=_list(options.states), names=_path(options.names))
+        index = api.view_of(index, states=arguments.states(options.states), names=_path(options.names))
     found = explain.explain(index, explain.find(index, options.tensor), plan)
     if options.svg is not None:
         _draw(Path(options.svg), found)
@@ -236,15 +230,8 @@ def _draw(path: Path, found: Sequence[explain.Explanation]) -> None:
 
 
 def _conversion(options: argparse.Namespace, target: Path | None) -> api.Conversion:
-    if not options.source:
-        raise UsageError("the source is an empty string: name a folder")
-    if not 0 <= (threads := getattr(options, "threads", 0)) <= _MOST_THREADS:
-        raise UsageError(f"--threads {threads}: expected 1 to {_MOST_THREADS}, or 0 for the default")
     source = location(options.source).absolute()
-    topology = Topology.parse(options.to) if options.to else None
-    file_bytes = _size("--file-size", options.file_size)
-    if topology is None and not options.format:
-        raise UsageError("say what the target shall be: --to TOPOLOGY, --format NAME or both")
+    topology = arguments.topology(options.to)
     check_source(source)
     like = None if options.like is None else location(options.like).absolute()
     return api.Conversion(
@@ -253,11 +240,11 @@ def _conversion(options: argparse.Namespace, target: Path | None) -> api.Convers
         topology=topology or api.index_of(source, patterns=_path(options.patterns)).topology,
         target_format=options.format,
         weight_dtype=options.dtype,
-        states=_list(options.states),
+        states=arguments.states(options.states),
         like=like,
         names=_path(options.names),
         patterns=_path(options.patterns),
-        file_bytes=file_bytes,
+        file_bytes=arguments.size("--file-size", options.file_size),
         attempt=getattr(options, "attempt", 0),
         require_commit=getattr(options, "require_commit", False),
         keeps_stage="zero" not in (options.to or "zero"),
@@ -272,47 +259,6 @@ def _index(text: str, patterns: str | None) -> Index:
 
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text).absolute()
-
-
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
-
-
-def _worker(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    worker, _, count = text.partition("/")
-    if not (worker.isdigit() and count.isdigit() and int(worker) < int(count)):
-        raise UsageError(f"--worker {text}: write the worker's number, from 0, and their number, for instance 0/4")
-    return int(worker), int(count)
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        value = parse_bytes(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from error
-    if value < 1:
-        raise UsageError(f"{option} {text}: expected more than nothing")
-    return value
-
-
-def _memory(text: str) -> int:
-    if text == "auto":
-        return buffer_bytes()
-    value = _size("--memory", text)
-    if value < 1 << 20:
-        raise UsageError(f"--memory {format_bytes(value)}: at least 1MiB is needed")
-    return value
-
-
-def _local(text: str) -> Path:
-    """The folder to make."""
-    if not text:
-        raise UsageError("the target is an empty string: name a folder")
-    if isinstance(location(text), RemotePath):
-        raise UsageError(f"{text}: object stores are read, not written", hint="name a folder of a file system")
-    return Path(text).absolute()
 
 
 def check_report(report: str | None, *checkpoints: Path) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from reshard.errors import UnsupportedError
+from reshard.errors import UsageError
 from reshard.layout import Index, ShardTable
 
 
@@ -14,13 +14,13 @@ def select_states(index: Index, states: tuple[str, ...]) -> Index:
     """Only some states (`weight`, `fp32`, `exp_avg`, ...); all for an empty tuple.
 
     Raises:
-        UnsupportedError: the source does not hold a state that was asked for.
+        UsageError: the source does not hold a state that was asked for.
     """
     if not states:
         return index
     held = sorted({tensor.key.state for tensor in index.tensors})
     if absent := sorted(set(states) - set(held)):
-        raise UnsupportedError(
+        raise UsageError(
             f"--states {','.join(states)}: the source does not hold {', '.join(absent)}, it holds {', '.join(held)}",
             path=str(index.root),
         )

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from reshard.cast import FLOATS
 from reshard.contract import ExitCode
 from reshard.errors import UsageError
+from reshard.formats import FORMATS
+from reshard.formats.base import DEFAULT_FILE_BYTES
+from reshard.limits import format_bytes, parse_bytes
 from reshard.options import VERBS, build, parse
+from reshard.topology import DEGREES
 
 PAGE = (Path(__file__).parents[2] / "docs/reshard.md").read_text(encoding="utf-8")
 
@@ -48,10 +53,21 @@ def test_the_synopsis_names_the_arguments_in_order(verb: str) -> None:
 
 def test_the_defaults_on_the_page_are_those_of_the_program() -> None:
     run = verbs()["run"]
-    for option in ("--file-size", "--memory", "--mode"):
+    for option in ("--memory", "--mode"):
         found = re.search(rf"\| `{option} (\S+)`", section("run"))
         assert found is not None
         assert run.get_default(option[2:].replace("-", "_")) == found[1]
+    assert f"`--file-size {format_bytes(DEFAULT_FILE_BYTES)}`".replace(".00 ", "") in section("run")
+
+
+def test_the_page_lists_the_values_of_options() -> None:
+    rows = {row.split("`")[1].split()[0]: row for row in section("run").splitlines() if row.startswith("| `--")}
+    for option, values in (("--format", FORMATS), ("--dtype", FLOATS), ("--to", DEGREES)):
+        assert set(values) <= set(re.findall(r"`(\w+)`", rows[option]))
+    units = re.search(r"Sizes are (.*?) without a space", section("run"), flags=re.DOTALL)
+    assert units is not None
+    for unit in re.findall(r"`(\w+)`", units[1]):
+        assert parse_bytes(f"3{unit}") % 3 == 0
 
 
 def test_exit_codes() -> None:

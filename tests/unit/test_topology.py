@@ -38,7 +38,7 @@ def test_tensor_neighbours_are_adjacent_ranks_as_in_deepspeed() -> None:
         ("", "names no degree"),
         ("tp=2,tp=4", "given twice"),
         ("tp=two", "cannot read 'tp=two'"),
-        ("xp=2", "cannot read 'xp=2'"),
+        ("xp=2", "there is no degree 'xp'.*tp, pp, dp, ep, cp, zero"),
         ("tp=0", "at least 1"),
         ("zero=4", "ZeRO stage"),
         ("dp=4,ep=3", "not divisible by ep\\*cp"),

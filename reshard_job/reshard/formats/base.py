@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from reshard.commit import Commit
-from reshard.errors import UnsupportedError
+from reshard.errors import UsageError
 from reshard.layout import Index, TargetLayout
 from reshard.topology import Topology
 
@@ -24,13 +24,13 @@ class Request:
         weight_dtype: type of the weights in the target, or None to keep the source's.
         like: a checkpoint of the target's format and model, for what a source of another format cannot tell (files,
             scalars and settings that are not tensors); its topology does not matter.
-        file_bytes: largest size of a file where the format leaves that open.
+        file_bytes: largest size of a file where the format leaves that open; None for `DEFAULT_FILE_BYTES`.
     """
 
     topology: Topology
     weight_dtype: str | None = None
     like: Index | None = None
-    file_bytes: int = DEFAULT_FILE_BYTES
+    file_bytes: int | None = None
 
 
 class Format(Protocol):
@@ -68,14 +68,26 @@ class Format(Protocol):
         ...
 
 
-def refuse_options(name: str, request: Request, *, weight_dtype: bool = False) -> None:
-    """Refuse what a format has no use for, rather than ignore it.
+def refuse_options(
+    name: str, request: Request, *, weight_dtype: bool = False, like: bool = True, file_bytes: bool = False
+) -> None:
+    """Refuse what a format has no use for, rather than ignore it; what it has a use for is True.
 
     Raises:
-        UnsupportedError: naming the option.
+        UsageError: naming the option.
     """
     if request.weight_dtype is not None and not weight_dtype:
-        raise UnsupportedError(
+        raise UsageError(
             f"--dtype {request.weight_dtype}: the format {name} keeps the types of the source",
             hint="leave --dtype out, or choose --format safetensors",
+        )
+    if request.like is not None and not like:
+        raise UsageError(
+            f"--like {request.like.root}: the format {name} holds nothing that a source could not tell",
+            hint="leave --like out",
+        )
+    if request.file_bytes is not None and not file_bytes:
+        raise UsageError(
+            f"--file-size: the sizes of files of the format {name} follow from the topology",
+            hint="leave --file-size out, or choose --format safetensors",
         )

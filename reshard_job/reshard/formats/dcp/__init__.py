@@ -11,7 +11,7 @@ from pathlib import Path
 
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, ReshardError
-from reshard.formats.base import Request
+from reshard.formats.base import Request, refuse_options
 from reshard.formats.dcp.metadata import METADATA_FILE
 from reshard.formats.dcp.reader import NAME, read_index
 from reshard.formats.dcp.tables import CONFIG_FILE, backend_of
@@ -56,6 +56,7 @@ class DcpFormat:
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out a checkpoint for a topology, see `lay_out`."""
+        refuse_options(NAME, request, weight_dtype=True)
         return lay_out(index, request)
 
 

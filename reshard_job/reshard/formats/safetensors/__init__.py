@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.commit import Commit
-from reshard.formats.base import Request
+from reshard.formats.base import Request, refuse_options
 from reshard.formats.safetensors.reader import NAME, read_index
 from reshard.formats.safetensors.source import names_in
 from reshard.formats.safetensors.writer import lay_out
@@ -32,6 +32,7 @@ class SafetensorsFormat:
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out the weights of a checkpoint, see `lay_out`."""
+        refuse_options(NAME, request, weight_dtype=True, like=False, file_bytes=True)
         return lay_out(index, request)
 
 

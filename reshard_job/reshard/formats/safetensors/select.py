@@ -6,14 +6,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from reshard.cast import can_cast
+from reshard.cast import FLOATS, can_cast
 from reshard.errors import UnsupportedError
 from reshard.formats.safetensors.header import METADATA
 from reshard.layout import PADDING, Index, LogicalTensor, TensorKey
 
 WEIGHT = "weight"
 MASTER = "fp32"
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

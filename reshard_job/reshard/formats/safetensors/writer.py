@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from reshard.errors import UnsupportedError
-from reshard.formats.base import Request
+from reshard.formats.base import DEFAULT_FILE_BYTES, Request
 from reshard.formats.safetensors import header
 from reshard.formats.safetensors.header import Entry
 from reshard.formats.safetensors.reader import NAME, SAMPLES, STEP, Extra
@@ -44,7 +44,8 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     """
     selection = select(index, request.weight_dtype)
     metadata = _metadata(index)
-    shards = _shards(selection.tensors, request.file_bytes, metadata, index.aliases)
+    file_bytes = request.file_bytes or DEFAULT_FILE_BYTES
+    shards = _shards(selection.tensors, file_bytes, metadata, index.aliases)
     builder = ShardTableBuilder()
     files: list[TargetFile] = []
     names = _file_names(len(shards))
@@ -65,7 +66,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         shards=builder.build(),
         tensors=selection.tensors,
         origins=selection.origins,
-        notes=(*selection.notes, *_large_notes(selection, request.file_bytes)),
+        notes=(*selection.notes, *_large_notes(selection, file_bytes)),
     )
 
 
