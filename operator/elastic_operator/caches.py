@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from elastic_operator.monitors import NO_RULES, Rules
 from elastic_operator.observation import NodeView, node_view
 from elastic_operator.wire import parse_time
 
@@ -29,9 +30,10 @@ class Renewals:
 
 
 class Nodes:
-    """All nodes of the cluster."""
+    """All nodes of the cluster. `rules` say which conditions and labels mean that a node should be left."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules = NO_RULES) -> None:
+        self._rules = rules
         self._views: dict[str, NodeView] = {}
         self._leases: dict[str, tuple[float, float]] = {}
         self._skews: dict[str, float] = {}
@@ -39,7 +41,7 @@ class Nodes:
 
     def update(self, node: Mapping[str, Any], now: float) -> bool:
         """Take up one node; True if anything that matters has changed."""
-        view, old = node_view(node), self._views.get(node["metadata"]["name"])
+        view, old = node_view(node, self._rules), self._views.get(node["metadata"]["name"])
         same = old is not None and old.allocatable == view.allocatable
         view = dataclasses.replace(view, allocatable_since=old.allocatable_since if same and old else now)
         self._views[view.name] = view

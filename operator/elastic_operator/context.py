@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_operator import signals, usable
-from elastic_operator.actions import Event
+from elastic_operator.actions import Event, ReshardOutcome
 from elastic_operator.capacity import Capacity
 from elastic_operator.limits import Limits
 from elastic_operator.manifests import JobRef
@@ -20,7 +20,7 @@ from elastic_operator.status import Status
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Inputs of one decision. `events` is filled while it is made, in order, without repetition."""
+    """Inputs of one decision. `events` and `reshards` are filled while it is made, in order, without repetition."""
 
     job: JobRef
     spec: Spec
@@ -28,6 +28,7 @@ class Context:
     limits: Limits
     now: float
     events: list[Event] = dataclasses.field(default_factory=list)
+    reshards: list[ReshardOutcome] = dataclasses.field(default_factory=list)
 
     def emit(self, reason: str, message: str, *, warning: bool = False) -> None:
         """Tell people."""
@@ -73,12 +74,15 @@ def suspect_nodes(context: Context) -> frozenset[str]:
 
 
 def avoided_nodes(context: Context, status: Status) -> frozenset[str]:
-    """Nodes that a new attempt is not placed on: excluded, or with a stale Lease."""
+    """Nodes that a new attempt is not placed on: excluded, with a stale Lease, or called unhealthy by a monitor.
+
+    The scheduler knows neither of the last two, so they have to be kept out of its choice.
+    """
     excluded = {item.name for item in status.excluded_nodes}
     suspect = {
         name
         for name, node in context.world.nodes.items()
-        if signals.node_signals(node, name, context.limits, context.now)
+        if node.unhealthy or signals.node_signals(node, name, context.limits, context.now)
     }
     return frozenset(excluded | suspect)
 

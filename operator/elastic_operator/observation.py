@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_operator.monitors import NO_RULES, Rules, complaints
 from elastic_operator.wire import parse_time
 from reshard.contract import CommitRef, Label, LeaseKey, ReshardReport
 
@@ -37,6 +38,7 @@ class NodeView:
         ready_since: last transition of the Ready condition.
         allocatable: allocatable accelerators, by resource name.
         capacity: capacity of accelerators, by resource name.
+        unhealthy: what a health monitor says against it, as far as the operator was told to listen.
         allocatable_since: when we saw `allocatable` change.
         lease_renewed_at: when we saw the node's Lease change; None where nobody looked.
         lease_duration_seconds: what the kubelet promises in that Lease.
@@ -50,6 +52,7 @@ class NodeView:
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     allocatable: Mapping[str, int] = dataclasses.field(default_factory=dict)
     capacity: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unhealthy: tuple[str, ...] = ()
     allocatable_since: float | None = None
     lease_renewed_at: float | None = None
     lease_duration_seconds: float = 40.0
@@ -187,8 +190,8 @@ class Observation:
         return next((job for job in self.jobs if job.role == role and job.attempt == attempt), None)
 
 
-def node_view(node: Mapping[str, Any]) -> NodeView:
-    """View of a core/v1 Node."""
+def node_view(node: Mapping[str, Any], rules: Rules = NO_RULES) -> NodeView:
+    """View of a core/v1 Node; `rules` name the conditions and labels of health monitors that count."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
     ready: Mapping[str, Any] = next(
         (item for item in status.get("conditions") or () if item.get("type") == "Ready"), {}
@@ -205,6 +208,7 @@ def node_view(node: Mapping[str, Any]) -> NodeView:
         labels=node["metadata"].get("labels") or {},
         allocatable=_extended(status.get("allocatable")),
         capacity=_extended(status.get("capacity")),
+        unhealthy=complaints(node, rules),
     )
 
 

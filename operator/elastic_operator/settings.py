@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic_operator.limits import Limits
+from elastic_operator.monitors import NO_RULES, RuleError, Rules, parse_rules
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Settings:
         identity: name of this process in that Lease.
         metrics_port: 0 for none.
         health_port: 0 for none.
+        unhealthy_nodes: conditions and labels of nodes that mean that a node should be left.
     """
 
     kubeconfig: Path | None = None
@@ -35,12 +37,20 @@ class Settings:
     log_level: str = "INFO"
     json_logs: bool = False
     limits: Limits = Limits()  # noqa: RUF009 - frozen
+    unhealthy_nodes: Rules = NO_RULES
 
 
 def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
     """Settings of `elastic-operator run ...`."""
     env = os.environ if environment is None else environment
-    options = _parser(env).parse_args(arguments)
+    parser = _parser(env)
+    options = parser.parse_args(arguments)
+    try:
+        unhealthy_nodes = parse_rules(
+            _listed(options.unhealthy_node_conditions), _listed(options.unhealthy_node_labels)
+        )
+    except RuleError as error:
+        parser.error(str(error))
     kubeconfig = options.kubeconfig or (None if "KUBERNETES_SERVICE_HOST" in env else _default_kubeconfig(env))
     limits = {field.name: getattr(options, field.name) for field in dataclasses.fields(Limits)}
     return Settings(
@@ -54,7 +64,12 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
         log_level=options.log_level,
         json_logs=options.json_logs,
         limits=Limits(**limits),
+        unhealthy_nodes=unhealthy_nodes,
     )
+
+
+def _listed(values: Sequence[str]) -> list[str]:
+    return [item for value in values for item in value.split(",")]
 
 
 def _default_kubeconfig(env: Mapping[str, str]) -> str:
@@ -75,6 +90,20 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     run.add_argument("--health-port", type=int, default=0, help="serve /healthz for the liveness probe; 0: do not")
     run.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     run.add_argument("--json-logs", action="store_true", help="one JSON object per line")
+    run.add_argument(
+        "--unhealthy-node-conditions",
+        action="append",
+        default=[],
+        metavar="TYPE[=STATUS],...",
+        help="leave nodes with such a condition (status True if left out; * is a wildcard); may be repeated",
+    )
+    run.add_argument(
+        "--unhealthy-node-labels",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="leave nodes with such a label (* is a wildcard); may be repeated",
+    )
     defaults = Limits()
     for field in dataclasses.fields(Limits):
         value = getattr(defaults, field.name)

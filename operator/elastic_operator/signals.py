@@ -36,6 +36,7 @@ class Kind(enum.StrEnum):
     IMAGE = "ContainerCannotStart"
     UNSCHEDULABLE = "Unschedulable"
     STARTUP_TIMEOUT = "StartupTimeout"
+    NODE_UNHEALTHY = "NodeUnhealthy"
     NODE_CORDONED = "NodeCordoned"
     NODE_TAINTED = "NodeTainted"
 
@@ -84,6 +85,8 @@ KINDS: Mapping[Kind, Meaning] = {
         source="scheduler", weight=Weight.WEAK, takes_node=False, grace="unschedulable_seconds"
     ),
     Kind.STARTUP_TIMEOUT: Meaning(source="startup", weight=Weight.WEAK, takes_node=False, grace="startup_seconds"),
+    # The node still works, so there is time to commit; if there is not, its pods fail and that is a signal of its own.
+    Kind.NODE_UNHEALTHY: Meaning(source="health", weight=Weight.PLANNED, takes_node=False),
     Kind.NODE_CORDONED: Meaning(source="node", weight=Weight.PLANNED, takes_node=False),
     Kind.NODE_TAINTED: Meaning(source="taint", weight=Weight.PLANNED, takes_node=False),
 }
@@ -188,6 +191,9 @@ def node_signals(node: NodeView | None, name: str, limits: Limits, now: float) -
 
 def planned_signals(node: NodeView, tolerated: Collection[Taint], now: float) -> list[Signal]:
     """Signals of a node that its administrator, or a health controller, wants emptied."""
+    if node.unhealthy:
+        message = f"node {node.name} is unhealthy: {'; '.join(node.unhealthy)}"
+        return [Signal(kind=Kind.NODE_UNHEALTHY, node=node.name, since=now, message=message)]
     if node.unschedulable:
         return [Signal(kind=Kind.NODE_CORDONED, node=node.name, since=now, message=f"node {node.name} was cordoned")]
     return [

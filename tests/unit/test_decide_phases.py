@@ -106,6 +106,25 @@ def kinds(decision: Decision) -> list[str]:
     return [type(action).__name__ for action in decision.actions]
 
 
+def test_nothing_is_planned_on_a_node_that_a_monitor_calls_unhealthy() -> None:
+    members = nodes("n1", "n2", "n3")
+    sick = dataclasses.replace(members["n2"], unhealthy=("label a is b",))
+    decision = look(Status(), Observation(nodes={**members, "n2": sick}))
+    assert decision.status.current is not None
+    assert decision.status.current.num_nodes == 2
+    assert decision.status.current.avoid == ("n2",)
+
+
+def test_a_node_that_a_monitor_calls_unhealthy_is_drained_before_it_is_left() -> None:
+    members = nodes("n1", "n2", "n3")
+    sick = dataclasses.replace(members["n2"], unhealthy=("condition GpuMemWatch is True",))
+    decision = look(settled(), dataclasses.replace(WORLD, nodes={**members, "n2": sick}))
+    assert decision.status.phase == Phase.DRAINING
+    assert decision.status.drain is not None
+    assert (decision.status.drain.cause, decision.status.drain.nodes) == ("NodeUnhealthy", ("n2",))
+    assert kinds(decision) == ["RequestDrain"]
+
+
 def test_a_new_job_is_planned_and_launched_in_one_pass() -> None:
     decision = look(Status(), Observation(nodes=nodes("n1", "n2", "n3")))
     assert decision.status.phase == Phase.STARTING
