@@ -74,12 +74,30 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOutcome:
+    """The end of one reshard Job, for the metrics: the status may have moved on to the next one in the same pass.
+
+    Attributes:
+        mode: `materialize`, `virtual`, or empty where nobody said.
+        result: `Succeeded`, or why not, as in the reason of the condition ReshardFailed.
+        seconds: wall time of the conversion itself; None without a report.
+    """
+
+    mode: str
+    result: str
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Result of one pass.
 
     Attributes:
         status: written before anything is done.
         actions: done in order.
+        reshards: reshard Jobs that were found to have ended.
         requeue_seconds: look again after so long, whatever happens.
         needs_fresh_capacity: look at the cluster's free accelerators and decide again; nothing else of this counts.
     """
@@ -87,5 +105,6 @@ class Decision:
     status: Status
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
+    reshards: tuple[ReshardOutcome, ...] = ()
     requeue_seconds: float = 30.0
     needs_fresh_capacity: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import absorbing, ledger, planning, preparing, running
+from elastic_operator import absorbing, ledger, planning, preparing, recovering, running
 from elastic_operator.actions import Decision, Event
 from elastic_operator.conditions import Type, find, set_condition
 from elastic_operator.context import Context, stopped_pods
@@ -43,11 +43,13 @@ def decide(job: JobRef, spec: Spec, status: Status, world: Observation, *, limit
         status = after
     else:
         raise AssertionError(f"decision does not settle: phase {status.phase}, attempt {status.attempt}")
+    status = _finished(status, now)
     actions = enact(context, status)
     return Decision(
         status=present(context, status),
         actions=actions,
         events=tuple(context.events),
+        reshards=tuple(context.reshards),
         requeue_seconds=max(0.05, _wake(context, status) - now),
     )
 
@@ -85,6 +87,13 @@ def _started(status: Status, now: float) -> Status:
     return status if status.start_time is not None else dataclasses.replace(status, start_time=Time(now))
 
 
+def _finished(status: Status, now: float) -> Status:
+    """The clock of the goodput stops when the job does."""
+    if not status.terminal or status.finish_time is not None:
+        return status
+    return dataclasses.replace(absorbing.accounted(status, now), finish_time=Time(now), queue_time=None)
+
+
 def _step(context: Context, status: Status) -> Status | None:
     """One step; the same status if there is none to take, None if the cluster's capacity has to be read first."""
     if status.terminal:
@@ -97,7 +106,8 @@ def _step(context: Context, status: Status) -> Status | None:
         status = dataclasses.replace(status, phase=Phase.PENDING, reason="", message="")
     current = status.current
     if current is None:
-        return planning.plan_next(context, status) if context.world.capacity_fresh else None
+        queued = dataclasses.replace(status, queue_time=status.queue_time or Time(context.now))
+        return planning.plan_next(context, queued) if context.world.capacity_fresh else None
     if current.launch_time is None:
         return preparing.prepare(context, status, current) if context.world.capacity_fresh else None
     return running.run(context, status, current)
@@ -109,11 +119,9 @@ def _suspend(context: Context, status: Status) -> Status:
         if status.drain is None:
             return running.start_drain(context, status, ledger.SUSPENDED, "spec.suspend is true")
         return running.run(context, status, current)
-    status = dataclasses.replace(status, current=None, drain=None, growth=None)
+    status = dataclasses.replace(status, current=None, drain=None, growth=None, queue_time=None)
+    status = recovering.pause(context, status)
     last = status.recoveries[-1] if status.recoveries else None
-    if last is not None and last.to_attempt == 0 and last.cause != ledger.SUSPENDED:
-        # Nothing follows a failure that came while suspending; what starts later is not its recovery.
-        status = edit_last_recovery(status, to="suspended", to_attempt=status.attempt)
     running_pods = [pod for pod in stopped_pods(context, status) if not pod.terminal]
     if running_pods:
         return status if status.phase != Phase.SUSPENDED else dataclasses.replace(status, phase=Phase.STOPPING)

@@ -15,6 +15,7 @@ the oldest one that is left.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -170,19 +171,18 @@ def _began(recovery: Recovery, now: float) -> float:
 def _down_seconds(recoveries: Sequence[Recovery], start: float, now: float) -> float:
     """Length of the union of all recoveries; a later one may begin before an earlier one has ended."""
     total, reached = 0.0, start
-    for item in recoveries:
-        begin, end = max(reached, _began(item, now)), min(now, _ended(item, recoveries, now))
+    for item, after in itertools.zip_longest(recoveries, recoveries[1:]):
+        begin, end = max(reached, _began(item, now)), min(now, _ended(item, after, now))
         total += max(0.0, end - begin)
         reached = max(reached, end)
     return total
 
 
-def _ended(recovery: Recovery, recoveries: Sequence[Recovery], now: float) -> float:
+def _ended(recovery: Recovery, after: Recovery | None, now: float) -> float:
     if recovery.first_step_time is not None:
         return recovery.first_step_time
     # An attempt that was lost before its first step: the recovery that followed it goes on with the same outage.
-    later = [item for item in recoveries if _began(item, now) > _began(recovery, now)]
-    return _began(later[0], now) if later else now
+    return now if after is None else max(_began(recovery, now), _began(after, now))
 
 
 def _paused_seconds(recovery: Recovery, now: float) -> float:

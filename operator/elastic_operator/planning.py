@@ -10,7 +10,7 @@ from elastic_operator.conditions import Type, set_condition
 from elastic_operator.context import Context, avoided_nodes, capacity, spec_hash
 from elastic_operator.manifests import checkpoint_root
 from elastic_operator.spec import Spec, Strategy, TopologyChoice
-from elastic_operator.status import Current, Phase, Plan, Rejected, Status, edit_last_recovery, short
+from elastic_operator.status import Current, Phase, Plan, Progress, Rejected, Status, edit_last_recovery, short
 from elastic_operator.wire import Time
 from reshard.topology import Topology
 
@@ -73,6 +73,9 @@ def _adopt(context: Context, status: Status, plan: Plan) -> Status:
         message="",
         drain=None,
         growth=None,
+        queue_time=None,
+        # What is done from here on; otherwise an attempt that ends before its first step would lose those steps again.
+        progress=dataclasses.replace(status.progress or Progress(), step=resume.step, samples=resume.samples),
         reshard=None if resume.ready else status.reshard,
         conditions=set_condition(
             status.conditions,

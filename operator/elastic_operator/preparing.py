@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_operator import commits, recovering
+from elastic_operator.actions import ReshardOutcome
 from elastic_operator.capacity import Capacity
 from elastic_operator.conditions import Type, set_condition
 from elastic_operator.context import Context, capacity, lost_nodes, spec_hash, stopped_pods, suspect_nodes
@@ -125,6 +126,7 @@ def _resharded(
     context: Context, status: Status, current: Current, known: ReshardStatus, report: ReshardReport | None
 ) -> Status:
     resume = current.resume
+    _count(context, report, "Succeeded")
     if report is not None:
         known = dataclasses.replace(
             known,
@@ -168,6 +170,7 @@ def _reshard_failed(
     message = report.message if report else f"{job.failed_reason}: {job.failed_message}"
     source = status.current.resume.source if status.current else ""
     name = _code_name(code)
+    _count(context, report, name)
     if code == ExitCode.SOURCE_INVALID:
         status = recovering.refuse_commit(context, status, source, message)
         return dataclasses.replace(
@@ -195,6 +198,20 @@ def _reshard_failed(
         return dataclasses.replace(status, phase=Phase.FAILED, reason="ReshardFailed", message=text, current=None)
     commit = commits.newest(status.checkpoint, below=status.attempt)
     return dataclasses.replace(_forget_plan(status), pinned=commit.topology if commit else {})
+
+
+def _count(context: Context, report: ReshardReport | None, result: str) -> None:
+    if report is None:
+        outcome = ReshardOutcome(mode="", result=result)
+    else:
+        outcome = ReshardOutcome(
+            mode=report.mode,
+            result=result,
+            bytes_read=report.bytes_read,
+            bytes_written=report.bytes_written,
+            seconds=report.seconds,
+        )
+    context.reshards.append(outcome)
 
 
 def _code_name(code: int | None) -> str:

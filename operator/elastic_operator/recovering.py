@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from elastic_operator import commits
+from elastic_operator import commits, ledger
 from elastic_operator.context import Context
 from elastic_operator.status import (
     MAX_RECOVERIES,
@@ -81,11 +81,35 @@ def recover(
     return status
 
 
+def pause(context: Context, status: Status) -> Status:
+    """Record that a recovery under way is suspended, so that what follows belongs to the record of the suspension."""
+    last = status.recoveries[-1] if status.recoveries else None
+    if last is None or last.first_step_time is not None:
+        return status
+    if last.cause == ledger.SUSPENDED:
+        return status if not last.to_attempt else edit_last_recovery(status, to="", to_attempt=0, plan_time=None)
+    now = Time(context.now)
+    record = Recovery(
+        cause=ledger.SUSPENDED,
+        message="spec.suspend is true",
+        planned=True,
+        from_=last.from_,
+        from_attempt=status.attempt,
+        signal_time=now,
+        detect_time=now,
+        # Not those that the next attempt does again anyway: they are in the record of the failure, if it was planned.
+        last_step=status.progress.step if status.progress else 0,
+    )
+    return dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
+
+
 def merges(context: Context, status: Status) -> bool:
     """A further loss, before the attempt that answers the last one was launched, belongs to that one."""
     if not status.recoveries or status.launched:
         return False
     last = status.recoveries[-1]
+    if last.cause == ledger.SUSPENDED:
+        return False  # the time that was spent suspended is to be found under that name
     window = context.spec.recovery.batch_window_seconds
     return last.launch_time is None and context.now - (last.detect_time or 0.0) <= window
 

@@ -266,13 +266,20 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What rank 0 said last; not written at the rate of heartbeats."""
+    """What rank 0 said last; not written at the rate of heartbeats.
+
+    Attributes:
+        step: optimizer steps done; from the plan of an attempt until it says more, those of what it resumes from.
+        time: when anything of this was seen to change.
+        step_time: when a new step was seen; a restart alone does not change it.
+    """
 
     phase: str = ""
     step: int = 0
     samples: int = 0
     loss: float | None = None
     time: Time | None = None
+    step_time: Time | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +293,8 @@ class Status:
         growth: a better topology has room, but not long enough yet.
         first_step_time: when the first of all attempts made its first step.
         pinned: the only topology allowed, because resharding out of it failed for good.
+        queue_time: since when the job has wanted an attempt and had none, not even a planned one; None otherwise.
+        finish_time: when it became Complete or Failed.
     """
 
     phase: str = Phase.PENDING
@@ -312,6 +321,7 @@ class Status:
     restart_budget: RestartBudget = RestartBudget()
     goodput: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     start_time: Time | None = None
+    queue_time: Time | None = None
     first_step_time: Time | None = None
     finish_time: Time | None = None
 
