@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightkube import AsyncClient
@@ -52,9 +52,11 @@ class ConflictError(Exception):
 class Applier:
     """All writing, for one namespace and job at a time."""
 
-    def __init__(self, client: AsyncClient, observer: Observer) -> None:
+    def __init__(self, client: AsyncClient, observer: Observer, fence: Callable[[], None] = lambda: None) -> None:
+        """`fence` is called before every write, and does not return to a process that may not write any more."""
         self._client = client
         self._observer = observer
+        self._fence = fence
 
     async def write_status(self, resource: Mapping[str, Any], status: Status) -> bool:
         """Replace the status, if it differs from what was read; True if it was written.
@@ -67,6 +69,7 @@ class Applier:
             return False
         # The resourceVersion inside of the metadata makes this a compare-and-swap.
         body = make(TRAINING_JOB.Status, {**resource, "status": wire})
+        self._fence()
         try:
             await self._client.replace(body, field_manager=MANAGER)
         except ApiError as error:
@@ -95,6 +98,7 @@ class Applier:
                     await self._delete(kind, namespace, name)
             case RequestDrain(lease=lease):
                 annotations = {str(LeaseKey.REQUEST): str(Request.DRAIN)}
+                self._fence()
                 await self._ignoring_absent(
                     self._client.patch(
                         LEASE,
@@ -136,6 +140,7 @@ class Applier:
                 "count": 1,
             },
         )
+        self._fence()
         try:
             await self._client.create(body)
         except ApiError as error:
@@ -156,6 +161,7 @@ class Applier:
 
     async def _create(self, manifest: Mapping[str, Any]) -> None:
         kind = BY_KIND[manifest["kind"]]
+        self._fence()
         try:
             await self._client.create(make(kind, manifest), field_manager=MANAGER)
         except ApiError as error:
@@ -172,6 +178,7 @@ class Applier:
                 raise
             if found["metadata"]["uid"] != uid:
                 return
+        self._fence()
         await self._ignoring_absent(self._client.delete(kind, name, namespace=namespace, **options))
 
     @staticmethod

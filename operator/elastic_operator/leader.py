@@ -3,106 +3,174 @@
 kopf has no election of its own (its peering needs 60 s to notice a dead peer, and freezes operators of equal priority).
 Times are those of client-go's default: a leader renews every 2 s and gives up after 10 s without success; others take
 over once a Lease has not changed for 15 s by their own clock.
+
+A process that was paused does not know it when it goes on. So `must_lead` stands before every write: it looks at the
+clock, which went on, and ends the process where another leader may have taken over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx2
 from lightkube import AsyncClient
 from lightkube.core.exceptions import ApiError
 
 from elastic_operator.caches import Renewals
-from elastic_operator.resources import LEASE, make
+from elastic_operator.resources import LEASE, SELF_REVIEW, make
 from elastic_operator.wire import format_time
 
-NAME = "elastic-training-operator"
 LEASE_SECONDS = 15.0
 GIVE_UP_SECONDS = 10.0
 RETRY_SECONDS = 2.0
 LOST = 70
 """Exit code of a process that is not the leader any more (EX_SOFTWARE)."""
 
+_CONFLICT, _GONE = 409, 404
+_SERVICE_ACCOUNT = "system:serviceaccount:"
+
 logger = logging.getLogger(__name__)
 
 
 class Leader:
-    """One candidate."""
+    """One candidate.
 
-    def __init__(self, client: AsyncClient, namespace: str, identity: str) -> None:
+    Attributes:
+        leading: this process has the Lease.
+        holder: who had it at the last look; empty for nobody.
+        trouble: why the last look at the Lease failed; empty where it did not.
+    """
+
+    def __init__(self, client: AsyncClient, namespace: str, identity: str, *, name: str) -> None:
+        self.leading = False
+        self.holder = ""
+        self.trouble = "the Lease has not been read yet"
         self._client = client
         self._namespace = namespace
+        self._name = name
         self._identity = identity
         self._renewals = Renewals()
+        self._renewed = 0.0
+        self._expires = 0.0
+        self._owners: list[dict[str, Any]] = []
 
     async def acquire(self) -> None:
         """Wait until this process is the leader."""
-        logger.info("waiting to become the leader (Lease %s/%s)", self._namespace, NAME)
+        logger.info("waiting to become the leader (Lease %s/%s)", self._namespace, self._name)
+        self._owners = await self._account()
         while not await self._attempt():
-            await asyncio.sleep(RETRY_SECONDS)
+            # Not a moment longer than the Lease of a dead leader lasts.
+            await asyncio.sleep(min(RETRY_SECONDS, max(0.1, self._expires - time.monotonic())))
+        self.leading = True
         logger.info("this process is the leader: %s", self._identity)
 
     async def hold(self) -> None:
         """Renew for ever; the process ends where that fails for too long: there may be another leader by then."""
-        renewed = time.monotonic()
         while True:
             await asyncio.sleep(RETRY_SECONDS)
-            if await self._attempt():
-                renewed = time.monotonic()
-            elif time.monotonic() - renewed > GIVE_UP_SECONDS:
-                logger.error("lost the leader's Lease: exiting at once")
-                os._exit(LOST)
+            self.must_lead()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GIVE_UP_SECONDS - self.age_seconds):
+                    await self._attempt()
+            self.must_lead()
+
+    def must_lead(self) -> None:
+        """End the process unless it is certainly the leader: nothing may be written after that."""
+        if self.age_seconds > GIVE_UP_SECONDS:
+            self._give_up(f"the Lease was last renewed {self.age_seconds:.1f} s ago ({self.trouble or 'paused'})")
+
+    @property
+    def age_seconds(self) -> float:
+        """Time since the last renewal of the Lease was begun."""
+        return time.monotonic() - self._renewed
 
     async def release(self) -> None:
         """Let the next one start without waiting."""
-        lease = await self._read()
-        if lease is not None and (lease.get("spec") or {}).get("holderIdentity") == self._identity:
-            await self._write(lease, holder="")
+        with contextlib.suppress(ApiError, httpx2.HTTPError):
+            lease = await self._read()
+            if lease is not None and (lease.get("spec") or {}).get("holderIdentity") == self._identity:
+                await self._write(lease, holder="")
 
     async def _attempt(self) -> bool:
         """Take or renew the Lease; False if it is somebody else's or cannot be reached."""
+        begun = time.monotonic()
         try:
-            lease = await self._read()
-            if lease is None:
-                return await self._create()
-            spec = lease.get("spec") or {}
-            holder = spec.get("holderIdentity") or ""
-            seen = self._renewals.seen(NAME, spec.get("renewTime") or "", time.monotonic())
-            if holder not in ("", self._identity) and time.monotonic() - seen < LEASE_SECONDS:
-                return False
-            return await self._write(lease, holder=self._identity)
+            taken = await self._take()
         except (ApiError, httpx2.HTTPError) as error:
-            logger.warning("leader election: %s", error)
+            self.trouble = f"{type(error).__name__}: {error}"
+            logger.warning("leader election: Lease %s/%s: %s", self._namespace, self._name, self.trouble)
             return False
+        self.trouble = ""
+        if taken:
+            self._renewed = begun
+        return taken
+
+    async def _take(self) -> bool:
+        lease = await self._read()
+        if lease is None:
+            return await self._create()
+        spec = lease.get("spec") or {}
+        self.holder = spec.get("holderIdentity") or ""
+        seen = self._renewals.seen(self._name, f"{self.holder} {spec.get('renewTime')}", time.monotonic())
+        self._expires = seen + LEASE_SECONDS
+        if self.holder == self._identity:
+            return await self._write(lease, holder=self._identity)
+        if self.leading:
+            self._give_up(f"{self.holder or 'nobody'} holds the Lease")
+        if self.holder and time.monotonic() < self._expires:
+            return False
+        return await self._write(lease, holder=self._identity)
+
+    def _give_up(self, why: str) -> NoReturn:
+        logger.error("this process is not the leader any more: %s: exiting at once", why)
+        os._exit(LOST)
+
+    async def _account(self) -> list[dict[str, Any]]:
+        """Owner of the Lease: the account of this process, if it is one of the Lease's namespace.
+
+        The Lease goes when the account goes: nothing is left behind by whoever removes the operator, and without its
+        account no operator can make the Lease again.
+        """
+        try:
+            review = await self._client.create(
+                make(SELF_REVIEW, {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"})
+            )
+        except (ApiError, httpx2.HTTPError) as error:
+            logger.warning("who this process is cannot be found out, so its Lease has no owner: %s", error)
+            return []
+        user = (review.get("status") or {}).get("userInfo") or {}
+        namespace, _, name = str(user.get("username") or "").removeprefix(_SERVICE_ACCOUNT).partition(":")
+        if namespace != self._namespace or not name or not user.get("uid"):
+            return []
+        return [{"apiVersion": "v1", "kind": "ServiceAccount", "name": name, "uid": user["uid"]}]
 
     async def _read(self) -> Any:
         try:
-            return await self._client.get(LEASE, NAME, namespace=self._namespace)
+            return await self._client.get(LEASE, self._name, namespace=self._namespace)
         except ApiError as error:
-            if error.status.code == 404:
+            if error.status.code == _GONE:
                 return None
             raise
 
     async def _create(self) -> bool:
-        body = make(
-            LEASE,
-            {
-                "apiVersion": "coordination.k8s.io/v1",
-                "kind": "Lease",
-                "metadata": {"name": NAME, "namespace": self._namespace},
-                "spec": self._spec(self._identity),
-            },
-        )
-        return await self._accepted(self._client.create(body))
+        meta = {"name": self._name, "namespace": self._namespace, "ownerReferences": self._owners}
+        body = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": meta,
+            "spec": self._spec(self._identity),
+        }
+        return await self._accepted(self._client.create(make(LEASE, body)))
 
     async def _write(self, lease: Any, *, holder: str) -> bool:
         # The resourceVersion that was read goes along: of two candidates only one wins.
         lease["spec"] = {**(lease.get("spec") or {}), **self._spec(holder)}
+        lease["metadata"] = {**lease["metadata"], "ownerReferences": self._owners}
         return await self._accepted(self._client.replace(lease))
 
     def _spec(self, holder: str) -> dict[str, Any]:
@@ -114,7 +182,7 @@ class Leader:
         try:
             await call
         except ApiError as error:
-            if error.status.code == 409:
+            if error.status.code == _CONFLICT:
                 return False
             raise
         return True

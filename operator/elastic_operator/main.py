@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
+import os
 import signal
 import sys
+from collections.abc import Coroutine
 from typing import Any
 
 import kopf
 from lightkube import AsyncClient
 from lightkube.config.kubeconfig import KubeConfig
 
-from elastic_operator import metrics
+from elastic_operator import metrics, probes
 from elastic_operator.apply import Applier
 from elastic_operator.caches import Nodes
 from elastic_operator.handlers import make_registry
-from elastic_operator.leader import Leader
+from elastic_operator.leader import LOST, Leader
+from elastic_operator.logs import configure_logging
 from elastic_operator.observe import Observer
 from elastic_operator.settings import Settings, read
 from elastic_operator.worker import Workers
@@ -45,39 +47,67 @@ async def serve(settings: Settings) -> None:
     """Become the leader, then watch, decide and act until a signal comes."""
     config = KubeConfig.from_file(settings.kubeconfig) if settings.kubeconfig else KubeConfig.from_service_account()
     client = AsyncClient(config=config, trust_env=False)
-    stop = asyncio.Event()
+    stop, started = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    leader = Leader(client, settings.lease_namespace, settings.identity)
-    metrics.serve(settings.metrics_port)
-    background: list[asyncio.Task[Any]] = []
+    leader = None
     if settings.leader_election:
-        if not await _unless_stopped(stop, leader.acquire()):
-            return
-        background.append(asyncio.create_task(leader.hold(), name="leader"))
-    nodes = Nodes()
-    observer = Observer(client, nodes)
-    workers = Workers(observer, Applier(client, observer), settings.limits)
-    await observer.refresh_nodes()
-    await observer.refresh_node_leases()
-    background.append(asyncio.create_task(_keep_looking(observer, workers), name="nodes"))
+        leader = Leader(client, settings.lease_namespace, settings.identity, name=settings.lease_name)
+    metrics.serve(settings.metrics_port)
+    if settings.health_port:
+        pages = {
+            "/healthz": lambda: probes.liveness(leader),
+            "/readyz": lambda: probes.readiness(leader, started=started.is_set()),
+        }
+        await probes.serve(settings.health_port, pages)
     try:
+        if leader is None or await _unless_stopped(stop, leader.acquire()):
+            await _work(settings, client, leader, stop, started)
+    finally:
+        if leader is not None and leader.leading:
+            await leader.release()
+        await client.close()
+
+
+async def _work(
+    settings: Settings, client: AsyncClient, leader: Leader | None, stop: asyncio.Event, started: asyncio.Event
+) -> None:
+    """Watch, decide and act as the leader."""
+    nodes = Nodes(settings.unhealthy_nodes)
+    observer = Observer(client, nodes)
+    fence = leader.must_lead if leader is not None else lambda: None
+    workers = Workers(observer, Applier(client, observer, fence), settings.limits)
+    background = [_in_background(leader.hold(), "leader")] if leader is not None else []
+    try:
+        await observer.refresh_nodes()
+        await observer.refresh_node_leases()
+        background.append(_in_background(_keep_looking(observer, workers), "nodes"))
         await kopf.operator(
             registry=make_registry(settings, workers, nodes),
             standalone=True,
-            clusterwide=settings.namespace is None,
-            namespaces=[settings.namespace] if settings.namespace else [],
-            liveness_endpoint=f"http://0.0.0.0:{settings.health_port}/healthz" if settings.health_port else None,
+            clusterwide=not settings.namespaces,
+            namespaces=settings.namespaces,
             stop_flag=stop,
+            ready_flag=started,
         )
     finally:
         await workers.stop()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        if settings.leader_election:
-            await leader.release()
-        await client.close()
+
+
+def _in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Run `work` beside everything else. It never ends by itself: if it fails, so does the process, at once."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            logger.critical("task %r ended: exiting at once", name, exc_info=task.exception())
+            os._exit(LOST)
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(ended)
+    return task
 
 
 async def _keep_looking(observer: Observer, workers: Workers) -> None:
@@ -99,51 +129,13 @@ async def _keep_looking(observer: Observer, workers: Workers) -> None:
             workers.wake_node(node)
 
 
-async def _unless_stopped(stop: asyncio.Event, work: Any) -> bool:
+async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
     """Run `work` to its end; False if the process was told to stop first."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    for item in (task, stopped):
-        if not item.done():
-            item.cancel()
-    return task.done() and not task.cancelled()
-
-
-def configure_logging(settings: Settings) -> None:
-    """One handler, on stderr; only this package and kopf's warnings."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if settings.json_logs else TextFormatter())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("elastic_operator").setLevel(settings.log_level)
-
-
-class TextFormatter(logging.Formatter):
-    """For people: time, level, fields, message."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Put the fields before the message."""
-        fields = getattr(record, "fields", None)
-        if not fields:
-            return super().format(record)
-        head, _, message = super().format(record).partition(record.getMessage())
-        return f"{head}{fields['job']} a{fields['attempt']} {fields['reason']}: {record.getMessage()}{message}"
-
-
-class JsonFormatter(logging.Formatter):
-    """For machines: one JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Fields beside the message."""
-        entry = {
-            "time": self.formatTime(record),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        return False
+    await task
+    return True

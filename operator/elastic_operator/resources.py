@@ -19,6 +19,7 @@ LEASE = create_namespaced_resource("coordination.k8s.io", "v1", "Lease", "leases
 ROLE = create_namespaced_resource("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING = create_namespaced_resource("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
 NODE = create_global_resource("", "v1", "Node", "nodes")
+SELF_REVIEW = create_global_resource("authentication.k8s.io", "v1", "SelfSubjectReview", "selfsubjectreviews")
 
 
 def make(kind: Any, body: Mapping[str, Any]) -> Any:

@@ -12,6 +12,9 @@ from pathlib import Path
 from elastic_operator.limits import Limits
 from elastic_operator.monitors import NO_RULES, RuleError, Rules, parse_rules
 
+LEASE_NAME = "elastic-training-operator"
+"""Of the leader, unless the command line says otherwise."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -19,8 +22,9 @@ class Settings:
 
     Attributes:
         kubeconfig: credentials; None inside a cluster.
-        namespace: the only one served; None for all.
+        namespaces: the only ones served; empty for all.
         lease_namespace: where the leader's Lease lies.
+        lease_name: of the leader's Lease. Operators with the same one stand by for each other.
         identity: name of this process in that Lease.
         metrics_port: 0 for none.
         health_port: 0 for none.
@@ -28,9 +32,10 @@ class Settings:
     """
 
     kubeconfig: Path | None = None
-    namespace: str | None = None
+    namespaces: tuple[str, ...] = ()
     leader_election: bool = True
     lease_namespace: str = "default"
+    lease_name: str = LEASE_NAME
     identity: str = ""
     metrics_port: int = 0
     health_port: int = 0
@@ -55,9 +60,10 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
     limits = {field.name: getattr(options, field.name) for field in dataclasses.fields(Limits)}
     return Settings(
         kubeconfig=Path(kubeconfig).expanduser() if kubeconfig else None,
-        namespace=options.namespace,
+        namespaces=tuple(dict.fromkeys(_listed(options.namespace))),
         leader_election=not options.no_leader_election,
         lease_namespace=options.lease_namespace,
+        lease_name=options.lease_name,
         identity=f"{env.get('POD_NAME') or socket.gethostname()}_{os.getpid()}",
         metrics_port=options.metrics_port,
         health_port=options.health_port,
@@ -69,7 +75,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
 
 
 def _listed(values: Sequence[str]) -> list[str]:
-    return [item for value in values for item in value.split(",")]
+    return [item for value in values for item in value.split(",") if item]
 
 
 def _default_kubeconfig(env: Mapping[str, str]) -> str:
@@ -83,11 +89,22 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="serve ElasticTrainingJobs until stopped")
     run.add_argument("--kubeconfig", help="default: the pod's account, else $KUBECONFIG or ~/.kube/config")
-    run.add_argument("--namespace", help="serve only this namespace; default: all")
+    run.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="NAME,...",
+        help="serve only this namespace; may be repeated; default: all",
+    )
     run.add_argument("--no-leader-election", action="store_true", help="for development: nobody else is running")
     run.add_argument("--lease-namespace", default=env.get("POD_NAMESPACE") or "default", help="of the leader's Lease")
+    run.add_argument(
+        "--lease-name",
+        default=LEASE_NAME,
+        help="of the leader's Lease; operators with the same one stand by for each other",
+    )
     run.add_argument("--metrics-port", type=int, default=0, help="serve Prometheus metrics; 0: do not")
-    run.add_argument("--health-port", type=int, default=0, help="serve /healthz for the liveness probe; 0: do not")
+    run.add_argument("--health-port", type=int, default=0, help="serve /healthz and /readyz; 0: do not")
     run.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     run.add_argument("--json-logs", action="store_true", help="one JSON object per line")
     run.add_argument(

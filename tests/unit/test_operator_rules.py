@@ -68,7 +68,8 @@ def test_the_failure_modes_page_names_tests_that_exist() -> None:
 
 def test_settings_come_from_the_command_line_then_the_environment() -> None:
     found = read(["run", "--namespace", "team", "--image-seconds", "3"], {"HOME": "/home/me", "KUBECONFIG": "/k"})
-    assert (found.namespace, found.limits.image_seconds, str(found.kubeconfig)) == ("team", 3.0, "/k")
+    assert (found.namespaces, found.limits.image_seconds, str(found.kubeconfig)) == (("team",), 3.0, "/k")
+    assert read(["run", "--namespace", "a", "--namespace=b,a"], {}).namespaces == ("a", "b")
     assert read(["run"], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).kubeconfig is None
 
 
