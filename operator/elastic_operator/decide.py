@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import absorbing, ledger, planning, preparing, recovering, running
+from elastic_operator import absorbing, asked, ledger, planning, preparing, recovering, running
 from elastic_operator.actions import Decision, Event
 from elastic_operator.conditions import Type, find, set_condition
 from elastic_operator.context import Context, stopped_pods
@@ -99,6 +99,7 @@ def _step(context: Context, status: Status) -> Status | None:
     if status.terminal:
         return status
     status = absorbing.absorb(context, status)
+    status = asked.take_up(context, status)
     if context.spec.suspend:
         return _suspend(context, status)
     if status.phase == Phase.SUSPENDED:

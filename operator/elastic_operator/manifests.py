@@ -20,6 +20,8 @@ from reshard.topology import Topology
 CHECKPOINT_MOUNT = "/checkpoint"
 MASTER_PORT = 29500
 MANAGER = "elastic-training-operator"
+DRAIN_REQUESTED = f"{GROUP}/drain-requested"
+"""Annotation of an ElasticTrainingJob by which a person asks it to commit, exit and start again."""
 _VOLUME = "etj-checkpoint"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _PASSED_LABELS = ("kueue.x-k8s.io/",)
@@ -27,13 +29,18 @@ _PASSED_LABELS = ("kueue.x-k8s.io/",)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobRef:
-    """Identity of an ElasticTrainingJob."""
+    """Identity of an ElasticTrainingJob, and what people have written beside its spec.
+
+    Attributes:
+        drain_request: value of the annotation DRAIN_REQUESTED, empty for none; see `asked`.
+    """
 
     name: str
     namespace: str
     uid: str
     generation: int = 0
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    drain_request: str = ""
 
 
 def attempt_name(job: str, attempt: int) -> str:

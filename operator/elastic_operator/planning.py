@@ -96,6 +96,7 @@ def _adopt(context: Context, status: Status, plan: Plan) -> Status:
             plan_time=Time(context.now),
             commit_step=resume.step,
             lost_steps=max(0, last.last_step - resume.step),
+            conversion=None,
         )
     return status
 

@@ -16,7 +16,17 @@ from elastic_operator.context import Context, capacity, lost_nodes, spec_hash, s
 from elastic_operator.manifests import reshard_name
 from elastic_operator.observation import RESHARD, JobView, report_of
 from elastic_operator.signals import Kind
-from elastic_operator.status import Commit, Condition, Current, Phase, ReshardStatus, Status, edit_last_recovery, short
+from elastic_operator.status import (
+    Commit,
+    Condition,
+    Conversion,
+    Current,
+    Phase,
+    ReshardStatus,
+    Status,
+    edit_last_recovery,
+    short,
+)
 from elastic_operator.wire import Time
 from reshard.contract import ExitCode, ReshardReport
 
@@ -157,7 +167,14 @@ def _resharded(
         conditions=_reshard_condition(context, status, failed=False, reason="Resharded", message=resume.reason),
     )
     if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
-        status = edit_last_recovery(status, reshard_end_time=Time(context.now))
+        done = Conversion(
+            mode=known.mode,
+            bytes_read=known.bytes_read,
+            bytes_written=known.bytes_written,
+            seconds=known.seconds,
+            verified=known.verified,
+        )
+        status = edit_last_recovery(status, reshard_end_time=Time(context.now), conversion=done)
     figures = f"{known.bytes_written} bytes in {known.seconds:.1f} s, verified: {known.verified}"
     context.emit("Resharded", f"attempt {status.attempt}: {resume.uri} is committed ({figures})")
     return status

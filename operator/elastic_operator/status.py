@@ -183,6 +183,21 @@ class ReshardStatus:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What the reshard Job of a recovery did.
+
+    Attributes:
+        seconds: of the conversion itself, without the start of its pods.
+    """
+
+    mode: str = ""
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+    verified: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """One change of the running attempt, with the time of every step of it.
 
@@ -193,6 +208,7 @@ class Recovery:
         stop_time: when no pod of the old attempt could run any more.
         plan_time: when the attempt that followed was planned.
         lost_steps: steps that have to be done again.
+        conversion: what the reshard Job did; None where none was needed, or it is not done yet.
         seconds: what it waited for, by part (`ledger.parts`), and their `total`.
     """
 
@@ -216,6 +232,7 @@ class Recovery:
     last_step: int = 0
     commit_step: int = 0
     lost_steps: int = 0
+    conversion: Conversion | None = None
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -291,6 +308,7 @@ class Status:
         current: that attempt, or None while nothing may run.
         drain: a planned change is on its way.
         growth: a better topology has room, but not long enough yet.
+        drain_request: the last request for a drain by hand that was answered (`asked`).
         first_step_time: when the first of all attempts made its first step.
         pinned: the only topology allowed, because resharding out of it failed for good.
         queue_time: since when the job has wanted an attempt and had none, not even a planned one; None otherwise.
@@ -311,6 +329,7 @@ class Status:
     current: Current | None = None
     drain: Drain | None = None
     growth: Growth | None = None
+    drain_request: str = ""
     pinned: Mapping[str, int] = dataclasses.field(default_factory=dict)
     plan: Plan | None = None
     progress: Progress | None = None

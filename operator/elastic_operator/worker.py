@@ -16,7 +16,7 @@ from elastic_operator.actions import Decision
 from elastic_operator.apply import Applier, ConflictError
 from elastic_operator.decide import decide, refuse
 from elastic_operator.limits import Limits
-from elastic_operator.manifests import JobRef
+from elastic_operator.manifests import DRAIN_REQUESTED, JobRef
 from elastic_operator.observe import Observer
 from elastic_operator.spec import SpecError, parse_spec
 from elastic_operator.status import Status
@@ -126,6 +126,7 @@ class Workers:
             uid=meta["uid"],
             generation=meta.get("generation") or 0,
             labels=meta.get("labels") or {},
+            drain_request=(meta.get("annotations") or {}).get(DRAIN_REQUESTED, ""),
         )
         status = from_wire(Status, resource.get("status") or {})
         try:
