@@ -17,6 +17,13 @@ from elastic_operator.resources import JOB, LEASE, NODE, POD, TRAINING_JOB
 from reshard.contract import Label
 
 NODE_LEASES = "kube-node-lease"
+
+Held = dict[str, dict[str, dict[str, int]]]
+"""Extended resources held on each node, by job (`namespace/name`; empty for pods that are not ours), by name."""
+
+LIVE: dict[str, Any] = {"status.phase": not_in(["Succeeded", "Failed"])}
+"""Field selector of pods that hold what they asked for."""
+
 FRESH_SECONDS = 1.0
 """A look at the accelerators in use that is not older counts as fresh."""
 
@@ -34,7 +41,7 @@ class Observer:
         self._client = client
         self._nodes = nodes
         self._renewals = Renewals()
-        self._used: dict[str, dict[str, dict[str, int]]] = {}
+        self._used: Held = {}
         self._used_at = 0.0
         self._used_lock = asyncio.Lock()
         self._leases_lock = asyncio.Lock()
@@ -115,30 +122,35 @@ class Observer:
     async def _used_by_others(self, namespace: str, job: str, resource: str, max_age: float) -> dict[str, int]:
         async with self._used_lock:
             if time.time() - self._used_at > max_age:
-                self._used = await self._count_used()
-                self._used_at = time.time()
-        mine = f"{namespace}/{job}"
-        return {
-            node: total
-            for node, holders in self._used.items()
-            if (total := sum(count.get(resource, 0) for owner, count in holders.items() if owner != mine))
-        }
+                used: Held = {}
+                # One at a time: all pods of a large cluster at once are hundreds of megabytes.
+                async for item in self._client.list(POD, namespace="*", fields=LIVE, chunk_size=500):
+                    add_held(used, item)
+                self._used, self._used_at = used, time.time()
+        return held_by_others(self._used, namespace, job, resource)
 
-    async def _count_used(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Extended resources held on each node, by job (`namespace/name`; empty for pods that are not ours)."""
-        used: dict[str, dict[str, dict[str, int]]] = {}
-        live: dict[str, Any] = {"status.phase": not_in(["Succeeded", "Failed"])}
-        async for item in self._client.list(POD, namespace="*", fields=live, chunk_size=500):
-            node = (item.get("spec") or {}).get("nodeName")
-            requests = pod_requests(item["spec"]) if node else {}
-            if not node or not requests:
-                continue
-            meta = item["metadata"]
-            job = (meta.get("labels") or {}).get(Label.JOB)
-            holder = used.setdefault(node, {}).setdefault(f"{meta['namespace']}/{job}" if job else "", {})
-            for name, count in requests.items():
-                holder[name] = holder.get(name, 0) + count
-        return used
+
+def add_held(used: Held, pod: Mapping[str, Any]) -> None:
+    """Count what a live pod holds."""
+    node = (pod.get("spec") or {}).get("nodeName")
+    requests = pod_requests(pod["spec"]) if node else {}
+    if not node or not requests:
+        return
+    meta = pod["metadata"]
+    job = (meta.get("labels") or {}).get(Label.JOB)
+    holder = used.setdefault(node, {}).setdefault(f"{meta['namespace']}/{job}" if job else "", {})
+    for name, count in requests.items():
+        holder[name] = holder.get(name, 0) + count
+
+
+def held_by_others(used: Held, namespace: str, job: str, resource: str) -> dict[str, int]:
+    """Accelerators on each node that are held by other pods than those of one job."""
+    mine = f"{namespace}/{job}"
+    return {
+        node: total
+        for node, holders in used.items()
+        if (total := sum(count.get(resource, 0) for owner, count in holders.items() if owner != mine))
+    }
 
 
 def _labels(job: str) -> dict[str, Any]:
