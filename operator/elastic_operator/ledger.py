@@ -36,6 +36,9 @@ _CHAIN = (
 )
 """What a recovery waits for, in order. A failed attempt stops while the checkpoint is converted: `stop` is the rest."""
 
+PARTS = tuple(name for name, _ in _CHAIN)
+"""Names of what `parts` returns."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:

@@ -53,7 +53,7 @@ async def serve(settings: Settings) -> None:
     leader = None
     if settings.leader_election:
         leader = Leader(client, settings.lease_namespace, settings.identity, name=settings.lease_name)
-    metrics.serve(settings.metrics_port)
+    metrics.serve(settings.metrics_port, leads=lambda: leader is None or leader.leading)
     if settings.health_port:
         pages = {
             "/healthz": lambda: probes.liveness(leader),

@@ -1,67 +1,119 @@
-"""Prometheus metrics of the operator. Names and meanings are listed in docs/operations.md."""
+"""The edge to Prometheus: adds up what `transitions` counts and shows what `gauges` says. docs/metrics.md lists it all.
+
+A replica that stands by serves the same page, with `etj_leader` 0 and without series of jobs.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram, start_http_server
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
 
-from elastic_operator.status import Status
-
-_JOB = ("namespace", "name")
-
-RECONCILE_SECONDS = Histogram("etj_reconcile_seconds", "Wall time of one pass over a job")
-ERRORS = Counter("etj_reconcile_errors_total", "Passes that failed and are repeated")
-STATUS_WRITES = Counter("etj_status_writes_total", "Status updates sent to the API server")
-EVENTS = Counter("etj_events_total", "Events, by reason", ["reason"])
-RECOVERIES = Counter("etj_recoveries_total", "Attempts that ended before the job was complete", ["cause"])
-PART_SECONDS = Histogram(
-    "etj_recovery_seconds",
-    "Duration of the parts of a recovery",
-    ["part"],
-    buckets=(0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600),
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    start_http_server,
 )
-ATTEMPT = Gauge("etj_attempt", "Number of the newest attempt", _JOB)
-STEP = Gauge("etj_step", "Optimizer steps done", _JOB)
-GPUS = Gauge("etj_gpus", "Accelerators of the current attempt", _JOB)
-COMMIT_STEP = Gauge("etj_commit_step", "Step of the newest valid commit", _JOB)
-PHASE = Gauge("etj_phase", "1 for the phase that the job is in", [*_JOB, "phase"])
 
-_shown: dict[tuple[str, str], tuple[str, int, int]] = {}
-"""Phase, number of the attempt that the last recovery led to, and whether its parts were counted."""
+from elastic_operator import families
+from elastic_operator.families import Family, Type
+from elastic_operator.transitions import Sample
+
+Key = tuple[str, str]
+"""Namespace and name of a job."""
+
+REGISTRY = CollectorRegistry()
+
+_phases: dict[Key, str] = {}
+"""Phase that is shown of each job."""
 
 
-def serve(port: int) -> None:
-    """Serve /metrics; 0 means not at all."""
+def _make(family: Family) -> Counter | Gauge | Histogram:
+    made: Counter | Gauge | Histogram
+    match family.type:
+        case Type.COUNTER:
+            made = Counter(family.name, family.help, family.labels, registry=REGISTRY)
+        case Type.GAUGE:
+            made = Gauge(family.name, family.help, family.labels, registry=REGISTRY)
+        case Type.HISTOGRAM:
+            made = Histogram(family.name, family.help, family.labels, registry=REGISTRY, buckets=family.buckets)
+    for values in family.series:
+        made.labels(*values)
+    return made
+
+
+# Times of creation would double the number of series, and every one is the start of this process.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+_METRICS = {family.name: _make(family) for family in families.FAMILIES}
+for _collector in (ProcessCollector, PlatformCollector):
+    _collector(registry=REGISTRY)
+
+
+def serve(port: int, leads: Callable[[], bool]) -> None:
+    """Serve /metrics; port 0 means not at all. `leads` is asked at every scrape."""
     if port:
-        start_http_server(port)
+        _gauge(families.LEADER).set_function(lambda: float(leads()))
+        _gauge(families.BUILD, version("elastic-training-operator")).set(1)
+        start_http_server(port, registry=REGISTRY)
 
 
-def show(key: tuple[str, str], status: Status) -> None:
-    """Set the gauges of one job, and count a recovery once, when its first step is known."""
-    namespace, name = key
-    ATTEMPT.labels(namespace, name).set(status.attempt)
-    STEP.labels(namespace, name).set(status.progress.step if status.progress else 0)
-    GPUS.labels(namespace, name).set(status.gpus)
-    COMMIT_STEP.labels(namespace, name).set(status.checkpoint.step)
-    last = status.recoveries[-1] if status.recoveries else None
-    finished = last.to_attempt if last is not None and last.first_step_time is not None else 0
-    old_phase, counted, known = _shown.get(key, ("", finished, 0))
-    if last is not None and finished > counted and known:
-        RECOVERIES.labels(cause=last.cause).inc()
-        for part, seconds in last.seconds.items():
-            PART_SECONDS.labels(part=part).observe(seconds)
-    if old_phase != status.phase:
-        if old_phase:
-            PHASE.remove(namespace, name, old_phase)
-        PHASE.labels(namespace, name, status.phase).set(1)
-    # What was counted before this operator started is not counted again.
-    _shown[key] = (status.phase, finished, 1)
+def count(samples: Iterable[Sample]) -> None:
+    """Add samples to their counters and histograms."""
+    for sample in samples:
+        metric = _METRICS[sample.family.name]
+        child = metric.labels(*_bounded(sample)) if sample.labels else metric
+        if isinstance(child, Histogram):
+            child.observe(sample.value)
+        else:
+            child.inc(sample.value)
 
 
-def forget(key: tuple[str, str]) -> None:
-    """The job does not exist any more."""
-    namespace, name = key
-    known = _shown.pop(key, None)
-    if known is not None:
-        for gauge in (ATTEMPT, STEP, GPUS, COMMIT_STEP):
-            gauge.remove(namespace, name)
-        PHASE.remove(namespace, name, known[0])
+def show(key: Key, phase: str, gauges: Mapping[Family, float | None]) -> None:
+    """Set the gauges of one job; those without a value are not exported."""
+    for family, value in gauges.items():
+        if value is None:
+            _remove(family, *key)
+        else:
+            _gauge(family, *key).set(value)
+    shown = _phases.get(key)
+    if shown is not None and shown != phase:
+        _remove(families.JOB_PHASE, *key, shown)
+    _gauge(families.JOB_PHASE, *key, phase).set(1)
+    _phases[key] = phase
+
+
+def forget(key: Key) -> None:
+    """The job does not exist any more: nor do its series."""
+    for family in families.FAMILIES:
+        if family.labels == families.JOB:
+            _remove(family, *key)
+    phase = _phases.pop(key, None)
+    if phase is not None:
+        _remove(families.JOB_PHASE, *key, phase)
+
+
+def _bounded(sample: Sample) -> tuple[str, ...]:
+    """Labels of the sample, with `Other` for what is on no list."""
+    family = sample.family
+    if not family.is_bounded:
+        return sample.labels
+    allowed = ({values[index] for values in family.series} for index in range(len(family.labels)))
+    return tuple(
+        label if label in known else families.OTHER for label, known in zip(sample.labels, allowed, strict=True)
+    )
+
+
+def _gauge(family: Family, *labels: str) -> Gauge:
+    metric = _METRICS[family.name]
+    found = metric.labels(*labels) if labels else metric
+    assert isinstance(found, Gauge)
+    return found
+
+
+def _remove(family: Family, *labels: str) -> None:
+    # Nothing happens where there is no such series.
+    _METRICS[family.name].remove(*labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -11,15 +12,17 @@ from typing import Any
 
 from lightkube.core.exceptions import ApiError
 
-from elastic_operator import metrics
+from elastic_operator import families, metrics
 from elastic_operator.actions import Decision
 from elastic_operator.apply import Applier, ConflictError
 from elastic_operator.decide import decide, refuse
+from elastic_operator.gauges import job_gauges
 from elastic_operator.limits import Limits
 from elastic_operator.manifests import DRAIN_REQUESTED, JobRef
 from elastic_operator.observe import Observer
-from elastic_operator.spec import SpecError, parse_spec
+from elastic_operator.spec import Spec, SpecError, parse_spec
 from elastic_operator.status import Status
+from elastic_operator.transitions import Sample, increments, reshard_samples
 from elastic_operator.wire import from_wire
 
 Key = tuple[str, str]
@@ -32,6 +35,22 @@ _FIRST_BACKOFF_SECONDS = 0.5
 _LAST_BACKOFF_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What one pass has read and decided.
+
+    Attributes:
+        before: the status that was read.
+        spec: None where it makes no sense.
+        heartbeat_time: when the heartbeat of the attempt that it leads to was seen to change.
+    """
+
+    before: Status
+    decision: Decision
+    spec: Spec | None = None
+    heartbeat_time: float | None = None
 
 
 class Workers:
@@ -74,11 +93,14 @@ class Workers:
         while True:
             waker = self._wakers[key]
             waker.clear()
+            begin = time.monotonic()
             try:
                 seconds = await self._reconcile(key)
+                _count_pass("success", begin)
                 backoff = _FIRST_BACKOFF_SECONDS
             except ConflictError as error:
                 logger.debug("%s/%s: looking again: %s", *key, error)
+                _count_pass("conflict", begin)
                 seconds = 0.2
             except asyncio.CancelledError:
                 raise
@@ -86,7 +108,7 @@ class Workers:
                 # The one place where anything may arrive: the resource is looked at again, later and later.
                 status = error.status.code if isinstance(error, ApiError) else None
                 logger.exception("%s/%s: reconciliation failed (API status %s)", *key, status)
-                metrics.ERRORS.inc()
+                _count_pass("error", begin)
                 seconds, backoff = backoff, min(2 * backoff, _LAST_BACKOFF_SECONDS)
             if seconds is None:
                 self._forget(key)
@@ -105,19 +127,16 @@ class Workers:
     async def _reconcile(self, key: Key) -> float | None:
         """One pass; seconds until the next, None if the resource is gone."""
         namespace, name = key
-        begin = time.monotonic()
         resource = await self._observer.training_job(namespace, name)
         if resource is None:
             return None
         if resource["metadata"].get("deletionTimestamp"):
             return self._limits.resync_seconds
-        decision = await self._decide(key, resource)
-        await self._apply(key, resource, decision)
-        metrics.RECONCILE_SECONDS.observe(time.monotonic() - begin)
-        metrics.show(key, decision.status)
-        return decision.requeue_seconds
+        found = await self._decide(key, resource)
+        await self._apply(key, resource, found)
+        return found.decision.requeue_seconds
 
-    async def _decide(self, key: Key, resource: Mapping[str, Any]) -> Decision:
+    async def _decide(self, key: Key, resource: Mapping[str, Any]) -> Pass:
         namespace, name = key
         meta = resource["metadata"]
         job = JobRef(
@@ -132,29 +151,50 @@ class Workers:
         try:
             spec = parse_spec(resource["spec"])
         except SpecError as error:
-            return refuse(job, error, status, limits=self._limits, now=time.time())
+            return Pass(before=status, decision=refuse(job, error, status, limits=self._limits, now=time.time()))
         fresh = not status.launched
         while True:
             world = await self._observer.look(namespace, name, spec.accelerator.resource, fresh=fresh)
             self._nodes[key] = frozenset(pod.node for pod in world.pods if pod.node)
             decision = decide(job, spec, status, world, limits=self._limits, now=time.time())
             if not decision.needs_fresh_capacity:
-                return decision
+                lease = world.leases.get(decision.status.attempt)
+                heartbeat = lease.renewed_at if lease else None
+                return Pass(before=status, decision=decision, spec=spec, heartbeat_time=heartbeat)
             fresh = True
 
-    async def _apply(self, key: Key, resource: Mapping[str, Any], decision: Decision) -> None:
+    async def _apply(self, key: Key, resource: Mapping[str, Any], found: Pass) -> None:
         """Status first: what is done next can then be derived from it by whoever comes after us."""
-        written = await self._applier.write_status(resource, decision.status)
+        decision = found.decision
+        if await self._applier.write_status(resource, decision.status):
+            _count_transition(found)
+        _show(key, found)
         for event in decision.events:
             record = {"job": "/".join(key), "attempt": decision.status.attempt, "reason": event.reason}
             logger.log(
                 logging.WARNING if event.warning else logging.INFO, "%s", event.message, extra={"fields": record}
             )
-            metrics.EVENTS.labels(reason=event.reason).inc()
+            metrics.count([Sample(family=families.EVENTS, labels=(event.reason,))])
         for action in decision.actions:
             logger.debug("%s/%s: %s", *key, json.dumps(type(action).__name__))
             await self._applier.act(*key, action)
         for event in decision.events:
             await self._applier.post_event(resource, event, time.time())
-        if written:
-            metrics.STATUS_WRITES.inc()
+
+
+def _count_pass(result: str, begin: float) -> None:
+    seconds = time.monotonic() - begin
+    metrics.count([Sample(family=families.RECONCILE_SECONDS, labels=(result,), value=seconds)])
+
+
+def _count_transition(found: Pass) -> None:
+    """Count what has been written, once it has been: an update that lost its race is made, and counted, again."""
+    metrics.count([Sample(family=families.STATUS_WRITES), *increments(found.before, found.decision.status)])
+    for outcome in found.decision.reshards:
+        metrics.count(reshard_samples(outcome))
+
+
+def _show(key: Key, found: Pass) -> None:
+    status = found.decision.status
+    gauges = job_gauges(found.spec, status, heartbeat_time=found.heartbeat_time, now=time.time())
+    metrics.show(key, status.phase, gauges)
