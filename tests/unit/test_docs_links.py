@@ -1,0 +1,57 @@
+"""Every link of the documentation leads somewhere, and every page is reached from the README."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pages import PAGES, README, ROOT, anchors, blocks, links
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_relative_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    wrong = []
+    for link in links(page):
+        if not link.target.exists():
+            wrong.append(f"{link.target} does not exist")
+        elif link.anchor and link.anchor not in anchors(link.target):
+            wrong.append(f"{name(link.target)} has no heading #{link.anchor}, but {sorted(anchors(link.target))}")
+    assert wrong == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached: set[Path] = set()
+    todo = [README]
+    while todo:
+        page = todo.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        for link in links(page):
+            # A folder's pages are listed where it is opened.
+            todo += sorted(link.target.glob("*.md")) if link.target.is_dir() else [link.target]
+        todo = [item for item in todo if item.suffix == ".md" and item.exists()]
+    assert [name(page) for page in PAGES if page not in reached] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_block_that_is_not_run_says_why(page: Path) -> None:
+    marked = [block for block in blocks(page.read_text(encoding="utf-8")) if block.marker]
+    assert [
+        block.line for block in marked if block.marker not in ("not run", "goes on") or len(block.reason) < 10
+    ] == []
+
+
+def test_links_and_headings_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# `a-b`, c & d\n[x](y.md#z) [![p](q.png)](#e) `[no](no.md)` [web](https://example.org)\n"
+        "```console\n# no heading\n[no](no.md)\n```\n## Twice\n## Twice\n"
+    )
+    assert [(link.target.name, link.anchor) for link in links(page)] == [("y.md", "z"), ("page.md", "e")]
+    assert anchors(page) == {"a-b-c--d", "twice", "twice-1"}
