@@ -108,7 +108,7 @@ def ensure() -> None:
     if not missing():
         return
     cni_dir().mkdir(parents=True, exist_ok=True)
-    online = _reachable("https://dl.k8s.io/")
+    online = reachable("https://dl.k8s.io/")
     if any(path.name in (*RUNTIME, *CNI) for path in missing()):
         say("getting containerd, runc, etcd and the network plugins")
         _download_runtime() if online else _unpack_debian_packages()
@@ -120,7 +120,8 @@ def ensure() -> None:
         raise TestbedError(f"still missing after the build: {[str(path) for path in missing()]}")
 
 
-def _reachable(url: str) -> bool:
+def reachable(url: str) -> bool:
+    """Whether anybody answers there."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_CONNECT_SECONDS):
             return True
@@ -128,7 +129,7 @@ def _reachable(url: str) -> bool:
         return False
 
 
-def _place(source: Path, target: Path) -> None:
+def place(source: Path, target: Path) -> None:
     """Copy beside the target, then rename: a reader never sees half a program."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.copyfile(source, draft)
@@ -136,7 +137,7 @@ def _place(source: Path, target: Path) -> None:
     draft.rename(target)
 
 
-def _fetch(url: str, target: Path) -> str:
+def fetch(url: str, target: Path) -> str:
     """Download and return the SHA-256 in hex."""
     digest = hashlib.sha256()
     with urllib.request.urlopen(url, timeout=60) as answer, open(target, "wb") as stream:
@@ -146,7 +147,12 @@ def _fetch(url: str, target: Path) -> str:
     return digest.hexdigest()
 
 
-def _check(url: str, checksum_url: str, actual: str) -> None:
+def check(url: str, checksum_url: str, actual: str) -> None:
+    """Compare a SHA-256 with the one that the publisher lists.
+
+    Raises:
+        TestbedError: they differ.
+    """
     with urllib.request.urlopen(checksum_url, timeout=60) as answer:
         listing = answer.read().decode()
     name = url.rsplit("/", 1)[1]
@@ -162,8 +168,8 @@ def _download_kubernetes(names: list[str]) -> None:
         for name in names:
             say(f"downloading {name}")
             draft = Path(folder) / name
-            _check(name, f"{base}/{name}.sha256", _fetch(f"{base}/{name}", draft))
-            _place(draft, bin_dir() / name)
+            check(name, f"{base}/{name}.sha256", fetch(f"{base}/{name}", draft))
+            place(draft, bin_dir() / name)
 
 
 def _download_runtime() -> None:
@@ -171,9 +177,9 @@ def _download_runtime() -> None:
         for url, suffix, members in _RELEASES.values():
             archive = Path(folder) / url.rsplit("/", 1)[1]
             say(f"downloading {archive.name}")
-            actual = _fetch(url, archive)
+            actual = fetch(url, archive)
             sums = {"runc": "runc.sha256sum", "etcd": "SHA256SUMS"}.get(members[0])
-            _check(url, f"{url.rsplit('/', 1)[0]}/{sums}" if sums else url + suffix, actual)
+            check(url, f"{url.rsplit('/', 1)[0]}/{sums}" if sums else url + suffix, actual)
             for member in members:
                 target = (cni_dir() if member in CNI else bin_dir()) / member
                 if archive.suffix in (".gz", ".tgz"):
@@ -182,9 +188,9 @@ def _download_runtime() -> None:
                         content = tar.extractfile(entry)
                         assert content is not None
                         (Path(folder) / member).write_bytes(content.read())
-                    _place(Path(folder) / member, target)
+                    place(Path(folder) / member, target)
                 else:
-                    _place(archive, target)
+                    place(archive, target)
 
 
 def _unpack_debian_packages() -> None:
@@ -220,9 +226,9 @@ def _unpack_debian_packages() -> None:
     for package in sorted((work / "deb").glob("*.deb")):
         run("dpkg", "-x", package, work / "root")
     for name in RUNTIME:
-        _place(_found(work / "root", "usr/bin", "usr/sbin", name=name), bin_dir() / name)
+        place(_found(work / "root", "usr/bin", "usr/sbin", name=name), bin_dir() / name)
     for name in CNI:
-        _place(_found(work / "root", "usr/lib/cni", name=name), cni_dir() / name)
+        place(_found(work / "root", "usr/lib/cni", name=name), cni_dir() / name)
 
 
 def _debian_mirror() -> str:
@@ -284,5 +290,5 @@ def _build_kubernetes() -> None:
             f"k8s.io/kubernetes/cmd/{name}",
         ]
         run_with_progress(f"building {name}", command, cwd=module, env=env, log=log)
-        _place(module / name, bin_dir() / name)
+        place(module / name, bin_dir() / name)
         (module / name).unlink()

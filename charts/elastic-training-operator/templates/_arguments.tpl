@@ -1,0 +1,29 @@
+{{/* The command line of the operator. Every key of `settings` is an option: fooSeconds is --foo-seconds. */}}
+{{- define "etj.arguments" -}}
+- run
+{{- if .Values.jsonLogs }}
+- --json-logs
+{{- end }}
+- --log-level={{ .Values.logLevel }}
+- --lease-name={{ include "etj.fullname" . }}
+- --health-port={{ .Values.health.port }}
+{{- if .Values.metrics.enabled }}
+- --metrics-port={{ .Values.metrics.port }}
+{{- end }}
+{{- range .Values.watchNamespaces | uniq }}
+- --namespace={{ . }}
+{{- end }}
+{{- if .Values.reshardImage.repository }}
+- --reshard-image={{ include "etj.image" (dict "image" .Values.reshardImage "default" .Chart.AppVersion) }}
+{{- end }}
+{{- range $key, $value := .Values.settings }}
+{{- $option := kebabcase $key }}
+{{- if kindIs "slice" $value }}
+{{- range $value }}
+- {{ printf "--%s=%s" $option . | quote }}
+{{- end }}
+{{- else if not (kindIs "invalid" $value) }}
+- --{{ $option }}={{ $value }}
+{{- end }}
+{{- end }}
+{{- end -}}
