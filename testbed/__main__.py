@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from testbed import cluster, faults, machine
+import yaml
+
+from testbed import cluster, example, faults, machine, shellenv
 from testbed.errors import CannotRunHereError, TestbedError
 from testbed.paths import CONTROL_PLANE, kubeconfig, run_dir
 
@@ -56,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("down", help="remove the cluster without a trace")
     commands.add_parser("status", help="machines and whether they are on")
     commands.add_parser("kubeconfig", help="print the path of the admin's kubeconfig")
+    commands.add_parser("env", help='print what a shell needs: eval "$(python -m testbed env)"')
+    job = commands.add_parser("example", help="print the example's job for this test bed, for kubectl apply -f -")
+    job.add_argument("--namespace", default="default", metavar="NAME", help="of the job and its claim")
     for name, (_, text) in _NODE_COMMANDS.items():
         commands.add_parser(name, help=text).add_argument("node")
     for name, text in (("gpu-fail", "make a GPU unhealthy"), ("gpu-heal", "make a GPU healthy again")):
@@ -81,6 +86,12 @@ def _run(options: argparse.Namespace) -> int:
     elif command == "kubeconfig":
         cluster.members()
         sys.stdout.write(f"{kubeconfig()}\n")
+    elif command == "env":
+        cluster.members()
+        sys.stdout.write(shellenv.exports())
+    elif command == "example":
+        cluster.members()
+        sys.stdout.write(yaml.safe_dump_all(example.objects(options.namespace), sort_keys=False))
     elif command in _NODE_COMMANDS:
         _NODE_COMMANDS[command][0](options.node)
     elif command == "gpu-fail":

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from elastic_operator.conditions import Type
@@ -167,8 +166,3 @@ def test_every_failure_that_is_tested_on_a_cluster_has_a_row() -> None:
         and name not in named
     }
     assert missing == {}
-
-
-@pytest.mark.parametrize("kind", Kind)
-def test_every_signal_is_in_the_table_once(kind: Kind) -> None:
-    assert len(re.findall(rf"\b{kind}\b", section(OPERATIONS, "Signals"))) == 1
