@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from testbed import cgroups, components, controlplane, images, machine, nodes, storage
+from testbed import cgroups, components, controlplane, images, machine, nodes, oci, project, storage
 from testbed.dns import Api
 from testbed.errors import CannotRunHereError, TestbedError
 from testbed.paths import (
@@ -112,11 +112,14 @@ def up(
     }
     with lock():
         if settings().get("wanted") == wanted and is_ready():
+            ensure_images()
             say("already up")
             return
         remove_everything()
         components.ensure()
         images.write_all(state_dir() / "images")
+        with project.lock():
+            project.ensure_built()
         members = nodes.layout(num_gpu_nodes=num_gpu_nodes, gpus_per_node=gpus_per_node, resources=resources)
         _remember(wanted)
         _make_bridge(members)
@@ -135,6 +138,23 @@ def up(
         wait_ready(members)
         (run_dir() / "ready").touch()
         say(f"up: export KUBECONFIG={kubeconfig()}")
+
+
+def ensure_images() -> tuple[oci.Image, ...]:
+    """Build the project's images as far as sources have changed, and bring them onto every node that is on.
+
+    Nodes that are off import them when they are switched on.
+
+    Raises:
+        TestbedError: no test bed is up, a program failed, or a node did not answer.
+    """
+    with project.lock():
+        built = project.ensure_built()
+        running = [(node, init) for node in members() if (init := machine.init_pid(node.name)) is not None]
+        for node, init in running:
+            enter = ("nsenter", "--target", str(init), "--mount", "--pid", "--net")
+            run("timeout", "120", *enter, "bash", "-ec", nodes.import_images(node))
+    return built
 
 
 def wait_ready(members: tuple[nodes.Node, ...]) -> None:

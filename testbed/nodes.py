@@ -85,6 +85,16 @@ def start(node: Node, others: tuple[Node, ...]) -> None:
     machine.start(node.name, address=node.address, script=_script(node, others))
 
 
+def import_images(node: Node) -> str:
+    """Shell text, run on the node: import each archive once. Archives are named by their contents."""
+    done = node.folder / "imported"
+    return f"""mkdir -p {done}
+for image in {state_dir()}/images/*.tar; do
+  mark={done}/$(basename "$image")
+  [ -e "$mark" ] || {{ {bin_dir()}/ctr -n k8s.io images import --local "$image" >/dev/null && touch "$mark"; }}
+done"""
+
+
 def _script(node: Node, others: tuple[Node, ...]) -> str:
     folders = {"kubelet": "/var/lib/kubelet", "pods": "/var/log/pods", "containers": "/var/log/containers"}
     lines = [f"export PATH={bin_dir()}:$PATH", f"ip route add default via {CONTROL_PLANE_ADDRESS}"]
@@ -98,9 +108,7 @@ def _script(node: Node, others: tuple[Node, ...]) -> str:
         "echo 1 > /proc/sys/net/ipv4/ip_forward",
         f"keep containerd containerd -c {node.folder}/containerd.toml",
         "until ctr -n k8s.io version >/dev/null 2>&1; do sleep 0.05; done",
-        f"for image in {state_dir()}/images/*.tar; do",
-        '  ctr -n k8s.io images import --local "$image" >/dev/null',
-        "done",
+        import_images(node),
         f"until [ -e {run_dir()}/apiserver.ready ]; do sleep 0.05; done",
         f"keep kubelet kubelet --config={node.folder}/kubelet.json --kubeconfig={node.folder}/kubeconfig "
         f"--hostname-override={node.name} --node-ip={node.address} --node-labels="
