@@ -25,8 +25,16 @@ from reshard.commit import (
     write_commit,
 )
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import CorruptSourceError, SourceError, TargetError, UncommittedError, UsageError, VerificationError
-from reshard.execute import Mover, Outcome, Progress, UnitRecord
+from reshard.errors import (
+    CorruptSourceError,
+    SourceError,
+    TargetError,
+    TargetTakenError,
+    UncommittedError,
+    UsageError,
+    VerificationError,
+)
+from reshard.execute import Mover, Outcome, Progress
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import Request
 from reshard.formats.deepspeed import FORMAT as DEEPSPEED
@@ -43,6 +51,7 @@ from reshard.storage import target_errors
 from reshard.topology import Topology
 from reshard.verify import compare, digests, total
 from reshard.views import select_states
+from reshard.working import NOTHING, Moved, Resumed, Work, do, kept
 
 _REMOTE_THREADS = 8
 _PLAN = "plan"
@@ -112,6 +121,9 @@ def plan_of(
     """
     request = Request(topology=target) if isinstance(target, Topology) else target
     layout = format_of(target_format or index.format).layout(index, request)
+    if request.like is not None and layout.format == index.format:
+        note = f"settings, schedule and all that is not tensors are those of {request.like.root}, not of the source"
+        layout = dataclasses.replace(layout, notes=(*layout.notes, note))
     plan = make_plan(index, layout, memory_bytes=memory_bytes, num_threads=num_threads or _num_threads(index))
     check_plan(plan)
     return plan
@@ -229,6 +241,7 @@ def convert(
     worker: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
     planned: Callable[[Plan], None] | None = None,
+    resumed: Callable[[Resumed], None] | None = None,
 ) -> ReshardReport:
     """Convert a checkpoint.
 
@@ -246,6 +259,7 @@ def convert(
         worker: which of how many workers, from 0.
         progress: told about bytes moved.
         planned: shown the plan before a byte moves.
+        resumed: told what an earlier run had done, where a run may go on with that.
 
     Raises:
         ReshardError: see `reshard.errors`.
@@ -254,29 +268,32 @@ def convert(
     if not wanted.source.exists() and (done := _committed_from(wanted)) is not None:
         return _report(done, wanted, started, message="already converted and committed; the source is gone")
     plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=num_threads)
-    done = _already_done(wanted, plan, crc=reread)
+    done = already_done(wanted, plan, crc=reread)
     if done is not None:
         return _report(done, wanted, started, message="already converted and committed")
     if planned is not None:
         planned(plan)
-    with staging(wanted.target, plan.fingerprint, plan.bytes_to_write, sharing) as folder:
+    with staging(wanted.target, plan.fingerprint, plan.bytes_to_write, sharing) as folder, kept(folder, plan, sharing):
         outcome: Outcome | None = None
-        done = _already_done(wanted, plan)  # by another worker, while this one planned
+        work = Work()
+        done = already_done(wanted, plan)  # by another worker, while this one planned
         if done is None:
             with Mover(plan, folder, sync=sync, bytes_per_second=bytes_per_second, progress=progress) as mover:
-                records = _work(mover, folder, sharing, worker)
+                work = do(mover, folder, sharing, worker, resumed)
                 with only_one(folder):
-                    done = _already_done(wanted, plan)
+                    done = already_done(wanted, plan)
                     if done is None:
-                        records = records or Journal(folder).records()
+                        records = work.records if sharing is Sharing.ALONE else Journal(folder).records()
                         outcome = mover.finish(records, fresh=sharing is Sharing.ALONE)
                         _check_source_digests(plan, outcome)
                         done = _publish(folder, wanted, plan, _commit(plan, wanted, outcome), reread=reread)
         if outcome is None:
             shutil.rmtree(folder, ignore_errors=True)
-            return _report(done, wanted, started, message="converted together with other workers")
-    message = f"converted {_what(plan)}, {len(outcome.digests)} tensors verified"
-    return _report(done, wanted, started, outcome=outcome, message=message)
+            what = f"converted together with other workers: {work.share(plan)} by this one"
+            return _report(done, wanted, started, message=what, moved=work.moved)
+    message = f"converted {_what(plan)}, {len(outcome.digests)} tensors verified{work.resumed}"
+    moved = Moved(outcome.bytes_read, outcome.bytes_written).less(work.before)
+    return _report(done, wanted, started, moved=moved, message=message)
 
 
 def _what(plan: Plan) -> str:
@@ -291,23 +308,6 @@ def reshard(source: Path, target: Path, topology: Topology, *, reread: bool = Fa
     return convert(Conversion(source=source, target=target, topology=topology), reread=reread)
 
 
-def _work(mover: Mover, folder: Path, sharing: Sharing, worker: tuple[int, int]) -> list[UnitRecord]:
-    """Do all units, or this worker's; what was recorded in a journal is not returned."""
-    count = len(mover.plan.units)
-    if sharing is Sharing.ALONE:
-        return mover.do(range(count))
-    journal = Journal(folder)
-    for record in journal.records():
-        if not mover.intact(record, reread=sharing is Sharing.RESUMABLE):
-            journal.forget(record.unit)
-    if sharing is Sharing.RESUMABLE:
-        done = journal.done()
-        mover.do((unit for unit in range(count) if unit not in done), journal.record)
-    else:
-        mover.do(journal.share(count, *worker), journal.record)
-    return []
-
-
 def _committed_from(wanted: Conversion) -> Commit | None:
     """The target's commit, if it is intact and made from this source for this topology."""
     with contextlib.suppress(SourceError):
@@ -318,11 +318,11 @@ def _committed_from(wanted: Conversion) -> Commit | None:
     return None
 
 
-def _already_done(wanted: Conversion, plan: Plan, *, crc: bool = False) -> Commit | None:
+def already_done(wanted: Conversion, plan: Plan, *, crc: bool = False) -> Commit | None:
     """The target's commit, if this very plan made it (same source files, same target files) and its files are there.
 
     Raises:
-        TargetError: there is something else.
+        TargetTakenError: there is something else.
     """
     if not os.path.lexists(wanted.target):
         return None
@@ -331,7 +331,7 @@ def _already_done(wanted: Conversion, plan: Plan, *, crc: bool = False) -> Commi
         if commit.options == {**wanted.options, _PLAN: plan.fingerprint}:
             check_files(wanted.target, commit, crc=crc)
             return commit
-    raise TargetError(
+    raise TargetTakenError(
         "exists and is not the result of this conversion",
         path=str(wanted.target),
         hint="choose another folder or remove this one",
@@ -413,7 +413,7 @@ def _publish(folder: Path, wanted: Conversion, plan: Plan, commit: Commit, *, re
         folder.rename(wanted.target)
     except OSError as error:
         # Another run of the same conversion may have been faster; its result is as good.
-        done = _already_done(wanted, plan)
+        done = already_done(wanted, plan)
         if done is None:
             raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
         return done
@@ -423,7 +423,7 @@ def _publish(folder: Path, wanted: Conversion, plan: Plan, commit: Commit, *, re
 
 
 def _report(
-    commit: Commit, wanted: Conversion, started: float, *, message: str, outcome: Outcome | None = None
+    commit: Commit, wanted: Conversion, started: float, *, message: str, moved: Moved = NOTHING
 ) -> ReshardReport:
     return ReshardReport(
         ok=True,
@@ -433,8 +433,8 @@ def _report(
         target=str(wanted.target),
         step=commit.step,
         samples=commit.samples,
-        bytes_read=outcome.bytes_read if outcome else 0,
-        bytes_written=outcome.bytes_written if outcome else 0,
+        bytes_read=moved.bytes_read,
+        bytes_written=moved.bytes_written,
         num_files=len(commit.files),
         seconds=round(time.monotonic() - started, 3),
         peak_rss_bytes=peak_rss_bytes(),

@@ -1,107 +1,44 @@
-"""The command line: `reshard inspect | plan | run | verify | explain`.
-
-Data goes to stdout (`--json` for machines), log and progress to stderr, and the exit code names the class of a failure
-(`reshard.contract.ExitCode`). With `--json`, stdout holds one JSON object whatever happens.
-"""
+"""Entry point of the command: what is done before the rest is imported, which takes a moment."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import itertools
-import json
 import os
 import signal
 import sys
-import time
-import traceback
+import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-from reshard import api
-from reshard.arguments import check
-from reshard.contract import ExitCode
-from reshard.errors import ReshardError, TargetError, UsageError
-from reshard.options import parse
-from reshard.render import error_value
-from reshard.verbs import VERBS, check_report, write_report
+_INTERRUPTED = 130  # `reshard.contract.ExitCode.INTERRUPTED`, which would have to be imported
+_MESSAGE = b"reshard: interrupted before anything was done\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    _open_streams()
-    options = _before_parsing(words)
-    started = time.monotonic()
-    try:
-        options = parse(words)
-        with _termination_as_interrupt():
-            check(options)
-            result = VERBS[options.verb](options)
-    except ReshardError as error:
-        return _failed(options, error, error.exit_code, str(error), started)
-    except KeyboardInterrupt as error:
-        return _failed(options, error, ExitCode.INTERRUPTED, "interrupted; nothing was published", started)
-    except Exception as error:
-        traceback.print_exc()
-        return _failed(options, error, ExitCode.INTERNAL, f"a bug: {type(error).__name__}: {error}", started)
-    _say(json.dumps(result.value, indent=1) if options.json else result.text)
-    return int(result.exit_code)
-
-
-def _before_parsing(words: Sequence[str]) -> argparse.Namespace:
-    """What is needed to report a command line that cannot be parsed: a pod's report is all that the operator sees."""
-    report = next((after for word, after in itertools.pairwise(words) if word == "--report"), None)
-    return argparse.Namespace(verb=words[0] if words else "", json="--json" in words, report=report)
-
-
-def _failed(
-    options: argparse.Namespace, error: BaseException, exit_code: ExitCode, message: str, started: float
-) -> int:
-    """Say why on stderr, in the report, and as JSON."""
-    sys.stderr.write(f"reshard: {message}\n")
-    value: dict[str, Any] = {"ok": False, "exit_code": int(exit_code)}
-    if options.verb == "run":
-        source, target = (Path(getattr(options, name, "")) for name in ("source", "target"))
-        report = api.failure_report(exit_code, message, source, target, time.monotonic() - started)
-        with contextlib.suppress(TargetError, UsageError):
-            check_report(options.report, *(path.absolute() for path in (source, target) if path.parts))
-            write_report(options.report, report)
-        value = json.loads(report.to_json())
-    if options.json:
-        _say(json.dumps({**value, "error": error_value(error, int(exit_code), message)}, indent=1))
-    return int(exit_code)
-
-
-def _open_streams() -> None:
-    """A process that was started with closed streams (`>&-`) has none: what is said then goes nowhere."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-
-
-def _say(text: str) -> None:
-    """Print data; a reader that has seen enough (`| head`) is no failure."""
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with _quiet_start():
+        from reshard.command import run
+    return run(words)
 
 
 @contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that half results are removed."""
+def _quiet_start() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the process at once: in an import, an exception could come out anywhere."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
+    def leave(_number: int, _frame: object) -> None:
+        with contextlib.suppress(OSError):  # a closed stream
+            os.write(2, _MESSAGE)
+        os._exit(_INTERRUPTED)
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@
     ├── UnsupportedError         understood, but refused: layout or conversion we will not guess at
     ├── PlanError                the plan does not cover the target exactly
     ├── TargetError              the target cannot be written
+    │   ├── TargetTakenError     there is something else of this name
     │   └── StorageFullError     no space left
     └── VerificationError        digests differ: the result was not committed
 
@@ -106,6 +107,10 @@ class TargetError(ReshardError):
     """The target cannot be written."""
 
     exit_code = ExitCode.TARGET_FAILED
+
+
+class TargetTakenError(TargetError):
+    """There is something else of the target's name, and it is never touched."""
 
 
 class StorageFullError(TargetError):

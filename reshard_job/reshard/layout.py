@@ -251,6 +251,7 @@ class Index:
         aliases: second name of a tied weight -> name of the tensor that it is.
         extra: what the format's own writer needs besides; opaque here.
         notes: what of the source no writer of another format can take along, in words for the user.
+        left_out: states that the source holds and that were not asked for.
     """
 
     root: Path
@@ -265,6 +266,7 @@ class Index:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra: Any = None
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def number_of(self, key: TensorKey) -> int | None:
         """Position of a tensor in `tensors`, or None."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from reshard.contract import COMMIT_FILE
 from reshard.errors import NotACheckpointError, TargetError, UsageError
 from reshard.formats import known_formats, recognise
+from reshard.staging import unfinished
 
 _MOST_TAGS = 20
+_MOST_NAME_BYTES = 255  # of Linux' file systems
+_MOST_PATH_BYTES = 3800  # PATH_MAX is 4096; the files of the result have names too
 
 
 def check_source(path: Path) -> None:
@@ -17,8 +21,8 @@ def check_source(path: Path) -> None:
     Raises:
         NotACheckpointError: missing, a file, unreadable, or the folder above the checkpoints; says what is there.
     """
-    if not path.exists():
-        above = next((parent for parent in path.absolute().parents if parent.exists()), None)
+    if not _exists(path):
+        above = next((parent for parent in path.absolute().parents if _exists(parent)), None)
         hint = f"of this path, {above} is there" if above is not None and above != Path(above.anchor) else ""
         raise NotACheckpointError("there is no such folder", path=str(path), hint=hint)
     if not path.is_dir():
@@ -76,6 +80,36 @@ def _natural(name: str) -> tuple[int, str]:
     return (int(digits) if digits.isascii() and digits else 0, name)
 
 
+def _exists(path: Path) -> bool:
+    """No name that is too long for the file system is there."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _check_names(target: Path) -> None:
+    """Names that no file system takes are refused by their length; the unfinished result has a longer one."""
+    for part in target.parts:
+        most = (
+            _MOST_NAME_BYTES
+            if part != target.name
+            else _MOST_NAME_BYTES - len(unfinished(Path("x"), "0" * 16).name) + 1
+        )
+        if (found := len(os.fsencode(part))) > most:
+            raise TargetError(
+                f"a name of {found} bytes, {part[:20]}...: at most {most} fit",
+                path=f"{str(target)[:100]}...",
+                hint="choose a shorter name",
+            )
+    if (found := len(os.fsencode(target.absolute()))) > _MOST_PATH_BYTES:
+        raise TargetError(
+            f"has {found} bytes: at most {_MOST_PATH_BYTES} fit",
+            path=f"{str(target)[:100]}...",
+            hint="choose a shorter path",
+        )
+
+
 def check_target(source: Path, target: Path) -> None:
     """Refuse a target that would touch the source, or that cannot become a folder.
 
@@ -83,8 +117,9 @@ def check_target(source: Path, target: Path) -> None:
 
     Raises:
         UsageError: source and target are the same, or one lies in the other.
-        TargetError: the target is a file, or below one.
+        TargetError: the target is a file, or below one, or its name is too long.
     """
+    _check_names(target)
     here, there = source.resolve(), target.resolve()
     if here == there:
         raise UsageError("source and target are the same folder", path=str(target), hint="name a new folder")

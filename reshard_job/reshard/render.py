@@ -212,12 +212,13 @@ def plan_text(value: Mapping[str, Any], estimated: Estimate) -> str:
         *(f"  note      {note}" for note in value["notes"]),
     ]
     if (free := value.get("target_free_bytes")) is not None:
-        enough = (
-            ""
-            if free >= value["bytes_to_write"]
-            else f": too little, {format_bytes(value['bytes_to_write'])} are needed"
-        )
-        lines.append(f"  free      {format_bytes(free)} on the target's file system{enough}")
+        lines.append(f"  free      {format_bytes(free)} on the target's file system")
+    if value.get("already_done"):
+        lines.append("  done      the target is the result of this conversion already: run would change nothing")
+    if (refused := value.get("refused")) is not None:
+        told = f"{refused['path']}: {refused['message']}" if refused["path"] else refused["message"]
+        found = _problem_text(told, refused["exit_code"], refused["kind"], refused["hint"])
+        lines.append(found.replace("  problem ", "  refused ", 1))
     if "files" in value:
         lines += [f"  file      {item['path']}  {format_bytes(item['bytes'])}" for item in value["files"]]
     return "\n".join([*lines, "  exact: every element of every copy is written once"])

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.errors import CorruptSourceError, StorageFullError, TargetError, VerificationError
+from reshard.errors import CorruptSourceError, StorageFullError, TargetError, TargetTakenError, VerificationError
 from reshard.storage import free_bytes, target_errors
 
 FINISH_FILE = ".finish"
@@ -27,6 +27,11 @@ class Sharing(enum.Enum):
     """One run at a time; a failure leaves it for the next run of the same conversion."""
     TOGETHER = "together"
     """Any number of workers at a time; likewise."""
+
+
+def unfinished(target: Path, name: str) -> Path:
+    """The hidden folder of an unfinished result, by a name of its own (at most 16 characters)."""
+    return target.parent / f".{target.name}.partial-{name}"
 
 
 @contextlib.contextmanager
@@ -47,14 +52,13 @@ def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) ->
         TargetError: the folder cannot be made, or somebody else works on it.
     """
     parent = target.parent
-    name = secrets.token_hex(4) if sharing is Sharing.ALONE else fingerprint
-    folder = parent / f".{target.name}.partial-{name}"
+    folder = unfinished(target, secrets.token_hex(4) if sharing is Sharing.ALONE else fingerprint)
     with target_errors(target, num_bytes):
         parent.mkdir(parents=True, exist_ok=True)
         for stale in parent.glob(f".{target.name}.partial-*"):
             if stale != folder:
                 _remove_unless_locked(stale)
-        _check_free(parent, num_bytes - _allocated_bytes(folder))
+        check_free(parent, num_bytes - _allocated_bytes(folder))
         folder.mkdir(exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     keep = sharing is not Sharing.ALONE
@@ -63,6 +67,9 @@ def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) ->
         yield folder
     except (VerificationError, CorruptSourceError):
         keep = sharing is Sharing.TOGETHER
+        raise
+    except TargetTakenError:  # it can never be published
+        keep = False
         raise
     finally:
         if not keep:
@@ -81,7 +88,12 @@ def _lock(descriptor: int, folder: Path, *, shared: bool) -> None:
         return
 
 
-def _check_free(parent: Path, num_bytes: int) -> None:
+def check_free(parent: Path, num_bytes: int) -> None:
+    """There is space for so many bytes on the file system of a folder.
+
+    Raises:
+        StorageFullError: there is not.
+    """
     free = free_bytes(parent)
     if free < num_bytes:
         raise StorageFullError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard import agree, api, arguments, estimate, explain, inspection, picture, render, virtual
+from reshard import agree, api, arguments, estimate, explain, foresight, inspection, picture, render, virtual
 from reshard.commit import VIRTUAL, check_files, read_commit, source_of
 from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
 from reshard.errors import SourceError, TargetError, UncommittedError, UsageError, VerificationError
@@ -28,6 +28,7 @@ from reshard.storage import free_bytes
 from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
 from reshard.views import keep_tensors
+from reshard.working import Resumed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,13 +70,18 @@ def _plan(options: argparse.Namespace) -> Result:
         check_target(wanted.source, target)
     plan = api.plan_conversion(wanted, memory_bytes=arguments.memory_bytes(options.memory), num_threads=options.threads)
     mode = _mode(options, plan)
-    rates = estimate.assumed(plan) if options.no_measure else estimate.measure(plan, target)
+    refused = None if target is None else foresight.refusal(wanted, plan, mode.mode)
+    rates = estimate.assumed(plan) if options.no_measure else estimate.measure(plan, None if refused else target)
     estimated = estimate.estimate(plan, rates)
     requests = estimate.count_requests(plan)
     value = render.plan_value(plan, estimated, requests, (mode.mode, mode.reason), files=options.files)
     if target is not None:
         value["target_free_bytes"] = free_bytes(estimate.above(target))
-    return Result({"ok": True, **value}, render.plan_text(value, estimated))
+        value["already_done"] = refused is None and foresight.is_done(wanted, plan, mode.mode)
+        value["refused"] = None if refused is None else render.error_value(refused, refused.exit_code, str(refused))
+    code = ExitCode.OK if refused is None else refused.exit_code
+    told = {"ok": refused is None, **({} if refused is None else {"exit_code": int(code)}), **value}
+    return Result(told, render.plan_text(value, estimated), code)
 
 
 def _run(options: argparse.Namespace) -> Result:
@@ -87,10 +93,19 @@ def _run(options: argparse.Namespace) -> Result:
     sharing = Sharing.TOGETHER if worker else Sharing.RESUMABLE if options.resume else Sharing.ALONE
     line = ProgressLine(quiet=options.quiet)
 
+    expected: list[int] = []
+
+    def note(*texts: str) -> None:
+        sys.stderr.write("".join(f"reshard: note: {text}\n" for text in texts if not options.quiet))
+
     def planned(plan: Plan) -> None:
-        for note in () if options.quiet else plan.summary()["notes"]:
-            sys.stderr.write(f"reshard: note: {note}\n")
-        line.expect(plan.bytes_to_read // (worker[1] if worker else 1))
+        note(*plan.summary()["notes"])
+        expected.append(plan.bytes_to_read // (worker[1] if worker else 1))
+        line.expect(expected[0])
+
+    def resumed(before: Resumed) -> None:
+        note(f"--resume: {before}")
+        line.expect(expected[0] - before.num_bytes)
 
     if options.mode == "virtual":
         report = virtual.prepare(wanted, memory_bytes=arguments.memory_bytes(options.memory), planned=planned)
@@ -108,6 +123,7 @@ def _run(options: argparse.Namespace) -> Result:
             worker=worker or (0, 1),
             progress=line,
             planned=planned,
+            resumed=resumed,
         )
     finally:
         line.close()
@@ -178,6 +194,8 @@ def _compared(options: argparse.Namespace, value: dict[str, Any], found: agree.A
         raise VerificationError(
             f"{len(found.different)} tensors differ between {options.first} and {options.second}",
             problems=[*found.different[:20], *more],
+            hint="verify each of the two alone, which tells a damaged one; if both are well, they are different"
+            " checkpoints (another step, another run), or the map of names is wrong: reshard explain shows each byte",
         )
     if not found.same:
         raise VerificationError(
@@ -273,7 +291,11 @@ def check_report(report: str | None, *checkpoints: Path) -> None:
     path = Path(report).absolute()
     if any(folder in path.parents for folder in checkpoints):
         raise UsageError(f"--report {report}: lies inside of a checkpoint", hint="name a file somewhere else")
-    if path.is_dir() or not path.parent.is_dir():
+    try:
+        has_place = path.parent.is_dir() and not path.is_dir()
+    except OSError as error:
+        raise TargetError(f"the report cannot be written: {error.strerror}", path=report) from error
+    if not has_place:
         raise TargetError("the report cannot be written: no such folder, or a folder itself", path=report)
 
 

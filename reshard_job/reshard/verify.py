@@ -50,7 +50,12 @@ def digests(index: Index, *, progress: Progress | None = None) -> dict[str, str]
     finally:
         source.close()
     if problems:
-        raise CorruptSourceError("copies of one tensor differ", path=str(index.root), problems=problems[:20])
+        raise CorruptSourceError(
+            "copies of one tensor differ",
+            path=str(index.root),
+            problems=problems[:20],
+            hint="ranks wrote different values, or a file is damaged: use an earlier checkpoint",
+        )
     return found
 
 
@@ -73,7 +78,12 @@ def verify_commit(index: Index, *, progress: Progress | None = None) -> dict[str
         if name in commit.digests and commit.digests[name] != value
     ]
     if problems:
-        raise CorruptSourceError("tensors are not what was committed", path=str(folder), problems=problems[:20])
+        raise CorruptSourceError(
+            "tensors are not what was committed",
+            path=str(folder),
+            problems=problems[:20],
+            hint="use an earlier commit, or convert its source again",
+        )
     return found
 
 

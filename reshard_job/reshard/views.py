@@ -25,7 +25,8 @@ def select_states(index: Index, states: tuple[str, ...]) -> Index:
             path=str(index.root),
         )
     chosen = [at for at, tensor in enumerate(index.tensors) if tensor.key.state in states]
-    return keep_tensors(index, chosen)
+    left_out = tuple(state for state in held if state not in states)
+    return dataclasses.replace(keep_tensors(index, chosen), left_out=left_out)
 
 
 def keep_tensors(index: Index, chosen: list[int]) -> Index:

@@ -18,7 +18,7 @@ from pathlib import Path
 from reshard.api import Conversion, peak_rss_bytes, plan_conversion
 from reshard.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import SourceError, TargetError
+from reshard.errors import SourceError, TargetError, TargetTakenError
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
 from reshard.staging import Sharing, staging
 from reshard.storage import target_errors
@@ -92,8 +92,8 @@ def prepare(
     """
     started = time.monotonic()
     plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
-    wanted = dataclasses.replace(wanted, topology=plan.layout.topology, keeps_stage=False)
-    commit = _already_done(wanted)
+    wanted = settled(wanted, plan)
+    commit = already_done(wanted)
     if commit is not None:
         return _report(commit, wanted, started, 0, "already prepared and committed")
     if planned is not None:
@@ -115,12 +115,22 @@ def prepare(
     return _report(commit, wanted, started, num_bytes, what)
 
 
+def settled(wanted: Conversion, plan: Plan) -> Conversion:
+    """With the topology that the plan came to."""
+    return dataclasses.replace(wanted, topology=plan.layout.topology, keeps_stage=False)
+
+
 def _options(wanted: Conversion) -> dict[str, str]:
     return {**wanted.options, "mode": VIRTUAL}
 
 
-def _already_done(wanted: Conversion) -> Commit | None:
-    if not wanted.target.exists():
+def already_done(wanted: Conversion) -> Commit | None:
+    """The target's commit, if this conversion prepared it.
+
+    Raises:
+        TargetTakenError: there is something else.
+    """
+    if not os.path.lexists(wanted.target):
         return None
     with contextlib.suppress(SourceError):
         commit = read_commit(wanted.target)
@@ -128,7 +138,7 @@ def _already_done(wanted: Conversion) -> Commit | None:
         if same and {**commit.options, "plan": ""} == {**_options(wanted), "plan": ""}:
             check_files(wanted.target, commit, crc=True)
             return commit
-    raise TargetError(
+    raise TargetTakenError(
         "exists and is not the result of this conversion",
         path=str(wanted.target),
         hint="choose another folder or remove this one",
@@ -162,7 +172,7 @@ def _publish(folder: Path, wanted: Conversion) -> None:
     try:
         folder.rename(wanted.target)
     except OSError as error:
-        if _already_done(wanted) is None:
+        if already_done(wanted) is None:
             raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
         return
     sync_folder(wanted.target.parent)

@@ -155,7 +155,7 @@ def _cell(name: str, target: Target, folder: Path) -> Cell:
         target=folder / "back",
         topology=own.topology,
         target_format=own.format,
-        like=None if own.format == target.format else source.path,
+        like=None if own.format in (target.format, "safetensors") else source.path,
     )
     try:
         convert(wanted, reread=True, sync=False, num_threads=1)

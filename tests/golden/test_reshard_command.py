@@ -239,3 +239,31 @@ def test_rereading_finds_what_the_disk_spoiled(tmp_path: Path, monkeypatch: pyte
 
 def test_rereading_accepts_what_is_well(tmp_path: Path) -> None:
     assert main(["run", str(SOURCE), str(tmp_path / "out"), "--to", TO, "--reread"]) == ExitCode.OK
+
+
+SLOW_START = """
+import builtins, sys, time
+real = builtins.__import__
+def slowly(name, *rest, **more):
+    if name == "reshard.command":
+        print("importing", flush=True)
+        time.sleep(30)
+    return real(name, *rest, **more)
+builtins.__import__ = slowly
+from reshard import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The command, with an import that takes long."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_it_starts_is_quiet(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-c", SLOW_START, "run", str(SOURCE), str(tmp_path / "out"), "--to", TO]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert errors == "reshard: interrupted before anything was done\n"
+    assert list(tmp_path.iterdir()) == []

@@ -1,21 +1,27 @@
 """Conversions that are killed at any moment and resumed, and conversions that several workers share."""
 
 import filecmp
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from reshard import journal, plan
+from reshard.api import Conversion, plan_conversion
 from reshard.cli import main
 from reshard.commit import read_commit
-from reshard.contract import ExitCode
+from reshard.contract import ExitCode, ReshardReport
 from reshard.journal import Journal
+from reshard.limits import format_bytes
+from reshard.plan import Plan
+from reshard.topology import Topology
 
 SOURCE = Path(__file__).parent / "deepspeed-0.19.8/zero2-dp3/step-00000002"
 TO = "dp=2,zero=2"
@@ -184,3 +190,102 @@ def worker(target: Path, share: str) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("share", ["2/2", "1", "a/b", "-1/2"])
 def test_a_share_that_makes_no_sense_is_refused(tmp_path: Path, share: str) -> None:
     assert main(command(tmp_path / "target", f"--worker={share}")) == ExitCode.USAGE
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_resumed_run_says_what_had_been_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "target"
+    whole = plan_of(tmp_path)
+    assert killed_before(60, command(target, "--resume"))
+    (partial,) = tmp_path.glob(".target.partial-*")
+    before = Journal(partial).done()
+    kept_bytes = sum(whole.units[unit].num_bytes for unit in before)
+    assert main(command(target, "--resume", "--json")) == ExitCode.OK
+    out, err = capsys.readouterr()
+    told = f"{len(before)} of {len(whole.units)} units ({format_bytes(kept_bytes)}) had been done before and are kept"
+    assert f"reshard: note: --resume: {told}\n" in err
+    report = json.loads(out)
+    assert told in report["message"]
+    assert whole.bytes_to_read - kept_bytes <= report["bytes_read"] < whole.bytes_to_read
+    written = sum(path.stat().st_size for path in target.iterdir() if path.name != "COMMIT.json")
+    assert 0 < report["bytes_written"] < written
+
+
+def test_a_run_with_nothing_to_resume_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path / "target", "--resume")) == ExitCode.OK
+    out, err = capsys.readouterr()
+    assert "--resume: nothing to go on with" in err
+    assert "before" not in out
+
+
+def plan_of(folder: Path) -> Plan:
+    wanted = Conversion(source=SOURCE, target=folder / "nowhere", topology=Topology.parse(TO))
+    return plan_conversion(wanted, num_threads=1)
+
+
+@pytest.mark.parametrize("options", [["--resume"], ["--worker", "0/2"], []])
+def test_a_run_that_fails_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    target, real, count = tmp_path / "target", Journal.record, [0]
+    pwrite = os.pwrite
+
+    def interrupted(descriptor: int, content: bytes, position: int) -> int:
+        count[0] += 1
+        if count[0] == 20:
+            raise KeyboardInterrupt
+        return pwrite(descriptor, content, position)
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    assert main(command(target, *options)) == ExitCode.INTERRUPTED
+    said = capsys.readouterr().err
+    assert "interrupted; nothing was published" in said
+    found = list(tmp_path.glob(".target.partial-*"))
+    if options:
+        done = len(Journal(found[0]).done())
+        assert done > 0
+        assert f"kept: {done} of {len(plan_of(tmp_path).units)} units" in said
+        assert str(found[0]) in said
+    else:
+        assert not found
+        assert "nothing is kept (--resume keeps what is done)" in said
+    assert real is Journal.record
+
+
+def test_a_worker_that_only_helped_reports_its_own_bytes(tmp_path: Path) -> None:
+    target = tmp_path / "shared" / "step-00000002"
+    reports = [tmp_path / f"report-{number}" for number in range(2)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, *command(target, "--worker", f"{number}/2", "--report", str(report))]
+        )
+        for number, report in enumerate(reports)
+    ]
+    assert [process.wait(timeout=60) for process in workers] == [0, 0]
+    first, second = sorted(
+        (ReshardReport.from_json(path.read_text(encoding="utf-8")) for path in reports),
+        key=lambda report: report.bytes_written,
+    )
+    files = sum(path.stat().st_size for path in target.iterdir() if path.name != "COMMIT.json")
+    assert 0.9 * files < second.bytes_written <= files  # who completes it speaks for all
+    done = re.search(r"converted together with other workers: (\d+) of (\d+) units by this one", first.message)
+    if done is not None:  # else it came when all was done
+        assert (first.bytes_written > 0) == (int(done[1]) > 0)
+        assert first.bytes_written < files
+
+
+def test_a_worker_for_another_topology_that_comes_too_late_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Path
+) -> None:
+    target, real = tmp_path / "target", Journal.share
+
+    def overtaken(self: Journal, *values: int) -> Iterator[int]:
+        yield from real(self, *values)
+        if not target.exists():
+            assert subprocess.run([sys.executable, "-c", WORKER, *command(target)], check=False).returncode == 0
+
+    monkeypatch.setattr(Journal, "share", overtaken)
+    other = ["run", str(SOURCE), str(target), "--to", "dp=1,zero=2", "--worker", "0/1"]
+    assert main(other) == ExitCode.TARGET_FAILED
+    assert same_files(target, undisturbed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["target", "undisturbed"]

@@ -383,6 +383,16 @@ def test_templates_match_whole_names(template, name, bindings):
         assert parse(template, {}).render(bindings) == name
 
 
+def test_what_is_wrong_about_all_states_of_a_parameter_is_told_once():
+    states = ("weight", "fp32", "exp_avg")
+    index = index_of({f"{state}/{name}": (4, 3) for state in states for name in ("qkv", "w")})
+    with pytest.raises(UnsupportedError) as error:
+        rename(index, map_of({"from": "qkv", "to": ["q", "k", "v"], "sizes": "equal"}, {"from": "w", "to": "w"}))
+    (problem,) = error.value.problems
+    assert problem.startswith("qkv: dim 0 has 4 elements")
+    assert problem.endswith("(weight, fp32, exp_avg)")
+
+
 def test_yaml_is_only_imported_for_name_maps():
-    code = "import sys, reshard.cli, reshard.names; sys.exit('yaml' in sys.modules)"
+    code = "import sys, reshard.command, reshard.names; sys.exit('yaml' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

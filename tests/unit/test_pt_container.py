@@ -362,7 +362,7 @@ def test_missing_file_is_an_error_of_the_source(tmp_path):
 
 
 def test_importing_the_resharder_does_not_import_torch():
-    code = "import reshard.cli, reshard.formats, sys; assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    code = "import reshard.command, reshard.formats, sys; assert not {'torch', 'deepspeed'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

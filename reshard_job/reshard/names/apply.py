@@ -62,6 +62,7 @@ def _tensors(
     tables: list[ShardTable] = []
     number = np.full(len(index.tensors), -1, dtype=np.int64)  # of those that only get another name
     done: set[tuple[str, str]] = set()
+    wrong = _PerState()
     for at, tensor in enumerate(index.tensors):
         name, mark, suffix = tensor.key.name.partition(MARK)
         job = jobs.get(name)
@@ -72,16 +73,35 @@ def _tensors(
             key = TensorKey(tensor.key.state, job.targets[0] + mark + suffix)
             tensors.append(dataclasses.replace(tensor, key=key))
         elif mark:
-            problems.append(f"{tensor.key}: padding of a tensor that {job.rule} cuts or puts together")
+            wrong.add(tensor.key.state, f"{tensor.key}: padding of a tensor that {job.rule} cuts or puts together")
         elif (tensor.key.state, job.sources[0]) not in done:
             done.add((tensor.key.state, job.sources[0]))
-            for piece in pieces.make(job, tensor.key.state, problems):
+            for piece in pieces.make(job, tensor.key.state, wrong):
                 tables.append(boxes.renumber(piece.rows, len(tensors)))
                 tensors.append(piece.tensor)
+    problems += wrong.told()
     kept = boxes.rows_of(index.shards, np.flatnonzero(number[index.shards.tensor] >= 0))
     kept = dataclasses.replace(kept, tensor=number[kept.tensor])
     num_dims = max([1, *(len(tensor.shape) for tensor in tensors)])
     return tuple(tensors), boxes.join([kept, *tables], num_dims)
+
+
+class _PerState:
+    """Problems of tensors: a rule that does not fit a parameter is wrong about all its states, and is told once."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, str]] = {}
+
+    def add(self, state: str, problem: str) -> None:
+        """One problem of a tensor of this state."""
+        self._found.setdefault(problem.replace(f"{state}/", ""), {})[state] = problem
+
+    def told(self) -> list[str]:
+        """All of them, in the order in which they were found."""
+        return [
+            next(iter(found.values())) if len(found) == 1 else f"{problem} ({', '.join(found)})"
+            for problem, found in self._found.items()
+        ]
 
 
 class _Pieces:
@@ -95,12 +115,12 @@ class _Pieces:
         for tensor in index.tensors:
             self._ndim[tensor.key.name] = max(len(tensor.shape), self._ndim.get(tensor.key.name, 0))
 
-    def make(self, job: Job, state: str, problems: list[str]) -> list[Piece]:
+    def make(self, job: Job, state: str, wrong: _PerState) -> list[Piece]:
         """The targets' tensors of one state."""
         missing = [name for name in job.sources if TensorKey(state, name) not in self._at]
         if missing:
             present = next(name for name in job.sources if name not in missing)
-            problems.append(f"{state}/{missing[0]}: not there, {state}/{present} is: {job.rule} needs both")
+            wrong.add(state, f"{state}/{missing[0]}: not there, {state}/{present} is: {job.rule} needs both")
             return []
         found = [self._piece(TensorKey(state, name)) for name in job.sources]
         # A number for each parameter (`step`) belongs to every part of it, and every part has the same.
@@ -110,7 +130,7 @@ class _Pieces:
             make = put_together if job.rule.joins else cut
             return make(job.rule, found, keys, scalar=scalar)
         except ValueError as error:
-            problems.append(str(error))
+            wrong.add(state, str(error))
             return []
 
     def _piece(self, key: TensorKey) -> Piece:

@@ -34,6 +34,7 @@ class TargetRows(Rows):
             self._twins[alias].add(name)
         self._left_out: set[TensorKey] = set()
         self._problems: dict[str, None] = {}
+        self._missing: list[str] = []
 
     def source_type(self, state: str, name: str) -> str | None:
         """Type of a tensor in the source, or None if the source does not hold it."""
@@ -46,6 +47,14 @@ class TargetRows(Rows):
         Raises:
             UnsupportedError: naming every tensor.
         """
+        asked_away = dict.fromkeys(state for state in self._missing if state in self._index.left_out)
+        if asked_away and asked_away.keys() >= set(self._missing) and len(self._missing) == len(self._problems):
+            kept = ",".join(sorted({tensor.key.state for tensor in self._index.tensors}))
+            raise UnsupportedError(
+                f"--states {kept} leaves out {', '.join(asked_away)}, which DeepSpeed's checkpoints hold besides",
+                path=str(self._index.root),
+                hint="leave --states out, or choose a format for these states alone: --format safetensors or dcp",
+            )
         if self._problems:
             raise UnsupportedError(
                 f"the source lacks {len(self._problems)} tensors that the target needs",
@@ -107,6 +116,7 @@ class TargetRows(Rows):
                 return None
         if not is_padding:
             self._problems[f"{key} {list(shape)} is missing"] = None
+            self._missing.append(key.state)
         return None
 
     def _candidates(self, key: TensorKey) -> Iterator[TensorKey]:

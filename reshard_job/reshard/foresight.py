@@ -1,0 +1,50 @@
+"""What a run would come to at its target, without beginning it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from reshard import api, virtual
+from reshard.commit import VIRTUAL
+from reshard.errors import ReshardError, TargetError
+from reshard.estimate import above
+from reshard.plan import Plan
+from reshard.staging import check_free
+from reshard.virtual_ranks import files_by_rank
+
+
+def refusal(wanted: api.Conversion, plan: Plan, mode: str) -> ReshardError | None:
+    """The error that a run would end with before it moves a byte, or None."""
+    try:
+        if not is_done(wanted, plan, mode):
+            _check_room(wanted.target, 0 if mode == VIRTUAL else plan.bytes_to_write)
+    except ReshardError as error:
+        return error
+    return None
+
+
+def is_done(wanted: api.Conversion, plan: Plan, mode: str) -> bool:
+    """The target is this conversion's result already: a run would change nothing.
+
+    Raises:
+        TargetTakenError: it is something else.
+        UnsupportedError: the target's ranks have no files of their own, as `virtual` needs.
+    """
+    if mode != VIRTUAL:
+        return api.already_done(wanted, plan) is not None
+    files_by_rank(plan.layout)
+    return virtual.already_done(virtual.settled(wanted, plan)) is not None
+
+
+def _check_room(target: Path, num_bytes: int) -> None:
+    """The folder can be made, and the result fits.
+
+    Raises:
+        TargetError: no permission, or the file system is read-only.
+        StorageFullError: not enough space.
+    """
+    folder = above(target)
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise TargetError("no folder may be made here: no permission, or a read-only file system", path=str(folder))
+    check_free(folder, num_bytes)
