@@ -1,4 +1,4 @@
-"""What is counted, against a model of the cluster that knows the truth: any order of losses, suspensions and crashes."""
+"""What is counted, against a model of the cluster that knows the truth, for losses and suspensions in any order."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_recovery_that_was_suspended_ends_with_the_next_first_step(again: bool
         ("Suspended", True),
     ]
     assert status.recoveries[1].first_step_time is not None
-    # Training, and an outage of a minute, as the pod on the lost node is waited for; not the thousand seconds suspended.
+    # Training, and an outage of a minute, as a pod on a lost node is waited for; not the time suspended.
     assert 20 < status.goodput["windowSeconds"] < 200
     assert world.total(families.LOST_STEPS) == world.made_steps - STEPS
 
