@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
+from reshard import seal
 from reshard.contract import COMMIT_FILE, CommitRef
 from reshard.errors import CorruptSourceError, UncommittedError
 from reshard.topology import Topology
@@ -136,7 +137,8 @@ def read_commit(folder: str | Path) -> Commit:
         num_bytes = _regular_bytes(path)
         if num_bytes > _MAX_MARKER_BYTES:
             raise CorruptSourceError(f"has {num_bytes} bytes: at most {_MAX_MARKER_BYTES} are read", path=str(path))
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        text = content.decode("utf-8")
     except FileNotFoundError as error:
         raise UncommittedError(
             f"no {COMMIT_FILE}: the checkpoint was never completed", path=str(folder), hint="use an earlier commit"
@@ -144,10 +146,17 @@ def read_commit(folder: str | Path) -> Commit:
     except (OSError, UnicodeDecodeError) as error:
         raise CorruptSourceError(f"cannot be read: {error}", path=str(path)) from error
     try:
-        return _parse(json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse), path)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        found = _parse(value, path)
+        seal.check(content, value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         what = f"{type(error).__name__}: {error!s:.200}"
-        raise CorruptSourceError(f"not a commit marker: {what}", path=str(path)) from error
+        raise CorruptSourceError(
+            f"not a commit marker: {what}",
+            path=str(path),
+            hint=f"use an earlier commit (who edits a marker on purpose removes its field {seal.FIELD})",
+        ) from error
+    return found
 
 
 def _parse(value: Any, path: Path) -> Commit:
@@ -315,9 +324,8 @@ def write_commit(folder: str | Path, commit: Commit) -> None:
     """
     folder = _as_path(folder)
     draft = folder / f".{COMMIT_FILE}.{os.getpid()}"
-    with open(draft, "w", encoding="utf-8") as stream:
-        json.dump(commit.to_dict(), stream, indent=1, sort_keys=True)
-        stream.write("\n")
+    with open(draft, "wb") as stream:
+        stream.write(seal.sealed(commit.to_dict()))
         stream.flush()
         os.fsync(stream.fileno())
     draft.rename(folder / COMMIT_FILE)

@@ -28,6 +28,7 @@ CODES = {
     "UnsupportedError": ExitCode.UNSUPPORTED,
     "PlanError": ExitCode.PLAN_INVALID,
     "TargetError": ExitCode.TARGET_FAILED,
+    "TargetTakenError": ExitCode.TARGET_FAILED,
     "StorageFullError": ExitCode.STORAGE_FULL,
     "VerificationError": ExitCode.VERIFICATION_FAILED,
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from reshard import seal
 from reshard.api import Conversion, convert
 from reshard.commit import Commit, CommittedFile, check_files, file_crc32, read_commit
 from reshard.errors import ReshardError
@@ -186,8 +187,11 @@ def commit(chance: Random, folder: Path) -> str:
         source="/a/b",
         created="2026-01-01T00:00:00Z",
     )
-    text = json.dumps(original.to_dict()).encode()
-    changed = mutate.json_edit(text, chance)
+    has_checksum = chance.random() < 0.5
+    text = seal.sealed(original.to_dict()) if has_checksum else json.dumps(original.to_dict()).encode()
+    changed = (
+        chance.choice((mutate.json_edit, mutate.flip))(text, chance) if has_checksum else mutate.json_edit(text, chance)
+    )
     (folder / "COMMIT.json").write_bytes(changed)
 
     def action() -> Any:
@@ -197,6 +201,8 @@ def commit(chance: Random, folder: Path) -> str:
         return found
 
     result = outcome_of(action)
+    if has_checksum and isinstance(result, Commit):
+        assert seal.FIELD.encode() not in changed or changed == text, "a damaged marker passed for a sound one"
     return _name_of(result, isinstance(result, Commit) and result == read_commit(folder) and changed == text)
 
 

@@ -6,7 +6,6 @@ when the storage is read (`test_every_storage_is_checked_against_its_sum`).
 """
 
 import collections
-import dataclasses
 import random
 import re
 import shutil
@@ -16,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, index_of
-from reshard.commit import Commit, check_files, read_commit
+from reshard.api import Conversion, convert
+from reshard.commit import read_commit
 from reshard.errors import CorruptSourceError, ReshardError
 from reshard.formats.pt.reader import read
-from reshard.verify import digests
 from tests.fuzz.guard import check_error
 from tests.fuzz.mutate import ZIP_FIELDS, zip_records
 from tests.fuzz.targets import GOLDEN, STEP, checkpoints, run, undamaged
@@ -29,7 +27,6 @@ FILES = sorted(path for path in GOLDEN.glob("deepspeed-0.19.8/*/*/*.pt"))
 CHOSEN = [FILES[at] for at in range(0, len(FILES), max(1, len(FILES) // 6))]
 
 KINDS = {b"PK\3\4": "local", b"PK\1\2": "directory", b"PK\5\6": "end", b"PK\6\6": "end64", b"PK\6\7": "locator"}
-FIELDS = [field.name for field in dataclasses.fields(Commit)]
 HARMLESS = {
     # Field -> why nothing is taken from it (docs/verification.md has the same list for people).
     "local+4", "local+6", "local+8", "local+10", "local+12", "local+14", "local+18", "local+22",
@@ -168,31 +165,20 @@ def test_a_file_cut_at_any_boundary_is_refused_and_named(path, tmp_path):
             read(copy)
 
 
-def test_a_flipped_bit_in_a_marker_is_named_or_changes_no_more_than_a_note(tmp_path):
-    """Of COMMIT.json: the files, their sizes and sums, and every digest are held against the files themselves."""
+def test_a_flipped_bit_in_any_byte_of_a_marker_is_refused(tmp_path):
     source, topology = checkpoints()["deepspeed-0.19.8/zero2-dp3/step-00000002"]
-    convert(Conversion(source=source, target=tmp_path / "c", topology=topology), num_threads=1, sync=False)
+    wanted = Conversion(source=source, target=tmp_path / "c", topology=topology, attempt=3)
+    convert(wanted, num_threads=1, sync=False)
     path = tmp_path / "c" / "COMMIT.json"
     content, chance = path.read_bytes(), random.Random(2)
-    original, unnoticed = read_commit(tmp_path / "c"), set()
-    sums = digests(index_of(tmp_path / "c"))
-    for at in chance.sample(range(len(content)), 600):
-        changed = bytearray(content)
-        changed[at] ^= 1 << chance.randrange(7)
-        path.write_bytes(changed)
-        try:
-            found = read_commit(tmp_path / "c")
-            check_files(tmp_path / "c", found, crc=True)
-            if any(sums.get(name) != digest for name, digest in found.digests.items()):
-                raise CorruptSourceError("digests differ")
-        except CorruptSourceError:
-            continue
-        assert found.digests in (original.digests, {})  # a field of another name is ignored, as the page demands
-        assert found.files == original.files
-        unnoticed |= {
-            name
-            for name in FIELDS
-            if getattr(found, name) != getattr(original, name)
-        }  # fmt: skip
-    notes = {"digests", "data", "model", "source", "options", "created"}
-    assert unnoticed <= {"format", "step", "samples", "topology", "attempt", "writer", *notes}
+    assert len(content) > 2000
+    for at in range(len(content)):
+        for bit in chance.sample(range(8), 2):
+            changed = bytearray(content)
+            changed[at] ^= 1 << bit
+            path.write_bytes(changed)
+            with pytest.raises(CorruptSourceError, match=r"COMMIT\.json") as refused:
+                read_commit(tmp_path / "c")
+            check_error(refused.value)
+    path.write_bytes(content)
+    assert read_commit(tmp_path / "c").attempt == 3

@@ -1,5 +1,6 @@
 """COMMIT.json: written last, read with suspicion."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -101,3 +102,39 @@ def test_a_truncated_marker_is_refused(folder: Path, keep: int) -> None:
     path.write_text(path.read_text()[:keep])
     with pytest.raises(CorruptSourceError):
         read_commit(folder)
+
+
+def test_every_flipped_bit_of_a_marker_is_a_named_error(folder: Path) -> None:
+    write_commit(folder, commit_of(folder))
+    path = folder / COMMIT_FILE
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(CorruptSourceError, match=r"COMMIT\.json"):
+            read_commit(folder)
+
+
+def test_a_marker_of_an_older_writer_states_no_checksum_and_is_read(folder: Path) -> None:
+    commit = commit_of(folder)
+    (folder / COMMIT_FILE).write_text(json.dumps(commit.to_dict(), indent=1))
+    assert read_commit(folder) == commit
+
+
+def test_an_edited_marker_is_refused_until_its_checksum_is_removed(folder: Path) -> None:
+    write_commit(folder, commit_of(folder))
+    path = folder / COMMIT_FILE
+    path.write_text(path.read_text().replace('"step": 20', '"step": 21'))
+    with pytest.raises(CorruptSourceError, match="damaged, or edited") as caught:
+        read_commit(folder)
+    assert "removes its field checksum" in caught.value.hint
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if '"checksum"' not in line))
+    assert read_commit(folder).step == 21
+
+
+@pytest.mark.parametrize("text", ["crc32:00000000", '\n "checksum": "crc32:00000000', "crc32:"])
+def test_texts_that_look_like_the_checksum_do_not_disturb_it(folder: Path, text: str) -> None:
+    commit = dataclasses.replace(commit_of(folder), data={"note": text, "notes": [text], "checksum": text})
+    write_commit(folder, commit)
+    assert read_commit(folder) == commit
