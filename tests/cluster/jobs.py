@@ -49,13 +49,22 @@ class Run:
         self.cluster = cluster
         self.namespace = namespace
 
-    def submit(self, command: list[str], *, pod: dict[str, Any] | None = None, **spec: Any) -> None:
+    def submit(
+        self,
+        command: list[str],
+        *,
+        pod: dict[str, Any] | None = None,
+        pod_spec: dict[str, Any] | None = None,
+        **spec: Any,
+    ) -> None:
+        """Create the job: `pod` changes the training container, `pod_spec` the pod around it."""
         container = {
             "name": "train", "image": "replaced", "command": command,
             "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
         }  # fmt: skip
         template = podenv.host_python({"spec": {"terminationGracePeriodSeconds": 5, "containers": [container]}})
         template["spec"]["containers"][0] |= pod or {}
+        template["spec"] |= pod_spec or {}
         job = {
             "apiVersion": "elastictraining.dev/v1alpha1",
             "kind": "ElasticTrainingJob",

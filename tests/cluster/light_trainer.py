@@ -1,9 +1,13 @@
-"""A training loop without a model: heartbeat, steps, commits, drain. Starts in half a second, on one node.
+"""A training loop without a model: heartbeat, steps, commits, drain. Starts in half a second.
 
-Arguments: number of steps, steps between commits (0: never), exit code to die with after the third step (0: do not).
+Arguments: number of steps, steps between commits (0: never), exit code to die with after the third step (0: do not),
+and optionally a folder with a checkpoint. Without it a commit holds nothing that could be resharded. With it every
+commit of a training that started from nothing is a copy of that folder; one that was resumed commits nothing.
+On several nodes the first does all this, and the others wait for their end.
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -18,24 +22,30 @@ from reshard.topology import Topology
 signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
 
 
+GIVEN = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+
+
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def save(step: int) -> str:
     folder = Path(os.environ[Env.CHECKPOINT_ROOT]) / f"a{os.environ[Env.ATTEMPT]}" / f"step-{step:08d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder / "data"
-    data.write_text(f"{step}\n")
+    if GIVEN is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "data").write_text(f"{step}\n")
+    else:
+        shutil.copytree(GIVEN, folder, dirs_exist_ok=True)
     commit = Commit(
-        format="light",
+        format="light" if GIVEN is None else "deepspeed",
         step=step,
         samples=20 * step,
         topology=Topology.from_json(os.environ[Env.TOPOLOGY]),
         attempt=int(os.environ[Env.ATTEMPT]),
         writer="trainer",
         files=[
-            CommittedFile(path="data", num_bytes=(folder / "data").stat().st_size, crc32=file_crc32(folder / "data"))
+            CommittedFile(path=path.name, num_bytes=path.stat().st_size, crc32=file_crc32(path))
+            for path in sorted(folder.iterdir())
         ],
     )
     write_commit(folder, commit)
@@ -44,6 +54,10 @@ def save(step: int) -> str:
 
 def main() -> int:
     steps, every, dies = map(int, sys.argv[1:4])
+    if os.environ["PET_NODE_RANK"] != "0":
+        signal.pause()
+    if GIVEN is not None and os.environ[Env.RESUME]:
+        every = 0
     mailbox = LeaseMailbox(
         namespace=os.environ[Env.NAMESPACE],
         name=os.environ[Env.LEASE],
@@ -61,7 +75,7 @@ def main() -> int:
         if step == begin + 1:
             notes[LeaseKey.FIRST_STEP_TIME] = now()
         draining = heart.request == Request.DRAIN
-        if draining or (every and step % every == 0):
+        if (draining and GIVEN is None) or (every and step % every == 0):
             notes[LeaseKey.COMMIT] = save(step)
         if draining:
             notes[LeaseKey.PHASE] = TrainerPhase.DRAINED
