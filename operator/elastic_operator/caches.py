@@ -37,6 +37,8 @@ class Nodes:
         self._views: dict[str, NodeView] = {}
         self._leases: dict[str, tuple[float, float]] = {}
         self._skews: dict[str, float] = {}
+        self._merged: dict[str, NodeView] | None = None
+        self._offering: dict[str, dict[str, NodeView]] = {}
         self.polled_at = 0.0
 
     def update(self, node: Mapping[str, Any], now: float) -> bool:
@@ -44,14 +46,17 @@ class Nodes:
         view, old = node_view(node, self._rules), self._views.get(node["metadata"]["name"])
         same = old is not None and old.allocatable == view.allocatable
         view = dataclasses.replace(view, allocatable_since=old.allocatable_since if same and old else now)
+        if view == old:
+            return False
         self._views[view.name] = view
-        return view != old
+        self._forget_merged()
+        return True
 
     def remove(self, name: str) -> None:
         """The node does not exist any more."""
-        self._views.pop(name, None)
-        self._leases.pop(name, None)
-        self._skews.pop(name, None)
+        for table in (self._views, self._leases, self._skews):
+            table.pop(name, None)
+        self._forget_merged()
 
     def refresh(self, nodes: Iterable[Mapping[str, Any]], now: float) -> None:
         """Replace all by a fresh list."""
@@ -75,18 +80,33 @@ class Nodes:
     def polled(self, now: float) -> None:
         """All Leases have been read as they were at `now`."""
         self.polled_at = now
+        self._forget_merged()
 
-    def views(self, now: float) -> dict[str, NodeView]:
-        """All nodes, with what is known of their Leases.
+    def views(self) -> Mapping[str, NodeView]:
+        """All nodes, with what is known of their Leases. Made once per change: every look at every job asks for it.
 
-        Time that has passed since they were read is no evidence against a node.
+        Leases have the age that they had when they were read: time that has passed since is no evidence against a node.
         """
-        unread = max(0.0, now - self.polled_at)
-        return {
-            name: dataclasses.replace(
-                view, lease_renewed_at=self._leases[name][0] + unread, lease_duration_seconds=self._leases[name][1]
-            )
-            if name in self._leases
-            else view
-            for name, view in self._views.items()
-        }
+        if self._merged is None:
+            self._merged = {name: self._with_lease(view) for name, view in self._views.items()}
+        return self._merged
+
+    def offering(self, resource: str) -> Mapping[str, NodeView]:
+        """Those of `views` that have devices of one kind."""
+        if resource not in self._offering:
+            self._offering[resource] = {
+                name: node for name, node in self.views().items() if node.capacity.get(resource, 0) > 0
+            }
+        return self._offering[resource]
+
+    def _with_lease(self, view: NodeView) -> NodeView:
+        if view.name not in self._leases:
+            return view
+        renewed, duration = self._leases[view.name]
+        return dataclasses.replace(
+            view, lease_age_seconds=max(0.0, self.polled_at - renewed), lease_duration_seconds=duration
+        )
+
+    def _forget_merged(self) -> None:
+        self._merged = None
+        self._offering.clear()

@@ -40,7 +40,7 @@ class NodeView:
         capacity: capacity of accelerators, by resource name.
         unhealthy: what a health monitor says against it, as far as the operator was told to listen.
         allocatable_since: when we saw `allocatable` change.
-        lease_renewed_at: when we saw the node's Lease change; None where nobody looked.
+        lease_age_seconds: how long the node's Lease had not changed when it was last read; None where nobody looked.
         lease_duration_seconds: what the kubelet promises in that Lease.
     """
 
@@ -54,7 +54,7 @@ class NodeView:
     capacity: Mapping[str, int] = dataclasses.field(default_factory=dict)
     unhealthy: tuple[str, ...] = ()
     allocatable_since: float | None = None
-    lease_renewed_at: float | None = None
+    lease_age_seconds: float | None = None
     lease_duration_seconds: float = 40.0
 
 

@@ -68,12 +68,12 @@ class Observer:
             self._used_by_others(namespace, job, resource, FRESH_SECONDS if fresh else USED_SECONDS),
         )
         held = {name for item in pods if (name := (item.get("spec") or {}).get("nodeName"))}
-        nodes = self._nodes.views(time.time())
+        nodes = self._nodes.views()
         if any(name in nodes and nodes[name].ready != "True" for name in held):
             # A second opinion about a node that looks lost, at once.
             await self.refresh_node_leases(max_age_seconds=SECOND_OPINION_SECONDS)
         now = time.time()
-        nodes = self._nodes.views(now)
+        nodes = self._nodes.views()
         views = [
             lease_view(
                 item,
@@ -84,7 +84,7 @@ class Observer:
             for item in leases
         ]
         return Observation(
-            nodes={name: node for name, node in nodes.items() if name in held or node.capacity.get(resource, 0) > 0},
+            nodes={**self._nodes.offering(resource), **{name: nodes[name] for name in held if name in nodes}},
             pods=tuple(pod_view(item) for item in pods),
             jobs=tuple(job_view(item) for item in jobs),
             leases={attempt_of(item["metadata"]): view for item, view in zip(leases, views, strict=True)},
@@ -109,11 +109,10 @@ class Observer:
 
     def stale_nodes(self) -> list[str]:
         """Nodes whose kubelet has not renewed its Lease for suspiciously long; `signals` judges them."""
-        now = time.time()
         return [
             name
-            for name, node in self._nodes.views(now).items()
-            if node.lease_renewed_at is not None and now - node.lease_renewed_at > node.lease_duration_seconds / 2
+            for name, node in self._nodes.views().items()
+            if node.lease_age_seconds is not None and node.lease_age_seconds > node.lease_duration_seconds / 2
         ]
 
     async def _list(self, kind: Any, namespace: str, job: str) -> list[Mapping[str, Any]]:

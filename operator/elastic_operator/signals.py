@@ -178,9 +178,9 @@ def node_signals(node: NodeView | None, name: str, limits: Limits, now: float) -
             Signal(kind=Kind.NODE_NOT_READY, node=name, since=since, message=f"node {name} is Ready={node.ready}")
         )
     stale_after = max(node.lease_duration_seconds / 2, limits.node_lease_floor_seconds)
-    if node.lease_renewed_at is not None and now - node.lease_renewed_at > stale_after:
-        since = node.lease_renewed_at + stale_after
-        age = now - node.lease_renewed_at
+    age = node.lease_age_seconds
+    if age is not None and age > stale_after:
+        since = now - age + stale_after
         message = f"the kubelet of node {name} has not renewed its Lease for {age:.0f} s"
         found.append(Signal(kind=Kind.NODE_LEASE_STALE, node=name, since=since, message=message))
     if any(taint.key == _OUT_OF_SERVICE for taint in node.taints):

@@ -145,7 +145,7 @@ def test_a_healthy_attempt_is_left_alone() -> None:
 
 
 def lost_node() -> Observation:
-    world = nodes("n1", "n2") | nodes("n3", ready="Unknown", ready_since=NOW - 1, lease_renewed_at=NOW - 30)
+    world = nodes("n1", "n2") | nodes("n3", ready="Unknown", ready_since=NOW - 1, lease_age_seconds=30)
     return dataclasses.replace(WORLD, nodes=world)
 
 
@@ -271,7 +271,7 @@ def test_reshard_retries_end_after_the_limit() -> None:
 
 
 def test_a_further_loss_before_the_launch_is_the_same_recovery_under_a_new_number() -> None:
-    two = lost_node().nodes | nodes("n2", ready="Unknown", ready_since=NOW, lease_renewed_at=NOW - 30)
+    two = lost_node().nodes | nodes("n2", ready="Unknown", ready_since=NOW, lease_age_seconds=30)
     decision = look(after_loss(), dataclasses.replace(lost_node(), nodes=two), now=NOW + 5)
     assert decision.status.attempt == 3
     assert len(decision.status.recoveries) == 1

@@ -35,9 +35,7 @@ def test_the_age_of_a_node_lease_does_not_depend_on_the_nodes_clock(skew: float)
         nodes.renew(lease(NOW + second - 0.5 * (second > 0) - skew), NOW + second)
     nodes.renew(lease(NOW + 14.5 - skew), NOW + 40)
     nodes.polled(NOW + 40)
-    renewed = nodes.views(NOW + 40)["n1"].lease_renewed_at
-    assert renewed is not None
-    assert renewed == pytest.approx(NOW + 15, abs=1)
+    assert nodes.views()["n1"].lease_age_seconds == pytest.approx(25, abs=1)
 
 
 def test_time_in_which_nobody_looked_is_no_evidence_against_a_node() -> None:
@@ -45,7 +43,8 @@ def test_time_in_which_nobody_looked_is_no_evidence_against_a_node() -> None:
     nodes.update(node(), NOW)
     nodes.renew(lease(NOW), NOW)
     nodes.polled(NOW)
-    assert nodes.views(NOW + 60)["n1"].lease_renewed_at == NOW + 60
+    nodes.update(node(gpus=1), NOW + 60)
+    assert nodes.views()["n1"].lease_age_seconds == 0
 
 
 def test_an_unchanged_node_is_no_news_and_fewer_devices_are() -> None:
@@ -53,14 +52,27 @@ def test_an_unchanged_node_is_no_news_and_fewer_devices_are() -> None:
     assert nodes.update(node(), NOW)
     assert not nodes.update(node(), NOW + 5)
     assert nodes.update(node(gpus=1), NOW + 9)
-    assert nodes.views(NOW + 9)["n1"].allocatable_since == NOW + 9
+    assert nodes.views()["n1"].allocatable_since == NOW + 9
+
+
+def test_views_follow_every_change_and_keep_what_offers_a_resource_apart() -> None:
+    nodes = Nodes()
+    nodes.refresh([node("n1"), node("n2")], NOW)
+    assert set(nodes.offering("amd.com/gpu")) == {"n1", "n2"}
+    assert not nodes.offering("nvidia.com/gpu")
+    assert nodes.views() is nodes.views(), "made once"
+    nodes.remove("n1")
+    assert set(nodes.views()) == set(nodes.offering("amd.com/gpu")) == {"n2"}
+    nodes.renew({**lease(NOW - 7), "metadata": {"name": "n2"}}, NOW - 7)
+    nodes.polled(NOW)
+    assert nodes.views()["n2"].lease_age_seconds == nodes.offering("amd.com/gpu")["n2"].lease_age_seconds == 7
 
 
 def test_a_refresh_drops_nodes_whose_deletion_was_missed() -> None:
     nodes = Nodes()
     nodes.refresh([node("n1"), node("n2")], NOW)
     nodes.refresh([node("n2")], NOW)
-    assert list(nodes.views(NOW)) == ["n2"]
+    assert list(nodes.views()) == ["n2"]
 
 
 def test_a_heartbeat_counts_from_when_it_was_seen_to_change() -> None:

@@ -99,7 +99,7 @@ def test_every_kind_has_a_meaning_and_every_weak_one_a_grace() -> None:
         assert bool(meaning.grace) == (meaning.weight is Weight.WEAK), kind
 
 
-NODE = NodeView(name="n1", allocatable={GPU: 2}, capacity={GPU: 2}, lease_renewed_at=NOW - 1)
+NODE = NodeView(name="n1", allocatable={GPU: 2}, capacity={GPU: 2}, lease_age_seconds=1)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,10 @@ NODE = NodeView(name="n1", allocatable={GPU: 2}, capacity={GPU: 2}, lease_renewe
         pytest.param(None, [Kind.NODE_DELETED], id="gone"),
         pytest.param(dataclasses.replace(NODE, ready="Unknown"), [Kind.NODE_NOT_READY], id="unknown"),
         pytest.param(dataclasses.replace(NODE, ready="False"), [Kind.NODE_NOT_READY], id="not-ready"),
-        pytest.param(dataclasses.replace(NODE, lease_renewed_at=NOW - 19), [], id="half-of-40-seconds-not-over"),
-        pytest.param(dataclasses.replace(NODE, lease_renewed_at=NOW - 21), [Kind.NODE_LEASE_STALE], id="stale"),
+        pytest.param(dataclasses.replace(NODE, lease_age_seconds=19), [], id="half-of-40-seconds-not-over"),
+        pytest.param(dataclasses.replace(NODE, lease_age_seconds=21), [Kind.NODE_LEASE_STALE], id="stale"),
         pytest.param(
-            dataclasses.replace(NODE, lease_renewed_at=NOW - 4, lease_duration_seconds=4),
+            dataclasses.replace(NODE, lease_age_seconds=4, lease_duration_seconds=4),
             [],
             id="short-lease-has-a-floor",
         ),
