@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable
 
-from benchmarks import converting, loading, objects, scale, sharing
+from benchmarks import controlling, converting, loading, objects, scale, sharing
 from benchmarks.checkpoints import OUTPUT, ROOT
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -19,6 +19,7 @@ SECTIONS: dict[str, Callable[[int], str]] = {
     "workers": sharing.workers,
     "objects": objects.objects,
     "scale": scale.scale,
+    "operator": controlling.operator,
     "memory": converting.memory,
 }
 

@@ -1,0 +1,110 @@
+"""A real API server with nothing else: no controllers, no scheduler, no kubelets. Objects stay as they were made."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from testbed import components
+from testbed.kubectl import Kubectl
+from testbed.pki import Authority
+from testbed.shell import until
+
+
+@contextlib.contextmanager
+def apiserver() -> Iterator[Path]:
+    """etcd and kube-apiserver as processes of this machine, with an empty store; yields the admin's kubeconfig."""
+    components.ensure()
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        client, peer, secure = (_free_port() for _ in range(3))
+        authority = Authority(folder / "pki")
+        authority.issue("apiserver", common_name="kube-apiserver", server=True)
+        config = _kubeconfig(authority, folder / "admin.conf", secure)
+        stack.enter_context(_process(folder, "etcd", _etcd(folder, client, peer)))
+        stack.enter_context(_process(folder, "kube-apiserver", _server(authority.folder, client, secure)))
+        kubectl = Kubectl(config)
+        until(lambda: kubectl.get("namespace", "kube-node-lease"), what="the API server")
+        yield config
+
+
+@contextlib.contextmanager
+def _process(folder: Path, program: str, flags: list[str]) -> Iterator[None]:
+    with open(folder / f"{program}.log", "wb") as log:
+        process = subprocess.Popen([components.bin_dir() / program, *flags], stdout=log, stderr=log)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _kubeconfig(authority: Authority, path: Path, port: int) -> Path:
+    certificate, key = authority.issue("admin", common_name="admin", organization="system:masters")
+
+    def encoded(file: Path) -> str:
+        return base64.b64encode(file.read_bytes()).decode()
+
+    cluster = {
+        "server": f"https://127.0.0.1:{port}",
+        "certificate-authority-data": encoded(authority.folder / "ca.crt"),
+    }
+    user = {"client-certificate-data": encoded(certificate), "client-key-data": encoded(key)}
+    document = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "bench",
+        "clusters": [{"name": "bench", "cluster": cluster}],
+        "users": [{"name": "bench", "user": user}],
+        "contexts": [{"name": "bench", "context": {"cluster": "bench", "user": "bench"}}],
+    }
+    path.write_text(json.dumps(document), encoding="utf-8")
+    path.chmod(0o600)
+    return path
+
+
+def _etcd(folder: Path, client: int, peer: int) -> list[str]:
+    return [
+        f"--data-dir={folder}/etcd",
+        f"--listen-client-urls=http://127.0.0.1:{client}",
+        f"--advertise-client-urls=http://127.0.0.1:{client}",
+        f"--listen-peer-urls=http://127.0.0.1:{peer}",
+        f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
+        f"--initial-cluster=default=http://127.0.0.1:{peer}",
+        "--unsafe-no-fsync",
+        "--log-level=warn",
+    ]
+
+
+def _server(pki: Path, etcd: int, secure: int) -> list[str]:
+    return [
+        f"--etcd-servers=http://127.0.0.1:{etcd}",
+        "--bind-address=127.0.0.1",
+        "--advertise-address=127.0.0.1",
+        f"--secure-port={secure}",
+        f"--tls-cert-file={pki}/apiserver.crt",
+        f"--tls-private-key-file={pki}/apiserver.key",
+        f"--client-ca-file={pki}/ca.crt",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-key-file={pki}/sa.pub",
+        f"--service-account-signing-key-file={pki}/sa.key",
+        "--service-cluster-ip-range=10.96.0.0/16",
+        "--authorization-mode=RBAC",
+        "--endpoint-reconciler-type=none",
+        "--disable-admission-plugins=TaintNodesByCondition",  # nobody would take the taints away again
+        "--max-requests-inflight=800",
+        "--max-mutating-requests-inflight=400",
+        "--profiling=false",
+    ]

@@ -1,0 +1,144 @@
+"""The operator in a large cluster: how long until every job has been looked at, with what memory and processor time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from lightkube import AsyncClient
+from lightkube.config.kubeconfig import KubeConfig
+
+from benchmarks import crowd
+from benchmarks.apiserver import apiserver
+from benchmarks.checkpoints import OUTPUT, ROOT
+from elastic_operator.resources import JOB, NODE, POD, TRAINING_JOB
+from testbed.kubectl import Kubectl
+
+SIZES = ((500, 100), (5000, 1000))
+"""Nodes and jobs."""
+STEADY_SECONDS = 60
+_LIMIT_SECONDS = 600
+
+
+def operator(repeat: int) -> str:
+    """Table of the section: one row per size of the cluster."""
+    del repeat  # a cold start takes its objects along; one run each
+    rows = [asyncio.run(_measure(nodes, jobs)) for nodes, jobs in SIZES]
+    head = (
+        "| cluster | all jobs launched | cold start: every job looked at | memory | processors, at rest "
+        "| node deleted -> next attempt |\n|---|---|---|---|---|---|\n"
+    )
+    return head + "".join(rows)
+
+
+async def _measure(num_nodes: int, num_jobs: int) -> str:
+    with apiserver() as config:
+        kubectl = Kubectl(config)
+        kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
+        kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
+        client = AsyncClient(config=KubeConfig.from_file(config), trust_env=False)
+        await crowd.add_nodes(client, num_nodes)
+        await crowd.add_jobs(client, num_jobs)
+        with _operator(config) as process:
+            launched = await _until(lambda: _count(client, JOB), num_jobs)
+            del process
+        num_pods = await crowd.add_pods(client)
+        with _operator(config) as process:
+            looked = await _until(lambda: _looked_at(process.port), num_jobs)
+            memory = process.memory()
+            busy = process.processor_seconds()
+            await asyncio.sleep(STEADY_SECONDS)
+            busy = (process.processor_seconds() - busy) / STEADY_SECONDS
+            lost = await _lose_a_node(client)
+            memory = max(memory, process.memory())
+        await client.close()
+    return (
+        f"| {num_nodes} nodes, {num_jobs} jobs, {num_pods} pods | {launched:.1f} s | {looked:.1f} s "
+        f"| {memory / 2**20:.0f} MiB | {busy:.2f} | {lost:.1f} s |\n"
+    )
+
+
+class _Process:
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.port = port
+        self._view = psutil.Process(process.pid)
+
+    def memory(self) -> int:
+        """Largest resident set so far in bytes (VmHWM)."""
+        status = Path(f"/proc/{self._view.pid}/status").read_text(encoding="ascii")
+        return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+
+    def processor_seconds(self) -> float:
+        times = self._view.cpu_times()
+        return float(times.user + times.system)
+
+
+@contextlib.contextmanager
+def _operator(config: Path) -> Iterator[_Process]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = str(Path(sys.executable).with_name("elastic-operator"))
+    command = [program, "run", "--kubeconfig", str(config), "--no-leader-election", "--metrics-port", str(port)]
+    with open(OUTPUT / "operator.log", "ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            yield _Process(process, port)
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+async def _until(count, wanted: int) -> float:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    """Seconds until `count()` has reached `wanted`."""
+    begin = time.monotonic()
+    while (found := await count()) < wanted:
+        if time.monotonic() - begin > _LIMIT_SECONDS:
+            raise TimeoutError(f"{found} of {wanted} after {_LIMIT_SECONDS} s: see {OUTPUT}/operator.log")
+        await asyncio.sleep(0.2)
+    return time.monotonic() - begin
+
+
+async def _count(client: AsyncClient, kind: object) -> int:
+    return len([item async for item in client.list(kind, namespace=crowd.NAMESPACE)])  # type: ignore[call-overload]
+
+
+async def _looked_at(port: int) -> int:
+    """Passes that the operator has completed, by its own count; 0 while it does not answer."""
+    try:
+        text = await asyncio.to_thread(_scrape, port)
+    except OSError:
+        return 0
+    lines = [line for line in text.splitlines() if line.startswith("etj_reconcile_seconds_count")]
+    return int(float(lines[0].split()[1])) if lines else 0
+
+
+def _scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+async def _lose_a_node(client: AsyncClient) -> float:
+    """Delete the first job's first node; seconds until the job's next attempt is decided."""
+    name = "job-0000"
+    pods = [
+        item
+        async for item in client.list(POD, namespace=crowd.NAMESPACE, labels={"elastictraining.dev/job-name": name})
+    ]
+    before = (await client.get(TRAINING_JOB, name, namespace=crowd.NAMESPACE))["status"]["attempt"]
+    begin = time.monotonic()
+    await client.delete(NODE, pods[0]["spec"]["nodeName"])
+    while time.monotonic() - begin < _LIMIT_SECONDS:
+        job = await client.get(TRAINING_JOB, name, namespace=crowd.NAMESPACE)
+        if job["status"]["attempt"] > before:
+            return time.monotonic() - begin
+        await asyncio.sleep(0.05)
+    raise TimeoutError(f"{name} did not react in {_LIMIT_SECONDS} s: see {OUTPUT}/operator.log")

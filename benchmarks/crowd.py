@@ -1,0 +1,109 @@
+"""A large cluster on a bare API server: nodes with Leases, jobs, and the pods that a Job controller would make."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from lightkube import AsyncClient
+
+from elastic_operator.resources import JOB, LEASE, NODE, POD, TRAINING_JOB, make
+from elastic_operator.wire import format_time
+
+RESOURCE = "amd.com/gpu"
+NAMESPACE = "default"
+NODES_PER_JOB = 4
+_AT_ONCE = 64
+_NODE_LEASE_SECONDS = 1_000_000  # nobody renews it
+
+
+async def in_parallel(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Await all, some dozens at a time."""
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(call: Coroutine[Any, Any, object]) -> None:
+        async with slots:
+            await call
+
+    await asyncio.gather(*(one(call) for call in calls))
+
+
+async def add_nodes(client: AsyncClient, count: int) -> None:
+    """Ready nodes of 8 accelerators, each with a kubelet's Lease."""
+
+    async def add(number: int) -> None:
+        name = f"gpu-{number:05d}"
+        gpus = {RESOURCE: "8", "cpu": "128", "memory": "1Ti", "pods": "110"}
+        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastTransitionTime": _now()}
+        body: dict[str, Any] = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
+        await client.create(make(NODE, body))
+        status = {"capacity": gpus, "allocatable": gpus, "conditions": [ready]}
+        await client.patch(NODE.Status, name, {"status": status})
+        spec = {"holderIdentity": name, "leaseDurationSeconds": _NODE_LEASE_SECONDS, "renewTime": _now()}
+        lease = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": name, "namespace": "kube-node-lease"},
+            "spec": spec,
+        }
+        await client.create(make(LEASE, lease))
+
+    await in_parallel(add(number) for number in range(count))
+
+
+async def add_jobs(client: AsyncClient, count: int) -> None:
+    """Jobs of four nodes each."""
+    container = {"name": "train", "image": "train:1", "command": ["train"]}
+    spec = {
+        "accelerator": {"resource": RESOURCE, "perNode": [8]},
+        "nodes": {"min": 1, "max": NODES_PER_JOB},
+        "batch": {"globalSamples": 1024, "microSamples": 1},
+        "parallelism": {"tensor": [1, 2, 4, 8], "pipeline": [1, 2, 4]},
+        "checkpoint": {"claimName": "ckpt", "path": "run"},
+        "template": {"spec": {"containers": [container]}},
+    }
+    jobs = (
+        {
+            "apiVersion": "elastictraining.dev/v1alpha1",
+            "kind": "ElasticTrainingJob",
+            "metadata": {"name": f"job-{number:04d}", "namespace": NAMESPACE},
+            "spec": spec,
+        }
+        for number in range(count)
+    )
+    await in_parallel(client.create(make(TRAINING_JOB, job)) for job in jobs)
+
+
+async def add_pods(client: AsyncClient) -> int:
+    """What the Job controller, the scheduler and the kubelets would have made of the Jobs that are there."""
+    jobs = [item async for item in client.list(JOB, namespace=NAMESPACE)]
+
+    async def add(job: Any, index: int, node: int) -> None:
+        name = f"{job['metadata']['name']}-{index}"
+        template = job["spec"]["template"]
+        labels = {
+            **template["metadata"]["labels"],
+            "batch.kubernetes.io/job-name": job["metadata"]["name"],
+            "batch.kubernetes.io/job-completion-index": str(index),
+        }
+        owner = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "name": job["metadata"]["name"],
+            "uid": job["metadata"]["uid"],
+            "controller": True,
+        }
+        meta = {"name": name, "namespace": NAMESPACE, "labels": labels, "ownerReferences": [owner]}
+        spec = {**template["spec"], "nodeName": f"gpu-{node:05d}", "restartPolicy": "Never"}
+        await client.create(make(POD, {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}))
+        await client.patch(POD.Status, name, {"status": {"phase": "Running"}}, namespace=NAMESPACE)
+
+    places = [(job, index) for job in jobs for index in range(job["spec"]["completions"])]
+    await in_parallel(add(*place, node) for node, place in enumerate(places))
+    return len(places)
+
+
+def _now() -> str:
+    return format_time(time.time())[:-1] + "000Z"
