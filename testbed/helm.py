@@ -80,7 +80,7 @@ def main() -> int:
     except TestbedError as error:
         sys.stderr.write(f"testbed: {error}\n")
         return 1
-    os.execv(program, [str(program), *sys.argv[1:]])
+    return subprocess.call([program, *sys.argv[1:]])
 
 
 if __name__ == "__main__":
