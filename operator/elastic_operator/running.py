@@ -139,7 +139,7 @@ def _consider_change(
         return start_drain(context, status, "SpecChanged", "the spec was edited")
     if current.first_step_time is None or lease is None or lease.phase != TrainerPhase.TRAINING:
         return status
-    return _consider_growth(context, status, current)
+    return consider_growth(context, status, current)
 
 
 def allowed(context: Context, current: Current) -> bool:
@@ -147,7 +147,8 @@ def allowed(context: Context, current: Current) -> bool:
     return context.spec.nodes.permits(current.num_nodes)
 
 
-def _consider_growth(context: Context, status: Status, current: Current) -> Status:
+def consider_growth(context: Context, status: Status, current: Current) -> Status:
+    """Notice that a better topology has room, and begin the change once it has had it for long enough."""
     spec = pinned(context.spec, status.pinned)
     try:
         topology = Topology.from_dict(current.topology)
