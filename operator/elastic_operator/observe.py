@@ -12,14 +12,12 @@ from lightkube.core.exceptions import ApiError
 from lightkube.operators import not_in
 
 from elastic_operator.caches import Nodes, Renewals
-from elastic_operator.observation import Observation, attempt_of, job_view, lease_view, pod_requests, pod_view
+from elastic_operator.held import Held, add_held, held_by_others
+from elastic_operator.observation import Observation, attempt_of, job_view, lease_view, pod_view
 from elastic_operator.resources import JOB, LEASE, NODE, POD, TRAINING_JOB
 from reshard.contract import Label
 
 NODE_LEASES = "kube-node-lease"
-
-Held = dict[str, dict[str, dict[str, int]]]
-"""Extended resources held on each node, by job (`namespace/name`; empty for pods that are not ours), by name."""
 
 LIVE: dict[str, Any] = {"status.phase": not_in(["Succeeded", "Failed"])}
 """Field selector of pods that hold what they asked for."""
@@ -127,29 +125,6 @@ class Observer:
                     add_held(used, item)
                 self._used, self._used_at = used, time.time()
         return held_by_others(self._used, namespace, job, resource)
-
-
-def add_held(used: Held, pod: Mapping[str, Any]) -> None:
-    """Count what a live pod holds."""
-    node = (pod.get("spec") or {}).get("nodeName")
-    requests = pod_requests(pod["spec"]) if node else {}
-    if not node or not requests:
-        return
-    meta = pod["metadata"]
-    job = (meta.get("labels") or {}).get(Label.JOB)
-    holder = used.setdefault(node, {}).setdefault(f"{meta['namespace']}/{job}" if job else "", {})
-    for name, count in requests.items():
-        holder[name] = holder.get(name, 0) + count
-
-
-def held_by_others(used: Held, namespace: str, job: str, resource: str) -> dict[str, int]:
-    """Accelerators on each node that are held by other pods than those of one job."""
-    mine = f"{namespace}/{job}"
-    return {
-        node: total
-        for node, holders in used.items()
-        if (total := sum(count.get(resource, 0) for owner, count in holders.items() if owner != mine))
-    }
 
 
 def _labels(job: str) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""The API server, as far as the plugin needs it. Every failure becomes one line that says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx2
+from lightkube import Client
+from lightkube.config.kubeconfig import SingleConfig
+from lightkube.core.exceptions import ApiError, ConfigError
+from lightkube.types import PatchType
+
+from elastic_operator.observe import LIVE
+from elastic_operator.plugin.errors import Exit, PluginError
+from elastic_operator.resources import EVENT, NODE, POD, TRAINING_JOB
+from reshard.contract import GROUP, PLURAL, Label
+
+Json = dict[str, Any]
+
+_TIMEOUT = httpx2.Timeout(30.0, connect=10.0)
+_MANAGER = "kubectl-etj"
+_FORBIDDEN, _UNAUTHORIZED, _ABSENT, _SERVER = 403, 401, 404, 500
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """One cluster, seen from one namespace."""
+
+    client: Client
+    config: SingleConfig
+    namespace: str
+
+    def job(self, name: str) -> Json:
+        """The resource.
+
+        Raises:
+            PluginError: it does not exist (near names are listed), or cannot be read.
+        """
+        with self._speaking(f"read job {name}"):
+            try:
+                return dict(self.client.get(TRAINING_JOB, name, namespace=self.namespace))
+            except ApiError as error:
+                if error.status.code != _ABSENT or not _names_an_object(error):
+                    raise
+        raise PluginError(Exit.REFUSED, self._no_such_job(name))
+
+    def jobs(self, *, everywhere: bool = False) -> list[Json]:
+        """All jobs of the namespace, or of all namespaces."""
+        where = "*" if everywhere else self.namespace
+        with self._speaking("list jobs"):
+            return [dict(item) for item in self.client.list(TRAINING_JOB, namespace=where, chunk_size=500)]
+
+    def events(self, name: str) -> list[Json]:
+        """Events about one job."""
+        about: dict[str, Any] = {"involvedObject.kind": "ElasticTrainingJob", "involvedObject.name": name}
+        with self._speaking("list events"):
+            return [dict(item) for item in self.client.list(EVENT, namespace=self.namespace, fields=about)]
+
+    def pods(self, name: str) -> list[Json]:
+        """Pods of one job."""
+        with self._speaking("list pods"):
+            labels: dict[str, Any] = {str(Label.JOB): name}
+            return [dict(item) for item in self.client.list(POD, namespace=self.namespace, labels=labels)]
+
+    def nodes(self) -> list[Json]:
+        """All nodes."""
+        with self._speaking("list nodes of the whole cluster"):
+            return [dict(item) for item in self.client.list(NODE, chunk_size=500)]
+
+    def live_pods(self) -> list[Json]:
+        """Pods of all namespaces that hold what they asked for."""
+        with self._speaking("list pods of all namespaces"):
+            return [dict(item) for item in self.client.list(POD, namespace="*", fields=LIVE, chunk_size=500)]
+
+    def patch(self, name: str, body: Mapping[str, Any]) -> Json:
+        """Merge `body` into a job; what it is afterwards."""
+        with self._speaking(f"change job {name}"):
+            found = self.client.patch(
+                TRAINING_JOB,
+                name,
+                dict(body),
+                namespace=self.namespace,
+                patch_type=PatchType.MERGE,
+                field_manager=_MANAGER,
+            )
+            return dict(found)
+
+    def logs(self, pod: str, container: str, **options: Any) -> Iterator[str]:
+        """Lines of one container's log."""
+        with self._speaking(f"read logs of pod {pod}"):
+            yield from self.client.log(pod, namespace=self.namespace, container=container, newlines=False, **options)
+
+    def _no_such_job(self, name: str) -> str:
+        jobs = self.jobs()
+        text = f"no ElasticTrainingJob {name} in namespace {self.namespace}"
+        elsewhere: list[str] = []
+        with contextlib.suppress(PluginError):
+            elsewhere = [item["metadata"]["namespace"] for item in self.jobs(everywhere=True) if _name(item) == name]
+        if elsewhere:
+            return f"{text}; there is one in {', '.join(sorted(elsewhere))}: use -n"
+        names = sorted(_name(item) for item in jobs)
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        if near:
+            return f"{text}; did you mean {' or '.join(near)}?"
+        if not names:
+            return f"{text}, nor any other; `kubectl etj list -A` shows all namespaces"
+        return f"{text}; there are {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}"
+
+    @contextlib.contextmanager
+    def _speaking(self, what: str) -> Iterator[None]:
+        """Turn every failure of a request into a PluginError that says what was tried."""
+        server = self.config.cluster.server
+        try:
+            yield
+        except ApiError as error:
+            raise _refusal(error, what, self.config.context_name) from error
+        except httpx2.HTTPStatusError as error:
+            if error.response.status_code == _ABSENT and f"/{GROUP}/" in str(error.request.url):
+                raise _not_installed() from error
+            raise PluginError(Exit.REFUSED, f"cannot {what}: {server} answers {error.response.status_code}") from error
+        except httpx2.TransportError as error:
+            reason = str(error) or type(error).__name__
+            text = f"cluster {server} (context {self.config.context_name}) cannot be reached: {reason}"
+            raise PluginError(Exit.UNREACHABLE, text) from error
+        except (ConfigError, OSError) as error:
+            text = f"credentials of context {self.config.context_name} cannot be used: {error}"
+            raise PluginError(Exit.UNREACHABLE, text) from error
+
+
+def connect(config: SingleConfig, namespace: str | None) -> Cluster:
+    """Nothing is sent yet.
+
+    Raises:
+        PluginError: the credentials cannot be used.
+    """
+    try:
+        client = Client(config=config, timeout=_TIMEOUT, lazy=False)
+    except (ConfigError, OSError, ValueError) as error:
+        text = f"credentials of context {config.context_name} cannot be used: {error}"
+        raise PluginError(Exit.UNREACHABLE, text) from error
+    return Cluster(client=client, config=config, namespace=namespace or config.namespace)
+
+
+def _name(item: Json) -> str:
+    return str(item["metadata"]["name"])
+
+
+def _names_an_object(error: ApiError) -> bool:
+    # Without the CRD the path itself is unknown, and the answer names nothing.
+    return bool(error.status.details and error.status.details.name)
+
+
+def _not_installed() -> PluginError:
+    text = f"the cluster does not know {PLURAL}.{GROUP}: install the CRD (crds/elastictrainingjobs.yaml, or the chart)"
+    return PluginError(Exit.NOT_INSTALLED, text)
+
+
+def _refusal(error: ApiError, what: str, context: str) -> PluginError:
+    status = error.status
+    message = " ".join((status.message or "").split())
+    if status.code == _ABSENT and f"/{GROUP}/" in str(error.request.url) and not _names_an_object(error):
+        return _not_installed()
+    if status.code == _FORBIDDEN:
+        return PluginError(Exit.REFUSED, f"you may not {what}: {message}")
+    if status.code == _UNAUTHORIZED:
+        text = f"the cluster does not accept the credentials of context {context}: {message}"
+        return PluginError(Exit.UNREACHABLE, text)
+    return PluginError(Exit.REFUSED, f"cannot {what}: {message}")

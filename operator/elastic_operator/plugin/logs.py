@@ -1,0 +1,49 @@
+"""`kubectl etj logs`: find the pod, say which, and pass its lines on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from elastic_operator.observation import pod_view
+from elastic_operator.plugin.choosing import Wanted, choose, not_started
+from elastic_operator.plugin.cluster import Cluster
+from elastic_operator.plugin.errors import Exit, PluginError
+from elastic_operator.plugin.report import read_spec, read_status
+
+
+def logs(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Print the lines as they come; with `-o json` return them.
+
+    Raises:
+        PluginError: there is no such pod, or it has no log.
+    """
+    resource = cluster.job(options.name)
+    spec, _ = read_spec(resource)
+    pods = cluster.pods(options.name)
+    wanted = Wanted(attempt=options.attempt, index=options.index, rank=options.rank, reshard=options.reshard)
+    name = spec.accelerator.resource if spec else ""
+    pod = choose(options.name, read_status(resource), [pod_view(item) for item in pods], wanted, name)
+    if reason := not_started(pod):
+        raise PluginError(Exit.REFUSED, reason)
+    container = next(item["spec"]["containers"][0]["name"] for item in pods if item["metadata"]["name"] == pod.name)
+    lines = cluster.logs(
+        pod.name, container, follow=options.follow, tail_lines=options.tail, timestamps=options.timestamps
+    )
+    if options.output == "json":
+        return {
+            "pod": pod.name,
+            "container": container,
+            "attempt": pod.attempt,
+            "index": pod.index,
+            "node": pod.node,
+            "phase": pod.phase,
+            "exitCode": pod.exit_code,
+            "lines": list(lines),
+        }
+    ended = f", exit code {pod.exit_code}" if pod.exit_code is not None else ""
+    print(f"==> pod {pod.name}, attempt {pod.attempt}, on {pod.node}, {pod.phase}{ended}", file=sys.stderr)
+    for line in lines:
+        print(line, flush=options.follow)
+    return None

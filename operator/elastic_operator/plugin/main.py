@@ -1,0 +1,46 @@
+"""Entry point of `kubectl-etj`, which kubectl runs for `kubectl etj`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from elastic_operator.plugin.cluster import connect
+from elastic_operator.plugin.errors import Exit, PluginError
+from elastic_operator.plugin.kubeconfig import load
+from elastic_operator.plugin.options import parser
+from elastic_operator.plugin.verbs import run
+
+_INTERRUPTED = 130
+"""What shells expect of a program that was ended by Ctrl-C."""
+
+
+def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> int:
+    """Answer one command; the exit code.
+
+    Data goes to stdout, everything else to stderr.
+    """
+    options = parser().parse_args(arguments)
+    if "name" in options:
+        options.name = options.name.rpartition("/")[2]
+    try:
+        config = load(options.kubeconfig, options.context, os.environ if environment is None else environment)
+        answer = run(connect(config, options.namespace), options)
+    except PluginError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Somebody reads no further, for instance `head`. What Python would flush at its end has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.OK
+    if answer.note:
+        print(answer.note, file=sys.stderr)
+    if options.output == "json":
+        print(json.dumps(answer.value, indent=2))
+    elif answer.text:
+        print(answer.text)
+    return Exit.OK
