@@ -26,9 +26,23 @@ def present(context: Context, status: Status) -> Status:
         topology=dict(shown.topology) if shown else {},
         topology_text=short(shown.topology) if shown else "",
         replicas=shown.num_nodes if shown else 0,
+        nodes_text=_nodes_text(context, status),
+        ettr_text=_percent(status.goodput.get("ettr")),
         gpus=shown.num_nodes * shown.gpus_per_node if shown else 0,
         selector=selector(context.job.name),
     )
+
+
+def _nodes_text(context: Context, status: Status) -> str:
+    """What runs, of what is wanted: `2/3` is a job of three nodes that goes on with two."""
+    if status.terminal:
+        return ""
+    running = sum(pod.phase == "Running" for pod in context.world.workers(status.attempt)) if status.launched else 0
+    return f"{running}/{context.spec.nodes.preferred or context.spec.nodes.max}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.1%}"
 
 
 def _phase(context: Context, status: Status) -> tuple[str, str, str]:

@@ -7,10 +7,11 @@ the schema.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from elastic_operator.specreader import RESOURCE_NAME, Section, SpecError
+from elastic_operator.specrules import conflicts, path_problem
 from elastic_operator.spectypes import (
     Accelerator,
     Activations,
@@ -57,7 +58,7 @@ def parse_spec(value: Mapping[str, Any]) -> Spec:
         template=_template(root),
     )
     if not problems:
-        problems += _conflicts(spec)
+        problems += conflicts(spec)
     if problems:
         raise SpecError(problems)
     return spec
@@ -146,15 +147,15 @@ def _model(section: Section) -> Model:
 
 
 def _checkpoint(section: Section) -> CheckpointSpec:
-    path = section.text("path")
-    if path.startswith("/") or ".." in path.split("/"):
-        section.problem("path", f"is {path!r}: expected a folder inside the claim, relative and without '..'")
-    return CheckpointSpec(
+    checkpoint = CheckpointSpec(
         claim_name=section.text("claimName", required=True),
-        path=path,
+        path=section.text("path"),
         format=section.choice("format", ("DeepSpeed",), default="DeepSpeed"),
         interval_seconds=section.integer("intervalSeconds", default=900),
     )
+    if problem := path_problem(checkpoint):
+        section.problem("path", f"is {checkpoint.path!r}: {problem}")
+    return checkpoint
 
 
 def _reshard(section: Section) -> ReshardSpec:
@@ -193,55 +194,3 @@ def _template(root: Section) -> Mapping[str, Any]:
     if "template" in root and (not isinstance(containers, list) or not containers):
         root.problem("template.spec.containers", "is empty: the first container trains, so there must be one")
     return template.value
-
-
-def _conflicts(spec: Spec) -> list[str]:
-    """Problems between fields that are each right on their own."""
-    return [*_node_conflicts(spec.nodes), *_parallelism_conflicts(spec), *_model_conflicts(spec.model)]
-
-
-def _node_conflicts(nodes: Nodes) -> Iterator[str]:
-    if nodes.min > nodes.max:
-        yield f"spec.nodes: min is {nodes.min}, above max {nodes.max}"
-    elif nodes.preferred is not None and not nodes.min <= nodes.preferred <= nodes.max:
-        yield f"spec.nodes.preferred: {nodes.preferred} is not between min {nodes.min} and max {nodes.max}"
-    elif nodes.allowed is not None and not any(map(nodes.permits, nodes.allowed)):
-        yield f"spec.nodes.allowed: none of {list(nodes.allowed)} is between min {nodes.min} and max {nodes.max}"
-
-
-def _parallelism_conflicts(spec: Spec) -> Iterator[str]:
-    batch, parallelism = spec.batch, spec.parallelism
-    strategy, zero, choices = parallelism.strategy, parallelism.zero_stage, parallelism.topologies
-    if batch.global_samples % batch.micro_samples:
-        yield (
-            f"spec.batch: globalSamples {batch.global_samples} is not a multiple of microSamples {batch.micro_samples}"
-        )
-    if strategy is Strategy.AUTO and choices:
-        yield "spec.parallelism.topologies: strategy Auto does not use it; choose Fixed or Ranked, or remove it"
-    if strategy is not Strategy.AUTO and not choices:
-        yield f"spec.parallelism.topologies: is missing; strategy {strategy} needs it"
-    if strategy is Strategy.FIXED and len(choices) > 1:
-        yield f"spec.parallelism.topologies: strategy Fixed takes one entry, found {len(choices)}; choose Ranked"
-    if strategy is Strategy.AUTO and zero > 1 and 1 not in parallelism.pipeline:
-        yield (
-            f"spec.parallelism: zeroStage {zero} excludes pipelines, but pipeline has only "
-            f"{list(parallelism.pipeline)}; add 1 to it, or choose zeroStage 0 or 1"
-        )
-    for i, choice in enumerate(choices):
-        if choice.zero_stage > 1 and choice.pipeline > 1:
-            yield (
-                f"spec.parallelism.topologies[{i}]: zeroStage {choice.zero_stage} excludes pipelines, but pipeline "
-                f"is {choice.pipeline}; choose zeroStage 0 or 1"
-            )
-
-
-def _model_conflicts(model: Model | None) -> Iterator[str]:
-    if model is None:
-        return
-    heads, kv_heads = model.attention_heads, model.key_value_heads
-    if heads % kv_heads:
-        yield f"spec.model: keyValueHeads {kv_heads} does not divide attentionHeads {heads}"
-    if model.expert_parameters > model.parameters:
-        yield f"spec.model.expertParameters: {model.expert_parameters:g} is above parameters {model.parameters:g}"
-    if model.expert_parameters and not model.experts:
-        yield "spec.model.expertParameters: is given, but experts is 0"

@@ -306,6 +306,8 @@ class Status:
     Attributes:
         attempt: number of the newest attempt; never goes back.
         current: that attempt, or None while nothing may run.
+        nodes_text: nodes whose training pod runs, and after a slash those wanted.
+        ettr_text: effective training time ratio in percent; empty before the first step.
         drain: a planned change is on its way.
         growth: a better topology has room, but not long enough yet.
         drain_request: the last request for a drain by hand that was answered (`asked`).
@@ -323,6 +325,8 @@ class Status:
     topology: Mapping[str, int] = dataclasses.field(default_factory=dict)
     topology_text: str = ""
     replicas: int = 0
+    nodes_text: str = ""
+    ettr_text: str = ""
     gpus: int = 0
     selector: str = ""
     conditions: tuple[Condition, ...] = ()

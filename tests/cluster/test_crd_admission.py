@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from elastic_operator.spec import parse_spec
+from elastic_operator.spec import SpecError, parse_spec
 from testbed.components import bin_dir
 
 pytestmark = pytest.mark.cluster
@@ -88,6 +89,25 @@ def get(kubectl: Kubectl, namespace: str, name: str = "gpt") -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+def pod(**fields: Any) -> dict[str, Any]:
+    """The job with other fields in its pod."""
+    return with_field("spec.template.spec", {**JOB["spec"]["template"]["spec"], **fields})
+
+
+def container(**fields: Any) -> dict[str, Any]:
+    """The job with other fields in its training container."""
+    return pod(containers=[{"name": "train", "image": "image", **fields}])
+
+
+def parallelism(*, model: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    """The job with other degrees, and a model if there is one."""
+    job = with_field("spec.parallelism", fields)
+    return job if model is None else with_field("spec.model", {**MODEL, **model}, base=job)
+
+
+SIDECAR = {"name": "side", "image": "image"}
+ONE_GPU = {"resources": {"limits": {"amd.com/gpu": 1}}}
+
 # (message of the rule begins with, what breaks it)
 REFUSED_AT_CREATION = [
     ("metadata.name may have at most 40", with_field("metadata.name", "a" * 41)),
@@ -120,8 +140,90 @@ REFUSED_AT_CREATION = [
     ("spec.model: expertParameters needs experts", with_field("spec.model", {**MODEL, "expertParameters": 1.0e9})),
     ("spec.checkpoint.path must be relative", with_field("spec.checkpoint.path", "/gpt")),
     ("spec.checkpoint.path must be relative", with_field("spec.checkpoint.path", "a/../../b")),
-    ("spec.template.spec.containers must have", with_field("spec.template", {"spec": {"containers": []}})),
-    ("spec.template.spec.containers must have", with_field("spec.template", {})),
+    ("spec.checkpoint.path may hold", with_field("spec.checkpoint.path", "gpt/")),
+    ("spec.checkpoint.path may hold", with_field("spec.checkpoint.path", "a//b")),
+    ("spec.checkpoint.path may hold", with_field("spec.checkpoint.path", "$(HOME)/gpt")),
+    ("spec.checkpoint.path may hold", with_field("spec.checkpoint.path", "my run")),
+    ("spec.checkpoint.claimName must be the name", with_field("spec.checkpoint.claimName", "My_Claim")),
+    ("spec.accelerator.resource: the domain", with_field("spec.accelerator.resource", "kubernetes.io/gpu")),
+    ("spec.accelerator.resource: the domain", with_field("spec.accelerator.resource", "node.kubernetes.io/gpu")),
+    (
+        "spec.nodes.preferred must be one of allowed",
+        with_field("spec.nodes", {"min": 1, "max": 4, "preferred": 3, "allowed": [2, 4]}),
+    ),
+    ("spec.parallelism.tensor: no degree divides a number", parallelism(tensor=[3, 4])),
+    ("spec.parallelism: the smallest tensor times", parallelism(tensor=[2], pipeline=[4, 8])),
+    (
+        "spec.batch.globalSamples is too small",
+        with_field("spec.nodes", {"min": 11, "max": 12}),
+    ),
+    (
+        "spec.parallelism.topologies: none can run",
+        parallelism(strategy="Ranked", topologies=[{"tensor": 4}, {"data": 5}]),
+    ),
+    (
+        "spec.batch.globalSamples is not a multiple of microSamples * data",
+        parallelism(strategy="Fixed", topologies=[{"data": 4}]),
+    ),
+    (
+        "spec.parallelism.topologies: data must be a multiple",
+        parallelism(strategy="Fixed", topologies=[{"data": 2, "context": 4}]),
+    ),
+    ("spec.parallelism.tensor: no degree divides attentionHeads", parallelism(tensor=[2], model={"hiddenSize": 4095})),
+    ("spec.parallelism.tensor: no degree divides attentionHeads", parallelism(tensor=[2], model={"keyValueHeads": 1})),
+    (
+        "spec.parallelism.tensor: no degree divides attentionHeads",
+        parallelism(tensor=[2], model={"vocabSize": 101, "padVocabulary": False}),
+    ),
+    ("spec.parallelism.pipeline: every number", parallelism(pipeline=[3, 6], model={"layers": 2})),
+    ("spec.parallelism.expert: no degree", parallelism(expert=[2, 4], model={"experts": 0})),
+    ("spec.parallelism.expert: no degree", parallelism(expert=[4], model={"experts": 6})),
+    ("spec.parallelism.context: no degree", parallelism(context=[3], model={})),
+    ("spec.model: expertsPerToken cannot", with_field("spec.model", {**MODEL, "experts": 4, "expertsPerToken": 8})),
+    ("spec.template.spec.restartPolicy must be Never", pod(restartPolicy="OnFailure")),
+    ("spec.template.spec.activeDeadlineSeconds would", pod(activeDeadlineSeconds=3600)),
+    ("spec.template.spec.hostNetwork needs", pod(hostNetwork=True)),
+    ("spec.template.spec.nodeName would", pod(nodeName="gpu-1")),
+    ("spec.template.spec.hostname and subdomain", pod(hostname="rank")),
+    ("spec.template.spec.hostname and subdomain", pod(subdomain="ranks")),
+    ("spec.template: only the first container", pod(containers=[SIDECAR, {**SIDECAR, "name": "b", **ONE_GPU}])),
+    ("spec.template: an init container asks", pod(initContainers=[{**SIDECAR, **ONE_GPU}])),
+    (
+        "spec.reshard.template: a container asks",
+        with_field("spec.reshard", {"template": {"spec": {"containers": [{**SIDECAR, **ONE_GPU}]}}}),
+    ),
+    (
+        "spec.reshard.template.spec.restartPolicy must",
+        with_field("spec.reshard", {"template": {"spec": {"restartPolicy": "Always", "containers": [SIDECAR]}}}),
+    ),
+]
+# What the operator overwrites in any pod that it makes; an old resource with it does no harm.
+REFUSED_AT_ADMISSION_ONLY = [
+    ("spec.template: resources.limits of the first container", container(resources={"limits": {"amd.com/gpu": 8}})),
+    ("spec.template: resources.limits of the first container", container(resources={"limits": {"amd.com/gpu": "1"}})),
+    ("spec.template: resources.requests of the first container", container(resources={"requests": {"amd.com/gpu": 1}})),
+    ("spec.template: the first container sets a variable", container(env=[{"name": "ETJ_RESUME", "value": "/mine"}])),
+    ("spec.template: the first container sets a variable", container(env=[{"name": "MASTER_ADDR", "value": "a"}])),
+]
+# (what the API server's own words for a broken schema must name, what breaks it)
+REFUSED_BY_SCHEMA = [
+    ("spec.accelerator.perNode[1]: Duplicate value: 2", with_field("spec.accelerator.perNode", [2, 2])),
+    ("spec.accelerator.perNode in body should have at least 1 items", with_field("spec.accelerator.perNode", [])),
+    ("spec.nodes.allowed[1]: Duplicate value: 2", with_field("spec.nodes", {"min": 1, "max": 3, "allowed": [2, 2]})),
+    ("spec.parallelism.tensor[1]: Duplicate value: 1", parallelism(tensor=[1, 1])),
+    ('supported values: "Auto", "Fixed", "Ranked"', parallelism(strategy="Best")),
+    ('supported values: "DeepSpeed"', with_field("spec.checkpoint.format", "Megatron")),
+    ('supported values: "RetainTopology", "Fail"', with_field("spec.reshard", {"onFailure": "Ignore"})),
+    ("spec.template.spec.containers in body should have at least 1", with_field("spec.template.spec.containers", [])),
+    ("spec.template.spec: Required value", with_field("spec.template", {})),
+    ("spec.template.spec.containers[0].image: Required value", pod(containers=[{"name": "train"}])),
+    ("spec.template.spec.containers[0].name: Required value", pod(containers=[{"image": "image"}])),
+    ("spec.nodes.max: Required value", with_field("spec.nodes", {"min": 1})),
+    ("spec.checkpoint.claimName: Invalid value", with_field("spec.checkpoint.claimName", "")),
+    (
+        'spec.recovery.hangSeconds in body must be of type integer: "string"',
+        with_field("spec.recovery", {"hangSeconds": "30m"}),
+    ),
 ]
 REFUSED_CHANGES = [
     ("spec.model cannot change", with_field("spec.model", {**MODEL, "layers": 31})),
@@ -130,6 +232,46 @@ REFUSED_CHANGES = [
     ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.claimName", "other")),
     ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.path", "other")),
 ]
+
+
+def numbers(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every number in the schema, by its path; for the first element of a list `.0`."""
+    if schema.get("type") in ("integer", "number"):
+        yield path, schema
+    for name, field in schema.get("properties", {}).items():
+        yield from numbers(field, f"{path}.{name}")
+    if "items" in schema:
+        yield from numbers(schema["items"], f"{path}.0")
+
+
+def out_of_bounds() -> list[tuple[str, dict[str, Any]]]:
+    """Path as the API server writes it, and the job with a value just outside of what the schema allows there."""
+    full = copy.deepcopy(JOB)
+    full["spec"] |= {"model": MODEL, "recovery": {"restartBudget": {}}, "reshard": {}}
+    full["spec"]["accelerator"]["performance"] = {}
+    cases = []
+    for path, field in numbers(VERSION["schema"]["openAPIV3Schema"]["properties"]["spec"], "spec"):
+        if ".template." in path:
+            continue
+        for value in (field["minimum"] - 1, field["maximum"] + 1):
+            job = copy.deepcopy(full)
+            *folders, name = path.split(".")
+            here: Any = job
+            for folder, after in zip(folders, [*folders[1:], name], strict=True):
+                new: Any = [] if after == "0" else {}
+                if folder == "0":
+                    here.append(new)
+                    here = here[0]
+                else:
+                    if not isinstance(here.get(folder), type(new)) or isinstance(new, list):
+                        here[folder] = new
+                    here = here[folder]
+            if name == "0":
+                here.append(value)
+            else:
+                here[name] = value
+            cases.append((path.replace(".0", "[0]"), job))
+    return cases
 
 
 def rules(schema: dict[str, Any]) -> Iterator[str]:
@@ -142,16 +284,74 @@ def rules(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def test_every_rule_has_a_case_here():
-    cases = [message for message, _ in (*REFUSED_AT_CREATION, *REFUSED_CHANGES)]
+    cases = [message for message, _ in (*REFUSED_AT_CREATION, *REFUSED_AT_ADMISSION_ONLY, *REFUSED_CHANGES)]
     for message in rules(VERSION["schema"]["openAPIV3Schema"]):
         assert any(message.startswith(case) for case in cases), message
 
 
-@pytest.mark.parametrize(("message", "job"), REFUSED_AT_CREATION)
-def test_a_mistake_is_refused_with_a_message_for_people(kubectl, namespace, message, job):
+def refusals(kubectl: Kubectl, namespace: str, jobs: list[dict[str, Any]]) -> list[str]:
+    """What the API server says to each of many jobs, in one go; empty where it takes one."""
+    docs = [{**job, "metadata": {"name": f"case-{i}", "labels": {"case": "yes"}}} for i, job in enumerate(jobs)]
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": docs})
+    done = kubectl("create", "-n", namespace, "--dry-run=server", "--validate=ignore", "-f", "-", stdin=text)
+    found = re.split(r'ElasticTrainingJob\S* "case-(\d+)" is invalid:', done.stderr)
+    said = dict(zip(map(int, found[1::2]), found[2::2], strict=True))
+    return [said.get(i, "") for i in range(len(jobs))]
+
+
+@pytest.mark.parametrize(
+    ("message", "job"), [case for case in REFUSED_AT_CREATION if case[0].startswith("metadata.name")]
+)
+def test_a_bad_name_is_refused_with_a_message_for_people(kubectl, namespace, message, job):
     done = apply(kubectl, namespace, job)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+def test_a_mistake_is_refused_with_a_message_for_people(kubectl, namespace):
+    cases = [case for case in REFUSED_AT_CREATION if not case[0].startswith("metadata.name")]
+    cases += REFUSED_AT_ADMISSION_ONLY + REFUSED_BY_SCHEMA
+    said = refusals(kubectl, namespace, [job for _, job in cases])
+    wrong = [(message, text) for (message, _), text in zip(cases, said, strict=True) if message not in text]
+    assert not wrong
+
+
+def test_one_mistake_gets_one_message(kubectl, namespace):
+    """Several rules that complain of the same thing in other words would hide what is to be done."""
+    cases = [case for case in REFUSED_AT_CREATION if not case[0].startswith("metadata.name")]
+    said = refusals(kubectl, namespace, [job for _, job in cases])
+    several = [text for text in said if text.count("Invalid value") > 1]
+    assert not several
+
+
+def test_the_operator_refuses_the_same_in_resources_that_are_older_than_the_rules():
+    for message, job in REFUSED_AT_CREATION:
+        if not message.startswith(("metadata.name", "spec.accelerator.resource: the domain", "spec.checkpoint.claim")):
+            with pytest.raises(SpecError):
+                parse_spec(job["spec"])
+                pytest.fail(f"taken: {message}")
+
+
+def test_numbers_out_of_bounds_are_refused_by_their_path(kubectl, namespace):
+    cases = out_of_bounds()
+    assert len(cases) > 80
+    said = refusals(kubectl, namespace, [job for _, job in cases])
+    wrong = [(path, text) for (path, _), text in zip(cases, said, strict=True) if f"{path}: Invalid value" not in text]
+    assert not wrong
+
+
+def test_a_job_that_asks_for_what_it_gets_anyway_is_taken(kubectl, namespace):
+    taken = [
+        container(resources={"limits": {"amd.com/gpu": 2}, "requests": {"amd.com/gpu": "2", "cpu": 4}}),
+        pod(restartPolicy="Never", hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet", initContainers=[SIDECAR]),
+        pod(containers=[{**SIDECAR, "env": [{"name": "ETJ_SCRATCH", "value": "/scratch"}]}, {**SIDECAR, "name": "b"}]),
+        parallelism(tensor=[1, 3, 4], pipeline=[1, 7]),
+        parallelism(strategy="Ranked", topologies=[{"tensor": 64}, {"tensor": 2, "data": 1}]),
+        with_field("spec.checkpoint.path", "team-a/run_1/v1.0+x=1,y@z"),
+        with_field("spec.checkpoint.path", ""),
+    ]
+    assert refusals(kubectl, namespace, taken) == [""] * len(taken)
+    assert all(parse_spec(job["spec"]) for job in taken)
 
 
 @pytest.mark.parametrize(("message", "job"), REFUSED_CHANGES)
@@ -211,6 +411,8 @@ def test_status_is_a_subresource_and_fills_the_columns(kubectl, namespace):
     status = {
         "phase": "Running",
         "topologyText": "tp=2,pp=1,dp=2,zero=1",
+        "nodesText": "2/3",
+        "ettrText": "97.3%",
         "replicas": 2,
         "gpus": 4,
         "attempt": 3,
@@ -221,15 +423,41 @@ def test_status_is_a_subresource_and_fills_the_columns(kubectl, namespace):
     done = kubectl("patch", "etj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
     assert done.returncode == 0, done.stderr
     table = kubectl("get", "etj", "-n", namespace).stdout.splitlines()
-    assert table[0].split() == ["NAME", "PHASE", "TOPOLOGY", "NODES", "GPUS", "STEP", "ATTEMPT", "REASON", "AGE"]
-    assert table[1].split()[:8] == ["gpt", "Running", "tp=2,pp=1,dp=2,zero=1", "2", "4", "120", "3", "Training"]
+    assert table[0].split() == ["NAME", "PHASE", "TOPOLOGY", "NODES", "GPUS", "STEP", "ATTEMPT", "ETTR", "AGE"]
+    assert table[1].split()[:8] == ["gpt", "Running", "tp=2,pp=1,dp=2,zero=1", "2/3", "4", "120", "3", "97.3%"]
+    wide = kubectl("get", "etj", "-n", namespace, "-o", "wide").stdout.splitlines()
+    assert wide[0].split()[8:10] == ["REASON", "COMMIT"]
 
 
-@pytest.mark.parametrize("path", ["etj", "etj.spec.parallelism", "etj.spec.accelerator.performance", "etj.status"])
-def test_explain_describes_the_fields(kubectl, path):
-    done = kubectl("explain", path)
-    assert done.returncode == 0, done.stderr
-    assert "<empty>" not in done.stdout.split("FIELDS:")[0]
+def sections(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object of the schema that `kubectl explain` can be asked for."""
+    schema = schema.get("items", schema)
+    if "properties" in schema:
+        yield path, schema
+        for name, field in schema["properties"].items():
+            if name != "metadata":
+                yield from sections(field, f"{path}.{name}")
+
+
+SECTIONS = dict(sections(VERSION["schema"]["openAPIV3Schema"], "etj"))
+
+
+def test_explain_describes_every_field_at_every_level(kubectl):
+    for path, schema in SECTIONS.items():
+        done = kubectl("explain", path)
+        assert done.returncode == 0, done.stderr
+        description, _, fields = done.stdout.partition("FIELDS:")
+        assert "<empty>" not in description, path
+        for name in schema["properties"]:
+            entry = re.search(rf"(?ms)^  {name}\t(.*?)(?=^  \w+\t|\Z)", fields)
+            assert entry is not None, f"{path}.{name}"
+            assert "<no description>" not in entry.group(1), f"{path}.{name}"
+
+
+def test_explain_tells_unit_and_default(kubectl):
+    text = " ".join(kubectl("explain", "etj.spec.recovery").stdout.split())
+    assert "drainSeconds <integer> Longest time in seconds that a planned change waits" in text
+    assert "Default 300." in text
 
 
 def test_the_category_finds_the_job(kubectl, namespace):
