@@ -98,3 +98,37 @@ def rows(text: str) -> list[list[str]]:
         if line.startswith("|") and number not in head and number - 1 not in head
     ]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in body]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A command of a `console` block and what it prints, as far as the page shows it."""
+
+    command: str
+    output: str
+
+
+def steps(block: Block) -> Iterator[Step]:
+    """Commands of a block: a line `$ ...`, continued by lines `> ...`."""
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        lines = part.splitlines()
+        num_more = next((number for number, line in enumerate(lines[1:]) if not line.startswith("> ")), len(lines) - 1)
+        command = [lines[0], *(line.removeprefix("> ") for line in lines[1 : num_more + 1])]
+        yield Step(command="\n".join(command), output="\n".join(lines[num_more + 1 :]).strip("\n"))
+
+
+def differs(shown: str, printed: str) -> str:
+    """The first line of a page that a program did not print in this order; empty if there is none.
+
+    `...` stands for any text, every number for any other, and columns may be of any width. A program may print more.
+    """
+    lines = iter(printed.splitlines())
+    for line in shown.splitlines():
+        pattern = ".*".join(re.escape(_steady(part)) for part in line.split("..."))
+        if pattern.strip(".*\\ ") and not any(re.fullmatch(pattern, _steady(found)) for found in lines):
+            return line
+    return ""
+
+
+def _steady(line: str) -> str:
+    return re.sub(r"\d+", "#", " ".join(line.split()))

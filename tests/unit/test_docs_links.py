@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import PAGES, README, ROOT, anchors, blocks, links
+from tests.pages import PAGES, README, ROOT, anchors, blocks, differs, links, steps
 
 
 def name(path: Path) -> str:
@@ -42,9 +42,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_block_that_is_not_run_says_why(page: Path) -> None:
     marked = [block for block in blocks(page.read_text(encoding="utf-8")) if block.marker]
-    assert [
-        block.line for block in marked if block.marker not in ("not run", "goes on") or len(block.reason) < 10
-    ] == []
+    assert [block.line for block in marked if block.marker not in ("not run", "values") or len(block.reason) < 10] == []
 
 
 def test_links_and_headings_are_found(tmp_path: Path) -> None:
@@ -55,3 +53,25 @@ def test_links_and_headings_are_found(tmp_path: Path) -> None:
     )
     assert [(link.target.name, link.anchor) for link in links(page)] == [("y.md", "z"), ("page.md", "e")]
     assert anchors(page) == {"a-b-c--d", "twice", "twice-1"}
+
+
+def test_commands_go_over_several_lines_and_have_outputs() -> None:
+    (block,) = blocks("<!-- not run: because of this -->\n```console\n$ a \\\n>   b\nout\n$ c\n```\n")
+    assert (block.marker, block.reason, block.line) == ("not run", "because of this", 2)
+    assert [(step.command, step.output) for step in steps(block)] == [("a \\\n  b", "out"), ("c", "")]
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "difference"),
+    [
+        ("a  1", "x\na 22\ny", ""),
+        ("gpt ... ready", "gpt is not yet ready", ""),
+        ("...\nlast", "first\nlast", ""),
+        ("one\ntwo", "two\none", "two"),
+        ("Running", "Failed", "Running"),
+        ("tp=1,pp=3", "tp=1,pq=3", "tp=1,pp=3"),
+        ("3/3", "13", "3/3"),
+    ],
+)
+def test_the_comparison_of_outputs_sees_differences(shown: str, printed: str, difference: str) -> None:
+    assert differs(shown, printed) == difference

@@ -23,7 +23,7 @@ OPERATOR = sorted((ROOT / "operator/elastic_operator").glob("*.py"))
 WORLD = "test_any_order_of_events_and_crashes_ends_complete"
 """The failure modes call it `world`."""
 
-NO_FAILURES = re.compile(r"test_(testbed|crd|docs|images|plugin|metrics|dashboard)\w*")
+NO_FAILURES = re.compile(r"test_(testbed|crd|docs|helm_templates|images|plugin|metrics|dashboard)\w*")
 """Modules of the cluster tier whose tests are about something else."""
 
 
@@ -41,11 +41,11 @@ def field(path: str) -> dict[str, Any]:
 
 
 def times(node: dict[str, Any], path: str = "") -> set[str]:
-    """Fields of the resource whose names end in Seconds, and what counts within them."""
+    """Fields of the resource whose names end in Seconds and that have a default."""
     found = set()
     for name, child in node.get("properties", {}).items():
         here = f"{path}.{name}".lstrip(".")
-        found |= {here} if name.endswith("Seconds") else times(child, here)
+        found |= {here} if name.endswith("Seconds") and "default" in child else times(child, here)
     return found
 
 
@@ -166,3 +166,15 @@ def test_every_failure_that_is_tested_on_a_cluster_has_a_row() -> None:
         and name not in named
     }
     assert missing == {}
+
+
+def test_the_values_of_the_chart_have_the_defaults_that_the_page_says() -> None:
+    chart = yaml.safe_load((ROOT / "charts/elastic-training-operator/values.yaml").read_text(encoding="utf-8"))
+    told = rows(section((ROOT / "docs/install.md").read_text(encoding="utf-8"), "Values that matter"))
+    assert len(told) > 10
+    for path, default, _ in told:
+        found = chart
+        for name in path.split("."):
+            assert name in found, path
+            found = found[name]
+        assert default == "" or yaml.safe_load(default) == found, path

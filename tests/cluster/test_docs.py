@@ -1,0 +1,166 @@
+"""The documentation, done: commands of three pages in order, and every manifest on any page, on a real cluster.
+
+A block under `<!-- not run: reason -->` is left out. Pages are read in a folder that looks like a checkout and has a
+`my-values.yaml`, which says where the test bed's images are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from testbed import helm, shellenv, storage
+from tests.pages import PAGES, ROOT, Block, blocks, differs, steps
+
+pytestmark = pytest.mark.cluster
+
+RELEASE = "elastic-training-operator"
+HOME = "elastic-training"
+"""Release and namespace of the operator on all pages."""
+
+CRD = "elastictrainingjobs.elastictraining.dev"
+COMMAND_SECONDS = 300
+TREE = ("charts", "crds", "examples", "testbed", "Makefile", ".venv")
+
+
+class Shell:
+    """Runs commands one after the other; what they export stays."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._exports = shellenv.exports()
+
+    def __call__(self, command: str) -> str:
+        if re.match(r"(export|eval) ", command):
+            self._exports += command + "\n"
+        done = subprocess.run(
+            ["bash", "-c", f"set -o pipefail\n{self._exports}{command}"],
+            cwd=self._folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=COMMAND_SECONDS,
+        )
+        assert done.returncode == 0, f"$ {command}\n{done.stdout}"
+        return done.stdout
+
+
+def commands(page: str) -> Iterator[Block]:
+    for block in blocks((ROOT / "docs" / page).read_text(encoding="utf-8")):
+        if block.language == "console" and block.marker != "not run":
+            yield block
+
+
+def follow(page: str, shell: Shell) -> int:
+    """Do what a page says; the number of commands."""
+    count = 0
+    for block in commands(page):
+        for step in steps(block):
+            started = time.monotonic()
+            printed = shell(step.command)
+            print(f"$ {step.command}\n{printed}({time.monotonic() - started:.1f} s)")
+            missing = differs(step.output, printed)
+            assert not missing, f"{page}:{block.line}: $ {step.command}\nprinted\n{printed}and not\n{missing}"
+            count += 1
+    return count
+
+
+@pytest.fixture
+def shell(testbed: Any, tmp_path: Path) -> Shell:
+    for name in TREE:
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "testbed/values.yaml", tmp_path / "my-values.yaml")
+    return Shell(tmp_path)
+
+
+@pytest.fixture
+def clean(testbed: Any) -> Iterator[None]:
+    """No operator and no job of the pages, before and after; another test's CRD is the release's."""
+
+    def remove() -> None:
+        run = (str(helm.ensure()), "uninstall", RELEASE, "--ignore-not-found", "--wait", "--timeout=120s")
+        for namespace in (HOME, "team-a"):
+            subprocess.run(
+                [*run, "--namespace", namespace, "--kubeconfig", str(testbed.kubeconfig)],
+                check=True, capture_output=True,
+            )  # fmt: skip
+        if testbed.get("crd", CRD):
+            testbed.kubectl("delete", "etj", "--all", "-n", "default", "--ignore-not-found")
+        testbed.kubectl("delete", "pods", "--all", "-n", "default", "--grace-period=0", "--force", check=False)
+        testbed.kubectl(
+            "delete", "pvc,services,jobs,leases", "--all", "-n", "default", "--field-selector=metadata.name!=kubernetes"
+        )
+        testbed.kubectl("delete", "pv", "default-gpt-checkpoints", "--ignore-not-found")
+        testbed.kubectl("delete", "namespace", HOME, "team-a", "--ignore-not-found")
+        shutil.rmtree(storage.make_volume("default-gpt-checkpoints"), ignore_errors=True)
+
+    remove()
+    if testbed.get("crd", CRD):
+        names = (f"meta.helm.sh/release-name={RELEASE}", f"meta.helm.sh/release-namespace={HOME}")
+        testbed.kubectl("annotate", "crd", CRD, "--overwrite", *names, "helm.sh/resource-policy=keep")
+        testbed.kubectl("label", "crd", CRD, "--overwrite", "app.kubernetes.io/managed-by=Helm")
+    yield
+    remove()
+
+
+def test_the_quickstart_works_as_written(clean: None, shell: Shell) -> None:
+    assert follow("quickstart.md", shell) >= 15
+
+
+def test_the_installation_works_as_written(clean: None, shell: Shell) -> None:
+    assert follow("install.md", shell) >= 15
+
+
+def test_the_commands_of_troubleshooting_work(clean: None, shell: Shell) -> None:
+    shell(f"helm install {RELEASE} charts/{RELEASE} -n {HOME} --create-namespace -f my-values.yaml --wait")
+    shell("python -m testbed example | kubectl apply -f -")
+    shell("kubectl wait etj/gpt --for=jsonpath='{.status.phase}'=Running --timeout=180s")
+    assert follow("troubleshooting.md", shell) >= 20
+
+
+def manifests() -> Iterator[Any]:
+    """Kubernetes objects in YAML blocks."""
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8")):
+            if block.language == "yaml" and block.marker != "not run":
+                for item in yaml.safe_load_all(block.text):
+                    if isinstance(item, dict) and {"apiVersion", "kind"} <= set(item):
+                        yield pytest.param(item, id=f"{page.name}:{block.line}")
+
+
+@pytest.mark.parametrize("manifest", list(manifests()))
+def test_the_api_server_takes_every_manifest_of_a_page(
+    manifest: dict[str, Any], cluster: Any, crd: None, namespace: str
+) -> None:
+    text = yaml.safe_dump(manifest)
+    printed = cluster.kubectl("apply", "--server-side", "--dry-run=server", "-n", namespace, "-f", "-", stdin=text)
+    assert "serverside-applied (server dry run)" in printed
+
+
+def values() -> Iterator[Any]:
+    """Blocks with values of the chart."""
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8")):
+            if block.marker == "values":
+                yield pytest.param(block.text, id=f"{page.name}:{block.line}")
+
+
+@pytest.mark.parametrize("text", list(values()))
+def test_the_chart_takes_every_values_file_of_a_page(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "values.yaml"
+    path.write_text(text)
+    command = [str(helm.ensure()), "template", "x", str(ROOT / "charts" / RELEASE), "--values", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
