@@ -14,6 +14,7 @@ from elastic_operator.capacity import Capacity
 from elastic_operator.limits import Limits
 from elastic_operator.manifests import JobRef
 from elastic_operator.observation import Observation, PodView
+from elastic_operator.reshardpod import ReshardImage
 from elastic_operator.spec import Spec
 from elastic_operator.status import Status
 
@@ -27,6 +28,7 @@ class Context:
     world: Observation
     limits: Limits
     now: float
+    reshard_image: ReshardImage | None = None
     events: list[Event] = dataclasses.field(default_factory=list)
     reshards: list[ReshardOutcome] = dataclasses.field(default_factory=list)
 

@@ -18,6 +18,7 @@ from elastic_operator.limits import Limits
 from elastic_operator.manifests import JobRef
 from elastic_operator.observation import Observation
 from elastic_operator.presenting import present
+from elastic_operator.reshardpod import ReshardImage
 from elastic_operator.spec import Spec, SpecError
 from elastic_operator.status import Phase, Status, edit_last_recovery
 from elastic_operator.wire import Time
@@ -26,13 +27,22 @@ MAX_STEPS = 16
 """A pass that does not settle within so many steps is a mistake in this package, not in the cluster."""
 
 
-def decide(job: JobRef, spec: Spec, status: Status, world: Observation, *, limits: Limits, now: float) -> Decision:
-    """What to write and what to do now.
+def decide(
+    job: JobRef,
+    spec: Spec,
+    status: Status,
+    world: Observation,
+    *,
+    limits: Limits,
+    now: float,
+    reshard_image: ReshardImage | None = None,
+) -> Decision:
+    """What to write and what to do now. `reshard_image`: the operator's, None to reshard in the training's image.
 
     Raises:
         AssertionError: the steps do not settle.
     """
-    context = Context(job=job, spec=spec, world=world, limits=limits, now=now)
+    context = Context(job=job, spec=spec, world=world, limits=limits, now=now, reshard_image=reshard_image)
     status = _started(status, now)
     for _ in range(MAX_STEPS):
         after = _step(context, status)

@@ -100,4 +100,5 @@ def _reshard(context: Context, status: Status, current: Current) -> Iterator[Act
     if known is not None and known.retry_time is not None and context.now < known.retry_time:
         return
     if context.world.job(status.attempt, RESHARD) is None:
-        yield Create(manifest=reshard_job(context.job, context.spec, status.attempt, current))
+        manifest = reshard_job(context.job, context.spec, status.attempt, current, context.reshard_image)
+        yield Create(manifest=manifest)

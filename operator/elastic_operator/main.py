@@ -76,7 +76,7 @@ async def _work(
     nodes = Nodes(settings.unhealthy_nodes)
     observer = Observer(client, nodes)
     fence = leader.must_lead if leader is not None else lambda: None
-    workers = Workers(observer, Applier(client, observer, fence), settings.limits)
+    workers = Workers(observer, Applier(client, observer, fence), settings.limits, settings.reshard_image)
     background = [_in_background(leader.hold(), "leader")] if leader is not None else []
     try:
         await observer.refresh_nodes()

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_operator.reshardpod import ReshardImage, reshard_template
 from elastic_operator.spec import Spec
 from elastic_operator.status import Current, short
 from reshard.contract import GROUP, KIND, VERSION, Env, Label
@@ -122,9 +123,11 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     }
 
 
-def reshard_job(job: JobRef, spec: Spec, attempt: int, current: Current) -> dict[str, Any]:
-    """The Job that converts `current.resume.source` into `current.resume.uri`."""
-    template = _template(spec.reshard.template or _reshard_template(spec.template), _labels(job, attempt, "reshard"))
+def reshard_job(
+    job: JobRef, spec: Spec, attempt: int, current: Current, image: ReshardImage | None = None
+) -> dict[str, Any]:
+    """The Job that converts `current.resume.source` into `current.resume.uri`; `image`: the operator's, if any."""
+    template = _template(reshard_template(spec, image, current.resume.source), _labels(job, attempt, "reshard"))
     pod = template["spec"]
     pod["restartPolicy"] = "Never"
     pod["automountServiceAccountToken"] = False
@@ -202,34 +205,6 @@ def _training_env(
         *({"name": str(key), "value": value} for key, value in values.items()),
         {"name": "PET_NODE_RANK", "valueFrom": rank},
     ]
-
-
-def _reshard_template(training: Mapping[str, Any]) -> dict[str, Any]:
-    """A CPU pod from the training pod: same image, volumes and environment, no accelerators, no placement."""
-    pod = training.get("spec") or {}
-    container = pod["containers"][0]
-    resources = {
-        part: {name: value for name, value in (quantities or {}).items() if "/" not in name}
-        for part, quantities in (container.get("resources") or {}).items()
-        if part in ("limits", "requests")
-    }
-    keep = ("image", "imagePullPolicy", "env", "envFrom", "volumeMounts", "securityContext", "workingDir")
-    keep_pod = (
-        "volumes",
-        "imagePullSecrets",
-        "securityContext",
-        "tolerations",
-        "priorityClassName",
-        "runtimeClassName",
-    )
-    return {
-        "spec": {
-            **{key: pod[key] for key in keep_pod if key in pod},
-            "containers": [
-                {"name": "reshard", "resources": resources, **{key: container[key] for key in keep if key in container}}
-            ],
-        }
-    }
 
 
 def _template(template: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from elastic_operator.limits import Limits
 from elastic_operator.monitors import NO_RULES, RuleError, Rules, parse_rules
+from elastic_operator.reshardpod import ReshardImage
 
 LEASE_NAME = "elastic-training-operator"
 """Of the leader, unless the command line says otherwise."""
@@ -29,6 +30,7 @@ class Settings:
         metrics_port: 0 for none.
         health_port: 0 for none.
         unhealthy_nodes: conditions and labels of nodes that mean that a node should be left.
+        reshard_image: of reshard pods; None for the image of the training.
     """
 
     kubeconfig: Path | None = None
@@ -43,6 +45,7 @@ class Settings:
     json_logs: bool = False
     limits: Limits = Limits()  # noqa: RUF009 - frozen
     unhealthy_nodes: Rules = NO_RULES
+    reshard_image: ReshardImage | None = None
 
 
 def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
@@ -71,6 +74,11 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
         json_logs=options.json_logs,
         limits=Limits(**limits),
         unhealthy_nodes=unhealthy_nodes,
+        reshard_image=(
+            ReshardImage(name=options.reshard_image, pull_policy=options.reshard_image_pull_policy)
+            if options.reshard_image
+            else None
+        ),
     )
 
 
@@ -120,6 +128,19 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         default=[],
         metavar="KEY=VALUE,...",
         help="leave nodes with such a label (* is a wildcard); may be repeated",
+    )
+    run.add_argument(
+        "--reshard-image",
+        default="",
+        metavar="IMAGE",
+        help="what reshard pods run; default: the training's image (docs/images.md tells when that is used anyway)",
+    )
+    run.add_argument(
+        "--reshard-image-pull-policy",
+        default="",
+        choices=("", "Always", "IfNotPresent", "Never"),
+        metavar="POLICY",
+        help="Always, IfNotPresent or Never; default: Kubernetes' own",
     )
     defaults = Limits()
     for field in dataclasses.fields(Limits):

@@ -20,6 +20,7 @@ from elastic_operator.gauges import job_gauges
 from elastic_operator.limits import Limits
 from elastic_operator.manifests import DRAIN_REQUESTED, JobRef
 from elastic_operator.observe import Observer
+from elastic_operator.reshardpod import ReshardImage
 from elastic_operator.spec import Spec, SpecError, parse_spec
 from elastic_operator.status import Status
 from elastic_operator.transitions import Sample, increments, reshard_samples
@@ -56,10 +57,13 @@ class Pass:
 class Workers:
     """All tasks, by resource."""
 
-    def __init__(self, observer: Observer, applier: Applier, limits: Limits) -> None:
+    def __init__(
+        self, observer: Observer, applier: Applier, limits: Limits, reshard_image: ReshardImage | None = None
+    ) -> None:
         self._observer = observer
         self._applier = applier
         self._limits = limits
+        self._reshard_image = reshard_image
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._wakers: dict[Key, asyncio.Event] = {}
         self._nodes: dict[Key, frozenset[str]] = {}
@@ -156,7 +160,15 @@ class Workers:
         while True:
             world = await self._observer.look(namespace, name, spec.accelerator.resource, fresh=fresh)
             self._nodes[key] = frozenset(pod.node for pod in world.pods if pod.node)
-            decision = decide(job, spec, status, world, limits=self._limits, now=time.time())
+            decision = decide(
+                job,
+                spec,
+                status,
+                world,
+                limits=self._limits,
+                now=time.time(),
+                reshard_image=self._reshard_image,
+            )
             if not decision.needs_fresh_capacity:
                 lease = world.leases.get(decision.status.attempt)
                 heartbeat = lease.renewed_at if lease else None
