@@ -54,15 +54,6 @@ def test_the_checkout_holds_no_large_or_generated_files() -> None:
     assert not large
 
 
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_relative_link_of_a_page_leads_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
-    assert [target for target in targets if not (page.parent / target).exists()] == []
-
-
 def test_the_readmes_tree_names_only_what_is_there() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     tree = readme.split("<!-- tree:begin -->")[1].split("<!-- tree:end -->")[0]
