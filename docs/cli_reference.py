@@ -127,7 +127,7 @@ def _help(action: argparse.Action, prog: str) -> str:
         return "print the version"
     text = (action.help or "") % {**vars(action), "prog": prog}
     # The default has a column of its own.
-    return _cell(re.sub(r"^default \S+$|[,;]? ?\(default:? \S+\)$", "", text))
+    return _cell(re.sub(r"[,;]? ?\(default:? \S+\)$|[,;]? ?default \S+$", "", text))
 
 
 def _cell(text: str) -> str:

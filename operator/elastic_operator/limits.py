@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +41,8 @@ class Limits:
     def heartbeat_stale_seconds(self) -> float:
         """Age of a heartbeat that counts as a signal."""
         return 3 * self.heartbeat_seconds
+
+
+def meanings() -> dict[str, str]:
+    """What each limit is, by name, as described above; for `--help`. Empty where Python was told to drop docstrings."""
+    return dict(re.findall(r"^    (\w+): (.+?)\.?$", inspect.getdoc(Limits) or "", flags=re.MULTILINE))

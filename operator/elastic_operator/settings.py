@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elastic_operator.limits import Limits
+from elastic_operator.limits import Limits, meanings
 from elastic_operator.monitors import NO_RULES, RuleError, Rules, parse_rules
 from elastic_operator.reshardpod import ReshardImage
 
@@ -142,9 +142,15 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         metavar="POLICY",
         help="Always, IfNotPresent or Never; default: Kubernetes' own",
     )
-    defaults = Limits()
+    defaults, about = Limits(), meanings()
     for field in dataclasses.fields(Limits):
         value = getattr(defaults, field.name)
         name = "--" + field.name.replace("_", "-")
-        run.add_argument(name, type=type(value), default=value, metavar="SECONDS", help=f"default {value:g}")
+        run.add_argument(
+            name,
+            type=type(value),
+            default=value,
+            metavar="SECONDS",
+            help=f"{about.get(field.name, '')}; default {value:g}",
+        )
     return parser
