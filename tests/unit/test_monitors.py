@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from elastic_operator import settings, signals
 from elastic_operator.caches import Nodes
@@ -124,3 +126,31 @@ def test_a_node_called_unhealthy_is_drained_first() -> None:
     assert found.kind == Kind.NODE_UNHEALTHY
     assert KINDS[found.kind].weight is Weight.PLANNED
     assert found.message == "node n1 is unhealthy: condition GpuMemWatch is True"
+
+
+CHART = Path(__file__).parents[2] / "charts/elastic-training-operator"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "conditions", "labels", "left"),
+    [
+        ("amd", {"AMDGPUXgmi": "True"}, {}, True),
+        ("amd", {"AMDGPUProblem": "True"}, {}, True),
+        ("amd", {"AMDGPUHwsHang": "False"}, {}, False),
+        # One sick GPU: the device plugin takes it out of the node's allocatable, and the node stays in use.
+        ("amd", {}, {"metricsexporter.amd.com.gpu.0.state": "unhealthy"}, False),
+        ("nvidia", {"GpuMemWatch": "True"}, {}, True),
+        ("nvidia", {"SysLogsGPUFallenOff": "True"}, {}, True),
+        ("nvidia", {"NVSwitchNonFatalError": "True"}, {}, False),
+        ("nvidia", {"DCGMError": "True"}, {}, False),
+        ("nvidia", {}, {"dgxc.nvidia.com/nvsentinel-state": "draining"}, True),
+        ("nvidia", {}, {"dgxc.nvidia.com/nvsentinel-state": "remediation-succeeded"}, False),
+        ("nvidia", {}, {"nvidia.com/gpu.present": "true"}, False),
+    ],
+)
+def test_the_vendors_values_leave_nodes_with_broken_hardware_and_no_others(
+    vendor: str, conditions: dict[str, str], labels: dict[str, str], left: bool
+) -> None:
+    values = yaml.safe_load((CHART / f"values-{vendor}.yaml").read_text(encoding="utf-8"))["settings"]
+    rules = parse_rules(values["unhealthyNodeConditions"], values["unhealthyNodeLabels"])
+    assert bool(complaints(node(conditions, labels), rules)) is left
