@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from elastic_operator import ledger
+from elastic_operator.plugin.text import count
 from elastic_operator.status import Conversion, Recovery, Status
 
-_ALWAYS = ("detect", "plan", "stop", "launch", "schedule", "load")
+_STOPPING = ("detect", "plan", "stop")
+_STARTING = ("launch", "schedule", "load")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +32,11 @@ class Estimate:
     parts_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def estimate(status: Status, *, reshards: bool, num_bytes: int | None) -> Estimate:
+def estimate(status: Status, *, stops: bool, reshards: bool, num_bytes: int | None) -> Estimate:
     """From the mean of the finished recoveries, and the rate of the last conversion.
 
     Args:
+        stops: an attempt runs that has to end first.
         reshards: a reshard Job is needed.
         num_bytes: size of the commit that it reads; None where it is not known.
     """
@@ -46,9 +49,9 @@ def estimate(status: Status, *, reshards: bool, num_bytes: int | None) -> Estima
         basis = "the job has had no recovery yet that could be measured"
         return Estimate(total_seconds=None, reshard_seconds=reshard, basis=basis, bytes_per_second=rate)
     unplanned = [item for item in finished if not item.planned]
-    parts = _mean_parts(unplanned or finished)
-    kind = "losses" if unplanned else "planned changes"
-    basis = f"mean of the last {len(unplanned or finished)} {kind} of this job"
+    parts = _mean_parts(unplanned or finished, _STOPPING + _STARTING if stops else _STARTING)
+    number = count(len(unplanned or finished), "loss" if unplanned else "planned change")
+    basis = f"as measured in {number} of this job"
     if reshard is None:
         return Estimate(
             total_seconds=None, reshard_seconds=None, parts_seconds=parts, basis=f"{basis}; {reshard_basis}",
@@ -100,6 +103,6 @@ def _reshard(finished: Sequence[Recovery], rate: float | None, num_bytes: int | 
     return start + num_bytes / rate, f"conversion at {rate / 1e6:.3g} MB/s as the last time, {start:.1f} s for its pod"
 
 
-def _mean_parts(recoveries: Sequence[Recovery]) -> dict[str, float]:
+def _mean_parts(recoveries: Sequence[Recovery], names: Sequence[str]) -> dict[str, float]:
     every = [ledger.parts(item) for item in recoveries]
-    return {name: round(sum(item.get(name, 0.0) for item in every) / len(every), 1) for name in _ALWAYS}
+    return {name: round(sum(item.get(name, 0.0) for item in every) / len(every), 1) for name in names}

@@ -113,7 +113,7 @@ def forecast(context: Context, status: Status, change: Change) -> Forecast:
         return base
     current = status.current if status.launched else None
     hit = _hit(context, after, status) if current else ()
-    if current is not None and not hit and not change.empty:
+    if current is not None and not hit:
         return _undisturbed(base, after, status, current)
     return dataclasses.replace(_next_attempt(base, after, status), hit=hit)
 
@@ -134,13 +134,18 @@ def _hit(before: Context, after: Context, status: Status) -> tuple[str, ...]:
 def _undisturbed(base: Forecast, after: Context, status: Status, current: Current) -> Forecast:
     grown = running.consider_growth(after, dataclasses.replace(status, growth=None), current)
     result = planner.plan(planning.pinned(after.spec, status.pinned), capacity(after, status), _last(status))
-    common = dataclasses.replace(base, alternatives=_alternatives(result), refused=_refused(result))
     if grown.growth is None and grown.drain is None:
         reason = "the running attempt loses nothing, and nothing better fits"
         return dataclasses.replace(
-            common, outcome="Unaffected", reason=reason, to=base.from_, to_nodes=base.from_nodes,
+            base,
+            outcome="Unaffected",
+            reason=reason,
+            to=base.from_,
+            to_nodes=base.from_nodes,
             gpus_per_node=current.gpus_per_node,
-        )  # fmt: skip
+            alternatives=_alternatives(result, base.from_, base.from_nodes),
+            refused=_refused(result),
+        )
     wait = after.spec.recovery.scale_up_stable_seconds
     why = next((event.message for event in after.events if event.reason == "CapacityReturned"), "")
     then = _next_attempt(base, after, status)
@@ -157,9 +162,7 @@ def _next_attempt(base: Forecast, after: Context, status: Status) -> Forecast:
     notes = tuple(event.message for event in after.events if event.reason == "ExclusionLifted")
     if status.phase == Phase.SUSPENDED:
         notes += ("the job is suspended: this is what a resume would start",)
-    common = dataclasses.replace(
-        base, notes=notes, alternatives=_alternatives(result), refused=_refused(result), free=str(usable)
-    )
+    common = dataclasses.replace(base, notes=notes, refused=_refused(result), free=str(usable))
     new = planned.current
     if new is None:
         return dataclasses.replace(common, outcome="Waits", reason=planned.message)
@@ -178,7 +181,8 @@ def _next_attempt(base: Forecast, after: Context, status: Status) -> Forecast:
         resume_step=new.resume.step if new.resume.uri else None,
         lost_steps=max(0, step - new.resume.step),
         reshard=reshard,
-        estimate=estimate(status, reshards=reshard.mode != "None", num_bytes=reshard.num_bytes),
+        alternatives=_alternatives(result, to, new.num_nodes),
+        estimate=estimate(status, stops=status.launched, reshards=reshard.mode != "None", num_bytes=reshard.num_bytes),
     )
 
 
@@ -206,7 +210,8 @@ def _last(status: Status) -> Topology | None:
     return Topology.from_dict(topology) if topology else None
 
 
-def _alternatives(result: planner.PlanResult) -> tuple[Alternative, ...]:
+def _alternatives(result: planner.PlanResult, topology: str, num_nodes: int) -> tuple[Alternative, ...]:
+    """All that can run but this one."""
     return tuple(
         Alternative(
             topology=str(item.topology),
@@ -215,7 +220,8 @@ def _alternatives(result: planner.PlanResult) -> tuple[Alternative, ...]:
             accumulation_steps=item.accumulation_steps,
             step_seconds=item.seconds,
         )
-        for item in result.candidates[1:]
+        for item in result.candidates
+        if (str(item.topology), item.num_nodes) != (topology, num_nodes)
     )
 
 

@@ -25,7 +25,7 @@ def outlook(plan: Forecast) -> str:
             )
             for item in plan.alternatives[:MAX_SHOWN]
         ]
-        head = "Could run too, but comes after it:" if plan.to else "Could run:"
+        head = "Could run too:" if plan.outcome == "Unaffected" else "Could run too, but comes after it:"
         sections += ["", head, _indented(table(("TOPOLOGY", "NODES * GPUS", "MICRO-BATCHES", "STEP"), rows))]
         sections += _more(len(plan.alternatives))
     if plan.refused:

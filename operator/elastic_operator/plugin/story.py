@@ -70,7 +70,7 @@ def _goodput(job: JobReport) -> str:
 def _summary(job: JobReport) -> str:
     failures = sum(not item.planned for item in job.recoveries)
     planned = len(job.recoveries) - failures
-    parts = [count(failures, "loss").replace("losss", "losses")] if failures else []
+    parts = [count(failures, "loss")] if failures else []
     parts += [count(planned, "planned change")] if planned else []
     return ", ".join(parts) + ", oldest first"
 

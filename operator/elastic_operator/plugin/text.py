@@ -82,8 +82,9 @@ def clock(moment: float | None) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """`1 step`, `3 steps`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    """`1 step`, `3 steps`, `2 losses`."""
+    plural = f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
 
 
 def _two(large: int, large_unit: str, small: int, small_unit: str) -> str:

@@ -32,11 +32,6 @@ class Change:
     num_gpus: int | None = None
     add_nodes: int = 0
 
-    @property
-    def empty(self) -> bool:
-        """Nothing changes: what would be planned now?"""
-        return not self.lose and self.num_gpus is None and not self.add_nodes
-
 
 def parse_lose(items: Iterable[str]) -> dict[str, int | None]:
     """`gpu-1` (the node), `gpu-1:2` (two accelerators of it).
