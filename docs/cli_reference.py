@@ -9,9 +9,10 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
+from elastic_operator.plugin.options import parser as kubectl_etj
 from elastic_operator.settings import _parser as elastic_operator
 from reshard.options import build as reshard
 from testbed.__main__ import _parser as testbed
@@ -50,6 +51,10 @@ PROGRAMS = (
         " [operations](operations.md) explains the times.",
     ),
     Program(
+        build=kubectl_etj,
+        about="What happened to a job, and what would happen. [Its page](kubectl-etj.md) shows examples.",
+    ),
+    Program(
         build=testbed,
         about="A Kubernetes cluster on one machine, for trying and tests. [Its page](testbed.md) says what is real.",
     ),
@@ -63,12 +68,13 @@ def render() -> str:
 
 def _program(program: Program) -> Iterator[str]:
     parser = program.build()
+    common = {tuple(action.option_strings) for action in _actions(parser)}
     yield from (f"## {parser.prog}", "", program.about, "")
     yield from _table(parser)
     for name, command, text in _commands(parser):
         arguments = "".join(f" {_shown(action)}" for action in _actions(command) if not action.option_strings)
         yield from (f"### {parser.prog} {name}", "", f"`{parser.prog} {name}{arguments}`: {_cell(text)}.", "")
-        yield from _table(command)
+        yield from _table(command, without=common)
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
@@ -79,8 +85,10 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
                 yield name, command, texts[name].rstrip(".")
 
 
-def _table(parser: argparse.ArgumentParser) -> Iterator[str]:
-    rows = [(_names(action), _default(action), _help(action, parser.prog)) for action in _actions(parser)]
+def _table(parser: argparse.ArgumentParser, without: Container[tuple[str, ...]] = ()) -> Iterator[str]:
+    """Rows of all arguments but those that are told of already, with the program itself."""
+    shown = [action for action in _actions(parser) if tuple(action.option_strings) not in without]
+    rows = [(_names(action), _default(action), _help(action, parser.prog)) for action in shown]
     # An argument that the command's own sentence explains needs no table.
     if any(default or text for _, default, text in rows):
         yield from ("| argument | default | meaning |", "|---|---|---|")
@@ -126,8 +134,9 @@ def _help(action: argparse.Action, prog: str) -> str:
     if isinstance(action, argparse._VersionAction):
         return "print the version"
     text = (action.help or "") % {**vars(action), "prog": prog}
-    # The default has a column of its own.
-    return _cell(re.sub(r"[,;]? ?\(default:? \S+\)$|[,;]? ?default \S+$", "", text))
+    if _default(action):  # which has a column of its own
+        text = re.sub(r"[,;]? ?\(?default:? [^\s)]+\)?$", "", text)
+    return _cell(text)
 
 
 def _cell(text: str) -> str:

@@ -99,9 +99,7 @@ def clean(testbed: Any) -> Iterator[None]:
         if testbed.get("crd", CRD):
             testbed.kubectl("delete", "etj", "--all", "-n", "default", "--ignore-not-found")
         testbed.kubectl("delete", "pods", "--all", "-n", "default", "--grace-period=0", "--force", check=False)
-        testbed.kubectl(
-            "delete", "pvc,services,jobs,leases", "--all", "-n", "default", "--field-selector=metadata.name!=kubernetes"
-        )
+        testbed.kubectl("delete", "pvc", "gpt-checkpoints", "-n", "default", "--ignore-not-found")
         testbed.kubectl("delete", "pv", "default-gpt-checkpoints", "--ignore-not-found")
         testbed.kubectl("delete", "namespace", HOME, "team-a", "--ignore-not-found")
         shutil.rmtree(storage.make_volume("default-gpt-checkpoints"), ignore_errors=True)
