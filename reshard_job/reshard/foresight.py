@@ -11,7 +11,6 @@ from reshard.errors import ReshardError, TargetError
 from reshard.estimate import above
 from reshard.plan import Plan
 from reshard.staging import check_free
-from reshard.virtual_ranks import files_by_rank
 
 
 def refusal(wanted: api.Conversion, plan: Plan, mode: str) -> ReshardError | None:
@@ -29,11 +28,11 @@ def is_done(wanted: api.Conversion, plan: Plan, mode: str) -> bool:
 
     Raises:
         TargetTakenError: it is something else.
-        UnsupportedError: the target's ranks have no files of their own, as `virtual` needs.
+        UnsupportedError: `virtual` cannot make it.
     """
     if mode != VIRTUAL:
         return api.already_done(wanted, plan) is not None
-    files_by_rank(plan.layout)
+    virtual.ranks_of(plan)
     return virtual.already_done(virtual.settled(wanted, plan)) is not None
 
 

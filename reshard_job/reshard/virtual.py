@@ -18,7 +18,8 @@ from pathlib import Path
 from reshard.api import Conversion, peak_rss_bytes, plan_conversion
 from reshard.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import SourceError, TargetError, TargetTakenError
+from reshard.errors import SourceError, TargetError, TargetTakenError, UnsupportedError
+from reshard.layout import Int64Array
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
 from reshard.staging import Sharing, staging
 from reshard.storage import target_errors
@@ -98,7 +99,7 @@ def prepare(
         return _report(commit, wanted, started, 0, "already prepared and committed")
     if planned is not None:
         planned(plan)
-    manifest = Manifest(plan=plan, ranks=files_by_rank(plan.layout), source_commit=commit_crc32(plan.index.root))
+    manifest = Manifest(plan=plan, ranks=ranks_of(plan), source_commit=commit_crc32(plan.index.root))
     contents = encode(manifest)
     num_bytes = sum(map(len, contents.values()))
     with staging(wanted.target, plan.fingerprint, num_bytes, Sharing.ALONE) as folder:
@@ -113,6 +114,21 @@ def prepare(
         _publish(folder, wanted)
     what = f"prepared {plan.index.topology} to {plan.layout.topology}; its bytes are read where they are, when loaded"
     return _report(commit, wanted, started, num_bytes, what)
+
+
+def ranks_of(plan: Plan) -> tuple[Int64Array, ...]:
+    """Files of the target that each rank opens, [ranks][files].
+
+    Raises:
+        UnsupportedError: that is not known, or the source is a folder of links: a manifest names its own files only.
+    """
+    if linked := [file.path for file in plan.index.files if file.path.startswith("../")]:
+        raise UnsupportedError(
+            f"--mode virtual needs files of the source's own folder, and {linked[0]} is a blob of a download cache",
+            path=str(plan.index.root),
+            hint="choose --mode materialize, or copy the folder with what it links to: cp -rL",
+        )
+    return files_by_rank(plan.layout)
 
 
 def settled(wanted: Conversion, plan: Plan) -> Conversion:

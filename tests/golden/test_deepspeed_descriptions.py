@@ -1,5 +1,6 @@
 """What the files do not say: how tensors are cut and layers spread, from the client state or from COMMIT.json."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from reshard.api import reshard
 from reshard.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.errors import UnsupportedError
 from reshard.formats import read_checkpoint
+from reshard.formats.deepspeed import template
+from reshard.formats.pt.objects import Storage, Tensor
 from reshard.formats.pt.reader import read
 from reshard.topology import Topology
 from tests.golden.files import MODEL, STEP, assemble, edit, golden
@@ -40,6 +43,35 @@ def test_commit_describes_the_pipeline_where_the_files_do_not(tmp_path):
     stages = [set(read(target / MODEL.format(2 * pp)).value["param_shapes"][0]) for pp in (0, 1)]
     assert "tied_modules.embed.weight" in stages[0] & stages[1]
     assert {name.partition(".")[0] for name in stages[0]} == {"tied_modules", "1", "2"}
+
+
+def test_the_commit_has_the_stages_bounds_where_only_the_files_describe_the_pipeline(tmp_path):
+    folder = golden("pipeline-dp2")
+    assert read(folder / MODEL.format(0)).value["pipeline_layout"]["num_layers"] == 5
+    assert not (folder / "COMMIT.json").exists()
+    for topology, parts in ((Topology(pp=2), [0, 3, 5]), (Topology(dp=2), [0, 5])):
+        target = tmp_path / str(topology) / STEP
+        reshard(folder, target, topology)
+        assert read_commit(target).model == {"pipeline": {**PIPELINE, "parts": parts}}
+        note = read(target / MODEL.format(0)).value["pipeline_layout"]
+        assert list(note["parts"]) == parts
+    back = tmp_path / "back" / STEP  # the commit's description is one that can be read
+    reshard(tmp_path / str(Topology(pp=2)) / STEP, back, Topology(dp=2))
+    assert read_commit(back).model == {"pipeline": {**PIPELINE, "parts": [0, 5]}}
+
+
+def test_one_tensor_named_many_times_is_not_multiplied_without_end(tmp_path, monkeypatch):
+    """Views of one storage take no room in the source, and each takes its own in the target."""
+    monkeypatch.setattr(template, "MAX_TOTAL_INLINE_BYTES", 64 << 10)
+    folder = Path(shutil.copytree(golden("pipeline-dp2"), tmp_path / "source"))
+    storage = Storage(dtype="float32", num_elements=1 << 12, location="cpu", data=bytes(4 << 12))
+    view = Tensor(storage=storage, shape=(1 << 12,), stride=(1,), offset=0)
+    edit(folder, MODEL.format(0), lambda value: value.update(views=[dataclasses.replace(view) for _ in range(3)]))
+    assert reshard(folder, tmp_path / "few" / STEP, Topology(dp=2)).ok
+    edit(folder, MODEL.format(0), lambda value: value.update(views=[dataclasses.replace(view) for _ in range(30)]))
+    assert (folder / MODEL.format(0)).stat().st_size < 64 << 10
+    with pytest.raises(UnsupportedError, match="take more than 65536 bytes"):
+        reshard(folder, tmp_path / "many" / STEP, Topology(dp=2))
 
 
 def test_tied_layers_must_be_told_before_a_pipeline_is_split(tmp_path):

@@ -85,6 +85,26 @@ def test_padding_rows_that_the_source_lacks_are_zero_and_noted(tmp_path, topolog
     assert str(row.key) not in read_commit(wanted.target).digests
 
 
+@pytest.mark.parametrize("target_format", ["deepspeed", "universal"])
+def test_padding_rows_that_a_way_over_dcp_lost_are_noted_on_both_ways(tmp_path, target_format):
+    there = Conversion(
+        source=golden("pipeline-tp2-pp2"), target=tmp_path / "dcp", topology=Topology(dp=2), target_format="dcp"
+    )
+    plans = []
+    convert(there, sync=False, planned=plans.append)
+    assert any("padding rows of tied_modules.embed.weight are left behind" in note for note in plans[0].layout.notes)
+    back = Conversion(
+        source=tmp_path / "dcp",
+        target=tmp_path / STEP,
+        topology=Topology(tp=2),
+        target_format=target_format,
+        like=golden("pipeline-tp2-pp2"),
+    )
+    convert(back, sync=False, planned=plans.append)
+    note = "padding rows of tied_modules.embed.weight are zero: the source does not hold them"
+    assert note in plans[1].layout.notes
+
+
 def test_padding_rows_that_are_not_zero_are_not_accepted(tmp_path, monkeypatch):
     """Only zeros may be there that were not in the source."""
     wanted = Conversion(

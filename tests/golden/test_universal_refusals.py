@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from reshard.errors import UnsupportedError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import Request
 from reshard.formats.deepspeed import patterns
@@ -48,7 +48,7 @@ def test_targets_that_deepspeed_cannot_load(name, topology, expected):
 
 def test_a_type_of_weights_is_refused_rather_than_ignored():
     request = Request(topology=Topology(zero=1), weight_dtype="bfloat16")
-    with pytest.raises(UnsupportedError, match="--dtype bfloat16"):
+    with pytest.raises(UsageError, match="--dtype bfloat16"):
         format_of("universal").layout(read_checkpoint(golden("zero2-dp3"), None), request)
 
 

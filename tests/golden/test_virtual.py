@@ -1,5 +1,6 @@
 """Virtual commits of real checkpoints: every rank gets the bytes that a conversion would have written for it."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from reshard.contract import ExitCode
 from reshard.errors import CorruptSourceError, TargetError, UnsupportedError, UsageError
 from reshard.files import LocalFile
 from reshard.topology import Topology
-from reshard.virtual import choose_mode, prepare
+from reshard.virtual import choose_mode, prepare, ranks_of
 from reshard.virtual_load import check_source, load_files, prove
 from reshard.virtual_manifest import COLUMNS_FILE, MANIFEST_FILE, decode
 from reshard.virtual_ranks import files_by_rank
@@ -219,3 +220,13 @@ def test_auto_is_virtual_only_where_it_can_be_loaded_and_pays():
     slow = choose_mode(plan, loader_is_elastic=True, num_loads=5, read_bytes_per_second=1e6)
     assert slow.mode == "materialize"
     assert "slow" in slow.reason
+
+
+def test_a_source_of_links_to_a_download_cache_is_not_made_virtual():
+    """A manifest names files of the source's own folder only."""
+    plan = plan_of(index_of(golden("zero2-dp3")), Topology(dp=2))
+    assert ranks_of(plan)
+    files = (dataclasses.replace(plan.index.files[0], path="../../blobs/" + "0" * 64), *plan.index.files[1:])
+    linked = dataclasses.replace(plan, index=dataclasses.replace(plan.index, files=files))
+    with pytest.raises(UnsupportedError, match="is a blob of a download cache"):
+        ranks_of(linked)

@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import CorruptSourceError, ReshardError, UnsupportedError
+from reshard.formats import read_checkpoint
 from reshard.formats.safetensors import FORMAT
+from reshard.verify import digests
 
 GOOD = {"a": ("F32", [2, 3], [0, 24]), "b": ("BF16", [], [24, 26])}
 
@@ -228,6 +230,81 @@ def test_a_link_is_refused_and_not_followed(tmp_path):
     folder.mkdir()
     (folder / "model.safetensors").symlink_to("../blobs/x")
     assert "is a symbolic link" in str(error_of(folder))
+
+
+BLOB = "../../blobs/"
+
+
+def hub_cache(root: Path) -> Path:
+    """A snapshot of a sharded model as huggingface_hub leaves it; returns the snapshot's folder."""
+    snapshot = root / "models--org--name/snapshots/0123abcd"
+    sharded(snapshot)
+    (root / "models--org--name/blobs").mkdir()
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        name = f"{number:040x}" if path.suffix == ".json" else f"{number:064x}"
+        path.rename(root / "models--org--name/blobs" / name)
+        path.symlink_to(BLOB + name)
+    return snapshot
+
+
+def test_links_of_a_hugging_face_cache_are_followed_into_its_own_blobs(tmp_path):
+    snapshot = hub_cache(tmp_path)
+    sharded(tmp_path / "plain")
+    assert all(path.is_symlink() for path in snapshot.iterdir())
+    (tmp_path / "short").symlink_to(snapshot)
+    expected = digests(read_checkpoint(tmp_path / "plain", None))
+    for folder in (snapshot, tmp_path / "short"):
+        index = read_checkpoint(folder, None)
+        assert all(file.path.startswith(BLOB) for file in index.files)
+        assert digests(index) == expected
+
+
+def abroad(root: Path, link: Path) -> None:
+    link.symlink_to(root / "elsewhere")
+
+
+def up_and_away(root: Path, link: Path) -> None:
+    link.symlink_to(f"{BLOB}../../elsewhere")
+
+
+def blob_is_a_link(root: Path, link: Path) -> None:
+    (root / "models--org--name/blobs" / ("f" * 64)).symlink_to(root / "elsewhere")
+    link.symlink_to(BLOB + "f" * 64)
+
+
+def blobs_are_a_link(root: Path, link: Path) -> None:
+    (root / "models--org--name/blobs").rename(root / "real")
+    (root / "models--org--name/blobs").symlink_to(root / "real")
+    link.symlink_to(f"{BLOB}{1:064x}")
+
+
+def no_checksum(root: Path, link: Path) -> None:
+    (root / "models--org--name/blobs/model").write_bytes((root / "elsewhere").read_bytes())
+    link.symlink_to(f"{BLOB}model")
+
+
+def no_snapshot(root: Path, link: Path) -> None:
+    link.symlink_to(f"{BLOB}{1:064x}")
+    link.parent.parent.rename(root / "models--org--name/shots")
+
+
+def nowhere(_root: Path, link: Path) -> None:
+    link.symlink_to(BLOB + "e" * 64)
+
+
+@pytest.mark.parametrize(
+    "change", [abroad, up_and_away, blob_is_a_link, blobs_are_a_link, no_checksum, no_snapshot, nowhere]
+)
+def test_other_links_are_not_followed_even_there(tmp_path, change):
+    snapshot = hub_cache(tmp_path)
+    write(tmp_path / "elsewhere", entries())
+    for path in snapshot.iterdir():
+        path.unlink()
+    change(tmp_path, snapshot / "model.safetensors")
+    folder = next((tmp_path / "models--org--name").glob("s*/0123abcd"))
+    error = error_of(folder)
+    assert "is a symbolic link" in str(error)
+    assert "cp -rL" in error.hint
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])

@@ -23,7 +23,7 @@ Module = dict[str, tuple[Param, Tensor]]
 def write_model(target: Target, pp: int, tp: int, buffers: list[Buffer]) -> None:
     """`mp_rank_*_model_states.pt` of one model-parallel rank; `buffers` are its first rank's groups."""
     like = target.source.models[target.like(pp, tp), 0]
-    template = Template(like)
+    template = Template(like, target.budget)
     replaced: dict[str, Any] = {
         **target.common(like.value, first=pp == tp == 0),
         **target.config(template, like.value),
@@ -58,7 +58,7 @@ def write_layers(target: Target) -> None:
         for tp in range(target.topology.tp):
             like = source.layers[layer, min(tp, source.topology.tp - 1)]
             value = StatefulDict()
-            value.state = Template(like).copy(getattr(like.value, "state", None))
+            value.state = Template(like, target.budget).copy(getattr(like.value, "state", None))
             for key, (name, shards) in zip(like.value, found.items(), strict=True):
                 value[key] = new_tensor(shards[0].dtype, target.shard(name, tp))
             file = target.add_file(names.layer_file(layer, tp, model_axis=model_axis), value)

@@ -50,7 +50,7 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buf
     stage = target.stages[pp]
     mp_like, dp_like = target.like(pp, tp), target.like_dp(dp)
     like = target.source.optimizer_file(mp_like, dp_like)
-    template = Template(like)
+    template = Template(like, target.budget)
     state = fields_for(target.kind, target.source, mp_like, dp_like)
     layouts = [_flat_group(target, buffer, tp) for buffer in buffers]
     experts = target.source.experts

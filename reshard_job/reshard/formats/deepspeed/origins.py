@@ -72,9 +72,12 @@ class TargetRows(Rows):
             if tensor.key.state == "fp32" and self._index.tensors[at].dtype != tensor.dtype
         ]
         lossy = (f"fp32: {len(made)} master weights are made of rounded weights, such as {made[0]}",) if made else ()
+        return (*lossy, *self.zero_notes(), *self._left_behind())
+
+    def zero_notes(self) -> tuple[str, ...]:
+        """Which padding rows of the target are zero, whatever they were before the source was made."""
         padded = sorted({key.name.removesuffix(PADDING) for key in self._left_out if key.name.endswith(PADDING)})
-        zero = (f"padding rows of {', '.join(padded)} are zero: the source does not hold them",) if padded else ()
-        return (*lossy, *zero, *self._left_behind())
+        return (f"padding rows of {', '.join(padded)} are zero: the source does not hold them",) if padded else ()
 
     def _left_behind(self) -> tuple[str, ...]:
         used = set(self.origins)

@@ -51,6 +51,18 @@ def parse(value: Any) -> PipelineInfo | None:
         raise UnsupportedError(f"the description of the pipeline is not understood: {error!r}") from error
 
 
+def described(info: PipelineInfo) -> dict[str, Any]:
+    """The wire form, inverse of `parse`."""
+    found: dict[str, Any] = {"num_layers": info.num_layers, "partition_method": info.partition_method}
+    if info.parts:
+        found["parts"] = list(info.parts)
+    if info.tied is not None:
+        found["tied"] = {key: list(layers) for key, layers in info.tied.items()}
+    if info.layer_types:
+        found["layer_types"] = list(info.layer_types)
+    return found
+
+
 def stage_bounds(info: PipelineInfo, num_stages: int, layer_elements: Sequence[int]) -> tuple[int, ...]:
     """First layer of each stage, and the number of layers.
 

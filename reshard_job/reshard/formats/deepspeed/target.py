@@ -17,7 +17,7 @@ from reshard.formats.deepspeed.progress import Progress
 from reshard.formats.deepspeed.reader import Extra
 from reshard.formats.deepspeed.rows import Place
 from reshard.formats.deepspeed.source import Source
-from reshard.formats.deepspeed.template import Template
+from reshard.formats.deepspeed.template import Budget, Template
 from reshard.formats.pt.objects import ITEM_BYTES, Size, StatefulDict, Tensor
 from reshard.formats.pt.writer import PtLayout, lay_out_pt
 from reshard.layout import ChecksumField, TargetFile
@@ -63,6 +63,7 @@ class Target:
         rows: where tensors go.
         layout_note: `pipeline_layout` of the client state, as true for the target; None where there is none.
         files: files so far.
+        budget: of what is copied into them.
     """
 
     extra: Extra
@@ -76,6 +77,7 @@ class Target:
     rows: TargetRows
     layout_note: Mapping[str, Any] | None = None
     files: list[TargetFile] = dataclasses.field(default_factory=list)
+    budget: Budget = dataclasses.field(default_factory=Budget)
     _holders: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     _groups: dict[tuple[int, int], GroupTemplate] = dataclasses.field(default_factory=dict)
 
@@ -198,7 +200,7 @@ class Target:
     def param_group(self, group: int, params: list[int]) -> dict[str, Any]:
         """An entry of the optimizer's `param_groups`."""
         mp, at = group_holder(self.source, self.extra.model, group)
-        copied = Template(self.source.optimizer_file(mp, 0)).copy(param_groups(self.source, mp)[at])
+        copied = Template(self.source.optimizer_file(mp, 0), self.budget).copy(param_groups(self.source, mp)[at])
         if self.progress is not None:
             copied = self.progress.settings(self.extra.model.groups[group], copied)
         if copied.get("moe") and str(copied.get("name", "")).startswith("ep_size_"):
@@ -215,7 +217,7 @@ class Target:
     def _read_group(self, group: int, tp: int) -> GroupTemplate:
         mp, at = group_holder(self.source, self.extra.model, group)
         state = group_state(self.source, mp + tp, at)
-        template = Template(self.source.optimizer_file(mp + tp, 0))
+        template = Template(self.source.optimizer_file(mp + tp, 0), self.budget)
         scalars = {key: template.copy(value) for key, value in state.scalars.items()}
         if self.progress is not None:
             scalars = self.progress.scalars(self.extra.model.groups[group], scalars)

@@ -6,28 +6,56 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats.pt.objects import Global, Inert, Size, StatefulDict, Storage, Tensor, contiguous_stride
+from reshard.errors import UnsupportedError
+from reshard.formats.pt.objects import ITEM_BYTES, Global, Inert, Size, StatefulDict, Storage, Tensor, contiguous_stride
 from reshard.formats.pt.reader import PtFile, read_tensor_bytes
 
 MAX_INLINE_BYTES = 16 << 20
 """Largest tensor that may lie outside of model and optimizer: random states take kilobytes."""
 
+MAX_TOTAL_INLINE_BYTES = 256 << 20
+"""Of all copies in all files of a target: they are in memory until they are written."""
+
 _ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+
+
+class Budget:
+    """Bytes of tensors that may still be copied for one target."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit = MAX_TOTAL_INLINE_BYTES if limit_bytes is None else limit_bytes
+        self._left = self._limit
+
+    def spend(self, tensor: Tensor, path: str) -> None:
+        """Copy one more.
+
+        Raises:
+            UnsupportedError: that would be too much.
+        """
+        self._left -= tensor.num_elements * ITEM_BYTES[tensor.dtype]
+        if self._left < 0:
+            raise UnsupportedError(
+                f"tensors outside of model and optimizer take more than {self._limit} bytes in the files of the target,"
+                " which each rank's state is copied into",
+                path=path,
+                hint="keep large tensors out of the client state",
+            )
 
 
 class Template:
     """Copies parts of one file; an object that occurs twice stays one object."""
 
-    def __init__(self, file: PtFile) -> None:
+    def __init__(self, file: PtFile, budget: Budget | None = None) -> None:
         self._file = file
+        self._budget = budget or Budget()
         self._copies: dict[int, Any] = {}
 
     def copy(self, value: Any) -> Any:
         """A deep copy whose tensors have storages with data of their own.
 
         Raises:
-            UnsupportedError: a tensor larger than `MAX_INLINE_BYTES`.
+            UnsupportedError: a tensor larger than `MAX_INLINE_BYTES`, or too many of them.
         """
         if id(value) in self._copies:
             return self._copies[id(value)]
@@ -37,6 +65,7 @@ class Template:
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
+            self._budget.spend(value, str(self._file.path))
             data = read_tensor_bytes(self._file.path, value, limit_bytes=MAX_INLINE_BYTES)
             storage = Storage(dtype=value.dtype, num_elements=value.num_elements, location="cpu", data=data)
             return dataclasses.replace(value, storage=storage, offset=0, stride=contiguous_stride(value.shape))

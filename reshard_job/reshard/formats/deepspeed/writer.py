@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
+from reshard.formats.deepspeed import pipeline
 from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.deepspeed.fields import base_state, target_kind
 from reshard.formats.deepspeed.logical import Model, Param
@@ -99,7 +100,9 @@ def _write_rank(target: Target, pp: int, tp: int) -> None:
 def _commit_model(extra: Extra, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any]:
     """The commit's description of the model, with the boundaries of the target's stages."""
     model = dict(extra.commit_model)
-    if (found := _with_parts(model.get("pipeline"), target, bounds)) is not None:
+    info = extra.model.pipeline  # the commit's, else that of the client state
+    described = model.get("pipeline") or (None if info is None else pipeline.described(info))
+    if (found := _with_parts(described, target, bounds)) is not None:
         model["pipeline"] = found
     return model
 

@@ -28,7 +28,7 @@ class Optimizer:
 def unpartitioned_optimizer(target: Target, tp: int) -> Optimizer:
     """Lay out the optimizer of one tensor-parallel rank."""
     mp = target.like(0, tp)
-    template = Template(target.source.optimizer_file(mp, 0))
+    template = Template(target.source.optimizer_file(mp, 0), target.budget)
     stage = target.stages[0]
     tensors: list[tuple[Param, str, Tensor]] = []
     states: dict[int, dict[str, Any]] = {}

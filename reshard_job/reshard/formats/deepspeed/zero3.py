@@ -38,7 +38,7 @@ def _sub_groups(target: Target, tp: int) -> list[list[tuple[str, ...]]]:
 
 def _write_model(target: Target, tp: int, dp: int, sub_groups: list[tuple[str, ...]]) -> None:
     like = target.source.models[target.like(0, tp), target.like_dp(dp) if target.source.topology.zero == 3 else 0]
-    template = Template(like)
+    template = Template(like, target.budget)
     frozen = {name: _fragment(target, name, tp, dp) for name in _frozen(target, like.value)}
     replaced: dict[str, Any] = {
         **target.common(like.value, first=tp == dp == 0),
@@ -93,7 +93,7 @@ def _frozen_type(target: Target, name: str) -> str:
 def _write_optimizer(target: Target, tp: int, dp: int, sub_groups: list[list[tuple[str, ...]]]) -> None:
     mp_like, dp_like = target.like(0, tp), target.like_dp(dp)
     like = target.source.optimizer_file(mp_like, dp_like)
-    template = Template(like)
+    template = Template(like, target.budget)
     state = fields_for(target.kind, target.source, mp_like, dp_like)
     inner = base_state(target.source, mp_like, dp_like)
     partitions: list[dict[str, Tensor]] = []

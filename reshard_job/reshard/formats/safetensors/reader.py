@@ -60,7 +60,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         step=_number(stated, STEP, folder) if commit is None else commit.step,
         samples=_number(stated, SAMPLES, folder) if commit is None else commit.samples,
         tensors=tuple(tensors),
-        files=tuple(SourceFile(path=file.name, num_bytes=file.num_bytes) for file in files),
+        files=tuple(SourceFile(path=file.place, num_bytes=file.num_bytes) for file in files),
         shards=builder.build(),
         aliases=aliases,
         extra=Extra(metadata={key: value for key, value in stated.items() if key not in {STEP, SAMPLES, *aliases}}),

@@ -15,6 +15,7 @@ from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.files import File, open_file
 from reshard.formats.safetensors import header
 from reshard.formats.safetensors.header import Header
+from reshard.formats.safetensors.hub import place_of
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -30,11 +31,13 @@ class WeightFile:
 
     Attributes:
         name: in the folder.
+        place: where it is, relative to the folder: its name, or a blob of a download cache (`hub.place_of`).
         num_bytes: of the whole file.
         header: parsed.
     """
 
     name: str
+    place: str
     num_bytes: int
     header: Header
 
@@ -66,7 +69,7 @@ def open_source(folder: Path) -> tuple[WeightFile, ...]:
             path=str(folder),
             hint="keep each with its files in a folder of its own",
         )
-    weight_map = _read_index(folder / indexes[0]) if indexes else None
+    weight_map = _read_index(folder / place_of(folder, indexes[0])) if indexes else None
     wanted = sorted(set(weight_map.values())) if weight_map is not None else present
     _check_series(folder, present, wanted, indexes)
     files = tuple(_read_file(folder, name) for name in wanted)
@@ -75,7 +78,8 @@ def open_source(folder: Path) -> tuple[WeightFile, ...]:
 
 
 def _read_file(folder: Path, name: str) -> WeightFile:
-    path = folder / name
+    place = place_of(folder, name)
+    path = folder / place
     with _opened(path) as file:
         num_bytes = file.num_bytes
         length = header.header_bytes(_read(file, header.PREFIX_BYTES, 0), num_bytes, str(path))
@@ -86,7 +90,7 @@ def _read_file(folder: Path, name: str) -> WeightFile:
             path=str(path),
             hint="put them together first: torch.distributed.checkpoint's consolidate_safetensors_files",
         )
-    return WeightFile(name=name, num_bytes=num_bytes, header=parsed)
+    return WeightFile(name=name, place=place, num_bytes=num_bytes, header=parsed)
 
 
 @contextlib.contextmanager
@@ -98,7 +102,10 @@ def _opened(path: Path) -> Iterator[File]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CorruptSourceError(
-                "is a symbolic link", path=str(path), hint="copy what it links to into the folder: cp -rL"
+                "is a symbolic link",
+                path=str(path),
+                hint=f"copy the folder with what it links to: cp -rL {path.parent} NEW_FOLDER (links of Hugging Face's"
+                " own cache, snapshots/*/ to blobs/, are followed)",
             ) from error
         raise CorruptSourceError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
 

@@ -109,7 +109,11 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         tensors=tuple(target.rows.tensors),
         origins=tuple(target.rows.origins),
         model=_commit_model(blueprint),
-        notes=(*_left_behind(index, target.rows), *warnings(blueprint, request.topology, params)),
+        notes=(
+            *target.rows.zero_notes(),
+            *_left_behind(index, target.rows),
+            *warnings(blueprint, request.topology, params),
+        ),
     )
 
 

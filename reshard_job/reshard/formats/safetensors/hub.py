@@ -1,0 +1,39 @@
+"""Hugging Face's download cache, whose snapshots are folders of links to blobs.
+
+Source: huggingface_hub 2.4 `file_download.py`: `models--<name>/snapshots/<revision>/<file>` links to
+`../../blobs/<etag>`, where the etag is the SHA-1 (40 hex digits) or SHA-256 (64) of the content.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from reshard.remote import RemotePath
+
+_BLOB = re.compile(r"\.\./\.\./blobs/(?:[0-9a-f]{40}|[0-9a-f]{64})")
+
+
+def place_of(folder: Path, name: str) -> str:
+    """Where a file of a folder lies, relative to it: under its own name, or among the blobs of the cache.
+
+    Only a link that this cache makes is followed, and only one step: into its own folder of blobs, to a plain file that
+    is called by a checksum. Whatever else links somewhere is refused when it is opened.
+    """
+    if isinstance(folder, RemotePath):
+        return name
+    try:
+        link = str((folder / name).readlink())
+    except OSError:  # a plain file, or nothing: said when it is opened
+        return name
+    snapshot = Path(os.path.realpath(folder))
+    if _BLOB.fullmatch(link) is None or snapshot.parent.name != "snapshots":
+        return name
+    blobs = snapshot.parent.parent / "blobs"
+    try:
+        safe = stat.S_ISDIR(blobs.lstat().st_mode) and stat.S_ISREG((snapshot / link).lstat().st_mode)
+    except OSError:
+        return name
+    return link if safe else name
