@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import yaml
 
-from testbed import cluster, example, faults, machine, shellenv
+from testbed import cluster, example, faults, machine, project, shellenv
 from testbed.errors import CannotRunHereError, TestbedError
 from testbed.paths import CONTROL_PLANE, kubeconfig, run_dir
 
@@ -58,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("down", help="remove the cluster without a trace")
     commands.add_parser("status", help="machines and whether they are on")
     commands.add_parser("kubeconfig", help="print the path of the admin's kubeconfig")
+    made = commands.add_parser("images", help="build the project's images, without a container engine, and print sizes")
+    made.add_argument("--load", action="store_true", help="bring them onto the nodes of the running test bed")
     commands.add_parser("env", help='print what a shell needs: eval "$(python -m testbed env)"')
     job = commands.add_parser("example", help="print the example's job for this test bed, for kubectl apply -f -")
     job.add_argument("--namespace", default="default", metavar="NAME", help="of the job and its claim")
@@ -86,6 +88,8 @@ def _run(options: argparse.Namespace) -> int:
     elif command == "kubeconfig":
         cluster.members()
         sys.stdout.write(f"{kubeconfig()}\n")
+    elif command == "images":
+        _images(load=options.load)
     elif command == "env":
         cluster.members()
         sys.stdout.write(shellenv.exports())
@@ -99,6 +103,18 @@ def _run(options: argparse.Namespace) -> int:
     else:
         faults.heal_gpu(options.node, options.device)
     return 0
+
+
+def _images(*, load: bool) -> None:
+    if load:
+        built = cluster.ensure_images()
+    else:
+        with project.lock():
+            built = project.ensure_built()
+    for image in built:
+        layers = ", ".join(f"{layer.name} {layer.size_bytes / 1e6:.1f}" for layer in image.layers)
+        sys.stdout.write(f"{image.reference}  {image.size_bytes / 1e6:.1f} MB ({layers})\n")
+    sys.stdout.write(f"{project.archive(built)}\n")
 
 
 def _status() -> int:

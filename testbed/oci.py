@@ -22,20 +22,21 @@ _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer: an uncompressed tar, in memory or in a file."""
+    """One layer: an uncompressed tar, in memory or in a file. `name` is for people."""
 
     content: bytes | Path
     digest: str
     size_bytes: int
+    name: str = ""
 
     @classmethod
-    def of(cls, content: bytes | Path) -> Layer:
+    def of(cls, content: bytes | Path, name: str = "") -> Layer:
         """Measure a tar."""
         if isinstance(content, bytes):
-            return cls(content=content, digest=hashlib.sha256(content).hexdigest(), size_bytes=len(content))
+            return cls(content=content, digest=hashlib.sha256(content).hexdigest(), size_bytes=len(content), name=name)
         with open(content, "rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return cls(content=content, digest=digest, size_bytes=content.stat().st_size)
+        return cls(content=content, digest=digest, size_bytes=content.stat().st_size, name=name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ def layer_of(
     return Layer.of(buffer.getvalue())
 
 
-def pack(root: Path, target: Path) -> Layer:
+def pack(root: Path, target: Path) -> None:
     """Write the tree below `root` as a layer: sorted, owned by root, dated 1970, modes reduced to "may be executed"."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     with tarfile.open(draft, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -113,7 +114,6 @@ def pack(root: Path, target: Path) -> Layer:
                     mode = 0o755 if status.st_mode & 0o100 else 0o644
                     archive.addfile(_entry(name, mode=mode, size=status.st_size), stream)
     draft.rename(target)
-    return Layer.of(target)
 
 
 def write(path: Path, images: Sequence[Image]) -> None:

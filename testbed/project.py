@@ -53,16 +53,19 @@ def ensure_built() -> tuple[oci.Image, ...]:
         TestbedError: a program failed or is missing.
     """
     made = definitions()
-    folder = state_dir() / "images"
-    folder.mkdir(parents=True, exist_ok=True)
-    contents = hashlib.sha256("".join(image.digest for image in made).encode()).hexdigest()[:12]
-    archive = folder / f"elastic-{contents}.tar"
-    if not archive.exists():
-        oci.write(archive, made)
-    for other in folder.glob("elastic-*.tar"):
-        if other != archive:
+    path = archive(made)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        oci.write(path, made)
+    for other in path.parent.glob("elastic-*.tar"):
+        if other != path:
             other.unlink(missing_ok=True)
     return made
+
+
+def archive(built: Iterable[oci.Image]) -> Path:
+    """Where `ensure_built` writes these images. `podman load`, `docker load` and `ctr images import` read it."""
+    return state_dir() / "images" / f"elastic-{_key(*(image.digest for image in built))}.tar"
 
 
 def definitions() -> tuple[oci.Image, ...]:
@@ -112,27 +115,26 @@ def _layer(kind: str, key: str, build: Callable[[Path], None]) -> oci.Layer:
     target = folder / f"{kind}-{key}.tar"
     if target.exists():
         os.utime(target)
-        return oci.Layer.of(target)
+        return oci.Layer.of(target, kind)
     say(f"images: building layer {kind}")
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{kind}-") as draft:
         root = Path(draft) / "root"
         root.mkdir()
         build(root)
-        layer = oci.pack(root, target)
+        oci.pack(root, target)
     mine = [path for path in folder.glob(f"{kind}-*.tar") if path.stem.rpartition("-")[0] == kind]
     for old in sorted(mine, key=lambda path: path.stat().st_mtime)[:-_KEPT_LAYERS]:
         old.unlink(missing_ok=True)
-    return layer
+    return oci.Layer.of(target, kind)
 
 
 def _interpreter_key() -> str:
-    recipe = Path(rootfs.__file__).read_text()
-    return _key(recipe, sys.version, sys.base_prefix, oci.architecture())
+    return _key(rootfs.RECIPE, sys.version, sys.base_prefix, oci.architecture())
 
 
 def _tree_key(names: Iterable[str]) -> str:
     """Hash of the names and contents of files of the checkout."""
-    parts = [Path(rootfs.__file__).read_text(), sys.version]
+    parts = [rootfs.RECIPE, sys.version]
     for name in names:
         top = CHECKOUT / name
         for path in [top] if top.is_file() else sorted(top.rglob("*")):

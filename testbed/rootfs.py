@@ -6,9 +6,9 @@ Nothing in a tree names the machine's own folders, except the interpreter's reco
 
 from __future__ import annotations
 
-import platform
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +21,9 @@ from testbed.shell import run
 
 USER = 65532
 """Number of the user that the images run as, as in distroless images."""
+
+RECIPE = Path(__file__).read_text()
+"""Of the trees: part of the keys under which they are kept. Read when the code is, not when it has been edited since."""
 
 PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 SITE = f"usr/local/lib/{PYTHON}/site-packages"
@@ -57,6 +60,8 @@ def interpreter(root: Path) -> None:
         (library / "dist-packages").symlink_to("site-packages")
     _etc(root / "etc")
     add_libraries(root, [Path(sys.base_prefix, "bin", PYTHON), *(library / "lib-dynload").glob("*.so")])
+    run(shutil.which("ldconfig") or "/sbin/ldconfig", "-r", root)
+    shutil.rmtree(root / "var/cache", ignore_errors=True)
     compile_tree(root)
 
 
@@ -108,15 +113,16 @@ def libraries(programs: Iterable[Path]) -> dict[str, Path]:
 
 
 def add_libraries(root: Path, programs: Iterable[Path], *, but: Iterable[str] = ()) -> None:
-    """Copy the libraries of `programs` from outside of `root` to where the dynamic linker looks without a cache."""
-    system = f"usr/lib/{platform.machine()}-linux-gnu"
+    """Copy the libraries of `programs` that are not in `root`: the system's to the same place, others to /usr/local."""
     for name, path in sorted(libraries(programs).items()):
         if name in but or path.is_relative_to(root):
             continue
-        folder = "usr/lib64" if name.startswith("ld-linux-x86-64") else "usr/lib" if name.startswith("ld-") else system
-        (root / folder).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path.resolve(), root / folder / name)
-        (root / folder / name).chmod(0o755)
+        place = path.parent.resolve()
+        ours = place.is_relative_to("/usr/lib") or place.is_relative_to("/usr/lib64")
+        folder = root / (place.relative_to("/") if ours else "usr/local/lib")
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path.resolve(), folder / name)
+        (folder / name).chmod(0o755)
 
 
 def compile_tree(root: Path) -> None:
@@ -149,6 +155,10 @@ def _etc(folder: Path) -> None:
     (folder / "ssl/certs").mkdir(parents=True)
     if _CERTIFICATES.exists():
         shutil.copyfile(_CERTIFICATES, folder / "ssl/certs" / _CERTIFICATES.name)
-        (folder / "ssl/cert.pem").symlink_to(f"certs/{_CERTIFICATES.name}")
-    for name, text in {"passwd": _PASSWD, "group": _GROUP, "nsswitch.conf": _NSSWITCH}.items():
+        for name in {ssl.get_default_verify_paths().openssl_cafile, "/etc/ssl/cert.pem"}:
+            link = folder.parent / name.lstrip("/")
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(_CERTIFICATES)
+    texts = {"passwd": _PASSWD, "group": _GROUP, "nsswitch.conf": _NSSWITCH, "ld.so.conf": "/usr/local/lib\n"}
+    for name, text in texts.items():
         (folder / name).write_text(text)
