@@ -19,12 +19,12 @@ FAST = {"imageSeconds": 3, "nodeStableSeconds": 5, "reshardBackoffSeconds": 2}
 
 ON_THE_TEST_BED = {
     "image": {"repository": f"localhost/{NAME}", "pullPolicy": "Never"},
-    "reshardImage": {"repository": "", "pullPolicy": "Never"},
+    "reshardImage": {"repository": "localhost/elastic-training-reshard", "pullPolicy": "Never"},
     "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
     "tolerations": [{"operator": "Exists"}],
     "settings": FAST,
 }
-"""Images as the test bed names them; jobs of the tests reshard with their own image."""
+"""Images as the test bed names them."""
 
 
 class HelmError(Exception):

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from elastic_operator.conditions import Type
 from elastic_operator.limits import Limits
@@ -71,12 +70,3 @@ def test_settings_come_from_the_command_line_then_the_environment() -> None:
     assert (found.namespaces, found.limits.image_seconds, str(found.kubeconfig)) == (("team",), 3.0, "/k")
     assert read(["run", "--namespace", "a", "--namespace=b,a"], {}).namespaces == ("a", "b")
     assert read(["run"], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).kubeconfig is None
-
-
-def test_the_deployment_manifest_grants_what_attempts_hand_on() -> None:
-    documents = list(yaml.safe_load_all((ROOT / "deploy/operator.yaml").read_text()))
-    (role,) = [item for item in documents if item["kind"] == "ClusterRole"]
-    leases = next(rule for rule in role["rules"] if "leases" in rule["resources"])
-    # The API server lets nobody hand on a permission that they do not hold.
-    assert {"get", "update", "patch"} <= set(leases["verbs"])
-    assert not any("*" in [*rule["verbs"], *rule["resources"]] for rule in role["rules"])

@@ -15,6 +15,7 @@
 {{- end }}
 {{- if .Values.reshardImage.repository }}
 - --reshard-image={{ include "etj.image" (dict "image" .Values.reshardImage "default" .Chart.AppVersion) }}
+- --reshard-image-pull-policy={{ .Values.reshardImage.pullPolicy }}
 {{- end }}
 {{- range $key, $value := .Values.settings }}
 {{- $option := kebabcase $key }}
