@@ -1,4 +1,4 @@
-"""Conditions are for programs: the same words for the same state, all on the operations page, of the right generation."""
+"""Conditions are for programs: the same words for the same state, all on the operations page, of one generation."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ JOB = JobRef(name="gpt", namespace="ns", uid="uid", generation=7)
 NODES = nodes("n1", "n2", "n3")
 GONE = Observation(nodes=NODES)
 STOPPED = tuple(dataclasses.replace(pod, phase="Failed", exit_code=1) for pod in workers())
-CONVERTED = prepared()
 UNSUPPORTED = prepared(ok=False, exit_code=int(ExitCode.UNSUPPORTED), message="no")
-BUDGET = {"recovery": {"restartBudget": {"limit": 0, "windowSeconds": 60}}}
+BUDGET: dict[str, Any] = {"recovery": {"restartBudget": {"limit": 0, "windowSeconds": 60}}}
 
 
 def running() -> Status:
@@ -82,7 +81,7 @@ STORIES: list[Any] = [
     pytest.param(look(running(), suspend=True), {"Draining": "Suspended"}, {}, id="suspending"),
     pytest.param(look(running(), nodes={"min": 1, "max": 2}), {"Draining": "SpecChanged"}, {}, id="spec-edited"),
     pytest.param(look(suspended(), GONE, suspend=True), {"Suspended": "Suspended"}, {}, id="suspended"),
-    pytest.param(look(after_loss(), CONVERTED), {"Planned": "TopologyChosen"}, {"ReshardFailed": "Resharded"}, id="converted"),
+    pytest.param(look(after_loss(), prepared()), {}, {"ReshardFailed": "Resharded"}, id="converted"),
     pytest.param(
         look(after_loss(), prepared(ok=False, exit_code=int(ExitCode.STORAGE_FULL), message="full")),
         {"ReshardFailed": "StorageFull", "Resharding": "ReshardRetry"}, {}, id="volume-full",
