@@ -87,30 +87,25 @@ def shell(testbed: Any, tmp_path: Path) -> Shell:
 
 @pytest.fixture
 def clean(testbed: Any) -> Iterator[None]:
-    """No operator and no job of the pages, before and after; another test's CRD is the release's."""
-
-    def remove() -> None:
-        run = (str(helm.ensure()), "uninstall", RELEASE, "--ignore-not-found", "--wait", "--timeout=120s")
-        for namespace in (HOME, "team-a"):
-            subprocess.run(
-                [*run, "--namespace", namespace, "--kubeconfig", str(testbed.kubeconfig)],
-                check=True, capture_output=True,
-            )  # fmt: skip
-        if testbed.get("crd", CRD):
-            testbed.kubectl("delete", "etj", "--all", "-n", "default", "--ignore-not-found")
-        testbed.kubectl("delete", "pods", "--all", "-n", "default", "--grace-period=0", "--force", check=False)
-        testbed.kubectl("delete", "pvc", "gpt-checkpoints", "-n", "default", "--ignore-not-found")
-        testbed.kubectl("delete", "pv", "default-gpt-checkpoints", "--ignore-not-found")
-        testbed.kubectl("delete", "namespace", HOME, "team-a", "--ignore-not-found")
-        shutil.rmtree(storage.make_volume("default-gpt-checkpoints"), ignore_errors=True)
-
-    remove()
-    if testbed.get("crd", CRD):
-        names = (f"meta.helm.sh/release-name={RELEASE}", f"meta.helm.sh/release-namespace={HOME}")
-        testbed.kubectl("annotate", "crd", CRD, "--overwrite", *names, "helm.sh/resource-policy=keep")
-        testbed.kubectl("label", "crd", CRD, "--overwrite", "app.kubernetes.io/managed-by=Helm")
+    """A cluster without operator, kind and job, before; afterwards the plain kind is there for other tests."""
+    remove(testbed)
     yield
-    remove()
+    remove(testbed)
+    testbed.kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
+    testbed.kubectl("wait", "--for=condition=Established", f"crd/{CRD}")
+
+
+def remove(testbed: Any) -> None:
+    for namespace in (HOME, "team-a"):
+        command = [str(helm.ensure()), "uninstall", RELEASE, "--ignore-not-found", "--wait", "--timeout=120s"]
+        command += ["--namespace", namespace, "--kubeconfig", str(testbed.kubeconfig)]
+        subprocess.run(command, check=True, capture_output=True)
+    testbed.kubectl("delete", "crd", CRD, "--ignore-not-found")
+    testbed.kubectl("delete", "pods", "--all", "-n", "default", "--grace-period=0", "--force", check=False)
+    testbed.kubectl("delete", "pvc", "gpt-checkpoints", "-n", "default", "--ignore-not-found")
+    testbed.kubectl("delete", "pv", "default-gpt-checkpoints", "--ignore-not-found")
+    testbed.kubectl("delete", "namespace", HOME, "team-a", "--ignore-not-found")
+    shutil.rmtree(storage.make_volume("default-gpt-checkpoints"), ignore_errors=True)
 
 
 def test_the_quickstart_works_as_written(clean: None, shell: Shell) -> None:
