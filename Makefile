@@ -11,7 +11,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CACHE_DIR)/torch_extensions
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup lint test test-fast demo bench format lock clean testbed-up testbed-down
+.PHONY: help setup lint test test-fast demo bench format lock clean testbed-up testbed-down lock-images images images-load
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -32,6 +32,16 @@ $(VENV)/.done: pyproject.toml requirements.lock | $(UV)
 
 lock: | $(UV) ## resolve the dependencies again and pin them in requirements.lock
 	$(UV) pip compile -q --all-extras --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade pyproject.toml -o requirements.lock
+	@$(MAKE) --no-print-directory lock-images
+
+lock-images: | $(UV) ## write what each image needs of requirements.lock to images/*/requirements.txt
+	images/lock.sh $(UV)
+
+images: ## build the container images with docker, podman or buildah (IMAGES="operator reshard", REGISTRY=...)
+	@images/build.sh $(IMAGES)
+
+images-load: setup ## build the images without any of them, and bring them onto the nodes of the test bed
+	$(BIN)/python -m testbed images --load
 
 lint: setup ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .

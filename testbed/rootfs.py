@@ -23,7 +23,7 @@ USER = 65532
 """Number of the user that the images run as, as in distroless images."""
 
 RECIPE = Path(__file__).read_text()
-"""Of the trees: part of the keys under which they are kept. Read when the code is, not when it has been edited since."""
+"""Of the trees: part of the keys under which they are kept. Read with the code, not when it has been edited since."""
 
 PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 SITE = f"usr/local/lib/{PYTHON}/site-packages"
