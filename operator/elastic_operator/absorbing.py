@@ -66,18 +66,23 @@ def _progress(context: Context, status: Status, lease: LeaseView) -> Status:
             status = edit_last_recovery(status, seconds=durations(status.recoveries[-1]))
         context.emit("Running", f"attempt {status.attempt} makes steps, from step {current.resume.step} on")
     old = status.progress
-    step = lease.step if lease.step is not None else current.resume.step
     new = Progress(
         phase=lease.phase,
-        step=step,
+        step=lease.step if lease.step is not None else current.resume.step,
         samples=_whole(lease.get(LeaseKey.SAMPLES)) or current.resume.samples,
         loss=_real(lease.get(LeaseKey.LOSS)),
         time=Time(context.now),
-        step_time=Time(context.now) if step > (old.step if old else 0) else (old.step_time if old else None),
+        step_time=_step_time(context, old, lease),
     )
     due = old is None or old.phase != new.phase or context.now - (old.time or 0.0) >= context.limits.progress_seconds
     moved = old is None or (old.phase, old.step, old.samples, old.loss) != (new.phase, new.step, new.samples, new.loss)
     return accounted(dataclasses.replace(status, progress=new), context.now) if due and moved else status
+
+
+def _step_time(context: Context, old: Progress | None, lease: LeaseView) -> Time | None:
+    """When a step was seen last: now, if this one is new. What the attempt resumed from is none."""
+    known = old or Progress()
+    return known.step_time if lease.step is None or lease.step == known.step else Time(context.now)
 
 
 def latest_step(context: Context, status: Status) -> int:

@@ -13,11 +13,11 @@ from elastic_operator.decide import decide
 from elastic_operator.gauges import job_gauges
 from elastic_operator.limits import Limits
 from elastic_operator.observation import JobView, Observation, PodView
-from elastic_operator.status import Current, Phase, Progress, Recovery, RestartBudget, Status
+from elastic_operator.status import Current, Phase, Progress, Recovery, RestartBudget, Resume, Status
 from elastic_operator.transitions import increments, reshard_samples
 from elastic_operator.wire import Time, from_wire, to_wire
-from reshard.contract import ExitCode, ReshardReport
-from tests.unit.test_decide_phases import JOB, NOW, lost_node, nodes, settled, spec
+from reshard.contract import ExitCode, ReshardReport, TrainerPhase
+from tests.unit.test_decide_phases import COMMIT, JOB, NOW, WORLD, lease, lost_node, nodes, settled, spec
 
 TOPOLOGY = {"tp": 1}
 
@@ -267,6 +267,27 @@ def test_the_queue_begins_when_there_is_no_plan_and_ends_with_one() -> None:
     assert planned.queue_time is None
     found = {(item.family.name, *item.labels): item.value for item in increments(again, planned)}
     assert found[("etj_queue_seconds", "start")] == 30
+
+
+@pytest.mark.parametrize(
+    ("notes", "step_time"),
+    [
+        ({"STEP": "13"}, NOW),
+        ({"STEP": "12", "PHASE": TrainerPhase.SAVING}, NOW - 50),
+        ({"STEP": "12"}, NOW - 50),
+        ({"PHASE": TrainerPhase.RESTORING}, NOW - 50),
+    ],
+    ids=["a step", "another phase", "nothing", "a restart that has made no step"],
+)
+def test_the_time_of_the_last_step_changes_with_a_step_only(notes: dict[str, str], step_time: float) -> None:
+    before = Progress(phase=TrainerPhase.TRAINING, step=12, time=Time(NOW - 50), step_time=Time(NOW - 50))
+    running = settled(progress=before)
+    resumed = dataclasses.replace(running.current, resume=Resume(uri=COMMIT.uri, step=12))  # type: ignore[type-var]
+    world = dataclasses.replace(WORLD, leases=lease(1, **notes))
+    status = dataclasses.replace(running, current=resumed)
+    after = decide(JOB, spec(), status, world, limits=Limits(), now=NOW).status
+    assert after.progress is not None
+    assert after.progress.step_time == step_time
 
 
 def gauges(
