@@ -46,15 +46,23 @@ def make_registry(settings: Settings, workers: Workers, nodes: Nodes) -> kopf.Op
 
     kopf.on.event("", "v1", "pods", labels=with_label, registry=registry)(child)
     kopf.on.event("batch", "v1", "jobs", labels=with_label, registry=registry)(child)
-    kopf.on.event("coordination.k8s.io", "v1", "leases", labels=with_label, registry=registry)(child)
+
+    @kopf.on.event("coordination.k8s.io", "v1", "leases", labels=with_label, registry=registry)
+    async def mailbox(*, event: Mapping[str, Any], namespace: str | None, body: Mapping[str, Any], **_: Any) -> None:
+        key = (namespace or "", body["metadata"]["labels"][Label.JOB])
+        if event.get("type") == "DELETED":
+            workers.wake(key)
+        else:
+            workers.heartbeat(key, body)
 
     @kopf.on.event("", "v1", "nodes", registry=registry)
     async def node(*, event: Mapping[str, Any], name: str, body: Mapping[str, Any], **_: Any) -> None:
         if event.get("type") == "DELETED":
             nodes.remove(name)
-            workers.wake_all()
-        elif nodes.update(body, time.time()):
-            workers.wake_all()
+        elif not nodes.update(body, time.time()):
+            return
+        workers.wake_node(name)
+        workers.wake_all()
 
     return registry
 

@@ -74,7 +74,7 @@ async def _work(
 ) -> None:
     """Watch, decide and act as the leader."""
     nodes = Nodes(settings.unhealthy_nodes)
-    observer = Observer(client, nodes)
+    observer = Observer(client, nodes, settings.namespaces)
     fence = leader.must_lead if leader is not None else lambda: None
     workers = Workers(observer, Applier(client, observer, fence), settings.limits, settings.reshard_image)
     background = [_in_background(leader.hold(), "leader")] if leader is not None else []

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from lightkube import AsyncClient
 from lightkube.core.exceptions import ApiError
-from lightkube.operators import not_in
+from lightkube.operators import exists, not_in
 
+from elastic_operator.batching import Batch, Key
 from elastic_operator.caches import Nodes, Renewals
 from elastic_operator.held import Held, add_held, held_by_others
-from elastic_operator.observation import Observation, attempt_of, job_view, lease_view, pod_view
+from elastic_operator.observation import (
+    JobView,
+    Observation,
+    PodView,
+    attempt_of,
+    job_view,
+    lease_view,
+    pod_view,
+)
 from elastic_operator.resources import JOB, LEASE, NODE, POD, TRAINING_JOB
 from reshard.contract import Label
 
@@ -31,13 +40,24 @@ SECOND_OPINION_SECONDS = 1.0
 USED_SECONDS = 10.0
 """How old the accelerators in use may be where nothing is about to be planned."""
 
+_CHUNK = 500
+
+_T = TypeVar("_T")
+
 
 class Observer:
     """All reading. Holds caches, decides nothing."""
 
-    def __init__(self, client: AsyncClient, nodes: Nodes) -> None:
+    def __init__(self, client: AsyncClient, nodes: Nodes, namespaces: Sequence[str] = ()) -> None:
         self._client = client
         self._nodes = nodes
+        self._namespaces = tuple(namespaces) or ("*",)
+        self._training_jobs: Batch[dict[str, Any] | None] = Batch(
+            self._one_training_job, self._all_training_jobs, _none
+        )
+        self._pods: Batch[tuple[PodView, ...]] = Batch(self._pods_of, self._all_pods, tuple)
+        self._jobs: Batch[tuple[JobView, ...]] = Batch(self._jobs_of, self._all_jobs, tuple)
+        self._leases: Batch[tuple[Mapping[str, Any], ...]] = Batch(self._leases_of, self._all_leases, tuple)
         self._renewals = Renewals()
         self._used: Held = {}
         self._used_at = 0.0
@@ -46,53 +66,44 @@ class Observer:
 
     async def training_job(self, namespace: str, name: str) -> dict[str, Any] | None:
         """A fresh copy of the resource, None if it does not exist."""
-        try:
-            return dict(await self._client.get(TRAINING_JOB, name, namespace=namespace))
-        except ApiError as error:
-            if error.status.code == 404:
-                return None
-            raise
+        return await self._training_jobs.get((namespace, name))
+
+    def heartbeat(self, lease: Mapping[str, Any]) -> None:
+        """A watch has brought a Lease: remember when it changed, though nobody looks at its job now."""
+        self._renewed(lease, time.time())
 
     async def pods(self, namespace: str, job: str) -> list[Mapping[str, Any]]:
         """All pods of one job, straight from the API."""
-        return [item async for item in self._client.list(POD, namespace=namespace, labels=_labels(job))]
+        return [item async for item in self._list(POD, namespace, job)]
 
     async def look(self, namespace: str, job: str, resource: str, *, fresh: bool) -> Observation:
         """Everything about one job. `fresh`: read the accelerators in use again."""
+        key = (namespace, job)
         pods, jobs, leases, used = await asyncio.gather(
-            self.pods(namespace, job),
-            self._list(JOB, namespace, job),
-            self._list(LEASE, namespace, job),
+            self._pods.get(key),
+            self._jobs.get(key),
+            self._leases.get(key),
             self._used_by_others(namespace, job, resource, FRESH_SECONDS if fresh else USED_SECONDS),
         )
-        held = {name for item in pods if (name := (item.get("spec") or {}).get("nodeName"))}
+        held = {item.node for item in pods if item.node}
         nodes = self._nodes.views()
         if any(name in nodes and nodes[name].ready != "True" for name in held):
             # A second opinion about a node that looks lost, at once.
             await self.refresh_node_leases(max_age_seconds=SECOND_OPINION_SECONDS)
         now = time.time()
         nodes = self._nodes.views()
-        views = [
-            lease_view(
-                item,
-                self._renewals.seen(
-                    f"{namespace}/{item['metadata']['name']}", (item.get("spec") or {}).get("renewTime") or "", now
-                ),
-            )
-            for item in leases
-        ]
         return Observation(
             nodes={**self._nodes.offering(resource), **{name: nodes[name] for name in held if name in nodes}},
-            pods=tuple(pod_view(item) for item in pods),
-            jobs=tuple(job_view(item) for item in jobs),
-            leases={attempt_of(item["metadata"]): view for item, view in zip(leases, views, strict=True)},
+            pods=pods,
+            jobs=jobs,
+            leases={attempt_of(item["metadata"]): lease_view(item, self._renewed(item, now)) for item in leases},
             used=used,
             capacity_fresh=fresh or now - self._used_at <= FRESH_SECONDS,
         )
 
     async def refresh_nodes(self) -> None:
         """List all nodes: at the start, and now and then to drop ghosts."""
-        items = [item async for item in self._client.list(NODE, chunk_size=500)]
+        items = [item async for item in self._client.list(NODE, chunk_size=_CHUNK)]
         self._nodes.refresh(items, time.time())
 
     async def refresh_node_leases(self, *, max_age_seconds: float = 0.0) -> None:
@@ -101,7 +112,7 @@ class Observer:
             now = time.time()
             if now - self._nodes.polled_at <= max_age_seconds:
                 return
-            async for item in self._client.list(LEASE, namespace=NODE_LEASES, chunk_size=500):
+            async for item in self._client.list(LEASE, namespace=NODE_LEASES, chunk_size=_CHUNK):
                 self._nodes.renew(item, time.time())
             self._nodes.polled(now)
 
@@ -113,19 +124,68 @@ class Observer:
             if node.lease_age_seconds is not None and node.lease_age_seconds > node.lease_duration_seconds / 2
         ]
 
-    async def _list(self, kind: Any, namespace: str, job: str) -> list[Mapping[str, Any]]:
-        return [item async for item in self._client.list(kind, namespace=namespace, labels=_labels(job))]
+    def _renewed(self, lease: Mapping[str, Any], now: float) -> float:
+        meta, spec = lease["metadata"], lease.get("spec") or {}
+        return self._renewals.seen(f"{meta['namespace']}/{meta['name']}", spec.get("renewTime") or "", now)
+
+    async def _one_training_job(self, key: Key) -> dict[str, Any] | None:
+        try:
+            return dict(await self._client.get(TRAINING_JOB, key[1], namespace=key[0]))
+        except ApiError as error:
+            if error.status.code == 404:
+                return None
+            raise
+
+    async def _all_training_jobs(self) -> dict[Key, dict[str, Any] | None]:
+        return {
+            (item["metadata"]["namespace"], item["metadata"]["name"]): dict(item)
+            async for item in self._list(TRAINING_JOB)
+        }
+
+    async def _pods_of(self, key: Key) -> tuple[PodView, ...]:
+        return tuple(pod_view(item) for item in await self.pods(*key))
+
+    async def _all_pods(self) -> dict[Key, tuple[PodView, ...]]:
+        return await self._by_job(POD, pod_view)
+
+    async def _jobs_of(self, key: Key) -> tuple[JobView, ...]:
+        return tuple([job_view(item) async for item in self._list(JOB, *key)])
+
+    async def _all_jobs(self) -> dict[Key, tuple[JobView, ...]]:
+        return await self._by_job(JOB, job_view)
+
+    async def _leases_of(self, key: Key) -> tuple[Mapping[str, Any], ...]:
+        return tuple([item async for item in self._list(LEASE, *key)])
+
+    async def _all_leases(self) -> dict[Key, tuple[Mapping[str, Any], ...]]:
+        return await self._by_job(LEASE, lambda item: item)
+
+    async def _by_job(self, kind: Any, view: Callable[[Mapping[str, Any]], _T]) -> dict[Key, tuple[_T, ...]]:
+        found: dict[Key, list[_T]] = {}
+        async for item in self._list(kind, labels={str(Label.JOB): exists()}):
+            meta = item["metadata"]
+            found.setdefault((meta["namespace"], meta["labels"][Label.JOB]), []).append(view(item))
+        return {key: tuple(items) for key, items in found.items()}
+
+    async def _list(
+        self, kind: Any, namespace: str = "", job: str = "", labels: dict[str, Any] | None = None
+    ) -> AsyncIterator[Mapping[str, Any]]:
+        """Objects of one job, or of all that are served, in chunks: as raw objects they need tens of megabytes."""
+        labels = {str(Label.JOB): job} if job else labels
+        for place in (namespace,) if namespace else self._namespaces:
+            async for item in self._client.list(kind, namespace=place, labels=labels, chunk_size=_CHUNK):
+                yield item
 
     async def _used_by_others(self, namespace: str, job: str, resource: str, max_age: float) -> dict[str, int]:
         async with self._used_lock:
             if time.time() - self._used_at > max_age:
                 used: Held = {}
                 # One at a time: all pods of a large cluster at once are hundreds of megabytes.
-                async for item in self._client.list(POD, namespace="*", fields=LIVE, chunk_size=500):
+                async for item in self._client.list(POD, namespace="*", fields=LIVE, chunk_size=_CHUNK):
                     add_held(used, item)
                 self._used, self._used_at = used, time.time()
         return held_by_others(self._used, namespace, job, resource)
 
 
-def _labels(job: str) -> dict[str, Any]:
-    return {str(Label.JOB): job}
+def _none() -> None:
+    return None

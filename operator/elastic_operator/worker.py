@@ -15,6 +15,7 @@ from lightkube.core.exceptions import ApiError
 from elastic_operator import families, metrics
 from elastic_operator.actions import Decision
 from elastic_operator.apply import Applier, ConflictError
+from elastic_operator.batching import Key
 from elastic_operator.decide import decide, refuse
 from elastic_operator.gauges import job_gauges
 from elastic_operator.limits import Limits
@@ -25,15 +26,26 @@ from elastic_operator.spec import Spec, SpecError, parse_spec
 from elastic_operator.status import Status
 from elastic_operator.transitions import Sample, increments, reshard_samples
 from elastic_operator.wire import from_wire
-
-Key = tuple[str, str]
-"""Namespace and name."""
+from reshard.contract import LeaseKey
 
 DEBOUNCE_SECONDS = 0.05
 """Events come in bursts; one look answers all of them."""
 
+CROWD_DEBOUNCE_SECONDS = 0.3
+
+FEW_JOBS = 50
+"""Up to so many, everything is looked at whenever anything happens. Beyond, what it concerns is looked at first."""
+
+SECONDS_PER_JOB = 0.005
+"""How long a change that may concern everybody waits for more, for each job: what a look at all of them costs."""
+
+TICK_SECONDS = 5.0
+"""Beyond `FEW_JOBS`, looks that are due some time are made at the same times, and so share their requests."""
+
 _FIRST_BACKOFF_SECONDS = 0.5
 _LAST_BACKOFF_SECONDS = 30.0
+
+_PROGRESS = frozenset({LeaseKey.STEP, LeaseKey.SAMPLES, LeaseKey.LOSS, LeaseKey.STEP_TIME})
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +79,13 @@ class Workers:
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._wakers: dict[Key, asyncio.Event] = {}
         self._nodes: dict[Key, frozenset[str]] = {}
+        self._mail: dict[Key, dict[str, Mapping[str, Any]]] = {}
+        self._waking_all: asyncio.TimerHandle | None = None
+
+    @property
+    def crowded(self) -> bool:
+        """There are too many jobs to look at all of them whenever anything happens."""
+        return len(self._tasks) > FEW_JOBS
 
     def wake(self, key: Key) -> None:
         """Look at a resource soon. Makes its task at the first time."""
@@ -82,7 +101,24 @@ class Workers:
                 self.wake(key)
 
     def wake_all(self) -> None:
-        """Look at everything."""
+        """Look at everything: at once, or in a crowd after a while in which more may come."""
+        if not self.crowded:
+            self._wake_all()
+        elif self._waking_all is None:
+            seconds = SECONDS_PER_JOB * len(self._tasks)
+            self._waking_all = asyncio.get_running_loop().call_later(seconds, self._wake_all)
+
+    def heartbeat(self, key: Key, lease: Mapping[str, Any]) -> None:
+        """The mailbox of one of a job's attempts has changed: look at the job if it says more than "one more step"."""
+        self._observer.heartbeat(lease)
+        name, said = lease["metadata"]["name"], _said(lease)
+        boxes = self._mail.setdefault(key, {})
+        if boxes.get(name) != said or not self.crowded:
+            boxes[name] = said
+            self.wake(key)
+
+    def _wake_all(self) -> None:
+        self._waking_all = None
         for key in list(self._tasks):
             self.wake(key)
 
@@ -118,13 +154,18 @@ class Workers:
                 self._forget(key)
                 return
             try:
-                await asyncio.wait_for(waker.wait(), timeout=seconds)
-                await asyncio.sleep(DEBOUNCE_SECONDS)
+                await asyncio.wait_for(waker.wait(), timeout=self._on_the_tick(seconds))
+                await asyncio.sleep(CROWD_DEBOUNCE_SECONDS if self.crowded else DEBOUNCE_SECONDS)
             except TimeoutError:
                 pass
 
+    def _on_the_tick(self, seconds: float) -> float:
+        if seconds < TICK_SECONDS or not self.crowded:
+            return seconds
+        return seconds + -(time.monotonic() + seconds) % TICK_SECONDS
+
     def _forget(self, key: Key) -> None:
-        for table in (self._tasks, self._wakers, self._nodes):
+        for table in (self._tasks, self._wakers, self._nodes, self._mail):
             table.pop(key, None)
         metrics.forget(key)
 
@@ -192,6 +233,12 @@ class Workers:
             await self._applier.act(*key, action)
         for event in decision.events:
             await self._applier.post_event(resource, event, time.time())
+
+
+def _said(lease: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What rank 0 and the operator say in a Lease, but for progress."""
+    notes: Mapping[str, Any] = lease["metadata"].get("annotations") or {}
+    return {key: value for key, value in notes.items() if key not in _PROGRESS}
 
 
 def _count_pass(result: str, begin: float) -> None:
