@@ -13,9 +13,10 @@ from typing import Any
 
 from demo import manifests
 from demo.curves import Comparison, compare, read_points
-from demo.kube import DemoError, Kube, operator, testbed, wait_for
+from demo.kube import DemoError, Kube, testbed, wait_for
 from demo.options import JOB, NAMESPACE, parse
 from demo.picture import draw
+from demo.release import operator
 from demo.timeline import Timeline
 from reshard.topology import Topology
 from testbed.errors import TestbedError
@@ -30,9 +31,10 @@ def main() -> int:
     timeline = Timeline(fetch=lambda: kube.get("etj", JOB), fetch_events=lambda: events(kube))
     try:
         with testbed(options):
-            kube.prepare()
-            with operator(kube, options.output / "operator.log") as process:
-                timeline.alive = lambda: process.poll() is None
+            timeline.say("helm install")
+            with operator(options, kube) as installed:
+                kube.prepare()
+                timeline.alive = installed.alive
                 story(options, kube, timeline)
         timeline.say("running the same training undisturbed, as reference")
         reference(options, timeline)
@@ -99,12 +101,12 @@ def check(timeline: Timeline) -> None:
     """Give up at once where waiting is pointless.
 
     Raises:
-        DemoError: the job has failed, or the operator has ended.
+        DemoError: the job has failed, or no operator is there.
     """
     if timeline.status.get("phase") == "Failed":
         raise DemoError(f"the job failed: {timeline.status.get('message')}")
     if not timeline.alive():
-        raise DemoError("the operator ended")
+        raise DemoError("no replica of the operator is ready")
 
 
 def wait_for_attempt(timeline: Timeline, *, after: int) -> int:

@@ -7,13 +7,12 @@ import contextlib
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from demo.manifests import ROOT, reader_pod
+from demo.manifests import reader_pod
 from demo.options import JOB, NAMESPACE
 from testbed import cluster as bed
 from testbed import faults, storage
@@ -44,9 +43,7 @@ class Kube:
         self.kubectl.apply(*objects)
 
     def prepare(self) -> None:
-        """An empty namespace with a claim for checkpoints, and the resource."""
-        self.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-        self.kubectl("wait", "--for=condition=Established", "crd", "elastictrainingjobs.elastictraining.dev")
+        """An empty namespace with a claim for checkpoints."""
         if not self.is_testbed:
             self.kubectl("delete", "etj", JOB, "-n", NAMESPACE, "--ignore-not-found", "--wait=true")
             return
@@ -106,22 +103,6 @@ def testbed(options: argparse.Namespace) -> Iterator[None]:
     finally:
         if not options.keep:
             bed.down()
-
-
-@contextlib.contextmanager
-def operator(kube: Kube, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The operator as a process of this machine."""
-    program = Path(sys.executable).with_name("elastic-operator")
-    command = [str(program), "run", "--kubeconfig", str(kube.kubeconfig)]
-    command += ["--namespace", NAMESPACE, "--lease-namespace", NAMESPACE]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream)
-        try:
-            yield process
-        finally:
-            process.terminate()
-            process.wait(timeout=30)
 
 
 def wait_for(condition: Callable[[], Any], *, what: str, timeout_seconds: float) -> Any:

@@ -28,6 +28,7 @@ def parse() -> argparse.Namespace:
         "--kubeconfig", type=Path, help="use this cluster; it needs 3 nodes with 2 GPUs of --resource each"
     )
     other.add_argument("--image", help="image with torch, deepspeed, this distribution and examples/ in /app")
+    other.add_argument("--helm-values", type=Path, help="values of the chart, for instance where its images are")
     other.add_argument("--claim", help="existing ReadWriteMany claim in namespace etj-demo")
     other.add_argument("--kill-command", help="shell command that ends node {node}, for instance `docker kill {node}`")
     other.add_argument("--heal-command", help="shell command that brings node {node} back, `docker start {node}`")
