@@ -33,6 +33,11 @@ def newest(checkpoint: Checkpoint, *, below: int) -> Commit | None:
     return next(valid, None)
 
 
+def virtual_was_refused(checkpoint: Checkpoint, *, step: int) -> bool:
+    """A conversion of this step could not be loaded: the next one is to write files, which proves the source or not."""
+    return any(item.invalid and item.writer == "reshard" and item.step == step for item in checkpoint.history)
+
+
 def choose_resume(checkpoint: Checkpoint, *, attempt: int, topology: Mapping[str, int], root: str) -> Resume:
     """What `attempt` continues from in `topology`."""
     commit = newest(checkpoint, below=attempt)

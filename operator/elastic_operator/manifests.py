@@ -14,6 +14,7 @@ from typing import Any
 
 from elastic_operator.reshardpod import ReshardImage, reshard_template
 from elastic_operator.spec import Spec
+from elastic_operator.spectypes import VIRTUAL
 from elastic_operator.status import Current, short
 from reshard.contract import GROUP, KIND, VERSION, Env, Label
 from reshard.topology import Topology
@@ -24,6 +25,8 @@ MANAGER = "elastic-training-operator"
 DRAIN_REQUESTED = f"{GROUP}/drain-requested"
 """Annotation of an ElasticTrainingJob by which a person asks it to commit, exit and start again."""
 _VOLUME = "etj-checkpoint"
+_SCRATCH_VOLUME = "etj-scratch"
+SCRATCH_MOUNT = "/etj-scratch"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _PASSED_LABELS = ("kueue.x-k8s.io/",)
 
@@ -99,6 +102,8 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     pod["automountServiceAccountToken"] = True
     _mount_claim(pod, spec.checkpoint.claim_name)
     _avoid_nodes(pod, current.avoid)
+    if spec.reshard.mode == VIRTUAL:
+        _add_scratch(pod)
     main = pod["containers"][0]
     resources = main.setdefault("resources", {})
     for part in ("limits", "requests"):
@@ -124,9 +129,20 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
 
 
 def reshard_job(
-    job: JobRef, spec: Spec, attempt: int, current: Current, image: ReshardImage | None = None
+    job: JobRef,
+    spec: Spec,
+    attempt: int,
+    current: Current,
+    image: ReshardImage | None = None,
+    *,
+    virtual: bool = False,
 ) -> dict[str, Any]:
-    """The Job that converts `current.resume.source` into `current.resume.uri`; `image`: the operator's, if any."""
+    """The Job that converts `current.resume.source` into `current.resume.uri`.
+
+    Args:
+        image: the operator's, if any.
+        virtual: write where the bytes are, instead of the bytes.
+    """
     template = _template(reshard_template(spec, image, current.resume.source), _labels(job, attempt, "reshard"))
     pod = template["spec"]
     pod["restartPolicy"] = "Never"
@@ -146,8 +162,9 @@ def reshard_job(
         "--attempt",
         str(attempt),
         "--require-commit",
+        *(["--mode", "virtual"] if virtual else []),
     ]
-    count = spec.reshard.parallelism
+    count = 1 if virtual else spec.reshard.parallelism
     if count > 1:
         main["args"] += ["--worker", f"$(JOB_COMPLETION_INDEX)/{count}"]
     return {
@@ -213,6 +230,16 @@ def _template(template: Mapping[str, Any], labels: Mapping[str, str]) -> dict[st
     meta["labels"] = {**(meta.get("labels") or {}), **labels}
     result["metadata"] = meta
     return result
+
+
+def _add_scratch(pod: dict[str, Any]) -> None:
+    """Memory for the files that ranks read through a virtual commit, unless the user has said where they go."""
+    main = pod["containers"][0]
+    if any(item["name"] == Env.SCRATCH for item in main.get("env") or ()):
+        return
+    pod["volumes"] = [*(pod.get("volumes") or []), {"name": _SCRATCH_VOLUME, "emptyDir": {"medium": "Memory"}}]
+    main["volumeMounts"] = [*(main.get("volumeMounts") or []), {"name": _SCRATCH_VOLUME, "mountPath": SCRATCH_MOUNT}]
+    main["env"] = [*(main.get("env") or []), {"name": str(Env.SCRATCH), "value": SCRATCH_MOUNT}]
 
 
 def _mount_claim(pod: dict[str, Any], claim: str) -> None:

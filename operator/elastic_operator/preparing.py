@@ -175,9 +175,15 @@ def _resharded(
             verified=known.verified,
         )
         status = edit_last_recovery(status, reshard_end_time=Time(context.now), conversion=done)
-    figures = f"{known.bytes_written} bytes in {known.seconds:.1f} s, verified: {known.verified}"
+    figures = _figures(known)
     context.emit("Resharded", f"attempt {status.attempt}: {resume.uri} is committed ({figures})")
     return status
+
+
+def _figures(known: ReshardStatus) -> str:
+    if known.mode == "virtual":
+        return f"virtual, in {known.seconds:.1f} s: the training reads the source itself"
+    return f"{known.bytes_written} bytes in {known.seconds:.1f} s, verified: {known.verified}"
 
 
 def _reshard_failed(

@@ -161,7 +161,7 @@ def _checkpoint(section: Section) -> CheckpointSpec:
 def _reshard(section: Section) -> ReshardSpec:
     template = section.section("template").value if "template" in section else None
     return ReshardSpec(
-        mode=section.choice("mode", ("Auto", "Materialize"), default="Auto"),
+        mode=section.choice("mode", ("Auto", "Materialize", "Virtual"), default="Auto"),
         timeout_seconds=section.integer("timeoutSeconds", default=3600),
         parallelism=section.integer("parallelism", default=1),
         backoff_limit=section.integer("backoffLimit", default=3, least=0),

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic_operator.spectypes import Batch, CheckpointSpec, Model, Nodes, Parallelism, Spec, Strategy, TopologyChoice
+from elastic_operator.spectypes import (
+    VIRTUAL,
+    Batch,
+    CheckpointSpec,
+    Model,
+    Nodes,
+    Parallelism,
+    Spec,
+    Strategy,
+    TopologyChoice,
+)
 
 
 def conflicts(spec: Spec) -> list[str]:
@@ -20,6 +30,7 @@ def conflicts(spec: Spec) -> list[str]:
         *_batch(spec.batch),
         *(_auto(spec) if spec.parallelism.strategy is Strategy.AUTO else _topologies(spec)),
         *_model(spec.model),
+        *_sharing(spec),
         *_template(spec),
         *_reshard_template(spec),
     ]
@@ -159,6 +170,14 @@ def _model(model: Model | None) -> Iterator[str]:
         yield "spec.model.expertParameters: is given, but experts is 0"
     if model.experts and model.experts_per_token > model.experts:
         yield f"spec.model.expertsPerToken: {model.experts_per_token} is above experts {model.experts}"
+
+
+def _sharing(spec: Spec) -> Iterator[str]:
+    if spec.reshard.mode == VIRTUAL and spec.reshard.parallelism > 1:
+        yield (
+            f"spec.reshard.parallelism: is {spec.reshard.parallelism}, but mode Virtual moves no bytes that pods could "
+            "share; leave it out"
+        )
 
 
 def _template(spec: Spec) -> Iterator[str]:

@@ -11,6 +11,9 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+VIRTUAL = "Virtual"
+"""`spec.reshard.mode`: the reshard Job writes where the bytes are, and the training reads them there."""
+
 
 class Strategy(enum.StrEnum):
     """How the planner orders what can run."""

@@ -40,6 +40,9 @@ class Env(enum.StrEnum):
     GRACE_SECONDS = "ETJ_GRACE_SECONDS"
     LEASE = "ETJ_LEASE"
     HEARTBEAT_SECONDS = "ETJ_HEARTBEAT_SECONDS"
+    SCRATCH = "ETJ_SCRATCH"
+    """Folder in memory for the files of a virtual commit. The user may set it; by default the operator does, where
+    `spec.reshard.mode` is Virtual."""
     MAILBOX = "ETJ_MAILBOX"
     """Path of a JSON file that stands in for the Lease where there is no cluster."""
 

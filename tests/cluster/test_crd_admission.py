@@ -196,6 +196,7 @@ REFUSED_AT_CREATION = [
         "spec.reshard.template.spec.restartPolicy must",
         with_field("spec.reshard", {"template": {"spec": {"restartPolicy": "Always", "containers": [SIDECAR]}}}),
     ),
+    ("spec.reshard.parallelism is not for mode", with_field("spec.reshard", {"mode": "Virtual", "parallelism": 2})),
 ]
 # What the operator overwrites in any pod that it makes; an old resource with it does no harm.
 REFUSED_AT_ADMISSION_ONLY = [

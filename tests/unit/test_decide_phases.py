@@ -250,6 +250,34 @@ def test_a_failed_reshard(code: ExitCode, check: Callable[[Status], bool]) -> No
     assert "because" in condition.message
 
 
+def mode_asked_for(decision: Decision) -> str:
+    (create,) = [action for action in decision.actions if isinstance(action, Create)]
+    args: list[str] = create.manifest["spec"]["template"]["spec"]["containers"][0]["args"]
+    return args[args.index("--mode") + 1] if "--mode" in args else ""
+
+
+def test_a_virtual_commit_that_cannot_be_loaded_is_followed_by_files_of_the_same_step() -> None:
+    mode = {"mode": "Virtual"}
+    first = look(settled(), lost_node(), reshard=mode)
+    assert mode_asked_for(first) == "virtual"
+    job, pod = resharded(mode="virtual", verified=False, bytes_written=4000)
+    ready = Observation(nodes=lost_node().nodes, pods=(pod,), jobs=(job,))
+    launched = look(first.status, ready, reshard=mode)
+    assert kinds(launched) == ["LaunchAttempt"]
+    assert launched.events[0].message.endswith("virtual, in 0.0 s: the training reads the source itself)")
+    refused = Observation(
+        nodes=lost_node().nodes,
+        pods=workers(2, count=2),
+        jobs=(worker_job(2),),
+        leases=lease(2, PHASE=TrainerPhase.RESTORING, RESUME_ERROR="the source is damaged"),
+    )
+    again = look(launched.status, refused, reshard=mode)
+    assert again.status.attempt == 3
+    assert again.status.current is not None
+    assert (again.status.current.resume.source, again.status.current.resume.step) == (COMMIT.uri, 10)
+    assert mode_asked_for(again) == ""
+
+
 def test_retain_topology_goes_on_when_the_nodes_are_back() -> None:
     waiting = look(after_loss(), prepared(ok=False, exit_code=int(ExitCode.UNSUPPORTED), message="no")).status
     world = Observation(nodes=nodes("n1", "n2", "n3", ready_since=NOW - 1000))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from elastic_operator.manifests import (
     JobRef,
@@ -20,6 +23,7 @@ from elastic_operator.status import Current, Resume
 from reshard.contract import Env
 from reshard.topology import Topology
 
+ROOT = Path(__file__).parents[2]
 JOB = JobRef(name="gpt", namespace="team", uid="u-1", labels={"kueue.x-k8s.io/queue-name": "gpus", "team": "a"})
 CURRENT = Current(
     topology=Topology(tp=2, dp=2).to_dict(),
@@ -199,6 +203,44 @@ def test_reshard_pods_that_share_a_conversion_end_with_the_first_that_is_done() 
     args = found["template"]["spec"]["containers"][0]["args"]
     assert args[args.index("--worker") + 1] == "$(JOB_COMPLETION_INDEX)/3"
     assert "--worker" not in reshard_job(JOB, spec(), 4, CURRENT)["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def virtual(**container: Any) -> Any:
+    value = copy.deepcopy(SPEC)
+    value["reshard"] = {"mode": "Virtual"}
+    value["template"]["spec"]["containers"][0] |= container
+    return parse_spec(value)
+
+
+def test_virtual_mode_asks_the_resharder_and_gives_the_training_memory_for_what_it_will_read() -> None:
+    args = reshard_job(JOB, virtual(), 4, CURRENT, virtual=True)["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[args.index("--mode") + 1] == "virtual"
+    assert "--mode" not in reshard_job(JOB, virtual(), 4, CURRENT)["spec"]["template"]["spec"]["containers"][0]["args"]
+    pod = training_job(JOB, virtual(), 4, CURRENT, 5.0)["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    mounts = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
+    assert environment(container)[Env.SCRATCH] == mounts["etj-scratch"]
+    assert {"name": "etj-scratch", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+
+
+def test_a_scratch_folder_of_the_users_is_left_alone() -> None:
+    given = [{"name": "ETJ_SCRATCH", "value": "/dev/shm"}]
+    pod = training_job(JOB, virtual(env=given), 4, CURRENT, 5.0)["spec"]["template"]["spec"]
+    assert environment(pod["containers"][0])[Env.SCRATCH] == "/dev/shm"
+    assert "etj-scratch" not in {item["name"] for item in pod["volumes"]}
+    assert Env.SCRATCH not in environment(job()["spec"]["template"]["spec"]["containers"][0]), "mode is not Virtual"
+
+
+def test_the_schema_refuses_the_variables_that_the_operator_sets() -> None:
+    crd = yaml.safe_load((ROOT / "crds/elastictrainingjobs.yaml").read_text(encoding="utf-8"))
+    pod = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["template"]
+    (rule,) = [
+        item["rule"]
+        for item in pod["properties"]["spec"]["x-kubernetes-validations"]
+        if "sets a variable" in item["message"]
+    ]
+    set_always = set(environment(job()["spec"]["template"]["spec"]["containers"][0])) - {"A"}
+    assert set(re.findall(r"'([A-Z_]+)'", rule)) == set_always
 
 
 def test_the_folder_of_a_commit_has_a_padded_step() -> None:
