@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import time
@@ -37,19 +38,30 @@ _SERVICE_ACCOUNT = "system:serviceaccount:"
 logger = logging.getLogger(__name__)
 
 
-class Leader:
-    """One candidate.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How one candidate stands.
 
     Attributes:
-        leading: this process has the Lease.
+        leading: it has the Lease.
         holder: who had it at the last look; empty for nobody.
         trouble: why the last look at the Lease failed; empty where it did not.
+        age_seconds: time since the last renewal by this candidate was begun.
     """
 
+    leading: bool
+    holder: str = ""
+    trouble: str = ""
+    age_seconds: float = 0.0
+
+
+class Leader:
+    """One candidate."""
+
     def __init__(self, client: AsyncClient, namespace: str, identity: str, *, name: str) -> None:
-        self.leading = False
-        self.holder = ""
-        self.trouble = "the Lease has not been read yet"
+        self._leading = False
+        self._holder = ""
+        self._trouble = "the Lease has not been read yet"
         self._client = client
         self._namespace = namespace
         self._name = name
@@ -66,7 +78,7 @@ class Leader:
         while not await self._attempt():
             # Not a moment longer than the Lease of a dead leader lasts.
             await asyncio.sleep(min(RETRY_SECONDS, max(0.1, self._expires - time.monotonic())))
-        self.leading = True
+        self._leading = True
         logger.info("this process is the leader: %s", self._identity)
 
     async def hold(self) -> None:
@@ -75,18 +87,24 @@ class Leader:
             await asyncio.sleep(RETRY_SECONDS)
             self.must_lead()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GIVE_UP_SECONDS - self.age_seconds):
+                async with asyncio.timeout(GIVE_UP_SECONDS - self._age_seconds):
                     await self._attempt()
             self.must_lead()
 
     def must_lead(self) -> None:
         """End the process unless it is certainly the leader: nothing may be written after that."""
-        if self.age_seconds > GIVE_UP_SECONDS:
-            self._give_up(f"the Lease was last renewed {self.age_seconds:.1f} s ago ({self.trouble or 'paused'})")
+        if self._age_seconds > GIVE_UP_SECONDS:
+            self._give_up(f"the Lease was last renewed {self._age_seconds:.1f} s ago ({self._trouble or 'paused'})")
 
     @property
-    def age_seconds(self) -> float:
-        """Time since the last renewal of the Lease was begun."""
+    def standing(self) -> Standing:
+        """For those who ask."""
+        return Standing(
+            leading=self._leading, holder=self._holder, trouble=self._trouble, age_seconds=self._age_seconds
+        )
+
+    @property
+    def _age_seconds(self) -> float:
         return time.monotonic() - self._renewed
 
     async def release(self) -> None:
@@ -102,10 +120,10 @@ class Leader:
         try:
             taken = await self._take()
         except (ApiError, httpx2.HTTPError) as error:
-            self.trouble = f"{type(error).__name__}: {error}"
-            logger.warning("leader election: Lease %s/%s: %s", self._namespace, self._name, self.trouble)
+            self._trouble = f"{type(error).__name__}: {error}"
+            logger.warning("leader election: Lease %s/%s: %s", self._namespace, self._name, self._trouble)
             return False
-        self.trouble = ""
+        self._trouble = ""
         if taken:
             self._renewed = begun
         return taken
@@ -115,14 +133,14 @@ class Leader:
         if lease is None:
             return await self._create()
         spec = lease.get("spec") or {}
-        self.holder = spec.get("holderIdentity") or ""
-        seen = self._renewals.seen(self._name, f"{self.holder} {spec.get('renewTime')}", time.monotonic())
+        self._holder = spec.get("holderIdentity") or ""
+        seen = self._renewals.seen(self._name, f"{self._holder} {spec.get('renewTime')}", time.monotonic())
         self._expires = seen + LEASE_SECONDS
-        if self.holder == self._identity:
+        if self._holder == self._identity:
             return await self._write(lease, holder=self._identity)
-        if self.leading:
-            self._give_up(f"{self.holder or 'nobody'} holds the Lease")
-        if self.holder and time.monotonic() < self._expires:
+        if self._leading:
+            self._give_up(f"{self._holder or 'nobody'} holds the Lease")
+        if self._holder and time.monotonic() < self._expires:
             return False
         return await self._write(lease, holder=self._identity)
 

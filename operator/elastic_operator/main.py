@@ -53,18 +53,20 @@ async def serve(settings: Settings) -> None:
     leader = None
     if settings.leader_election:
         leader = Leader(client, settings.lease_namespace, settings.identity, name=settings.lease_name)
-    metrics.serve(settings.metrics_port, leads=lambda: leader is None or leader.leading)
+    metrics.serve(settings.metrics_port, leads=lambda: leader is None or leader.standing.leading)
     if settings.health_port:
         pages = {
-            "/healthz": lambda: probes.liveness(leader),
-            "/readyz": lambda: probes.readiness(leader, started=started.is_set()),
+            "/healthz": lambda: probes.liveness(leader.standing if leader is not None else None),
+            "/readyz": lambda: probes.readiness(
+                leader.standing if leader is not None else None, started=started.is_set()
+            ),
         }
         await probes.serve(settings.health_port, pages)
     try:
         if leader is None or await _unless_stopped(stop, leader.acquire()):
             await _work(settings, client, leader, stop, started)
     finally:
-        if leader is not None and leader.leading:
+        if leader is not None and leader.standing.leading:
             await leader.release()
         await client.close()
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import socket
 from collections.abc import Callable, Mapping
 
-from elastic_operator.leader import LEASE_SECONDS, Leader
+from elastic_operator.leader import LEASE_SECONDS, Standing
 
 _REQUEST_SECONDS = 5.0
 
@@ -28,19 +29,19 @@ class Answer:
     text: str
 
 
-def readiness(leader: Leader | None, *, started: bool) -> Answer:
+def readiness(standing: Standing | None, *, started: bool) -> Answer:
     """Whether this process does its part: the leader (None: there is no election) acts, a standby could take over."""
-    if leader is not None and leader.trouble:
-        return Answer(False, f"the leader's Lease cannot be read or written: {leader.trouble}")
-    if leader is not None and not leader.leading:
-        return Answer(True, f"standby; the leader is {leader.holder or 'not known yet'}")
+    if standing is not None and standing.trouble:
+        return Answer(False, f"the leader's Lease cannot be read or written: {standing.trouble}")
+    if standing is not None and not standing.leading:
+        return Answer(True, f"standby; the leader is {standing.holder or 'not known yet'}")
     return Answer(True, "leader") if started else Answer(False, "leader; the watches are being set up")
 
 
-def liveness(leader: Leader | None) -> Answer:
+def liveness(standing: Standing | None) -> Answer:
     """Whether a restart would not help. That the question is answered at all is the larger part of the answer."""
-    if leader is not None and leader.leading and leader.age_seconds > LEASE_SECONDS:
-        return Answer(False, f"the leader's Lease was last renewed {leader.age_seconds:.0f} s ago")
+    if standing is not None and standing.leading and standing.age_seconds > LEASE_SECONDS:
+        return Answer(False, f"the leader's Lease was last renewed {standing.age_seconds:.0f} s ago")
     return Answer(True, "alive")
 
 
@@ -58,7 +59,16 @@ async def serve(port: int, pages: Mapping[str, Callable[[], Answer]]) -> asyncio
                 await writer.drain()
         writer.close()
 
-    return await asyncio.start_server(handle, host=None, port=port)
+    return await asyncio.start_server(handle, sock=_listen(port))
+
+
+def _listen(port: int) -> socket.socket:
+    """One socket for IPv4 and IPv6, or for IPv4 where there is no other."""
+    if socket.has_dualstack_ipv6():
+        # The machine may have IPv6 and the pod none; a port that is taken is refused below as well.
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def respond(request_line: bytes, pages: Mapping[str, Callable[[], Answer]]) -> bytes:
