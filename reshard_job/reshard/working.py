@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -95,8 +96,9 @@ def do(
         resumed: told about the earlier run, where this one may go on.
     """
     plan = mover.plan
+    order = striped(len(plan.units), plan.num_threads)
     if sharing is Sharing.ALONE:
-        return Work(records=mover.do(range(len(plan.units))))
+        return Work(records=mover.do(order))
     journal = Journal(folder)
     found = journal.records()
     intact = [record for record in found if mover.intact(record, reread=sharing is Sharing.RESUMABLE)]
@@ -113,8 +115,19 @@ def do(
     )
     if resumed is not None:
         resumed(before)
-    records = mover.do((unit for unit in range(len(plan.units)) if unit not in done), journal.record)
+    records = mover.do((unit for unit in order if unit not in done), journal.record)
     return Work(records=records, before=_moved(intact), resumed=f"; {before}" if found else "")
+
+
+def striped(count: int, num_stripes: int) -> list[int]:
+    """0 to `count - 1`, one of each stripe of neighbours in turn.
+
+    Threads that take the next one when they are free then work in different parts of the checkpoint, so on different
+    files of the target mostly: the kernel lets one thread at a time write to a file.
+    """
+    bounds = [count * at // num_stripes for at in range(num_stripes + 1)]
+    stripes = [range(first, last) for first, last in itertools.pairwise(bounds)]
+    return [unit for row in itertools.zip_longest(*stripes) for unit in row if unit is not None]
 
 
 def _moved(records: Iterable[UnitRecord]) -> Moved:

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from random import Random
 
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.families import ALL as TARGETS
 
 
 def main() -> int:

@@ -325,11 +325,15 @@ def undamaged(name: str) -> Any:
         return run(path, Path(folder) / "out" / STEP, topology)
 
 
-def run(source: Path, target: Path, topology: Topology) -> Any:
+def run(source: Path, target: Path, topology: Topology, *, target_format: str = "") -> Any:
     """Convert; the source is untouched, the target appears complete or not at all, and nothing else is left."""
     before = state_of(source)
     result = outcome_of(
-        lambda: convert(Conversion(source=source, target=target, topology=topology), num_threads=1, sync=False)
+        lambda: convert(
+            Conversion(source=source, target=target, topology=topology, target_format=target_format),
+            num_threads=1,
+            sync=False,
+        )
     )
     assert state_of(source) == before, "the source was changed"
     left = sorted(path.name for path in target.parent.iterdir()) if target.parent.exists() else []

@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 
 from reshard.errors import CorruptSourceError, ReshardError
 from tests.fuzz import guard, mutate
-from tests.fuzz.targets import TARGETS, archives, checkpoints, pickles
+from tests.fuzz.families import ALL as TARGETS
+from tests.fuzz.families import FAMILIES
+from tests.fuzz.targets import archives, checkpoints, pickles
 
-EXAMPLES = {"damaged": 60, "tampered": 60, "dcp_metadata": 60, "archive_pickle": 100, "archive": 100}
+EXAMPLES = {"damaged": 60, "tampered": 60, "dcp_metadata": 60, "archive_pickle": 100, "archive": 100} | dict.fromkeys(
+    FAMILIES, 40
+)
 HERE = Path(__file__).parents[2]
 
 
