@@ -317,6 +317,19 @@ def test_a_spent_budget_fails_the_job_and_stops_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("failed_pods", "job_failed", "kept"),
+    [(1, True, True), (1, False, True), (0, True, True), (0, False, False)],
+)
+def test_a_failed_job_keeps_its_pods_for_their_logs_unless_new_ones_would_be_made(
+    failed_pods: int, job_failed: bool, kept: bool
+) -> None:
+    status = dataclasses.replace(settled(), phase=Phase.FAILED, current=None)
+    failed = workers(phase="Failed", count=failed_pods)
+    world = Observation(nodes=WORLD.nodes, pods=failed, jobs=(worker_job(failed=job_failed),), leases=training())
+    assert ("DeleteJob" not in kinds(look(status, world))) == kept
+
+
+@pytest.mark.parametrize(
     "world",
     [
         pytest.param(
