@@ -142,7 +142,7 @@ def test_suspend_and_resume_wait_until_it_is_so(run: Run, etj: Etj) -> None:
 
 def test_what_is_not_done_in_time_has_a_code_of_its_own(run: Run, etj: Etj) -> None:
     started(run)
-    run.submit(talking("100000 10 0"), suspend=False, nodes={"min": 1, "max": 1}, parallelism={"tensor": [5]})
+    run.submit(talking("100000 10 0"), pod_spec={"nodeSelector": {"kubernetes.io/hostname": "nowhere"}})
     run.until_phase("Waiting")
     etj("suspend", "gpt", "--wait")
     assert "resume is not done yet: gpt is Waiting" in etj("resume", "gpt", "--wait", "--timeout", "3", code=5).stderr
@@ -263,6 +263,27 @@ def test_without_events_the_story_is_told_all_the_same(run: Run, etj: Etj, testb
     done = etj("status", "gpt", kubeconfig=reader)
     assert "training: step" in done.stdout
     assert "without events: you may not list events" in done.stderr
+
+
+def test_credentials_that_the_cluster_does_not_accept_are_told_so(testbed: Any, etj: Etj, tmp_path: Path) -> None:
+    config = yaml.safe_load(testbed.kubeconfig.read_text())
+    config["users"] = [{"name": item["name"], "user": {"token": "nonsense"}} for item in config["users"]]
+    path = tmp_path / "config"
+    path.write_text(json.dumps(config))
+    error = etj("list", kubeconfig=path, code=3).stderr
+    assert error.startswith("error: the cluster does not accept the credentials of context ")
+    assert error.count("\n") == 1
+
+
+def test_a_reader_that_stops_reading_is_no_error(run: Run, testbed: Any) -> None:
+    run.submit(["sh", "-c", "seq 200000; exec python tests/cluster/light_trainer.py 100000 10 0"])
+    run.until_phase("Running")
+    command = f"{PLUGIN} logs gpt -n {run.namespace} 2>/dev/null | head -n 2 | tail -n 1; echo ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "KUBECONFIG": str(testbed.kubeconfig)}
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True, env=environment, timeout=60
+    )
+    assert done.stdout.splitlines() == ["2", "0"]
 
 
 def test_kubectl_finds_the_plugin(run: Run, testbed: Any) -> None:

@@ -122,7 +122,7 @@ class Cluster:
             if error.response.status_code == _ABSENT and f"/{GROUP}/" in str(error.request.url):
                 raise _not_installed() from error
             raise PluginError(Exit.REFUSED, f"cannot {what}: {server} answers {error.response.status_code}") from error
-        except httpx2.TransportError as error:
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
             reason = str(error) or type(error).__name__
             text = f"cluster {server} (context {self.config.context_name}) cannot be reached: {reason}"
             raise PluginError(Exit.UNREACHABLE, text) from error

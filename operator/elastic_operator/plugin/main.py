@@ -11,7 +11,7 @@ from elastic_operator.plugin.cluster import connect
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.kubeconfig import load
 from elastic_operator.plugin.options import parser
-from elastic_operator.plugin.verbs import run
+from elastic_operator.plugin.verbs import Answer, run
 
 _INTERRUPTED = 130
 """What shells expect of a program that was ended by Ctrl-C."""
@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
         options.name = options.name.rpartition("/")[2]
     try:
         config = load(options.kubeconfig, options.context, os.environ if environment is None else environment)
-        answer = run(connect(config, options.namespace), options)
+        cluster = connect(config, options.namespace)
+        with cluster.client:
+            _print(run(cluster, options), as_json=options.output == "json")
     except PluginError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -36,11 +38,14 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     except BrokenPipeError:
         # Somebody reads no further, for instance `head`. What Python would flush at its end has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.OK
+    return Exit.OK
+
+
+def _print(answer: Answer, *, as_json: bool) -> None:
     if answer.note:
         print(answer.note, file=sys.stderr)
-    if options.output == "json":
+    if as_json:
         print(json.dumps(answer.value, indent=2))
     elif answer.text:
         print(answer.text)
-    return Exit.OK
+    sys.stdout.flush()
