@@ -111,33 +111,37 @@ def up(
         "fast_clocks": fast_clocks,
     }
     with lock():
-        if settings().get("wanted") == wanted and is_ready():
-            ensure_images()
-            say("already up")
-            return
-        remove_everything()
-        components.ensure()
-        images.write_all(state_dir() / "images")
-        with project.lock():
-            project.ensure_built()
-        members = nodes.layout(num_gpu_nodes=num_gpu_nodes, gpus_per_node=gpus_per_node, resources=resources)
-        _remember(wanted)
-        _make_bridge(members)
-        storage.make_volume(storage.LIMITED, limit_mebibytes=storage.LIMITED_MEBIBYTES)
-        authority = Authority(run_dir() / "pki")
-        controlplane.prepare(authority)
-        for node in members:
-            nodes.prepare(node, authority, fast_clocks=fast_clocks)
-        say("starting the control plane and the nodes")
-        controlplane.start(authority, members, fast_clocks=fast_clocks)
-        for node in members:
-            nodes.start(node, members)
-        api = Api(kubeconfig())
-        until(lambda: api.get("/api/v1/namespaces/kube-system"), what="the API server")
-        (run_dir() / "apiserver.ready").touch()
-        wait_ready(members)
-        (run_dir() / "ready").touch()
-        say(f"up: export KUBECONFIG={kubeconfig()}")
+        kept = settings().get("wanted") == wanted and is_ready()
+        if not kept:
+            _make(wanted, nodes.layout(num_gpu_nodes=num_gpu_nodes, gpus_per_node=gpus_per_node, resources=resources))
+    if kept:
+        ensure_images()
+    say(f"{'already ' if kept else ''}up: export KUBECONFIG={kubeconfig()}")
+
+
+def _make(wanted: dict[str, object], members: tuple[nodes.Node, ...]) -> None:
+    """Remove what there is and bring a fresh cluster up."""
+    remove_everything()
+    components.ensure()
+    images.write_all(state_dir() / "images")
+    with project.lock():
+        project.ensure_built()
+    _remember(wanted)
+    _make_bridge(members)
+    storage.make_volume(storage.LIMITED, limit_mebibytes=storage.LIMITED_MEBIBYTES)
+    authority = Authority(run_dir() / "pki")
+    controlplane.prepare(authority)
+    for node in members:
+        nodes.prepare(node, authority, fast_clocks=bool(wanted["fast_clocks"]))
+    say("starting the control plane and the nodes")
+    controlplane.start(authority, members, fast_clocks=bool(wanted["fast_clocks"]))
+    for node in members:
+        nodes.start(node, members)
+    api = Api(kubeconfig())
+    until(lambda: api.get("/api/v1/namespaces/kube-system"), what="the API server")
+    (run_dir() / "apiserver.ready").touch()
+    wait_ready(members)
+    (run_dir() / "ready").touch()
 
 
 def ensure_images() -> tuple[oci.Image, ...]:

@@ -86,13 +86,19 @@ def start(node: Node, others: tuple[Node, ...]) -> None:
 
 
 def import_images(node: Node) -> str:
-    """Shell text, run on the node: import each archive once. Archives are named by their contents."""
+    """A shell command, run on the node: import each archive once. Archives are named by their contents.
+
+    It fails where an archive has just been replaced by a newer one, and may be repeated.
+    """
     done = node.folder / "imported"
-    return f"""mkdir -p {done}
+    return f"""(
+mkdir -p {done}
 for image in {state_dir()}/images/*.tar; do
   mark={done}/$(basename "$image")
-  [ -e "$mark" ] || {{ {bin_dir()}/ctr -n k8s.io images import --local "$image" >/dev/null && touch "$mark"; }}
-done"""
+  [ -e "$mark" ] && continue
+  {bin_dir()}/ctr -n k8s.io images import --local "$image" >/dev/null && touch "$mark" || exit 1
+done
+)"""
 
 
 def _script(node: Node, others: tuple[Node, ...]) -> str:
@@ -108,7 +114,7 @@ def _script(node: Node, others: tuple[Node, ...]) -> str:
         "echo 1 > /proc/sys/net/ipv4/ip_forward",
         f"keep containerd containerd -c {node.folder}/containerd.toml",
         "until ctr -n k8s.io version >/dev/null 2>&1; do sleep 0.05; done",
-        import_images(node),
+        f"until {import_images(node)}; do sleep 0.5; done",
         f"until [ -e {run_dir()}/apiserver.ready ]; do sleep 0.05; done",
         f"keep kubelet kubelet --config={node.folder}/kubelet.json --kubeconfig={node.folder}/kubeconfig "
         f"--hostname-override={node.name} --node-ip={node.address} --node-labels="
