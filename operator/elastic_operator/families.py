@@ -135,7 +135,7 @@ RECONCILE_SECONDS = _histogram(
     _PASS_SECONDS,
 )
 STATUS_WRITES = _counter("etj_status_writes_total", "Status updates that the API server took")
-EVENTS = _counter("etj_events_total", "Events posted, by reason", ("reason",), is_bounded=False)
+EVENTS = _counter("etj_events_total", "Events of jobs, by reason", ("reason",), is_bounded=False)
 
 ATTEMPTS = _counter("etj_attempts_launched_total", "Attempts launched, first ones included")
 FINISHED = _counter(
