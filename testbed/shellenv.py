@@ -17,7 +17,8 @@ def exports() -> str:
     Raises:
         TestbedError: there is no helm, and it can be neither downloaded nor built.
     """
-    folder = _linked({"kubectl": bin_dir() / "kubectl", "helm": helm.ensure()})
+    # In a shell that has evaluated this before, helm is found in the folder itself.
+    folder = _linked({"kubectl": bin_dir() / "kubectl", "helm": helm.ensure().resolve()})
     programs = Path(sys.executable).parent
     return (
         f"export KUBECONFIG={shlex.quote(str(kubeconfig()))}\n"
