@@ -84,6 +84,22 @@ def test_formats_do_not_take_each_others_folders(copy):
     assert DCP.sniff(copy) is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, "9" * 5000, '{"sharded_backend": ' + "8" * 5000 + "}", "\udcff", "", "[]", '{"a": 1, "a": NaN}'],
+)
+def test_whatever_else_is_called_like_its_configuration_ends_in_no_bug(copy, text):
+    (copy / "metadata.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+    assert "metadata.json" in str(FORMAT.sniff(copy))
+    assert DCP.sniff(copy) is None
+
+
+def test_a_pipe_of_the_name_of_its_configuration_is_not_waited_for(copy):
+    (copy / "metadata.json").unlink()
+    os.mkfifo(copy / "metadata.json")
+    assert "metadata.json" in str(FORMAT.sniff(copy))
+
+
 def rename(folder: Path, old: str, new: str) -> None:
     def change(state):
         described = state["state_dict_metadata"]

@@ -13,6 +13,7 @@ import numpy as np
 
 from reshard.check import cover_problems
 from reshard.errors import CorruptSourceError
+from reshard.files import open_file
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, Place
 from reshard.geometry import Box
@@ -22,6 +23,7 @@ SUFFIX = ".distcp"
 CONFIG_FILE = "metadata.json"
 """Of Megatron-Core, beside `.metadata`."""
 
+_MAX_CONFIG_BYTES = 1 << 20  # torch_dist's has a hundred
 _RANK = re.compile(r"^__(\d+)_\d+\.distcp$")
 
 
@@ -78,8 +80,9 @@ def check_files(folder: Path, entries: Iterable[Entry]) -> None:
 def backend_of(folder: Path) -> str | None:
     """`sharded_backend` of Megatron-Core's `metadata.json`; None where there is no such thing."""
     try:
-        value = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        with open_file(folder / CONFIG_FILE) as file:
+            value = json.loads(file.read(_MAX_CONFIG_BYTES, 0))
+    except (OSError, ValueError, RecursionError):
         return None
     backend = value.get("sharded_backend") if isinstance(value, dict) else None
     return backend if isinstance(backend, str) else None
