@@ -43,7 +43,6 @@ from reshard.journal import FOLDER as JOURNAL_FOLDER
 from reshard.journal import Journal
 from reshard.layout import PADDING, Index
 from reshard.limits import default_num_threads
-from reshard.names import load, rename
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
 from reshard.remote import RemotePath
 from reshard.staging import FINISH_FILE, Sharing, only_one, staging
@@ -198,7 +197,11 @@ def view_of(index: Index, *, states: tuple[str, ...] = (), names: Path | None = 
         UnsupportedError: a state that is not there, or a name map that does not fit.
     """
     index = select_states(index, states)
-    return index if names is None else rename(index, load(names))
+    if names is None:
+        return index
+    from reshard.names import load, rename  # by those who need them: see `reshard.verbs`
+
+    return rename(index, load(names))
 
 
 def plan_conversion(wanted: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_threads: int = 0) -> Plan:

@@ -11,7 +11,7 @@ Different polynomials agree at a random point modulo p with probability at most 
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,7 +83,7 @@ def cover_problems(tensors: Sequence[LogicalTensor], shards: ShardTable, rows: I
     low, high, limit = shards.offset[order], shards.offset[order] + shards.size[order], shape[tensor]
     bad = np.add.reduceat((high > limit).any(axis=1).astype(np.int64), first) > 0
     for _ in range(_DRAWS):
-        seed = np.uint64(secrets.randbits(64))
+        seed = np.uint64(int.from_bytes(os.urandom(8), "little"))
         found = np.add.reduceat(_values(low, high, seed), first) % _PRIME
         bad |= found != _values(np.zeros_like(limit[first]), limit[first], seed)
     bounds = np.r_[first, len(order)]

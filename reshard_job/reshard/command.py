@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,8 @@ def run(words: Sequence[str]) -> int:
     except KeyboardInterrupt as error:
         return _failed(options, error, ExitCode.INTERRUPTED, _interrupted(options, error), started)
     except Exception as error:
+        import traceback
+
         traceback.print_exc()
         return _failed(options, error, ExitCode.INTERNAL, f"a bug: {type(error).__name__}: {error}", started)
     _say(json.dumps(result.value, indent=1) if options.json else result.text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 from collections.abc import Sequence
 from typing import Never
 
@@ -70,8 +69,18 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"{self.prog} --help")
 
 
+class ShowVersion(argparse.Action):
+    """Finds out the version when it is asked for: that takes longer than all else that is read of a command line."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_values: object) -> Never:
+        """Say it and end."""
+        parser.exit(message=f"reshard {version()}\n")
+
+
 def version() -> str:
     """Of the installed distribution."""
+    import importlib.metadata
+
     try:
         return importlib.metadata.version("elastic-training-operator")
     except importlib.metadata.PackageNotFoundError:
@@ -96,7 +105,7 @@ def build() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"reshard {version()}")
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="show the version and exit")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     _add_inspect(_verb(verbs, "inspect", "what a checkpoint is: format, step, topology, tensors, bytes, problems"))
     _add_plan(_verb(verbs, "plan", "what a conversion would read and write, and how long it would take"))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from reshard.contract import ReshardReport
 from reshard.errors import ReshardError
-from reshard.estimate import Estimate
-from reshard.inspection import Inspection
 from reshard.layout import Index
 from reshard.limits import format_bytes
 from reshard.plan import Plan
+
+if TYPE_CHECKING:
+    from reshard.estimate import Estimate
+    from reshard.inspection import Inspection
 
 _FIRST_OPTIONS = ("lr", "betas", "momentum", "eps", "weight_decay", "step")
 _MOST_OPTIONS = 6

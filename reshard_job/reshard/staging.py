@@ -6,7 +6,6 @@ import contextlib
 import enum
 import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +51,7 @@ def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) ->
         TargetError: the folder cannot be made, or somebody else works on it.
     """
     parent = target.parent
-    folder = unfinished(target, secrets.token_hex(4) if sharing is Sharing.ALONE else fingerprint)
+    folder = unfinished(target, os.urandom(4).hex() if sharing is Sharing.ALONE else fingerprint)
     with target_errors(target, num_bytes):
         parent.mkdir(parents=True, exist_ok=True)
         for stale in parent.glob(f".{target.name}.partial-*"):

@@ -1,4 +1,7 @@
-"""What each verb of the command line does: options in, a result for machines and for people out."""
+"""What each verb of the command line does: options in, a result for machines and for people out.
+
+What only some verbs need is imported by them: a conversion of a small checkpoint takes no longer than imports do.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard import agree, api, arguments, estimate, explain, foresight, inspection, picture, render, virtual
+from reshard import api, arguments, render
 from reshard.commit import VIRTUAL, check_files, read_commit, source_of
 from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
 from reshard.errors import SourceError, TargetError, UncommittedError, UsageError, VerificationError
@@ -22,13 +25,17 @@ from reshard.locate import check_source, check_target
 from reshard.plan import Plan
 from reshard.progress import ProgressLine
 from reshard.remote import location
-from reshard.rounded import rounded_digests
 from reshard.staging import Sharing
 from reshard.storage import free_bytes
 from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
 from reshard.views import keep_tensors
 from reshard.working import Resumed
+
+if TYPE_CHECKING:
+    from reshard.agree import Agreement
+    from reshard.explain import Explanation
+    from reshard.virtual import Choice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +48,8 @@ class Result:
 
 
 def _inspect(options: argparse.Namespace) -> Result:
+    from reshard import inspection
+
     path = location(options.path)
     check_source(path)
     path, led = _bytes_of(path)
@@ -64,6 +73,8 @@ def _bytes_of(path: Path) -> tuple[Path, str]:
 
 
 def _plan(options: argparse.Namespace) -> Result:
+    from reshard import estimate, foresight
+
     target = None if options.target is None else arguments.new_folder(options.target)
     wanted = _conversion(options, target)
     if target is not None:
@@ -108,6 +119,8 @@ def _run(options: argparse.Namespace) -> Result:
         line.expect(expected[0] - before.num_bytes)
 
     if options.mode == "virtual":
+        from reshard import virtual
+
         report = virtual.prepare(wanted, memory_bytes=arguments.memory_bytes(options.memory), planned=planned)
         write_report(options.report, report)
         return Result(json.loads(report.to_json()), render.report_text(report))
@@ -131,8 +144,10 @@ def _run(options: argparse.Namespace) -> Result:
     return Result(json.loads(report.to_json()), render.report_text(report))
 
 
-def _mode(options: argparse.Namespace, plan: Plan) -> virtual.Choice:
+def _mode(options: argparse.Namespace, plan: Plan) -> Choice:
     """The mode and why. A command line cannot know who will load the target: `auto` writes files for anybody."""
+    from reshard import virtual
+
     if options.mode != "auto":
         return virtual.Choice(options.mode, "asked for")
     return virtual.choose_mode(plan, loader_is_elastic=False)
@@ -165,7 +180,10 @@ def _held(index: Index, states: tuple[str, ...], names: Path | None) -> Index:
     return api.view_of(keep_tensors(index, []) if states and not held else index, states=held, names=names)
 
 
-def _compare(seen: Sequence[Index], digests: Sequence[dict[str, str]]) -> agree.Agreement:
+def _compare(seen: Sequence[Index], digests: Sequence[dict[str, str]]) -> Agreement:
+    from reshard import agree
+    from reshard.rounded import rounded_digests
+
     first, second = (agree.side(index, own) for index, own in zip(seen, digests, strict=True))
     rounded = [rounded_digests(index, keys) for index, keys in zip(seen, agree.to_round(first, second), strict=True)]
     return agree.compare(
@@ -188,7 +206,7 @@ def _stored_bytes(index: Index) -> int:
     return int((index.shards.size.prod(axis=1) * item[index.shards.tensor]).sum())
 
 
-def _compared(options: argparse.Namespace, value: dict[str, Any], found: agree.Agreement) -> Result:
+def _compared(options: argparse.Namespace, value: dict[str, Any], found: Agreement) -> Result:
     if found.different:
         more = [f"and {len(found.different) - 20} more"] if len(found.different) > 20 else []
         raise VerificationError(
@@ -220,6 +238,8 @@ def _compared(options: argparse.Namespace, value: dict[str, Any], found: agree.A
 
 
 def _explain(options: argparse.Namespace) -> Result:
+    from reshard import explain
+
     source = location(options.source).absolute()
     if options.to or options.format:
         plan = api.plan_conversion(_conversion(options, None), num_threads=1)
@@ -236,7 +256,9 @@ def _explain(options: argparse.Namespace) -> Result:
     return Result({"ok": True, "source": str(source), "tensors": [explain.to_dict(item) for item in found]}, text)
 
 
-def _draw(path: Path, found: Sequence[explain.Explanation]) -> None:
+def _draw(path: Path, found: Sequence[Explanation]) -> None:
+    from reshard import picture
+
     if len(found) > picture.MAX_TENSORS:
         raise UsageError(
             f"{len(found)} tensors match: a picture shows at most {picture.MAX_TENSORS}", hint="name fewer tensors"
