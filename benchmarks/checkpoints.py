@@ -10,7 +10,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "benchmarks/output"
 TRAIN = str(ROOT / "benchmarks/train.py")
-ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    **{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"},
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPYCACHEPREFIX": str(OUTPUT / "bytecode"),  # everybody's modules are compiled, as after an installation
+}
 
 
 def zero1() -> Path:
