@@ -184,14 +184,18 @@ def _add_conversion(verb: Parser) -> None:
         help="degrees of the target, for instance tp=2,pp=2,dp=3,zero=1 (degrees left out are 1; zero stays);"
         " may be left out where a --format is given",
     )
-    verb.add_argument("--format", default="", help=f"of the target, by default the source's: {known_formats()}")
+    verb.add_argument(
+        "--format", default="", metavar="NAME", help=f"of the target, by default the source's: {known_formats()}"
+    )
     verb.add_argument(
         "--mode",
         choices=("auto", "materialize", "virtual"),
         default="auto",
         help="materialize writes the target's files; virtual writes where their bytes are, for elastic_trainer to load",
     )
-    verb.add_argument("--dtype", metavar="TYPE", help=f"of the weights, in the format safetensors: {', '.join(FLOATS)}")
+    verb.add_argument(
+        "--dtype", metavar="TYPE", help=f"of the weights, for the formats safetensors and dcp: {', '.join(FLOATS)}"
+    )
     verb.add_argument("--states", default="", metavar="A,B", help="only these (weight, fp32, exp_avg, ...)")
     verb.add_argument("--names", metavar="FILE", help="name map (YAML): the target's names and parts of tensors")
     _add_patterns(verb)
