@@ -31,8 +31,8 @@ def _stop(context: Context, status: Status) -> Iterator[Action]:
     jobs = [job for job in context.world.jobs if job.role == WORKER and job.attempt != keep]
     pods = [pod for pod in context.world.pods if pod.role == WORKER and pod.attempt != keep]
     # The Job first: it would make new pods for those that are deleted.
-    # A failed job keeps its last Job, for the logs of its pods. One with a failed pod makes no new ones (backoffLimit 0),
-    # even if the Job controller has not said so yet.
+    # A failed job keeps its last Job, for the logs of its pods. One with a failed pod makes no new ones, as its
+    # backoffLimit is 0, even if the Job controller has not said so yet.
     ended = {pod.attempt for pod in pods if pod.phase == "Failed"}
     keep_logs = status.phase == Phase.FAILED
     yield from (
