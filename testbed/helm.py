@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,11 @@ from testbed.paths import cache_dir
 from testbed.shell import run_with_progress, say
 
 VERSION = "4.3.1"
-"""Of the one that is fetched; from the PATH, any of these majors will do."""
+"""Of the one that is fetched."""
 
-MAJORS = ("3", "4")
+OLDEST = (3, 18)
+"""Of the one on the PATH. Older ones take no ownership, and say something else about values."""
+
 _URL = f"https://get.helm.sh/helm-v{VERSION}-linux-amd64.tar.gz"
 _MODULE = "helm.sh/helm/v4"
 
@@ -33,7 +36,7 @@ def ensure() -> Path:
         TestbedError: there is none, and it can neither be downloaded nor built.
     """
     found = shutil.which("helm")
-    if found and _major(found) in MAJORS:
+    if found and version(found) >= OLDEST:
         return Path(found)
     program = cache_dir() / f"helm-{VERSION}" / "helm"
     if not program.exists():
@@ -42,11 +45,12 @@ def ensure() -> Path:
     return program
 
 
-def _major(program: str) -> str:
-    done = subprocess.run(
-        [program, "version", "--template", "{{.Version}}"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip().removeprefix("v").partition(".")[0]
+def version(program: str | Path) -> tuple[int, int]:
+    """Major and minor version of a helm; (0, 0) if it does not tell."""
+    command = [program, "version", "--template", "{{.Version}}"]
+    text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found = re.match(r"v(\d+)\.(\d+)\.", text.strip())
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _download(program: Path) -> None:
