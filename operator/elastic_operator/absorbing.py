@@ -64,7 +64,7 @@ def _progress(context: Context, status: Status, lease: LeaseView) -> Status:
         if _is_open(status):
             status = edit_last_recovery(status, first_step_time=Time(first))
             status = edit_last_recovery(status, seconds=durations(status.recoveries[-1]))
-        context.emit("Running", f"attempt {status.attempt} makes steps, from step {current.resume.step} on")
+        context.emit("Running", _running(status, current))
     old = status.progress
     new = Progress(
         phase=lease.phase,
@@ -83,6 +83,15 @@ def _step_time(context: Context, old: Progress | None, lease: LeaseView) -> Time
     """When a step was seen last: now, if this one is new. What the attempt resumed from is none."""
     known = old or Progress()
     return known.step_time if lease.step is None or lease.step == known.step else Time(context.now)
+
+
+def _running(status: Status, current: Current) -> str:
+    text = f"attempt {status.attempt} makes steps, from step {current.resume.step} on"
+    if not _is_open(status):
+        return text
+    last = status.recoveries[-1]
+    again = f"{last.lost_steps} steps are done again" if last.lost_steps else "no step was lost"
+    return f"{text}; {last.cause} has cost {last.seconds.get('total', 0.0):.0f} s, and {again}"
 
 
 def latest_step(context: Context, status: Status) -> int:

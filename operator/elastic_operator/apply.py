@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,9 @@ _GONE, _CONFLICT = 404, 409
 _MESSAGE_LIMIT = 1024
 """Of a core/v1 Event."""
 
+_EVENTS_KNOWN = 4096
+"""Events whose names are remembered, so that a repeated one is counted and not posted again."""
+
 
 class ConflictError(Exception):
     """Somebody else has changed the object since it was read: look again."""
@@ -57,6 +61,7 @@ class Applier:
         self._client = client
         self._observer = observer
         self._fence = fence
+        self._events: dict[str, str] = {}
 
     async def write_status(self, resource: Mapping[str, Any], status: Status) -> bool:
         """Replace the status, if it differs from what was read; True if it was written.
@@ -111,12 +116,17 @@ class Applier:
                 )
 
     async def post_event(self, resource: Mapping[str, Any], event: Event, now: float) -> None:
-        """Post an Event about the resource; the same text again only raises the count."""
+        """Post an Event about the resource; the same text again only raises the count.
+
+        Names grow with time, as client-go's do: `kubectl describe` sorts by whole seconds, and would otherwise tell
+        what happened within one of them in any order.
+        """
         meta = resource["metadata"]
         message = event.message if len(event.message) <= _MESSAGE_LIMIT else event.message[: _MESSAGE_LIMIT - 3] + "..."
         digest = hashlib.sha256(f"{meta['uid']}/{event.reason}/{message}".encode()).hexdigest()[:12]
         moment = format_time(now)[:-5] + "Z"
-        name = f"{meta['name']}.{digest}"
+        known = self._events.get(digest)
+        name = known or f"{meta['name']}.{time.time_ns():x}"
         body = make(
             EVENT,
             {
@@ -141,14 +151,24 @@ class Applier:
             },
         )
         self._fence()
+        if known and await self._count_event(known, meta["namespace"], moment):
+            return
+        await self._client.create(body)
+        self._events[digest] = name
+        while len(self._events) > _EVENTS_KNOWN:
+            del self._events[next(iter(self._events))]
+
+    async def _count_event(self, name: str, namespace: str, moment: str) -> bool:
+        """Raise the count of an event that was posted before; False if it has expired since."""
         try:
-            await self._client.create(body)
-        except ApiError as error:
-            if error.status.code != _CONFLICT:
-                raise
-            old = await self._client.get(EVENT, name, namespace=meta["namespace"])
+            old = await self._client.get(EVENT, name, namespace=namespace)
             again = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": moment}
-            await self._client.patch(EVENT, name, again, namespace=meta["namespace"], patch_type=PatchType.MERGE)
+            await self._client.patch(EVENT, name, again, namespace=namespace, patch_type=PatchType.MERGE)
+        except ApiError as error:
+            if error.status.code == _GONE:
+                return False
+            raise
+        return True
 
     async def _launch(self, namespace: str, job: str, action: LaunchAttempt) -> None:
         """The last gate: whatever the decision was made from, no pod of an older attempt may run now."""

@@ -183,7 +183,8 @@ def _resharded(
 def _figures(known: ReshardStatus) -> str:
     if known.mode == "virtual":
         return f"virtual, in {known.seconds:.1f} s: the training reads the source itself"
-    return f"{known.bytes_written} bytes in {known.seconds:.1f} s, verified: {known.verified}"
+    proof = "verified against its source" if known.verified else "not verified"
+    return f"{known.bytes_written / 1e6:.1f} MB written in {known.seconds:.1f} s, {proof}"
 
 
 def _reshard_failed(

@@ -99,7 +99,10 @@ def _conditions(context: Context, status: Status, phase: str, reason: str, messa
         (Type.COMPLETE, Phase.COMPLETE),
         (Type.FAILED, Phase.FAILED),
     ):
-        put(type_, phase == wanted, (reason or phase) if phase == wanted else phase, message)
+        if phase == wanted:
+            put(type_, True, reason or phase, message)
+        else:
+            put(type_, False, phase, f"the job is {phase}")
     return dataclasses.replace(status, conditions=generation_of(conditions, generation))
 
 

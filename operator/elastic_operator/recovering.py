@@ -45,7 +45,7 @@ def recover(
     named = {*lost, *suspected}
     record = _record(context, status, cause=cause, message=message, since=since, lost=named, planned=planned)
     merged = merges(context, status)
-    context.emit(cause, message, warning=not planned)
+    context.emit(cause, f"{message}; {_ending(status, planned=planned)}", warning=not planned)
     if merged:
         previous = status.recoveries[-1]
         status = edit_last_recovery(
@@ -101,6 +101,15 @@ def pause(context: Context, status: Status) -> Status:
         last_step=status.progress.step if status.progress else 0,
     )
     return dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
+
+
+def _ending(status: Status, *, planned: bool) -> str:
+    """What becomes of the current attempt, for people."""
+    attempt = f"attempt {status.attempt}"
+    if not status.launched:
+        return f"{attempt}, which was not launched yet, is planned anew"
+    step = status.progress.step if status.progress else 0
+    return f"{attempt} {'ends' if planned else 'is given up'} after step {step}"
 
 
 def merges(context: Context, status: Status) -> bool:

@@ -174,9 +174,7 @@ def node_signals(node: NodeView | None, name: str, limits: Limits, now: float) -
     found: list[Signal] = []
     if node.ready != "True":
         since = node.ready_since or now
-        found.append(
-            Signal(kind=Kind.NODE_NOT_READY, node=name, since=since, message=f"node {name} is Ready={node.ready}")
-        )
+        found.append(Signal(kind=Kind.NODE_NOT_READY, node=name, since=since, message=_not_ready(node)))
     stale_after = max(node.lease_duration_seconds / 2, limits.node_lease_floor_seconds)
     age = node.lease_age_seconds
     if age is not None and age > stale_after:
@@ -187,6 +185,11 @@ def node_signals(node: NodeView | None, name: str, limits: Limits, now: float) -
         message = f"node {name} is tainted {_OUT_OF_SERVICE}"
         found.append(Signal(kind=Kind.NODE_OUT_OF_SERVICE, node=name, since=now, message=message))
     return found
+
+
+def _not_ready(node: NodeView) -> str:
+    silent = ": nothing is heard of its kubelet" if node.ready == "Unknown" else ""
+    return f"node {node.name} is not Ready (Ready is {node.ready}{silent})"
 
 
 def planned_signals(node: NodeView, tolerated: Collection[Taint], now: float) -> list[Signal]:
