@@ -1,17 +1,24 @@
-"""Run the machine's own Python in pods, so that no image with torch has to be built. Pure."""
+"""Pods with this machine's torch and DeepSpeed, so that no image with gigabytes of them has to be built. Pure.
+
+`host_python` runs all of the machine's own Python; `example_image` runs the example's image as any cluster would, and
+mounts only what that image lacks.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 from testbed.images import HOST_PYTHON
 from testbed.paths import cache_dir
+from testbed.project import CHECKOUT, EXAMPLE
+from testbed.rootfs import USER
 
-CHECKOUT = Path(__file__).parents[1]
+_FRAMEWORKS = "/opt/frameworks"
 
 
 def host_python(template: dict[str, Any]) -> dict[str, Any]:
@@ -56,4 +63,46 @@ def host_python(template: dict[str, Any]) -> dict[str, Any]:
             {"name": name, "mountPath": path, "readOnly": read_only} for name, (path, read_only) in mounts.items()
         )
         container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+    return result
+
+
+def example_image(template: dict[str, Any]) -> dict[str, Any]:
+    """A PodTemplateSpec whose containers run the example's image, unprivileged, with the machine's torch and DeepSpeed.
+
+    Replaces each container's image; keeps its command, resources and environment. `python` is on PATH, and the working
+    folder is /app, which holds examples/.
+    """
+    result = copy.deepcopy(template)
+    spec = result.setdefault("spec", {})
+    spec["securityContext"] = {
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+        **spec.get("securityContext", {}),
+    }
+    spec.setdefault("volumes", []).extend(
+        [
+            {"name": "frameworks", "hostPath": {"path": sysconfig.get_path("purelib"), "type": "Directory"}},
+            {"name": "tmp", "emptyDir": {}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ]
+    )
+    environment = {"PYTHONPATH": _FRAMEWORKS, "HOME": "/tmp", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    for container in [*spec.get("containers", []), *spec.get("initContainers", [])]:
+        container |= {"image": EXAMPLE, "imagePullPolicy": "Never", "workingDir": "/app"}
+        container["securityContext"] = {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        given = {item["name"] for item in container.setdefault("env", [])}
+        container["env"] += [{"name": key, "value": value} for key, value in environment.items() if key not in given]
+        container.setdefault("volumeMounts", []).extend(
+            [
+                {"name": "frameworks", "mountPath": _FRAMEWORKS, "readOnly": True},
+                {"name": "tmp", "mountPath": "/tmp"},
+                {"name": "shm", "mountPath": "/dev/shm"},
+            ]
+        )
     return result

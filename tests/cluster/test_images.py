@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from elastic_operator.status import Current, Resume
 from reshard.contract import COMMIT_FILE
 from reshard.topology import Topology
 from testbed import cluster as bed
-from testbed import machine, oci, project, shell
+from testbed import machine, oci, podenv, project, shell
 from testbed.components import bin_dir
 from testbed.errors import TestbedError
 from testbed.paths import state_dir
+from testbed.rootfs import USER
+from tests.cluster.jobs import GPT, Operator, Run, committed, elastic, resumed
 
 pytestmark = pytest.mark.cluster
 
@@ -141,6 +144,13 @@ def test_a_namespace_of_restricted_pods_admits_the_reshard_pod_of_a_training_tha
         cluster.apply({**reshard_pod(restricted), "metadata": {"name": "root", "namespace": restricted}})
 
 
+def test_a_namespace_of_baseline_pods_admits_the_one_that_looks_for_its_user(cluster: Any, namespace: str) -> None:
+    cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=baseline")
+    cluster.apply(reshard_pod(namespace))
+    pod = cluster.get("pod", "r", "-n", namespace)
+    assert pod["spec"]["containers"][0]["command"][:3] == ["python3", "-m", "reshard.owner"]
+
+
 @pytest.mark.parametrize(
     ("security", "owner"),
     [
@@ -184,3 +194,32 @@ def test_a_node_that_was_off_has_old_and_new_images_when_it_is_back(testbed: Any
     finally:
         late.unlink()
     assert {"localhost/late:1", project.OPERATOR, project.RESHARD, project.EXAMPLE} <= set(found)
+
+
+@pytest.fixture
+def trained(testbed: Any, namespace: str, crd: None, checkpoints: Path, log: Path) -> Iterator[Run]:
+    """A job whose operator reshards in its own image."""
+    options = ("--no-leader-election", f"--reshard-image={project.RESHARD}", "--reshard-image-pull-policy=Never")
+    operator = Operator(testbed.kubeconfig, namespace, log, *options)
+    own(checkpoints, USER)
+    yield Run(testbed, namespace)
+    testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
+    testbed.kubectl("delete", "pods", "--all", "-n", namespace, "--grace-period=0", "--force", check=False)
+    operator.stop()
+    sys.stdout.write(log.read_text())
+
+
+def test_the_example_trains_reshards_and_resumes_from_images_and_nobody_is_root(trained: Run) -> None:
+    container = {"name": "train", "command": [*GPT, "--steps", "100000"]}
+    template = podenv.example_image({"spec": {"terminationGracePeriodSeconds": 5, "containers": [container]}})
+    shape = {"nodes": {"min": 1, "max": 1}, "parallelism": {"tensor": [1], "pipeline": [2]}}
+    trained.submit([], **{**elastic(), **shape}, template=template)
+    before = trained.until("a commit", committed, 240)
+    trained.patch(parallelism={"tensor": [2], "pipeline": [1]})
+    after = trained.until("the next attempt", resumed(before["attempt"]), 240)
+    assert after["reshard"]["verified"] is True
+    assert (before["topology"]["pp"], after["topology"]["tp"]) == (2, 2)
+    pods = trained.cluster.get("pods", "-n", trained.namespace)["items"]
+    assert {pod["spec"]["securityContext"]["runAsUser"] for pod in pods} == {USER}
+    images = {container["image"] for pod in pods for container in pod["spec"]["containers"]}
+    assert images == {project.EXAMPLE, project.RESHARD}
