@@ -3,11 +3,13 @@
 DeepSpeed 0.19.8: runtime/engine.py (`_get_all_ckpt_names`, `_get_all_zero_checkpoint_state_dicts`,
 `load_moe_state_dict`), runtime/state_dict_factory.py (`SDLoaderBase.load`), runtime/pipe/module.py (`load_state_dir`).
 A rank lists all files of a kind and opens those of its own model-parallel rank, its own partition of the optimizer, the
-layers of its own pipeline stage and its own experts.
+layers of its own pipeline stage and its own experts; and every rank opens the first file with model states
+(`SDLoaderBase.check_ckpt_list`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -66,6 +68,10 @@ class _Opened:
         degrees = self._topology
         if name.kind == "layer":
             return [(pp, name.mp, -1, -1) for pp in sorted(self._stages[name.layer])]
+        if name.kind == "model" and name.mp == 0:
+            # DeepSpeed opens the first one on every rank, to compare the number of files with what it says.
+            places = itertools.product(range(degrees.pp), range(degrees.tp))
+            return [(pp, tp, name.dp, -1) for pp, tp in places]
         pp, tp = divmod(name.mp, degrees.tp)
         if name.kind == "expert":
             return [(pp, tp, -1, name.expert * degrees.ep // self._experts[name.layer])]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cluster
 
 
 def test_a_job_shrinks_without_its_checkpoint_being_copied(run: Run, checkpoints: Path) -> None:
-    spec = elastic() | {"nodes": {"min": 1, "max": 2}, "reshard": {"mode": "Virtual"}}
+    spec = elastic() | {"nodes": {"min": 2, "max": 2}, "reshard": {"mode": "Virtual"}}
     run.submit([*GPT, "--steps", "100000"], **spec)
     before = run.until("a commit on 2 nodes", committed, 240)
     # An edit drains first, so nothing is lost, and nothing else on the cluster is disturbed.
@@ -27,9 +27,12 @@ def test_a_job_shrinks_without_its_checkpoint_being_copied(run: Run, checkpoints
     source = checkpoints / resume["source"].removeprefix("/checkpoint/")
     assert size(folder) < size(source) / 10
     assert after["progress"]["step"] >= resume["step"] > 0
-    # What it commits now is whole again, and can be converted in turn.
+    # What it commits now is whole again, and goes back to two nodes, where no node has all files.
     final = run.until("a commit of its own", committed, 120)
     assert final["checkpoint"]["step"] > resume["step"]
+    run.patch(nodes={"min": 2, "max": 2})
+    grown = run.until("the attempt after it", resumed(final["attempt"]), 240)
+    assert (grown["attempt"], grown["reshard"]["mode"]) == (final["attempt"] + 1, "virtual")
 
 
 def size(folder: Path) -> int:
