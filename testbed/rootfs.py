@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from testbed.errors import TestbedError
@@ -29,6 +29,11 @@ PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 SITE = f"usr/local/lib/{PYTHON}/site-packages"
 _USELESS = ("test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "pydoc_data", "site-packages")
 _USELESS_FILES = ("__pycache__", "_tkinter*", "_test*", "_ctypes_test*", "config-*", "dist-packages", "turtle.py")
+# What binary wheels may link to beside the C library (manylinux), torch's among them.
+_COMMON_LIBRARIES = (
+    *("libdl.so.2", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0", "libresolv.so.2", "librt.so.1"),
+    *("libstdc++.so.6", "libutil.so.1", "libz.so.1"),
+)
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _PASSWD = f"root:x:0:0:root:/root:/sbin/nologin\nnonroot:x:{USER}:{USER}:nonroot:/home/nonroot:/sbin/nologin\n"
 _GROUP = f"root:x:0:\nnonroot:x:{USER}:\n"
@@ -59,7 +64,7 @@ def interpreter(root: Path) -> None:
     if "dist-packages" in (library / "site.py").read_text():  # Debian's own Python looks there
         (library / "dist-packages").symlink_to("site-packages")
     _etc(root / "etc")
-    add_libraries(root, [Path(sys.base_prefix, "bin", PYTHON), *(library / "lib-dynload").glob("*.so")])
+    add_libraries(root, base_libraries())
     run(shutil.which("ldconfig") or "/sbin/ldconfig", "-r", root)
     shutil.rmtree(root / "var/cache", ignore_errors=True)
     compile_tree(root)
@@ -68,7 +73,8 @@ def interpreter(root: Path) -> None:
 def packages(root: Path, requirements: Path) -> None:
     """The pinned packages of a requirements file, and nothing that the file does not name."""
     _install(root, "--requirement", str(requirements))
-    add_libraries(root, sorted((root / SITE).rglob("*.so*")), but=libraries([Path(sys.base_prefix, "bin", PYTHON)]))
+    needed = libraries(sorted((root / SITE).rglob("*.so*")))
+    add_libraries(root, {name: needed[name] for name in needed.keys() - base_libraries().keys()})
     compile_tree(root)
 
 
@@ -112,10 +118,25 @@ def libraries(programs: Iterable[Path]) -> dict[str, Path]:
     return {Path(name).name: Path(name) for name in found}
 
 
-def add_libraries(root: Path, programs: Iterable[Path], *, but: Iterable[str] = ()) -> None:
-    """Copy the libraries of `programs` that are not in `root`: the system's to the same place, others to /usr/local."""
-    for name, path in sorted(libraries(programs).items()):
-        if name in but or path.is_relative_to(root):
+def base_libraries() -> dict[str, Path]:
+    """Shared libraries in the interpreter's layer: its own, and those of the system that any package may count on.
+
+    Raises:
+        TestbedError: one is not found.
+    """
+    modules = Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so")
+    found = libraries([Path(sys.base_prefix, "bin", PYTHON), *(path for path in modules if "_tk" not in path.name)])
+    folder = found["libc.so.6"].parent
+    common = {name: folder / name for name in _COMMON_LIBRARIES}
+    if absent := [name for name, path in common.items() if not path.exists()]:
+        raise TestbedError(f"shared libraries that wheels count on are not in {folder}: {', '.join(absent)}")
+    return found | common
+
+
+def add_libraries(root: Path, found: Mapping[str, Path]) -> None:
+    """Copy libraries from outside of `root` into it: the system's to the same place, others to /usr/local/lib."""
+    for name, path in sorted(found.items()):
+        if path.is_relative_to(root):
             continue
         place = path.parent.resolve()
         ours = place.is_relative_to("/usr/lib") or place.is_relative_to("/usr/lib64")
