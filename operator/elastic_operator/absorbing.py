@@ -90,7 +90,8 @@ def _running(status: Status, current: Current) -> str:
     if not _is_open(status):
         return text
     last = status.recoveries[-1]
-    again = f"{last.lost_steps} steps are done again" if last.lost_steps else "no step was lost"
+    lost = "1 step is" if last.lost_steps == 1 else f"{last.lost_steps} steps are"
+    again = f"{lost} done again" if last.lost_steps else "no step was lost"
     return f"{text}; {last.cause} has cost {last.seconds.get('total', 0.0):.0f} s, and {again}"
 
 

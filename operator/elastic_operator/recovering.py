@@ -45,7 +45,7 @@ def recover(
     named = {*lost, *suspected}
     record = _record(context, status, cause=cause, message=message, since=since, lost=named, planned=planned)
     merged = merges(context, status)
-    context.emit(cause, f"{message}; {_ending(status, planned=planned)}", warning=not planned)
+    context.emit(cause, f"{message.removesuffix('.')}; {_ending(status, planned=planned)}", warning=not planned)
     if merged:
         previous = status.recoveries[-1]
         status = edit_last_recovery(

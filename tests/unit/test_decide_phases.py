@@ -162,6 +162,25 @@ def test_a_confirmed_loss_stops_fences_plans_and_reshards_in_one_pass() -> None:
     assert reshard.manifest["metadata"]["name"] == "gpt-a2-reshard"
 
 
+def test_the_events_of_a_recovery_tell_its_story_in_order() -> None:
+    told = [(event.reason, event.message) for event in look(settled(), lost_node()).events]
+    assert [reason for reason, _ in told] == ["NodeNotReady", "Planned", "Resharding"]
+    assert told[0][1] == (
+        "node n3 is not Ready (Ready is Unknown: nothing is heard of its kubelet); attempt 1 is given up after step 12"
+    )
+    launched = look(after_loss(), prepared())
+    assert [event.reason for event in launched.events] == ["Resharded", "Launched"]
+    steps = Observation(
+        nodes=lost_node().nodes, pods=workers(2, count=2), jobs=(worker_job(2),),
+        leases=lease(2, PHASE=TrainerPhase.TRAINING, STEP="11"),
+    )  # fmt: skip
+    (running,) = look(launched.status, steps, now=NOW + 30).events
+    assert running.reason == "Running"
+    assert running.message == (
+        "attempt 2 makes steps, from step 10 on; NodeNotReady has cost 31 s, and 2 steps are done again"
+    )
+
+
 def test_the_same_shape_restarts_without_a_reshard_job() -> None:
     pods = (*workers()[:2], dataclasses.replace(workers()[2], phase="Failed", exit_code=1))
     decision = look(settled(), dataclasses.replace(WORLD, pods=pods))
