@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Never
 
@@ -74,7 +75,8 @@ class ShowVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_values: object) -> Never:
         """Say it and end."""
-        parser.exit(message=f"reshard {version()}\n")
+        sys.stdout.write(f"reshard {version()}\n")
+        parser.exit()
 
 
 def version() -> str:
