@@ -28,8 +28,9 @@ def test_a_job_shrinks_without_its_checkpoint_being_copied(run: Run, checkpoints
     assert size(folder) < size(source) / 10
     assert after["progress"]["step"] >= resume["step"] > 0
     # What it commits now is whole again, and goes back to two nodes, where no node has all files.
-    final = run.until("a commit of its own", committed, 120)
-    assert final["checkpoint"]["step"] > resume["step"]
+    final = run.until(
+        "a commit of its own", lambda status: committed(status) and status["checkpoint"]["step"] > resume["step"], 120
+    )
     run.patch(nodes={"min": 2, "max": 2})
     grown = run.until("the attempt after it", resumed(final["attempt"]), 240)
     assert (grown["replicas"], grown["reshard"]["mode"]) == (2, "virtual")
