@@ -82,27 +82,46 @@ def delete_pod(run: Run) -> None:
     run.cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", run.namespace, "--wait=false")
 
 
-def check_counters(page: Page, run: Run, status: dict[str, Any]) -> None:
-    failure, change = status["recoveries"]
-    assert page.value("etj_recoveries_started_total", cause=failure["cause"], planned="false") == 1
+def counted(page: Page, run: Run, *, before: int = 0) -> dict[str, Any]:
+    """The status once all recoveries after the first `before` are over and counted; a busy machine may add some."""
+    found: dict[str, Any] = {}
+
+    def agrees() -> bool:
+        found.clear()
+        found.update(run.status())
+        recoveries = found["recoveries"][before:]
+        over = bool(recoveries) and "firstStepTime" in recoveries[-1]
+        return over and page.total("etj_recoveries_ended_total") == len(recoveries)
+
+    run.cluster.wait(agrees, what="every recovery to be counted")
+    return found
+
+
+def check_counters(page: Page, status: dict[str, Any]) -> None:
+    recoveries = status["recoveries"]
+    resumed_ones = [item for item in recoveries if "firstStepTime" in item]
+    assert page.total("etj_recoveries_started_total") == len(recoveries)
+    for planned in ("true", "false"):
+        durations = [item["seconds"]["total"] for item in resumed_ones if str(item["planned"]).lower() == planned]
+        assert page.value("etj_recovery_seconds_count", planned=planned) == len(durations) > 0
+        assert page.value("etj_recovery_seconds_sum", planned=planned) == pytest.approx(sum(durations))
+    for cause in {item["cause"] for item in recoveries}:
+        ended = [item for item in recoveries if item["cause"] == cause]
+        done = sum("firstStepTime" in item for item in ended)
+        assert page.value("etj_recoveries_ended_total", cause=cause, result="resumed") == done
+        assert page.value("etj_recoveries_ended_total", cause=cause, result="superseded") == len(ended) - done
     assert page.value("etj_recoveries_started_total", cause="SpecChanged", planned="true") == 1
-    assert page.value("etj_recoveries_ended_total", cause=failure["cause"], result="resumed") == 1
-    assert page.value("etj_recoveries_ended_total", cause="SpecChanged", result="resumed") == 1
-    assert page.total("etj_recoveries_started_total") == page.total("etj_recoveries_ended_total") == 2
-    assert page.value("etj_recovery_seconds_count", planned="false") == 1
-    assert page.value("etj_recovery_seconds_sum", planned="false") == pytest.approx(failure["seconds"]["total"])
-    assert page.value("etj_recovery_seconds_sum", planned="true") == pytest.approx(change["seconds"]["total"])
     for part in ("detect", "stop", "plan", "reshard", "launch", "schedule", "load"):
         found = page.value("etj_recovery_part_seconds_sum", part=part)
-        assert found == pytest.approx(seconds_of([failure, change], part)), part
-    assert page.value("etj_lost_steps_total") == failure["lostSteps"] + change["lostSteps"] > 0
+        assert found == pytest.approx(seconds_of(resumed_ones, part)), part
+    assert page.value("etj_lost_steps_total") == sum(item["lostSteps"] for item in recoveries) > 0
     done = {"mode": "materialize", "result": "Succeeded"}
     assert page.value("etj_reshards_total", **done) == page.total("etj_reshards_total") == 1
     assert page.value("etj_reshard_read_bytes_total", **done) == status["reshard"]["bytesRead"] > 0
     assert page.value("etj_reshard_written_bytes_total", **done) == status["reshard"]["bytesWritten"] > 0
     assert page.value("etj_reshard_seconds_sum", **done) == pytest.approx(status["reshard"]["seconds"])
-    assert page.value("etj_attempts_launched_total") == 3
-    assert page.total("etj_queue_seconds_count") == 3
+    assert 3 <= (page.value("etj_attempts_launched_total") or 0) <= status["attempt"]
+    assert page.total("etj_queue_seconds_count") == status["attempt"]
     assert page.value("etj_queue_seconds_count", reason="start") == 1
     assert page.total("etj_jobs_finished_total") == 0
     assert page.value("etj_reconcile_seconds_count", result="error") == 0
@@ -115,12 +134,14 @@ def check_gauges(page: Page, run: Run, status: dict[str, Any]) -> None:
     assert page.value("etj_leader") == 1
     assert page.value("etj_job_phase", **job, phase="Running") == 1
     assert page.total("etj_job_phase") == 1
-    assert page.value("etj_job_attempt", **job) == 3
+    assert page.value("etj_job_attempt", **job) == status["attempt"]
     assert page.value("etj_job_gpus_used", **job) == page.value("etj_job_gpus_wanted", **job) == 1
     assert page.value("etj_job_commit_step", **job) == status["checkpoint"]["step"]
     assert page.value("etj_job_lost_steps", **job) == sum(item["lostSteps"] for item in status["recoveries"])
     assert 0 < (page.value("etj_job_goodput_ratio", **job) or 0) < 1
-    assert page.value("etj_job_restarts_left", **job) == status["restartBudget"]["limit"] - 1
+    assert (
+        page.value("etj_job_restarts_left", **job) == status["restartBudget"]["limit"] - status["restartBudget"]["used"]
+    )
     assert time.time() - (page.value("etj_job_heartbeat_timestamp_seconds", **job) or 0) < 40
     assert time.time() - (page.value("etj_job_last_step_timestamp_seconds", **job) or 0) < 60
     assert page.value("etj_job_queue_start_timestamp_seconds", **job) is None
@@ -139,30 +160,23 @@ def test_what_is_exported_agrees_with_what_happened_and_a_restart_counts_nothing
     run.until("attempt 2", resumed(1))
     run.patch(accelerator={"perNode": [1]})
     run.until("attempt 3 on one GPU", lambda status: resumed(2)(status) and status["gpus"] == 1)
-    run.cluster.wait(lambda: page.total("etj_recoveries_ended_total") == 2, what="both recoveries to be counted")
-    status = run.status()
-    check_counters(page, run, status)
+    status = counted(page, run)
+    check_counters(page, status)
     check_gauges(page, run, status)
 
+    before = len(status["recoveries"])
     operator.crash()
     run.cluster.wait(page.job_series, what="the new process to have looked at the job")
-    assert page.value("etj_job_attempt", namespace=run.namespace, name="gpt") == 3
-    for name in (
-        "etj_recoveries_started_total",
-        "etj_recoveries_ended_total",
-        "etj_reshards_total",
-        "etj_lost_steps_total",
-    ):
-        assert page.total(name) == 0, name
     delete_pod(run)
-    status = run.until("attempt 4", resumed(3))
-    run.cluster.wait(lambda: page.total("etj_recoveries_ended_total") == 1, what="the third recovery to be counted")
-    assert page.total("etj_recoveries_started_total") == page.value("etj_attempts_launched_total") == 1
-    assert page.value("etj_lost_steps_total") == status["recoveries"][2]["lostSteps"]
+    run.until("the next attempt", resumed(status["attempt"]))
+    status = counted(page, run, before=before)
+    assert page.total("etj_recoveries_started_total") == len(status["recoveries"]) - before
+    assert page.value("etj_lost_steps_total") == sum(item["lostSteps"] for item in status["recoveries"][before:])
+    assert page.total("etj_reshards_total") == 0
 
     run.cluster.kubectl("delete", "etj", "gpt", "-n", run.namespace)
     run.cluster.wait(lambda: not page.job_series(), what="the series of the job to go")
-    assert page.total("etj_recoveries_ended_total") == 1, "counters stay"
+    assert page.total("etj_recoveries_ended_total") == len(status["recoveries"]) - before, "counters stay"
 
 
 def test_a_failed_job_is_counted_with_the_attempts_that_led_to_it(run: Run, port: int) -> None:
