@@ -35,7 +35,11 @@ EVERYTHING = {
     "priorityClassName": "system-cluster-critical",
     "podAnnotations": {"example.com/note": "yes"},
     "podLabels": {"example.com/label": "yes"},
-    "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "a"}}, "dashboards": {"enabled": True}},
+    "metrics": {
+        "serviceMonitor": {"enabled": True, "labels": {"release": "a"}},
+        "alerts": {"enabled": True, "labels": {"release": "a"}},
+        "dashboards": {"enabled": True},
+    },
     "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {"matchLabels": {"monitoring": "yes"}}}]},
     "settings": {"imageSeconds": 2.5, "unhealthyNodeConditions": ["A*", "B=False"], "unhealthyNodeLabels": ["a/b=c"]},
 }  # fmt: skip
@@ -89,8 +93,8 @@ def test_the_api_server_takes_all_objects_and_admits_the_pod_as_restricted(
     cluster: Any, restricted: str, case: str
 ) -> None:
     objects = releases.render(restricted, values_of(case, restricted))
-    # ServiceMonitors are the Prometheus Operator's; without it there is no such kind.
-    known = [item for item in objects if item["kind"] != "ServiceMonitor"]
+    # These are the Prometheus Operator's; without it there are no such kinds.
+    known = [item for item in objects if item["kind"] not in ("ServiceMonitor", "PrometheusRule")]
     dry_run = ("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", "-")
     said = cluster.kubectl(*dry_run, stdin=yaml.safe_dump_all(known))
     assert len(said.splitlines()) == len(known)
@@ -214,6 +218,13 @@ def test_dashboards_arrive_unchanged() -> None:
     maps = [item for item in releases.render("etj", EVERYTHING) if item["kind"] == "ConfigMap"]
     assert {name: json.loads(text) for item in maps for name, text in item["data"].items()} == files
     assert all(item["metadata"]["labels"]["grafana_dashboard"] == "1" for item in maps)
+
+
+def test_alerts_arrive_unchanged() -> None:
+    # Their templates hold {{ }} too.
+    rule = only(releases.render("etj", EVERYTHING), "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((CHART / "files/alerts.yaml").read_text())
+    assert rule["metadata"]["labels"]["release"] == "a"
 
 
 def test_a_user_with_the_role_view_may_look_at_jobs_and_one_with_edit_may_change_them(
