@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import pickletools
@@ -287,7 +288,8 @@ def json_edit(text: bytes, chance: Random) -> bytes:
         elif action == 3 and type(container[key]) is int:
             container[key] = chance.choice(NUMBERS) * chance.choice((1, 1, -1))
         else:
-            container[key] = chance.choice((*VALUES, *NAMES))
+            # A copy: what one case does to it must not reach the next.
+            container[key] = copy.deepcopy(chance.choice((*VALUES, *NAMES)))
     dumped = json.dumps(value, ensure_ascii=chance.random() < 0.5)
     if 0.15 <= kind < 0.2:
         depth = chance.choice((100, 2000, 100_000))
