@@ -104,7 +104,7 @@ def _fail(context: Context, status: Status, verdict: Verdict, failure: Signal) -
         context,
         status,
         cause=Kind.NODE_NOT_READY if entailed else failure.kind,
-        message=f"{failure.message}; lost or about to be: {names}" if entailed else failure.message,
+        message=f"lost, or about to be: {names}; {failure.message}" if entailed else failure.message,
         since=failure.since,
         lost=lost,
         suspected=suspected,
