@@ -20,6 +20,7 @@ from testbed.kubectl import Kubectl
 from testbed.paths import kubeconfig as testbed_kubeconfig
 from testbed.paths import run_dir
 from tests.cluster.jobs import Operator, Run
+from tests.cluster.releases import HelmError, Release
 
 ROOT = Path(__file__).parents[2]
 NODE_RECOVERY_SECONDS = 60
@@ -166,9 +167,42 @@ def operator(testbed: Any, namespace: str, crd: None, log: Path) -> Iterator[Ope
 
 
 @pytest.fixture
-def run(testbed: Any, namespace: str, checkpoints: Path, operator: Operator) -> Iterator[Run]:
-    job = Run(testbed, namespace)
-    yield job
+def home(cluster: Cluster, namespace: str) -> Iterator[str]:
+    """A namespace for the operator that serves `namespace`; it admits only restricted pods."""
+    name = f"{namespace}-operator"
+    cluster.kubectl("create", "namespace", name)
+    cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    cluster.wait(lambda: cluster.get("serviceaccount", "default", "-n", name), what="the default ServiceAccount")
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def installed(testbed: Cluster, namespace: str, home: str, crd: None) -> Iterator[Release]:
+    """The operator as a pod of its image, installed by the chart, on the one node that no test hurts."""
+    release = Release(testbed, home, serves=(namespace,))
+    place = {"kubernetes.io/hostname": next(node.name for node in bed.members() if not node.num_gpus)}
+    release.install(crds={"enabled": False}, replicas=1, nodeSelector=place)
+    yield release
+    sys.stdout.write(release.logs())
+    with contextlib.suppress(HelmError):
+        release.uninstall()
+
+
+@pytest.fixture
+def run(testbed: Cluster, namespace: str, checkpoints: Path, installed: Release) -> Iterator[Run]:
+    """A job that is not submitted yet, served by the installed operator."""
+    yield from _job(testbed, namespace)
+
+
+@pytest.fixture
+def run_by_process(testbed: Cluster, namespace: str, checkpoints: Path, operator: Operator) -> Iterator[Run]:
+    """The same, served by a process of this machine, which a test may kill as often as it likes."""
+    yield from _job(testbed, namespace)
+
+
+def _job(testbed: Cluster, namespace: str) -> Iterator[Run]:
+    yield Run(testbed, namespace)
     # Frees the GPUs for the next test before the namespace is gone.
     testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
     testbed.kubectl("delete", "pods", "--all", "-n", namespace, "--grace-period=0", "--force", check=False)

@@ -27,17 +27,6 @@ WITHOUT_KIND = {"crds": {"enabled": False}}
 
 
 @pytest.fixture
-def home(cluster: Any, namespace: str) -> Iterator[str]:
-    """The operator's own namespace."""
-    name = f"{namespace}-operator"
-    cluster.kubectl("create", "namespace", name)
-    cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
-    cluster.wait(lambda: cluster.get("serviceaccount", "default", "-n", name), what="the default ServiceAccount")
-    yield name
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
-
-
-@pytest.fixture
 def release(testbed: Any, crd: None, home: str, namespace: str) -> Iterator[Release]:
     """Not installed yet."""
     found = Release(testbed, home, serves=(namespace,))

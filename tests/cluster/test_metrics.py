@@ -60,6 +60,11 @@ class Page:
 
 
 @pytest.fixture
+def run(run_by_process: Run) -> Run:
+    return run_by_process
+
+
+@pytest.fixture
 def port() -> int:
     return free_port()
 

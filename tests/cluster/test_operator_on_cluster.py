@@ -1,4 +1,4 @@
-"""The real operator on a real cluster: starts, suspends, fails, loses nodes, reshards, resumes, is killed itself."""
+"""The real operator, as the chart installs it, on a real cluster: starts, suspends, loses nodes, reshards, resumes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_an_image_that_does_not_exist_fails_the_job_within_its_budget(run: Run) 
 
 
 def test_a_job_that_no_topology_fits_waits_and_names_every_factor(run: Run) -> None:
-    run.submit(LIGHT, nodes={"min": 1, "max": 3}, parallelism={"tensor": [5]})
+    # What no cluster could run is refused at admission; this one would need five nodes.
+    run.submit([*LIGHT, "10", "0", "0"], nodes={"min": 1, "max": 5}, parallelism={"tensor": [2], "pipeline": [5]})
     status = run.until_phase("Waiting")
     assert status["reason"] == "NoFeasibleTopology"
     condition = run.condition("Planned")
@@ -85,7 +86,7 @@ def test_a_job_that_no_topology_fits_waits_and_names_every_factor(run: Run) -> N
     assert "5" in condition["message"]
     assert run.workers() == []
     # Editing the spec is all it takes.
-    run.patch(parallelism={"tensor": [2]})
+    run.patch(parallelism={"tensor": [2], "pipeline": [1]})
     run.until("an attempt", lambda status: status.get("attempt") == 1)
 
 
@@ -223,7 +224,10 @@ def test_a_truncated_newest_commit_falls_back_to_the_one_before(run: Run, checkp
     assert "CommitInvalid" in run.events()
 
 
-def test_an_operator_killed_ten_times_during_recoveries_still_converges(run: Run, operator: Operator) -> None:
+def test_an_operator_killed_ten_times_during_recoveries_still_converges(
+    run_by_process: Run, operator: Operator
+) -> None:
+    run = run_by_process
     run.submit([*GPT, "--steps", "100000"], **elastic())
     run.until("a commit on 3 nodes", lambda status: committed(status) and status["replicas"] == 3, 240)
     node = victim(run)
@@ -287,7 +291,7 @@ def full_volume(testbed: Any, namespace: str) -> Iterator[Path]:
 
 
 def test_a_full_volume_fails_the_reshard_publishes_nothing_and_loses_nothing(
-    testbed: Any, namespace: str, operator: Operator, full_volume: Path
+    testbed: Any, namespace: str, installed: releases.Release, full_volume: Path
 ) -> None:
     run = Run(testbed, namespace)
     run.submit([*GPT, "--steps", "100000"], **elastic(), reshard={"backoffLimit": 10})

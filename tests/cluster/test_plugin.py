@@ -36,6 +36,11 @@ def talking(arguments: str) -> list[str]:
 
 
 @pytest.fixture
+def run(run_by_process: Run) -> Run:
+    return run_by_process
+
+
+@pytest.fixture
 def etj(testbed: Any, namespace: str) -> Etj:
     """The installed program, with the admin's credentials and the test's namespace unless told otherwise."""
 
