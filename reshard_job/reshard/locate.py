@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -84,8 +85,10 @@ def _exists(path: Path) -> bool:
     """No name that is too long for the file system is there."""
     try:
         return path.exists()
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
 
 
 def _check_names(target: Path) -> None:
