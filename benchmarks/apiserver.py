@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import socket
 import subprocess
 import tempfile
@@ -26,7 +24,9 @@ def apiserver() -> Iterator[Path]:
         client, peer, secure = (_free_port() for _ in range(3))
         authority = Authority(folder / "pki")
         authority.issue("apiserver", common_name="kube-apiserver", server=True)
-        config = _kubeconfig(authority, folder / "admin.conf", secure)
+        config = folder / "admin.conf"
+        server = f"https://127.0.0.1:{secure}"
+        authority.kubeconfig(config, common_name="admin", organization="system:masters", server=server)
         stack.enter_context(_process(folder, "etcd", _etcd(folder, client, peer)))
         stack.enter_context(_process(folder, "kube-apiserver", _server(authority.folder, client, secure)))
         kubectl = Kubectl(config)
@@ -49,30 +49,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _kubeconfig(authority: Authority, path: Path, port: int) -> Path:
-    certificate, key = authority.issue("admin", common_name="admin", organization="system:masters")
-
-    def encoded(file: Path) -> str:
-        return base64.b64encode(file.read_bytes()).decode()
-
-    cluster = {
-        "server": f"https://127.0.0.1:{port}",
-        "certificate-authority-data": encoded(authority.folder / "ca.crt"),
-    }
-    user = {"client-certificate-data": encoded(certificate), "client-key-data": encoded(key)}
-    document = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "bench",
-        "clusters": [{"name": "bench", "cluster": cluster}],
-        "users": [{"name": "bench", "user": user}],
-        "contexts": [{"name": "bench", "context": {"cluster": "bench", "user": "bench"}}],
-    }
-    path.write_text(json.dumps(document), encoding="utf-8")
-    path.chmod(0o600)
-    return path
 
 
 def _etcd(folder: Path, client: int, peer: int) -> list[str]:

@@ -15,6 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from testbed.paths import CONTROL_PLANE_ADDRESS, KUBERNETES_SERVICE_ADDRESS
 
+_SERVER = f"https://{CONTROL_PLANE_ADDRESS}:443"
 _VALID = datetime.timedelta(days=30)
 
 
@@ -55,8 +56,8 @@ class Authority:
         key_file.chmod(0o600)
         return certificate, key_file
 
-    def kubeconfig(self, path: Path, *, common_name: str, organization: str = "") -> None:
-        """Write a kubeconfig for a new client certificate."""
+    def kubeconfig(self, path: Path, *, common_name: str, organization: str = "", server: str = _SERVER) -> None:
+        """Write a kubeconfig for a new client certificate; `server` is the API server's URL."""
         certificate, key = self.issue(
             f"client-{path.stem}-{path.parent.name}", common_name=common_name, organization=organization
         )
@@ -68,7 +69,7 @@ class Authority:
                 {
                     "name": "testbed",
                     "cluster": {
-                        "server": f"https://{CONTROL_PLANE_ADDRESS}:443",
+                        "server": server,
                         "certificate-authority-data": _base64(self.folder / "ca.crt"),
                     },
                 }

@@ -429,11 +429,8 @@ def settle(world: World, until: str, passes: int = 900) -> None:
     raise AssertionError(f"did not become {until}: {json.dumps(world.status, indent=1)[:3000]}")
 
 
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(HAPPENINGS)
-def test_any_order_of_events_and_crashes_ends_complete(happenings: list[tuple[Any, ...]]) -> None:
-    world = World()
+def complete(world: World, happenings: list[tuple[Any, ...]]) -> None:
+    """Let everything happen, put everything right again, and wait for the end of the training."""
     for name, *arguments in happenings:
         getattr(world, name)(*arguments)
     for node in NODES:
@@ -441,6 +438,13 @@ def test_any_order_of_events_and_crashes_ends_complete(happenings: list[tuple[An
     world.suspend(False)
     if world.phase != Phase.COMPLETE:
         settle(world, Phase.COMPLETE)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(HAPPENINGS)
+def test_any_order_of_events_and_crashes_ends_complete(happenings: list[tuple[Any, ...]]) -> None:
+    complete(World(), happenings)
 
 
 @pytest.mark.slow

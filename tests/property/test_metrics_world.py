@@ -16,7 +16,7 @@ from elastic_operator.status import MAX_RECOVERIES, Phase, Status
 from elastic_operator.transitions import increments
 from elastic_operator.wire import from_wire
 from reshard.contract import LeaseKey
-from tests.property.test_decide_world import NODES, STEPS, World, settle
+from tests.property.test_decide_world import NODES, STEPS, World, complete, settle
 
 
 class CountingWorld(World):
@@ -66,15 +66,9 @@ def happenings(operate: Any) -> Any:
     )
 
 
-def complete(events: list[tuple[Any, ...]]) -> CountingWorld:
+def completed(events: list[tuple[Any, ...]]) -> CountingWorld:
     world = CountingWorld()
-    for name, *arguments in events:
-        getattr(world, name)(*arguments)
-    for node in NODES:
-        world.heal(node)
-    world.suspend(False)
-    if world.phase != Phase.COMPLETE:
-        settle(world, Phase.COMPLETE)
+    complete(world, events)
     return world
 
 
@@ -82,7 +76,7 @@ def complete(events: list[tuple[Any, ...]]) -> CountingWorld:
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(happenings(st.none()))
 def test_every_step_that_was_made_again_is_counted_once(events: list[tuple[Any, ...]]) -> None:
-    world = complete(events)
+    world = completed(events)
     assert world.total(families.LOST_STEPS) == world.made_steps - STEPS
 
 
@@ -90,7 +84,7 @@ def test_every_step_that_was_made_again_is_counted_once(events: list[tuple[Any, 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(happenings(st.one_of(st.none(), st.integers(0, 12))))
 def test_every_recovery_is_counted_once_at_its_begin_and_once_at_its_end(events: list[tuple[Any, ...]]) -> None:
-    world = complete(events)
+    world = completed(events)
     started = world.total(families.RECOVERIES_STARTED)
     assert started == world.total(families.RECOVERIES_ENDED)
     if started < MAX_RECOVERIES:
