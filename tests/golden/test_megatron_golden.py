@@ -72,11 +72,6 @@ def test_it_becomes_a_state_dict_of_torch(tmp_path):
     assert index_of(tmp_path / "out").groups[0].scalars == {"step": 3.0}
 
 
-def test_it_is_not_written(tmp_path):
-    with pytest.raises(UnsupportedError, match="read, not written"):
-        plan_conversion(Conversion(source=SOURCE, target=tmp_path / "out", topology=Topology(tp=1)))
-
-
 def test_formats_do_not_take_each_others_folders(copy):
     assert "Megatron-Core" in str(DCP.sniff(SOURCE))
     (copy / "metadata.json").write_text('{"of": "the user"}')

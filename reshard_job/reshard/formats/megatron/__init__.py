@@ -1,6 +1,6 @@
-"""Megatron-Core distributed checkpoints (`torch_dist`), read only. Written against Megatron-Core 0.16.1.
+"""Megatron-Core distributed checkpoints (`torch_dist`). Written against Megatron-Core 0.16.1.
 
-What is read and refused: docs/dcp-format.md.
+What is read, written and refused: docs/dcp-format.md.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.commit import Commit
-from reshard.errors import UnsupportedError
-from reshard.formats.base import Request
+from reshard.formats.base import Request, refuse_options
 from reshard.formats.dcp import understood
 from reshard.formats.dcp.tables import CONFIG_FILE, backend_of
 from reshard.formats.megatron.reader import NAME, read_index
+from reshard.formats.megatron.writer import lay_out
 from reshard.layout import Index, TargetLayout
 
 
@@ -35,16 +35,10 @@ class MegatronFormat:
             return read_index(path, commit)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
-        """Not written.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            f"{request.topology}: Megatron-Core checkpoints are read, not written",
-            path=str(index.root),
-            hint="choose --format dcp, deepspeed or safetensors; Megatron-Core itself loads at another topology",
-        )
+        """Lay out a checkpoint for a topology, see `lay_out`."""
+        refuse_options(NAME, request, weight_dtype=True)
+        with understood(index.root):
+            return lay_out(index, request)
 
 
 FORMAT = MegatronFormat()

@@ -19,7 +19,9 @@ from reshard.layout import ParamGroup, Plain
 from reshard.topology import Topology
 
 COMMON_FILE = "common.pt"
-_COMMON_KEY = "common_state/shard_0_1"
+COMMON_KEY = "common_state/shard_0_1"
+"""Of the object that later versions have instead of the file."""
+
 _STEP = "step"
 
 
@@ -48,7 +50,7 @@ def read_common(folder: Path, entries: Iterable[Entry], items: Items) -> Common:
     Raises:
         CorruptSourceError, UnsafePickleError, UnsupportedError: the file or object cannot be read.
     """
-    stored = next((entry for entry in entries if entry.key == _COMMON_KEY), None)
+    stored = next((entry for entry in entries if entry.key == COMMON_KEY), None)
     if (folder / COMMON_FILE).is_file():
         value = read(folder / COMMON_FILE).value
     elif stored is not None:

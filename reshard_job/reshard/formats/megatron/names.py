@@ -37,6 +37,11 @@ class Named:
     objects: tuple[str, ...]
 
 
+def is_of_optimizer(key: str) -> bool:
+    """An entry of the optimizer, whatever it is."""
+    return _OPTIMIZER.match(key) is not None
+
+
 def find_names(entries: Iterable[Entry], where: str) -> Named:
     """Work out what each entry is.
 

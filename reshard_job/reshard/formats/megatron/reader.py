@@ -10,7 +10,8 @@ from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, read_metadata
 from reshard.formats.dcp.tables import CONFIG_FILE, Part, backend_of, check_files, make_table, num_ranks
-from reshard.formats.megatron.common import Common, find_groups, read_common
+from reshard.formats.megatron.common import COMMON_KEY, Common, find_groups, read_common
+from reshard.formats.megatron.example import Extra, Home
 from reshard.formats.megatron.names import Named, find_names, layers_of
 from reshard.geometry import Box
 from reshard.layout import Index, LogicalTensor, TensorKey
@@ -35,9 +36,10 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     entries = read_metadata(folder)
     check_files(folder, entries)
     named = find_names(entries, str(folder))
+    objects = set(named.objects) - {COMMON_KEY}
     with Items(folder) as items:
         common = read_common(folder, entries, items)
-        tensors, parts = _logical(entries, named, str(folder))
+        tensors, parts, homes = _logical(entries, named, str(folder))
         files, shards = make_table(items, entries, tensors, parts)
     if not tensors:
         raise CorruptSourceError("holds no weights", path=str(folder))
@@ -57,18 +59,29 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         files=files,
         shards=shards,
         groups=find_groups(common.settings, trained),
+        extra=Extra(
+            homes=homes,
+            order=tuple(entry.key for entry in entries),
+            objects=tuple(entry for entry in entries if entry.key in objects),
+            common=next((entry for entry in entries if entry.key == COMMON_KEY), None),
+            buckets=bool(named.buckets),
+        ),
         notes=_notes(named, common),
     )
 
 
-def _logical(entries: Iterable[Entry], named: Named, where: str) -> tuple[tuple[LogicalTensor, ...], list[Part]]:
+def _logical(
+    entries: Iterable[Entry], named: Named, where: str
+) -> tuple[tuple[LogicalTensor, ...], list[Part], dict[TensorKey, Home]]:
+    """Logical tensors, their chunks, and where each is in the folder."""
     tensors: list[LogicalTensor] = []
     parts: list[Part] = []
+    homes: dict[TensorKey, Home] = {}
     for entry in entries:
         key = named.tensors.get(entry.key)
         if key is None:
             continue
-        for name, drop, chunks in layers_of(entry, key.name, where):
+        for layer, (name, drop, chunks) in enumerate(layers_of(entry, key.name, where)):
             shape = (entry.shape or ())[drop:]
             parts += [
                 Part(
@@ -80,8 +93,16 @@ def _logical(entries: Iterable[Entry], named: Named, where: str) -> tuple[tuple[
                 )
                 for box, place in chunks
             ]
-            tensors.append(LogicalTensor(key=TensorKey(key.state, name), shape=shape, dtype=entry.dtype))
-    return tuple(tensors), parts
+            found = LogicalTensor(key=TensorKey(key.state, name), shape=shape, dtype=entry.dtype)
+            tensors.append(found)
+            homes[found.key] = Home(
+                key=entry.key,
+                layer=layer if drop else None,
+                shape=shape,
+                dtype=entry.dtype,
+                counts=tuple(len({box.offset[drop + dim] for box, _ in chunks}) for dim in range(len(shape))),
+            )
+    return tuple(tensors), parts, homes
 
 
 def _notes(named: Named, common: Common) -> tuple[str, ...]:
