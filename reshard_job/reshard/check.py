@@ -19,8 +19,10 @@ import numpy.typing as npt
 
 from reshard.cast import can_cast
 from reshard.errors import PlanError
-from reshard.layout import Int64Array, LogicalTensor, ShardTable
+from reshard.fixed import places, same_places
+from reshard.layout import Int64Array, LogicalTensor, ShardTable, TargetFile
 from reshard.plan import Plan
+from reshard.shards import Ranges
 
 _PAIRS_AT_ONCE = 1 << 22
 _PRIME = np.uint64((1 << 31) - 1)
@@ -34,7 +36,10 @@ def check_plan(plan: Plan) -> None:
     Raises:
         PlanError: with every problem found, each naming the tensor or file.
     """
+    index, layout = plan.index, plan.layout
     problems = _type_problems(plan)
+    problems += _family_problems(index.tensors, index.shards, len(index.files), side="source")
+    problems += _family_problems(plan.target_tensors, layout.shards, len(layout.files), side="target")
     if not problems:
         source_rows = [rows for rows in plan.source_rows if len(rows)]
         if source_rows:
@@ -74,24 +79,41 @@ def cover_problems(tensors: Sequence[LogicalTensor], shards: ShardTable, rows: I
     """What is wrong with the cover of each tensor and copy that the rows speak of."""
     if not len(rows):
         return []
-    order = rows[np.lexsort((shards.replica[rows], shards.tensor[rows]))]
-    tensor, replica = shards.tensor[order], shards.replica[order]
+    found = shards.take(rows).covers()  # the parts of a family are put together exactly, whatever their number
+    order = np.lexsort((found.replica, found.tensor))
+    tensor, replica = found.tensor[order], found.replica[order]
     first = np.flatnonzero(np.r_[True, (np.diff(tensor) != 0) | (np.diff(replica) != 0)])
-    shape = np.ones((len(tensors), shards.size.shape[1]), dtype=np.int64)
+    shape = np.ones((len(tensors), found.size.shape[1]), dtype=np.int64)
     for number, item in enumerate(tensors):
         shape[number, : len(item.shape)] = item.shape[: shape.shape[1]]
-    low, high, limit = shards.offset[order], shards.offset[order] + shards.size[order], shape[tensor]
+    low, high, limit = found.offset[order], found.offset[order] + found.size[order], shape[tensor]
     bad = np.add.reduceat((high > limit).any(axis=1).astype(np.int64), first) > 0
     for _ in range(_DRAWS):
         seed = np.uint64(int.from_bytes(os.urandom(8), "little"))
-        found = np.add.reduceat(_values(low, high, seed), first) % _PRIME
-        bad |= found != _values(np.zeros_like(limit[first]), limit[first], seed)
+        values = np.add.reduceat(_values(low, high, seed), first) % _PRIME
+        bad |= values != _values(np.zeros_like(limit[first]), limit[first], seed)
     bounds = np.r_[first, len(order)]
     problems: list[str] = []
     for group in np.flatnonzero(bad)[:20]:
         own = order[bounds[group] : bounds[group + 1]]
-        problems.append(_explain(tensors[int(tensor[bounds[group]])], shards, own, side))
+        problems.append(_explain(tensors[int(tensor[bounds[group]])], found, own, side))
     return problems
+
+
+def _family_problems(tensors: Sequence[LogicalTensor], shards: ShardTable, num_files: int, *, side: str) -> list[str]:
+    """Families that are none: other elements than their box has, of another type, or in files that are not there."""
+    at = np.flatnonzero(shards.chunk != 0)
+    if not len(at):
+        return []
+    item = np.array([tensor.item_bytes for tensor in tensors], dtype=np.int64)
+    few = shards.take(at)
+    good = (few.chunk > 0) & (few.start >= 0) & (few.start < few.stop) & (few.stop <= few.size.prod(axis=1))
+    good &= (few.item_bytes == item[few.tensor]) & (few.file >= 0) & (few.file + few.num_parts <= num_files)
+    return [
+        f"{side} {tensors[few.tensor[row]].key}: elements {few.start[row]}:{few.stop[row]} of {few.item_bytes[row]}"
+        f" bytes in parts of {few.chunk[row]}, in file {few.file[row]} and the next of {num_files}"
+        for row in np.flatnonzero(~good)[:20].tolist()
+    ]
 
 
 def _values(low: Int64Array, high: Int64Array, seed: np.uint64) -> UInt64Array:
@@ -155,29 +177,51 @@ def _overlap(offset: Int64Array, size: Int64Array) -> tuple[int, int] | None:
 
 
 def _file_problems(plan: Plan) -> list[str]:
-    """Ranges of target files that lie outside, or are written twice."""
+    """Ranges of target files that lie outside, or are written twice.
+
+    Files are looked at in groups of consecutive ones that hold the same ranges, as the ranks of ZeRO-3 do.
+    """
     shards, files = plan.layout.shards, plan.layout.files
     item = np.array([tensor.item_bytes for tensor in plan.target_tensors], dtype=np.int64)[shards.tensor]
-    extent = (((shards.size - 1) * shards.stride).sum(axis=1) + 1) * item
-    dense = shards.size.prod(axis=1) * item == extent  # strided rows interleave with their neighbours
-    fixed = [(at, start, len(content)) for at, file in enumerate(files) for start, content in file.fixed if content]
-    more = np.array(fixed, dtype=np.int64).reshape(-1, 3)
-    number = np.r_[shards.file[dense], more[:, 0]]
-    start = np.r_[shards.byte_offset[dense], more[:, 1]]
-    end = start + np.r_[extent[dense], more[:, 2]]
-    order = np.lexsort((start, number))
-    number, start, end = number[order], start[order], end[order]
-    twice = np.flatnonzero((number[1:] == number[:-1]) & (start[1:] < end[:-1]))
+    ranges, gaps = shards.ranges(item)  # rows with gaps interleave with their neighbours
+    dense = _concatenate(ranges, _fixed_ranges(files))
+    border = np.unique(
+        np.concatenate(([0, len(files)], dense.first, dense.last, shards.file[gaps], shards.file[gaps] + 1))
+    )
+    sizes = np.array([file.num_bytes for file in files], dtype=np.int64)
+    low, high = np.searchsorted(border, dense.first), np.searchsorted(border, dense.last)
+    row = np.repeat(np.arange(len(low)), high - low)
+    group = np.arange(len(row)) - np.repeat(np.cumsum(high - low) - high, high - low)
+    order = np.lexsort((dense.start[row], group))
+    group, start, end = group[order], dense.start[row][order], dense.stop[row][order]
+    twice = np.flatnonzero((group[1:] == group[:-1]) & (start[1:] < end[:-1]))
     problems = [
-        f"target file {files[number[at]].path}: bytes {start[at + 1]}:{min(end[at], end[at + 1])} are written twice"
+        f"target file {files[border[group[at]]].path}: bytes {start[at + 1]}:{min(end[at], end[at + 1])}"
+        " are written twice"
         for at in twice[:20].tolist()
     ]
-    sizes = np.array([file.num_bytes for file in files], dtype=np.int64)
-    behind = np.zeros(len(files), dtype=np.int64)
-    np.maximum.at(behind, shards.file, shards.byte_offset + extent)
-    np.maximum.at(behind, number, end)
+    behind = np.zeros(len(border), dtype=np.int64)
+    extent = (((shards.size[gaps] - 1) * shards.stride[gaps]).sum(axis=1) + 1) * item[gaps]
+    np.maximum.at(behind, np.searchsorted(border, shards.file[gaps]), shards.byte_offset[gaps] + extent)
+    np.maximum.at(behind, group, end)
+    last = np.repeat(behind[:-1], np.diff(border))
     problems += [
-        f"target file {files[at].path}: {sizes[at]} bytes, but byte {behind[at] - 1} is written"
-        for at in np.flatnonzero(behind > sizes)[:20].tolist()
+        f"target file {files[at].path}: {sizes[at]} bytes, but byte {last[at] - 1} is written"
+        for at in np.flatnonzero(last > sizes)[:20].tolist()
     ]
     return problems
+
+
+def _fixed_ranges(files: Sequence[TargetFile]) -> Ranges:
+    """Where content lies that is known already, by runs of consecutive files that have theirs at the same places."""
+    found: list[tuple[int, int, int, int]] = []
+    first = 0
+    for at in range(1, len(files) + 1):
+        if at == len(files) or not same_places(files[first].fixed, files[at].fixed):
+            found += [(first, at, start, start + length) for start, length in places(files[first].fixed) if length]
+            first = at
+    return Ranges(*np.array(found, dtype=np.int64).reshape(-1, 4).T)
+
+
+def _concatenate(one: Ranges, other: Ranges) -> Ranges:
+    return Ranges(*map(np.concatenate, zip(one, other, strict=True)))

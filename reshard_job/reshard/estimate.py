@@ -130,8 +130,15 @@ def _ranges(shards: ShardTable, rows: Int64Array, tensors: Sequence[LogicalTenso
         size, stride = shards.size[rows, dim], shards.stride[rows, dim]
         dense &= (size == 1) | (stride == run)
         run = np.where(dense, run * size, run)
-    runs = shards.size[rows].prod(axis=1) // np.maximum(1, run)
-    return int((runs * np.maximum(1, -(-run * item // tile_bytes))).sum())
+    runs, parts = shards.size[rows].prod(axis=1) // np.maximum(1, run), shards.num_parts[rows]
+    last = shards.num_elements[rows] - (parts - 1) * shards.chunk[rows]  # of a family; the others are longer
+
+    def requests(elements: Int64Array) -> Int64Array:
+        found: Int64Array = np.maximum(1, -(-elements * item // tile_bytes))
+        return found
+
+    of_family = (parts - 1) * requests(shards.chunk[rows]) + requests(last)
+    return int(np.where(shards.chunk[rows] != 0, of_family, runs * requests(run)).sum())
 
 
 def assumed(plan: Plan) -> Rates:

@@ -193,9 +193,8 @@ class Mover:
             self._source.fetch(_extents(self.plan, unit))
         for number, region in self.plan.units[unit].regions:
             item_bytes = self.plan.index.tensors[number].item_bytes
-            ndim = region.ndim
-            source = _rows_in(self.plan.index.shards, self.plan.source_rows[number], region, ndim)
-            target = _rows_in(self.plan.layout.shards, self.plan.target_rows[number], region, ndim)
+            source = self.plan.index.shards.touching(self.plan.source_rows[number], region)
+            target = self.plan.layout.shards.touching(self.plan.target_rows[number], region)
             for tile in tiles(region.size, max(1, self.plan.tile_bytes // item_bytes)):
                 if self._stop.is_set():
                     return record
@@ -271,17 +270,11 @@ def _buffer(scratch: Bytes, num_bytes: int) -> Bytes:
     return scratch[:num_bytes] if num_bytes <= len(scratch) else np.empty(num_bytes, dtype=np.uint8)
 
 
-def _rows_in(shards: ShardTable, rows: Int64Array, region: Box, ndim: int) -> Int64Array:
-    low, size = shards.offset[rows, :ndim], shards.size[rows, :ndim]
-    hit = ((low < np.array(region.end)) & (low + size > np.array(region.offset))).all(axis=1)
-    found: Int64Array = rows[hit]
-    return found
-
-
 def touching(shards: ShardTable, rows: Int64Array, tile: Box, ndim: int) -> Iterator[tuple[ShardRow, Box]]:
-    """Rows whose boxes touch the tile, each with the common region."""
-    for index in _rows_in(shards, rows, tile, ndim):
-        row = shards.row(int(index), ndim)
+    """Boxes of rows that touch the tile, each with the common region."""
+    found = shards.within(rows, tile)
+    for index in range(len(found)):
+        row = found.row(index, ndim)
         part = row.box.intersect(tile)
         if part is not None:
             yield row, part
@@ -338,8 +331,7 @@ def _check_written(plan: Plan, written: Mapping[int, list[Piece]]) -> None:
     """
     shards, files = plan.layout.shards, plan.layout.files
     item = np.array([tensor.item_bytes for tensor in plan.target_tensors], dtype=np.int64)[shards.tensor]
-    expected = np.zeros(len(files), dtype=np.int64)
-    np.add.at(expected, shards.file, shards.size.prod(axis=1) * item)
+    expected = shards.bytes_by_file(item, len(files))
     problems = []
     for number, file in enumerate(files):
         pieces = written.get(number, [])

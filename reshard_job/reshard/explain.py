@@ -116,11 +116,12 @@ def explain(index: Index, numbers: Sequence[int], plan: Plan | None = None) -> t
 def _explain(index: Index, number: int, rows: Int64Array, plan: Plan | None) -> Explanation:
     tensor = index.tensors[number]
     used = set(plan.source_rows[number].tolist()) if plan is not None else None
-    places = []
-    for at, row_number in enumerate(_ordered(index.shards, rows), 1):
-        row = index.shards.row(int(row_number), len(tensor.shape))
-        needed = used is None or int(row_number) in used
-        places.append(_place(f"S{at}", row, tensor, index.files[row.file].path, used=needed))
+    places: list[Place] = []
+    for row_number in _ordered(index.shards, rows).tolist():
+        needed = used is None or row_number in used
+        for row in index.shards.each(np.array([row_number]), len(tensor.shape)):
+            label = f"S{len(places) + 1}"
+            places.append(_place(label, row, tensor, index.files[row.file].path, used=needed))
     return Explanation(
         tensor=tensor,
         places=tuple(places),
@@ -136,8 +137,7 @@ def _targets(plan: Plan, number: int, sources: Sequence[Place]) -> tuple[TargetT
     for target in np.unique(shards.tensor[rows]).tolist():
         tensor = plan.target_tensors[target]
         places = []
-        for row_number in _ordered(shards, rows[shards.tensor[rows] == target]):
-            row = shards.row(int(row_number), len(tensor.shape))
+        for row in shards.each(_ordered(shards, rows[shards.tensor[rows] == target]), len(tensor.shape)):
             common = ((place.label, place.box.intersect(row.box)) for place in sources if place.used)
             origins = tuple((label, box) for label, box in common if box is not None)
             count += 1
@@ -149,7 +149,7 @@ def _targets(plan: Plan, number: int, sources: Sequence[Place]) -> tuple[TargetT
 
 def _ordered(shards: ShardTable, rows: Int64Array) -> Int64Array:
     """Rows by copy, then by the tensor's elements."""
-    ordered: Int64Array = rows[np.lexsort((*shards.offset[rows].T[::-1], shards.replica[rows]))]
+    ordered: Int64Array = rows[np.lexsort((shards.start[rows], *shards.offset[rows].T[::-1], shards.replica[rows]))]
     return ordered
 
 

@@ -1,22 +1,41 @@
 """What lies where: logical tensors, and the boxes of them that files hold.
 
 A format's reader describes a source as an `Index`; its writer describes a target as a `TargetLayout`. Both speak of the
-same logical tensors, so planning is intersecting boxes. Tables are columns of numpy arrays: a row costs tens of bytes.
+same logical tensors, so planning is intersecting boxes. The tables of boxes
+are in `reshard.shards`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from reshard.geometry import Box, strides_of
+from reshard.intervals import Int64Array
+from reshard.shards import ShardRow, ShardTable, ShardTableBuilder
 from reshard.topology import Topology
+
+__all__ = [
+    "ITEM_BYTES",
+    "PADDING",
+    "Checksum",
+    "ChecksumField",
+    "Index",
+    "Int64Array",
+    "LogicalTensor",
+    "ParamGroup",
+    "Plain",
+    "ShardRow",
+    "ShardTable",
+    "ShardTableBuilder",
+    "SourceFile",
+    "TargetFile",
+    "TargetLayout",
+    "TensorKey",
+]
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -39,8 +58,6 @@ PADDING = "#padding"
 
 The true rows are a tensor of their own, so that they compare equal however much padding a topology needs.
 """
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class TensorKey(NamedTuple):
@@ -86,109 +103,6 @@ class LogicalTensor:
     def num_bytes(self) -> int:
         """Bytes of the full tensor."""
         return self.num_elements * self.item_bytes
-
-
-class ShardRow(NamedTuple):
-    """One row of a `ShardTable`, for those who look at single rows."""
-
-    tensor: int
-    replica: int
-    box: Box
-    file: int
-    byte_offset: int
-    strides: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ShardTable:
-    """Boxes of logical tensors and the bytes of files that hold them.
-
-    Rows of one tensor with the same `replica` number cover the tensor exactly; every replica holds all of it.
-
-    Attributes:
-        tensor: index into the list of logical tensors, [rows].
-        replica: which complete copy the row belongs to, from 0, [rows].
-        offset: first element of the box, [rows, max_ndim]; dims that a tensor lacks are 0.
-        size: elements of the box, [rows, max_ndim]; dims that a tensor lacks are 1.
-        file: index into the list of files, [rows].
-        byte_offset: position of the box's first element in the file, [rows].
-        stride: distance in elements between neighbours in the file, [rows, max_ndim].
-    """
-
-    tensor: Int64Array
-    replica: Int64Array
-    offset: Int64Array
-    size: Int64Array
-    file: Int64Array
-    byte_offset: Int64Array
-    stride: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    def row(self, index: int, ndim: int) -> ShardRow:
-        """One row, with the tensor's own number of dims."""
-        return ShardRow(
-            tensor=int(self.tensor[index]),
-            replica=int(self.replica[index]),
-            box=Box(tuple(self.offset[index, :ndim].tolist()), tuple(self.size[index, :ndim].tolist())),
-            file=int(self.file[index]),
-            byte_offset=int(self.byte_offset[index]),
-            strides=tuple(self.stride[index, :ndim].tolist()),
-        )
-
-    def by_tensor(self, num_tensors: int) -> list[Int64Array]:
-        """Row numbers of every tensor, in the table's order."""
-        order = np.argsort(self.tensor, kind="stable")
-        bounds = np.searchsorted(self.tensor[order], np.arange(num_tensors + 1))
-        return [order[bounds[i] : bounds[i + 1]] for i in range(num_tensors)]
-
-
-class ShardTableBuilder:
-    """Collects rows and turns them into columns; tens of bytes a row while it does."""
-
-    def __init__(self) -> None:
-        self._scalars = array("q")  # tensor, replica, file, byte_offset and number of dims of every row
-        self._dims = array("q")  # offset, size and stride of every dim of every row
-
-    def add(
-        self,
-        *,
-        tensor: int,
-        box: Box,
-        file: int,
-        byte_offset: int,
-        strides: Sequence[int] | None = None,
-        replica: int = 0,
-    ) -> None:
-        """Add a row; without `strides` the box lies in the file as a row-major array of its own."""
-        found = strides if strides is not None else strides_of(box.size)
-        self._scalars.extend((tensor, replica, file, byte_offset, len(box.size)))
-        for dim in zip(box.offset, box.size, found, strict=True):
-            self._dims.extend(dim)
-
-    def build(self) -> ShardTable:
-        """The table."""
-        scalars = np.array(self._scalars, dtype=np.int64).reshape(-1, 5)
-        dims = np.array(self._dims, dtype=np.int64).reshape(-1, 3)
-        ndims = scalars[:, 4]
-        shape = (len(scalars), max(1, int(ndims.max(initial=1))))
-        row = np.repeat(np.arange(len(scalars)), ndims)
-        dim = np.arange(len(dims)) - np.repeat(np.cumsum(ndims) - ndims, ndims)
-        matrices = []
-        for column, missing in ((0, 0), (1, 1), (2, 0)):
-            matrix = np.full(shape, missing, dtype=np.int64)
-            matrix[row, dim] = dims[:, column]
-            matrices.append(matrix)
-        return ShardTable(
-            tensor=np.ascontiguousarray(scalars[:, 0]),
-            replica=np.ascontiguousarray(scalars[:, 1]),
-            offset=matrices[0],
-            size=matrices[1],
-            file=np.ascontiguousarray(scalars[:, 2]),
-            byte_offset=np.ascontiguousarray(scalars[:, 3]),
-            stride=matrices[2],
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +215,7 @@ class TargetFile:
 
     path: str
     num_bytes: int
-    fixed: tuple[tuple[int, bytes], ...] = ()
+    fixed: Sequence[tuple[int, bytes]] = ()
     checksums: tuple[ChecksumField, ...] = ()
 
 

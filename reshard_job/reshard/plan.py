@@ -22,6 +22,11 @@ _LARGEST_REMOTE_UNIT_BYTES = 8 << 20  # every thread holds one
 _SMALLEST_UNIT_BYTES = 1 << 20
 _UNITS = 64
 
+_PLACES = ("tensor", "replica", "offset", "size", "file", "byte_offset", "start", "stop", "chunk")
+"""Columns of a `ShardTable` that say what goes where; the last three of families only."""
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+
 _BUFFERS_PER_THREAD = 4  # assembled tile, one piece on its way in, one on its way out, and digest scratch
 _LARGEST_TILE_BYTES = 4 << 20  # larger reads and writes gain nothing on the disks and file systems measured
 
@@ -134,8 +139,8 @@ class Plan:
         for tensor in self.target_tensors:
             found.update(f"{tensor.key} {tensor.shape} {tensor.dtype}".encode())
         shards = self.layout.shards
-        for column in (shards.tensor, shards.replica, shards.offset, shards.size, shards.file, shards.byte_offset):
-            found.update(np.ascontiguousarray(column).data)
+        for name in _PLACES if shards.has_families else _PLACES[:6]:
+            found.update(np.ascontiguousarray(getattr(shards, name)).data)
         return found.hexdigest()[:16]
 
     def summary(self) -> dict[str, Any]:
@@ -149,8 +154,8 @@ class Plan:
             "to": str(self.layout.topology),
             "step": self.index.step,
             "tensors": len(np.unique(self.layout.shards.tensor)),
-            "source_shards": int(sum(len(rows) for rows in self.source_rows)),
-            "target_shards": len(self.layout.shards),
+            "source_shards": int(self.index.shards.num_parts[np.concatenate([_NO_ROWS, *self.source_rows])].sum()),
+            "target_shards": int(self.layout.shards.num_parts.sum()),
             "bytes_to_read": self.bytes_to_read,
             "bytes_to_write": self.bytes_to_write,
             "files_to_write": len(self.layout.files),
@@ -216,9 +221,9 @@ def _one_replica(shards: ShardTable, rows: Int64Array) -> Int64Array:
     if not len(rows):
         return rows
     chosen = rows[shards.replica[rows] == shards.replica[rows].min()]
-    ordered: Int64Array = chosen[np.lexsort(shards.offset[chosen].T[::-1])]
+    ordered: Int64Array = chosen[np.lexsort((shards.start[chosen], *shards.offset[chosen].T[::-1]))]
     return ordered
 
 
 def _num_bytes(shards: ShardTable, rows: Int64Array, tensor: LogicalTensor) -> int:
-    return int(shards.size[rows].prod(axis=1).sum()) * tensor.item_bytes
+    return int(shards.num_elements[rows].sum()) * tensor.item_bytes

@@ -32,8 +32,8 @@ def rounded_digests(index: Index, wanted: Mapping[TensorKey, str]) -> dict[Tenso
             if tensor.key not in wanted or not len(own):
                 continue
             total, types = 0, (tensor.dtype, wanted[tensor.key])
-            for number in own[index.shards.replica[own] == index.shards.replica[own].min()]:
-                row = index.shards.row(int(number), len(tensor.shape))
+            copy = own[index.shards.replica[own] == index.shards.replica[own].min()]
+            for row in index.shards.each(copy, len(tensor.shape)):
                 part = _PART_BYTES // tensor.item_bytes
                 total += row_digest(source, row, tensor.shape, tensor.item_bytes, part, types=types).digest
             found[tensor.key] = to_hex(total % MODULUS)

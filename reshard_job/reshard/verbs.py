@@ -203,7 +203,7 @@ def _digests(index: Index, line: ProgressLine, *, renamed: bool) -> dict[str, st
 def _stored_bytes(index: Index) -> int:
     """Of all copies of all tensors."""
     item = np.array([tensor.item_bytes for tensor in index.tensors], dtype=np.int64)
-    return int((index.shards.size.prod(axis=1) * item[index.shards.tensor]).sum())
+    return int((index.shards.num_elements * item[index.shards.tensor]).sum())
 
 
 def _compared(options: argparse.Namespace, value: dict[str, Any], found: Agreement) -> Result:

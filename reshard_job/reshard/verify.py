@@ -34,8 +34,7 @@ def digests(index: Index, *, progress: Progress | None = None) -> dict[str, str]
         for number, rows in enumerate(index.shards.by_tensor(len(index.tensors))):
             tensor = index.tensors[number]
             by_replica: dict[int, int] = {}
-            for row_number in rows:
-                row = index.shards.row(int(row_number), len(tensor.shape))
+            for row in index.shards.each(rows, len(tensor.shape)):
                 found_row = row_digest(source, row, tensor.shape, tensor.item_bytes, _PART_BYTES // tensor.item_bytes)
                 by_replica[row.replica] = (by_replica.get(row.replica, 0) + found_row.digest) % MODULUS
                 read[row.file] += found_row.pieces

@@ -180,20 +180,22 @@ class Skeleton:
         num_bytes: size of the file.
         fixed: known bytes and where they go; with the unknown payloads they cover the file exactly.
         slots: one per payload, in the order they were given.
+        prefixes: where the prefix stands, inside of `fixed`: of the same length, it can be exchanged.
     """
 
     num_bytes: int
     fixed: tuple[tuple[int, bytes], ...]
     slots: tuple[Slot, ...]
+    prefixes: tuple[int, ...]
 
 
 def lay_out(prefix: str, payloads: Sequence[Payload]) -> Skeleton:
     """Lay out an archive with entries `prefix/name`."""
     fixed: list[tuple[int, bytes]] = []
     directory: list[bytes] = []
-    local_crc_positions: list[int] = []
-    central_crc_offsets: list[int] = []
     offsets: list[int] = []
+    local_positions: list[int] = []
+    central_offsets: list[int] = []
     position = num_directory_bytes = 0
     for payload in payloads:
         name = f"{prefix}/{payload.name}".encode()
@@ -201,8 +203,8 @@ def lay_out(prefix: str, payloads: Sequence[Payload]) -> Skeleton:
         header = _local_header(name, payload.num_bytes, crc, position)
         central = _central_header(name, payload.num_bytes, crc, position)
         fixed.append((position, header))
-        local_crc_positions.append(position + 14)
-        central_crc_offsets.append(num_directory_bytes + 16)
+        local_positions.append(position)
+        central_offsets.append(num_directory_bytes)
         offsets.append(position + len(header))
         if payload.data is not None:
             fixed.append((position + len(header), payload.data))
@@ -212,12 +214,18 @@ def lay_out(prefix: str, payloads: Sequence[Payload]) -> Skeleton:
     tail = b"".join(directory) + _end_records(len(payloads), num_directory_bytes, position)
     fixed.append((position, tail))
     slots = tuple(
-        Slot(offset=offset, num_bytes=payload.num_bytes, crc_positions=(local, position + central))
-        for payload, offset, local, central in zip(
-            payloads, offsets, local_crc_positions, central_crc_offsets, strict=True
-        )
+        Slot(offset=offset, num_bytes=payload.num_bytes, crc_positions=(local + 14, position + central + 16))
+        for payload, offset, local, central in zip(payloads, offsets, local_positions, central_offsets, strict=True)
     )
-    return Skeleton(num_bytes=position + len(tail), fixed=_join(fixed), slots=slots)
+    return Skeleton(
+        num_bytes=position + len(tail),
+        fixed=_join(fixed),
+        slots=slots,
+        prefixes=(
+            *(local + _LOCAL.size for local in local_positions),
+            *(position + central + _CENTRAL.size for central in central_offsets),
+        ),
+    )
 
 
 def _local_header(name: bytes, num_bytes: int, crc: int, position: int) -> bytes:

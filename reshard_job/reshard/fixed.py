@@ -1,0 +1,95 @@
+"""Bytes of target files that are known before a tensor is read; thousands of files may differ only in their names.
+
+The ranks of ZeRO-3 write model files of a hundred kilobytes each that are equal but for the name of their archive.
+Such files share a `Stencil`, and their bytes are made when somebody looks at them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+from reshard.intervals import Int64Array
+
+Piece = tuple[int, bytes]
+"""Position in the file, and the bytes from there."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stencil:
+    """Bytes with gaps for a text.
+
+    Attributes:
+        pieces: position in the file and bytes; the gaps hold anything.
+        gaps: positions in the file of the gaps, [gaps], each inside of one piece.
+        num_bytes: length of the text.
+    """
+
+    pieces: tuple[Piece, ...]
+    gaps: Int64Array
+    num_bytes: int
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Position and length of every piece."""
+        return tuple((position, len(content)) for position, content in self.pieces)
+
+    def stamped(self, text: bytes) -> tuple[Piece, ...]:
+        """The pieces with a text of the right length in all gaps."""
+        if len(text) != self.num_bytes:
+            raise ValueError(f"a text of {len(text)} bytes for gaps of {self.num_bytes}")
+        letters, steps = np.frombuffer(text, dtype=np.uint8), np.arange(len(text))
+        found: list[Piece] = []
+        for position, content in self.pieces:
+            own = self.gaps[(self.gaps >= position) & (self.gaps < position + len(content))] - position
+            changed = np.frombuffer(content, dtype=np.uint8).copy()
+            changed[own[:, None] + steps] = letters
+            found.append((position, changed.tobytes()))
+        return tuple(found)
+
+
+class Stamped(Sequence[Piece]):
+    """The pieces of a stencil with a text; made anew whenever they are asked for."""
+
+    __slots__ = ("stencil", "text")
+
+    def __init__(self, stencil: Stencil, text: bytes) -> None:
+        self.stencil = stencil
+        self.text = text
+
+    @overload
+    def __getitem__(self, at: int) -> Piece: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Piece, ...]: ...
+    def __getitem__(self, at: int | slice) -> Piece | tuple[Piece, ...]:
+        return self.stencil.stamped(self.text)[at]
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self.stencil.stamped(self.text))
+
+    def __len__(self) -> int:
+        return len(self.stencil.pieces)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def places(fixed: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
+    """Position and length of every piece."""
+    if isinstance(fixed, Stamped):
+        return fixed.stencil.places
+    return tuple((position, len(content)) for position, content in fixed)
+
+
+def same_places(one: Sequence[Piece], other: Sequence[Piece]) -> bool:
+    """Both have pieces at the same positions, of the same lengths."""
+    if isinstance(one, Stamped) and isinstance(other, Stamped) and one.stencil is other.stencil:
+        return True
+    return places(one) == places(other)
