@@ -41,6 +41,7 @@ from reshard.formats.deepspeed import FORMAT as DEEPSPEED
 from reshard.formats.deepspeed import pattern_file
 from reshard.journal import FOLDER as JOURNAL_FOLDER
 from reshard.journal import Journal
+from reshard.latest import latest_file, point
 from reshard.layout import PADDING, Index
 from reshard.limits import default_num_threads
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
@@ -242,6 +243,7 @@ def convert(
     bytes_per_second: float | None = None,
     sharing: Sharing = Sharing.ALONE,
     worker: tuple[int, int] = (0, 1),
+    latest: bool = False,
     progress: Progress | None = None,
     planned: Callable[[Plan], None] | None = None,
     resumed: Callable[[Resumed], None] | None = None,
@@ -260,6 +262,7 @@ def convert(
         bytes_per_second: read no faster than that, all threads together.
         sharing: alone, resumable after a failure, or together with other workers.
         worker: which of how many workers, from 0.
+        latest: let the file that DeepSpeed looks for without a tag name the target, see `_name_latest`.
         progress: told about bytes moved.
         planned: shown the plan before a byte moves.
         resumed: told what an earlier run had done, where a run may go on with that.
@@ -269,11 +272,15 @@ def convert(
     """
     started = time.monotonic()
     if not wanted.source.exists() and (done := _committed_from(wanted)) is not None:
-        return _report(done, wanted, started, message="already converted and committed; the source is gone")
+        named = _name_latest(latest_file(wanted.target, done.format) if latest else None, wanted.target, sharing)
+        what = "already converted and committed; the source is gone"
+        return _report(done, wanted, started, message=what, latest=named)
     plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=num_threads)
+    pointer = latest_file(wanted.target, plan.layout.format) if latest else None
     done = already_done(wanted, plan, crc=reread)
     if done is not None:
-        return _report(done, wanted, started, message="already converted and committed")
+        named = _name_latest(pointer, wanted.target, sharing)
+        return _report(done, wanted, started, message="already converted and committed", latest=named)
     if planned is not None:
         planned(plan)
     with staging(wanted.target, plan.fingerprint, plan.bytes_to_write, sharing) as folder, kept(folder, plan, sharing):
@@ -289,14 +296,15 @@ def convert(
                         records = work.records if sharing is Sharing.ALONE else Journal(folder).records()
                         outcome = mover.finish(records, fresh=sharing is Sharing.ALONE)
                         _check_source_digests(plan, outcome)
-                        done = _publish(folder, wanted, plan, _commit(plan, wanted, outcome), reread=reread)
+                        done = _publish(folder, wanted, plan, _commit(plan, wanted, outcome), pointer, reread=reread)
         if outcome is None:
             shutil.rmtree(folder, ignore_errors=True)
+            named = _name_latest(pointer, wanted.target, sharing)
             what = f"converted together with other workers: {work.share(plan)} by this one"
-            return _report(done, wanted, started, message=what, moved=work.moved)
+            return _report(done, wanted, started, message=what, moved=work.moved, latest=named)
     message = f"converted {_what(plan)}, {len(outcome.digests)} tensors verified{work.resumed}"
     moved = Moved(outcome.bytes_read, outcome.bytes_written).less(work.before)
-    return _report(done, wanted, started, moved=moved, message=message)
+    return _report(done, wanted, started, moved=moved, message=message, latest="" if pointer is None else str(pointer))
 
 
 def _what(plan: Plan) -> str:
@@ -405,8 +413,10 @@ def _reread(staging: Path, commit: Commit) -> None:
         ) from error
 
 
-def _publish(folder: Path, wanted: Conversion, plan: Plan, commit: Commit, *, reread: bool) -> Commit:
-    """Commit the result and let it appear under its name."""
+def _publish(
+    folder: Path, wanted: Conversion, plan: Plan, commit: Commit, pointer: Path | None, *, reread: bool
+) -> Commit:
+    """Commit the result, let it appear under its name, and let the file `pointer` name it."""
     if reread:
         _reread(folder, commit)
     with target_errors(folder, commit.num_bytes):
@@ -419,14 +429,32 @@ def _publish(folder: Path, wanted: Conversion, plan: Plan, commit: Commit, *, re
         done = already_done(wanted, plan)
         if done is None:
             raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
-        return done
+    else:
+        done = commit
+        sync_folder(wanted.target.parent)
+    if pointer is not None:
+        point(pointer, wanted.target)
     (wanted.target / FINISH_FILE).unlink(missing_ok=True)  # not before: workers that come late wait for it
-    sync_folder(wanted.target.parent)
-    return commit
+    return done
+
+
+def _name_latest(pointer: Path | None, target: Path, sharing: Sharing) -> str:
+    """Let the file name a target that was there already; the file, if it does now.
+
+    Of several workers the one that publishes does it. Another may come so late that training goes on from the target
+    and names newer checkpoints: it leaves the file alone, unless the one that published has died before it did it.
+    """
+    if pointer is None:
+        return ""
+    if sharing is Sharing.TOGETHER and pointer.exists() and not (target / FINISH_FILE).exists():
+        return ""
+    point(pointer, target)
+    (target / FINISH_FILE).unlink(missing_ok=True)
+    return str(pointer)
 
 
 def _report(
-    commit: Commit, wanted: Conversion, started: float, *, message: str, moved: Moved = NOTHING
+    commit: Commit, wanted: Conversion, started: float, *, message: str, moved: Moved = NOTHING, latest: str = ""
 ) -> ReshardReport:
     return ReshardReport(
         ok=True,
@@ -444,6 +472,7 @@ def _report(
         num_tensors=len(commit.digests),
         digest=total(commit.digests),
         verified=True,
+        latest=latest,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from reshard.cast import FLOATS
 from reshard.errors import UsageError
 from reshard.formats import FORMATS, known_formats
+from reshard.latest import check_format
 from reshard.limits import buffer_bytes, format_bytes, parse_bytes
 from reshard.remote import RemotePath, location
 from reshard.topology import Topology
@@ -68,6 +69,10 @@ def _check_run(options: argparse.Namespace) -> None:
         raise UsageError(f"--attempt {options.attempt}: expected 0 or more")
     if options.mode == "virtual":
         _refuse_idle(options, _OF_FILES, "--mode virtual moves no bytes, so it does nothing")
+        if options.latest:
+            raise UsageError("--latest: DeepSpeed does not load what --mode virtual writes", hint="leave it out")
+    if options.latest and options.format:
+        check_format(options.format)
 
 
 def _refuse_idle(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:

@@ -179,6 +179,7 @@ class ReshardReport:
         num_tensors: logical tensors verified.
         digest: sum of all tensors' digests, in hex; equal for source and target.
         verified: the target was checked against the source.
+        latest: file that names the target to DeepSpeed, if this run wrote it.
         contract_version: `CONTRACT_VERSION` of the writer.
     """
 
@@ -198,6 +199,7 @@ class ReshardReport:
     num_tensors: int = 0
     digest: str = ""
     verified: bool = False
+    latest: str = ""
     contract_version: int = CONTRACT_VERSION
 
     def to_json(self) -> str:

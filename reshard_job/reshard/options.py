@@ -155,6 +155,11 @@ def _add_run(verb: Parser) -> None:
     verb.add_argument("--limit-rate", metavar="SIZE", help="read at most so much a second, for instance 200MiB")
     verb.add_argument("--resume", action="store_true", help="keep an unfinished result, and go on with one")
     verb.add_argument("--worker", metavar="I/N", help="one of N processes, on any machines, that make one result (0/4)")
+    verb.add_argument(
+        "--latest",
+        action="store_true",
+        help="let the file latest (latest_universal) beside DST name it, as DeepSpeed looks for it without tag=",
+    )
     verb.add_argument("--reread", action="store_true", help="read the whole result back before it is published")
     verb.add_argument("--no-sync", action="store_true", help="do not wait for the disk: for results that can be lost")
     verb.add_argument("--require-commit", action="store_true", help="refuse a source without COMMIT.json")

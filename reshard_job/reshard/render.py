@@ -236,6 +236,7 @@ def report_text(report: ReshardReport) -> str:
             f"  read {format_bytes(report.bytes_read)}, wrote {format_bytes(report.bytes_written)}",
             f"  {counted(report.num_files, 'file')}, {report.seconds:.2f} s{rate}",
             f"  digest {report.digest or '-'}, peak memory {format_bytes(report.peak_rss_bytes)}",
+            *([f"  named in {report.latest}"] if report.latest else []),
         )
     )
 

@@ -134,6 +134,7 @@ def _run(options: argparse.Namespace) -> Result:
             bytes_per_second=arguments.size("--limit-rate", options.limit_rate),
             sharing=sharing,
             worker=worker or (0, 1),
+            latest=options.latest,
             progress=line,
             planned=planned,
             resumed=resumed,
