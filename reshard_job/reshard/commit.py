@@ -181,7 +181,7 @@ def _parse(value: Any, path: Path) -> Commit:
     digests = _of(dict, value, "digests", {})
     for name, digest in digests.items():
         name.encode("utf-8")
-        _hex(digest, 16)
+        _hex(digest, 8)
     options = _of(dict, value, "options", {})
     for key in options:
         _of(str, options, key)

@@ -35,6 +35,7 @@ def combine(first: int, second: int, second_num_bytes: int) -> int:
     return isal_zlib.crc32_combine(first, second, second_num_bytes)
 
 
+@functools.lru_cache(maxsize=4096)
 def zeros(num_bytes: int) -> int:
     """CRC-32 of `num_bytes` zero bytes."""
     value, done = 0, 0

@@ -22,7 +22,7 @@ import numpy as np
 from reshard import crc
 from reshard.cast import UNSIGNED, Bits, cast
 from reshard.crc import Piece
-from reshard.digest import MODULUS, box_digest, to_hex
+from reshard.digest import box_term, finished, to_hex
 from reshard.errors import VerificationError
 from reshard.files import Bytes
 from reshard.geometry import Box, tiles
@@ -40,8 +40,8 @@ class UnitRecord:
 
     Attributes:
         unit: its position in `Plan.units`.
-        source: target tensor -> digest of what was read for it (converted, if it is of another type).
-        target: (target tensor, replica) -> digest of what was written.
+        source: target tensor -> term of its digest of what was read for it (converted, if it is of another type).
+        target: (target tensor, replica) -> term of what was written.
         read: source file -> ranges.
         written: target file -> ranges.
     """
@@ -220,39 +220,44 @@ class Mover:
         buffer: Bits = _buffer(scratch, num_bytes).view(UNSIGNED[tensor.item_bytes]).reshape(tile.size)
         found: dict[str, int] = dict.fromkeys(kinds.values(), 0)
         sources = list(touching(plan.index.shards, rows[0], tile, ndim))
+        known: int | None = None
         for row, part in sources:
-            elements = self._read(record, row, part, buffer[_slices(part, tile)])
+            elements, known = self._read(record, row, part, buffer[_slices(part, tile)])
             for dtype in found:
-                found[dtype] += box_digest(cast(elements, tensor.dtype, dtype), part, shape)
+                own = known if dtype == tensor.dtype else None
+                found[dtype] ^= box_term(cast(elements, tensor.dtype, dtype), part, shape, known_crc32=own)
         for number_, dtype in kinds.items():
-            record.source[number_] = (record.source[number_] + found[dtype]) % MODULUS
+            record.source[number_] ^= found[dtype]
         converted = {dtype: cast(buffer, tensor.dtype, dtype) for dtype in found}
         for row, part in targets:
             dtype = kinds[row.tensor]
             elements = np.ascontiguousarray(converted[dtype][_slices(part, tile)])
             # One source box and one target box, both the whole tile: the same bytes in memory have the same sums.
-            same = part == tile and len(sources) == 1
-            digest = found[dtype] if same else box_digest(elements, part, shape)
-            key = (row.tensor, row.replica)
-            record.target[key] = (record.target[key] + digest) % MODULUS
-            known = record.read[sources[0][0].file][-1] if same and dtype == tensor.dtype else None
-            self._write(record, row, part, elements, known)
+            same = part == tile and len(sources) == 1 and dtype == tensor.dtype
+            written = self._write(record, row, part, elements, known if same else None)
+            term = found[dtype] if same else box_term(elements, part, shape, known_crc32=written)
+            record.target[row.tensor, row.replica] ^= term
 
-    def _read(self, record: UnitRecord, row: ShardRow, part: Box, view: Bits) -> Bits:
-        """Read a part into its place in the tile; returns it in one piece of memory."""
+    def _read(self, record: UnitRecord, row: ShardRow, part: Box, view: Bits) -> tuple[Bits, int | None]:
+        """Read a part into its place in the tile.
+
+        Returns:
+            It in one piece of memory, and its CRC-32 where it was in one piece in the file.
+        """
         elements: Bits = view if view.flags.c_contiguous else np.empty(part.size, dtype=view.dtype)
-        pieces = record.read[row.file]
-        for position, piece in _runs(row, part, elements):
-            pieces.append(self._source.read_into(row.file, position, piece))
+        pieces = [self._source.read_into(row.file, position, piece) for position, piece in _runs(row, part, elements)]
+        record.read[row.file] += pieces
         if elements is not view:
             view[...] = elements
-        return elements
+        return elements, pieces[0].crc32 if len(pieces) == 1 else None
 
-    def _write(self, record: UnitRecord, row: ShardRow, part: Box, elements: Bits, known: Piece | None) -> None:
-        pieces = record.written[row.file]
-        for position, piece in _runs(row, part, elements):
-            whole = known is not None and known.num_bytes == len(piece) == elements.nbytes
-            pieces.append(self._target.write(row.file, position, piece, known.crc32 if known and whole else None))
+    def _write(self, record: UnitRecord, row: ShardRow, part: Box, elements: Bits, known: int | None) -> int | None:
+        """Write a part, whose CRC-32 may be known; returns it where it is in one piece in the file."""
+        runs = list(_runs(row, part, elements))
+        own = known if len(runs) == 1 else None
+        pieces = [self._target.write(row.file, position, piece, own) for position, piece in runs]
+        record.written[row.file] += pieces
+        return pieces[0].crc32 if len(pieces) == 1 else None
 
 
 def _extents(plan: Plan, unit: int) -> Iterator[tuple[int, int, int]]:
@@ -353,23 +358,25 @@ def _compare(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:
     sources: dict[int, int] = defaultdict(int)
     targets: dict[tuple[int, int], int] = defaultdict(int)
     for record in records:
-        for number, digest in record.source.items():
-            sources[number] = (sources[number] + digest) % MODULUS
-        for key, digest in record.target.items():
-            targets[key] = (targets[key] + digest) % MODULUS
-    problems = [
-        f"{plan.target_tensors[number].key}, copy {replica}: source {to_hex(sources[number])}, target {to_hex(digest)}"
-        for (number, replica), digest in sorted(targets.items())
-        if digest != sources[number]
-    ]
+        for number, term in record.source.items():
+            sources[number] ^= term
+        for key, term in record.target.items():
+            targets[key] ^= term
+    digests = {number: finished(term, plan.target_tensors[number].num_bytes) for number, term in sources.items()}
+    problems = []
+    for (number, replica), term in sorted(targets.items()):
+        if term != sources[number]:
+            tensor = plan.target_tensors[number]
+            expected, found = to_hex(digests[number]), to_hex(finished(term, tensor.num_bytes))
+            problems.append(f"{tensor.key}, copy {replica}: source {expected}, target {found}")
     if problems:
         raise VerificationError(
             f"{len(problems)} tensors did not arrive as they were: nothing was published", problems=problems[:20]
         )
-    return dict(sources)
+    return digests
 
 
-def row_digest(
+def row_term(
     source: Source,
     row: ShardRow,
     shape: tuple[int, ...],
@@ -377,24 +384,25 @@ def row_digest(
     max_elements: int,
     *,
     types: tuple[str, str] | None = None,
-) -> RowDigest:
-    """Digest of one row of a source, read in parts of at most `max_elements`, and the ranges that were read.
+) -> RowTerm:
+    """Term of one row of a source, read in parts of at most `max_elements`, and the ranges that were read.
 
     With `types`, that of its elements changed from the first type to the second.
     """
-    total, pieces = 0, []
+    term, pieces = 0, []
     for tile in tiles(row.box.size, max_elements):
         part = tile.shift(row.box.offset)
         elements: Bits = np.empty(part.size, dtype=UNSIGNED[item_bytes])
-        for position, piece in _runs(row, part, elements):
-            pieces.append(source.read_into(row.file, position, piece))
-        total += box_digest(elements if types is None else cast(elements, *types), part, shape)
-    return RowDigest(total % MODULUS, crc.join(pieces))
+        own = [source.read_into(row.file, position, piece) for position, piece in _runs(row, part, elements)]
+        known = own[0].crc32 if len(own) == 1 and types is None else None
+        term ^= box_term(elements if types is None else cast(elements, *types), part, shape, known_crc32=known)
+        pieces += own
+    return RowTerm(term, crc.join(pieces))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RowDigest:
-    """Digest of a row, and the ranges that were read for it."""
+class RowTerm:
+    """Term of a row in its tensor's digest, and the ranges that were read for it."""
 
-    digest: int
+    term: int
     pieces: list[Piece]

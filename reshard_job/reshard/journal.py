@@ -108,8 +108,8 @@ def to_json(record: UnitRecord) -> str:
     return json.dumps(
         {
             "unit": record.unit,
-            "source": [[number, f"{value:016x}"] for number, value in record.source.items()],
-            "target": [[number, replica, f"{value:016x}"] for (number, replica), value in record.target.items()],
+            "source": [[number, f"{value:08x}"] for number, value in record.source.items()],
+            "target": [[number, replica, f"{value:08x}"] for (number, replica), value in record.target.items()],
             "read": [[file, *piece] for file, pieces in record.read.items() for piece in pieces],
             "written": [[file, *piece] for file, pieces in record.written.items() for piece in pieces],
         }
@@ -124,10 +124,10 @@ def from_json(text: str) -> UnitRecord:
     """
     value = json.loads(text)
     record = UnitRecord(unit=_count(value["unit"]))
-    for number, digest in value["source"]:
-        record.source[_count(number)] = _digest(digest)
-    for number, replica, digest in value["target"]:
-        record.target[_count(number), _count(replica)] = _digest(digest)
+    for number, term in value["source"]:
+        record.source[_count(number)] = _term(term)
+    for number, replica, term in value["target"]:
+        record.target[_count(number), _count(replica)] = _term(term)
     for name, pieces in (("read", record.read), ("written", record.written)):
         for file, start, num_bytes, crc32 in value[name]:
             pieces[_count(file)].append(Piece(_count(start), _count(num_bytes), _count(crc32)))
@@ -140,7 +140,7 @@ def _count(value: object) -> int:
     return value
 
 
-def _digest(value: object) -> int:
-    if not isinstance(value, str) or len(value) != 16 or not value.isalnum():
-        raise ValueError(f"expected a digest, found {value!r:.60}")
+def _term(value: object) -> int:
+    if not isinstance(value, str) or len(value) != 8 or not value.isalnum():
+        raise ValueError(f"expected a term of a digest, found {value!r:.60}")
     return int(value, 16)

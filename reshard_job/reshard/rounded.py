@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from reshard.digest import MODULUS, to_hex
-from reshard.execute import row_digest
-from reshard.layout import Index, TensorKey
+from reshard.digest import finished, to_hex
+from reshard.execute import row_term
+from reshard.layout import ITEM_BYTES, Index, TensorKey
 from reshard.storage import Source
 
 _PART_BYTES = 8 << 20
@@ -31,12 +32,12 @@ def rounded_digests(index: Index, wanted: Mapping[TensorKey, str]) -> dict[Tenso
         for tensor, own in zip(index.tensors if wanted else (), rows, strict=True):
             if tensor.key not in wanted or not len(own):
                 continue
-            total, types = 0, (tensor.dtype, wanted[tensor.key])
+            term, types = 0, (tensor.dtype, wanted[tensor.key])
             copy = own[index.shards.replica[own] == index.shards.replica[own].min()]
             for row in index.shards.each(copy, len(tensor.shape)):
                 part = _PART_BYTES // tensor.item_bytes
-                total += row_digest(source, row, tensor.shape, tensor.item_bytes, part, types=types).digest
-            found[tensor.key] = to_hex(total % MODULUS)
+                term ^= row_term(source, row, tensor.shape, tensor.item_bytes, part, types=types).term
+            found[tensor.key] = to_hex(finished(term, math.prod(tensor.shape) * ITEM_BYTES[types[1]]))
     finally:
         source.close()
     return found

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from reshard.commit import check_files, read_commit
 from reshard.crc import Piece
-from reshard.digest import MODULUS, to_hex
+from reshard.digest import finished, to_hex
 from reshard.errors import CorruptSourceError, UncommittedError, VerificationError
-from reshard.execute import Progress, row_digest
+from reshard.execute import Progress, row_term
 from reshard.layout import Index
 from reshard.storage import Source
 
@@ -35,16 +35,17 @@ def digests(index: Index, *, progress: Progress | None = None) -> dict[str, str]
             tensor = index.tensors[number]
             by_replica: dict[int, int] = {}
             for row in index.shards.each(rows, len(tensor.shape)):
-                found_row = row_digest(source, row, tensor.shape, tensor.item_bytes, _PART_BYTES // tensor.item_bytes)
-                by_replica[row.replica] = (by_replica.get(row.replica, 0) + found_row.digest) % MODULUS
+                found_row = row_term(source, row, tensor.shape, tensor.item_bytes, _PART_BYTES // tensor.item_bytes)
+                by_replica[row.replica] = by_replica.get(row.replica, 0) ^ found_row.term
                 read[row.file] += found_row.pieces
                 if progress is not None:
                     progress(row.box.num_elements * tensor.item_bytes)
-            if len(set(by_replica.values())) > 1:
-                copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sorted(by_replica.items()))
+            sums = {replica: finished(term, tensor.num_bytes) for replica, term in sorted(by_replica.items())}
+            if len(set(sums.values())) > 1:
+                copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sums.items())
                 problems.append(f"{tensor.key}: its copies differ ({copies})")
-            if by_replica:
-                found[str(tensor.key)] = to_hex(by_replica[min(by_replica)])
+            if sums:
+                found[str(tensor.key)] = to_hex(sums[min(sums)])
         source.check_sums(read)
     finally:
         source.close()
@@ -104,5 +105,5 @@ def compare(first: Mapping[str, str], second: Mapping[str, str]) -> None:
 
 
 def total(values: Mapping[str, str]) -> str:
-    """Sum of all digests, in hex."""
-    return to_hex(sum(int(value, 16) for value in values.values()) % MODULUS) if values else ""
+    """Sum of all digests modulo 2^32, in hex."""
+    return to_hex(sum(int(value, 16) for value in values.values()) % 2**32) if values else ""

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from reshard import crc
 from reshard.check import check_plan
-from reshard.digest import MODULUS, box_digest, run_digest
 from reshard.errors import CorruptSourceError, PlanError, StorageFullError, VerificationError
 from reshard.execute import execute
 from reshard.geometry import Box, flat_interval_to_boxes, tiles, whole
@@ -139,29 +138,7 @@ def test_any_cut_becomes_any_other_cut_reading_and_writing_each_byte_once(
         assert outcome.file_crc32[number] == zlib.crc32(content)
     assert outcome.bytes_read == full.nbytes
     assert outcome.bytes_written == copies * (full.nbytes + 8 * len(target_ranks))
-    assert outcome.digests == {"fp32/w": f"{run_digest(full, 0):016x}"}
-
-
-@given(case=cases())
-def test_digests_of_any_cut_add_up_to_the_tensors(case) -> None:
-    shape, dtype, ranks, _ = case
-    full = elements(shape, dtype)
-    parts = [box_digest(np.ascontiguousarray(full[slices(box)]), box, shape) for boxes in ranks for box in boxes]
-    assert sum(parts) % MODULUS == run_digest(full, 0)
-
-
-@given(st.integers(1, 5000), st.integers(0, 200_000), st.data())
-def test_one_wrong_missing_or_swapped_element_changes_the_digest(count: int, start: int, data: st.DataObject) -> None:
-    full = elements((count,), "float32", seed=count)
-    before, position = run_digest(full, start), data.draw(st.integers(0, count - 1))
-    flipped = full.copy()
-    flipped.view(np.uint32)[position] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
-    assert run_digest(flipped, start) != before
-    other = data.draw(st.integers(0, count - 1))
-    if full.view(np.uint32)[other] != full.view(np.uint32)[position]:
-        swapped = full.copy()
-        swapped[[position, other]] = full[[other, position]]
-        assert run_digest(swapped, start) != before
+    assert outcome.digests == {"fp32/w": f"{zlib.crc32(full.tobytes()):08x}"}
 
 
 @given(shapes, st.integers(1, 40))
