@@ -123,11 +123,19 @@ def test_states_of_a_chain_of_optimizers_are_found(copy):
     assert assemble(FORMAT.read(copy, None)).keys() == truth().keys()
 
 
-def test_several_groups_are_said_to_be_unknown(copy):
-    edit(copy, "common.pt", lambda value: value["optimizer"]["param_groups"].append({"lr": 1.0, "step": 3}))
+def test_several_groups_are_one_with_what_is_the_same_in_all(copy):
+    def split(value):
+        first = value["optimizer"].pop("param_groups")[0]
+        chain = [{"param_groups": [first]}, {"param_groups": [{**first, "lr": 1.0}]}]
+        value["optimizer"] = {at: {"optimizer": one} for at, one in enumerate(chain)}
+
+    edit(copy, "common.pt", split)
     index = FORMAT.read(copy, None)
-    assert index.groups == ()
-    assert any("2 parameter groups" in note for note in index.notes)
+    (group,) = index.groups
+    assert group.scalars == {"step": 3}
+    assert group.options["betas"] == (0.9, 0.999)
+    assert "lr" not in group.options
+    assert any("2 parameter groups" in note and note.endswith("left behind (lr)") for note in index.notes)
 
 
 def test_common_state_may_be_an_object_in_the_container(copy, tmp_path):

@@ -120,7 +120,7 @@ def amend(value: Any, progress: Progress, where: str) -> bool:
     return any(changed)
 
 
-def _set(fields: dict[Any, Any], key: str, value: int | None) -> bool:
+def _set(fields: dict[Any, Any], key: str, value: float | None) -> bool:
     if value is None or (key in fields and fields[key] == value):
         return False
     fields[key] = value
@@ -145,7 +145,7 @@ def _set_steps(value: Any, step: int) -> list[bool]:
 def _set_step(fields: dict[Any, Any], key: str, step: int) -> bool:
     old = fields[key]
     if not isinstance(old, Tensor):
-        return _set(fields, key, step)
+        return _set(fields, key, float(step) if isinstance(old, float) else step)
     if old.dtype not in _CODES or old.num_elements != 1:
         raise UnsupportedError(f"{key} is a tensor {old.dtype} {list(old.shape)}, expected one number")
     data = struct.pack(_CODES[old.dtype], step)

@@ -74,13 +74,31 @@ def read_common(folder: Path, entries: Iterable[Entry], items: Items) -> Common:
 
 
 def find_groups(settings: tuple[Mapping[str, Plain], ...], names: Iterable[str]) -> tuple[ParamGroup, ...]:
-    """The optimizer's groups where there is only one; which of several a parameter is in, the files do not say."""
-    if len(settings) != 1:
+    """All groups as one, with what is the same in all of them: which parameter is in which, the files do not say."""
+    if not settings:
         return ()
-    step = settings[0].get(_STEP)
+    same = {
+        key: value
+        for key, value in settings[0].items()
+        if all(key in other and other[key] == value for other in settings[1:])
+    }
+    step = same.pop(_STEP, None)
     scalars = {_STEP: step} if isinstance(step, int | float) else {}
-    options = {key: value for key, value in settings[0].items() if key != _STEP}
-    return (ParamGroup(names=tuple(names), options=options, scalars=scalars),)
+    return (ParamGroup(names=tuple(names), options=same, scalars=scalars),)
+
+
+def differing(settings: tuple[Mapping[str, Plain], ...]) -> tuple[str, ...]:
+    """Settings that are not the same for all groups."""
+    return tuple(
+        sorted(
+            {
+                key
+                for one in settings
+                for key, value in one.items()
+                if any(other.get(key) != value for other in settings)
+            }
+        )
+    )
 
 
 def _integer(value: Any) -> int | None:
@@ -96,13 +114,16 @@ def _topology(arguments: Mapping[str, Any]) -> Topology | None:
 
 
 def _settings(optimizer: Any) -> Iterable[Mapping[str, Plain]]:
-    """`param_groups` of the one optimizer, wherever the wrappers put them."""
-    while isinstance(optimizer, Mapping) and "param_groups" not in optimizer and "optimizer" in optimizer:
-        optimizer = optimizer["optimizer"]
-    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    """`param_groups` of the optimizer, or of each of a chain, wherever the wrappers put them."""
+    if not isinstance(optimizer, Mapping):
+        return
+    groups = optimizer.get("param_groups")
     for group in groups if isinstance(groups, list) else []:
         if isinstance(group, Mapping):
             yield {str(key): plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
+    for key, value in optimizer.items():
+        if key == "optimizer" or isinstance(key, int):
+            yield from _settings(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -19,7 +19,8 @@ _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<name>.+)$")
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
 _STACKED = re.compile(r"^(?P<head>(?:.*\.)?layers\.)(?P<tail>(?!\d+(?:\.|$)).+)$")
-_STATES = {"fp32_param": "fp32"}  # the others are called as everywhere
+_STATES = {"fp32_param": "fp32", "param": "fp32"}
+"""Master weights, as Megatron-Core's own optimizer and as its distributed one call them; the rest is as everywhere."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, read_metadata
 from reshard.formats.dcp.tables import CONFIG_FILE, Part, backend_of, check_files, make_table, num_ranks
-from reshard.formats.megatron.common import COMMON_KEY, Common, find_groups, read_common
+from reshard.formats.megatron.common import COMMON_KEY, Common, differing, find_groups, read_common
 from reshard.formats.megatron.example import Extra, Home
 from reshard.formats.megatron.names import Named, find_names, layers_of
 from reshard.geometry import Box
@@ -113,10 +113,10 @@ def _notes(named: Named, common: Common) -> tuple[str, ...]:
             f"the optimizer's states are laid out for its own buffers{kind} and are left behind: save with "
             "--dist-ckpt-optim-fully-reshardable to take them along"
         )
-    if len(common.settings) > 1:
+    if apart := differing(common.settings):
         notes.append(
             f"the optimizer has {len(common.settings)} parameter groups, and the files do not say which parameter is "
-            "in which: settings and step are left behind"
+            f"in which: settings that are not the same for all are left behind ({', '.join(apart)})"
         )
     if named.objects:
         notes.append(f"{len(named.objects)} objects are left behind: {', '.join(named.objects[:3])}")
