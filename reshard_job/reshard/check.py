@@ -185,9 +185,8 @@ def _file_problems(plan: Plan) -> list[str]:
     item = np.array([tensor.item_bytes for tensor in plan.target_tensors], dtype=np.int64)[shards.tensor]
     ranges, gaps = shards.ranges(item)  # rows with gaps interleave with their neighbours
     dense = _concatenate(ranges, _fixed_ranges(files))
-    border = np.unique(
-        np.concatenate(([0, len(files)], dense.first, dense.last, shards.file[gaps], shards.file[gaps] + 1))
-    )
+    borders = np.concatenate(([0, len(files)], dense.first, dense.last, shards.file[gaps], shards.file[gaps] + 1))
+    border = np.array(sorted(set(borders.tolist())))  # np.unique would import all of numpy.ma
     sizes = np.array([file.num_bytes for file in files], dtype=np.int64)
     low, high = np.searchsorted(border, dense.first), np.searchsorted(border, dense.last)
     row = np.repeat(np.arange(len(low)), high - low)

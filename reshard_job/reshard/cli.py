@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -16,8 +17,12 @@ _MESSAGE = b"reshard: interrupted before anything was done\n"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads for linear algebra: there is none
+    gc.disable()
     with _quiet_start():
         from reshard.command import run
+    gc.freeze()  # what the imports made stays: no collection need look at it
+    gc.enable()
     return run(words)
 
 

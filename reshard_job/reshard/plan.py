@@ -143,6 +143,17 @@ class Plan:
             found.update(np.ascontiguousarray(getattr(shards, name)).data)
         return found.hexdigest()[:16]
 
+    def in_boxes(self) -> Plan:
+        """The same without families of boxes, for those who look at every row."""
+        if not (self.index.shards.has_families or self.layout.shards.has_families):
+            return self
+        return make_plan(
+            dataclasses.replace(self.index, shards=self.index.shards.boxes()),
+            dataclasses.replace(self.layout, shards=self.layout.shards.boxes()),
+            memory_bytes=self.memory_bytes,
+            num_threads=self.num_threads,
+        )
+
     def summary(self) -> dict[str, Any]:
         """What `reshard plan` prints."""
         return {
@@ -153,7 +164,7 @@ class Plan:
             "from": str(self.index.topology),
             "to": str(self.layout.topology),
             "step": self.index.step,
-            "tensors": len(np.unique(self.layout.shards.tensor)),
+            "tensors": int(np.count_nonzero(np.bincount(self.layout.shards.tensor))),
             "source_shards": int(self.index.shards.num_parts[np.concatenate([_NO_ROWS, *self.source_rows])].sum()),
             "target_shards": int(self.layout.shards.num_parts.sum()),
             "bytes_to_read": self.bytes_to_read,

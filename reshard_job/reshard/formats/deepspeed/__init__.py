@@ -13,9 +13,7 @@ from typing import Any
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, ReshardError
 from reshard.formats.base import Request, refuse_options
-from reshard.formats.deepspeed.opening import has_checkpoint
-from reshard.formats.deepspeed.reader import NAME, read_index
-from reshard.formats.deepspeed.writer import lay_out
+from reshard.formats.deepspeed.names import NAME, has_checkpoint
 from reshard.layout import Index, TargetLayout
 
 
@@ -49,11 +47,15 @@ class DeepSpeedFormat:
 
     def read(self, path: Path, commit: Commit | None, patterns: Mapping[str, Any] | None = None) -> Index:
         """Index the checkpoint, see `read_index`; `patterns` are from `pattern_file.load`."""
+        from reshard.formats.deepspeed.reader import read_index  # a sniff needs no reader
+
         with _understood(path):
             return read_index(path, commit, patterns)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out tensors as a checkpoint of DeepSpeed, see `lay_out`."""
+        from reshard.formats.deepspeed.writer import lay_out
+
         refuse_options(NAME, request)
         with _understood(index.root):
             return lay_out(index, request)

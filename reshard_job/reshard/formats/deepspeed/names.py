@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
+
+NAME = "deepspeed"
+"""Of the format."""
 
 _OPTIMIZER = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
@@ -75,3 +79,11 @@ def expert_file(layer: int, expert: int) -> str:
 def layer_file(layer: int, tp: int, *, model_axis: bool) -> str:
     """`layer_LL[-model_TT]-model_states.pt`; the axis is named where the process topology has it."""
     return f"layer_{layer:02d}{f'-model_{tp:02d}' if model_axis else ''}-model_states.pt"
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """There is at least one model file of a native checkpoint."""
+    try:
+        return any((found := parse(item.name)) and found.kind == "model" for item in folder.iterdir())
+    except OSError:
+        return False

@@ -19,14 +19,6 @@ from reshard.topology import Topology
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """There is at least one model file of a native checkpoint."""
-    try:
-        return any((found := names.parse(item.name)) and found.kind == "model" for item in folder.iterdir())
-    except OSError:
-        return False
-
-
 def open_source(folder: Path) -> Source:
     """Read and check all files of `folder`.
 

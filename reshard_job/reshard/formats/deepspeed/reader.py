@@ -11,6 +11,7 @@ from reshard.commit import Commit
 from reshard.formats.deepspeed import patterns, pipeline
 from reshard.formats.deepspeed.groups import read_groups
 from reshard.formats.deepspeed.logical import Model, Param, describe
+from reshard.formats.deepspeed.names import NAME
 from reshard.formats.deepspeed.opening import open_source
 from reshard.formats.deepspeed.partitions import add_partitions, add_unpartitioned, add_zero3
 from reshard.formats.deepspeed.rows import Rows
@@ -26,8 +27,6 @@ from reshard.formats.deepspeed.weights import (
 )
 from reshard.formats.pt.reader import PtFile
 from reshard.layout import Checksum, Index, SourceFile
-
-NAME = "deepspeed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

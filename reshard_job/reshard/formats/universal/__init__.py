@@ -13,8 +13,6 @@ from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, ReshardError
 from reshard.formats.base import Request, refuse_options
 from reshard.formats.universal.names import NAME, OPTIMIZER_FILE
-from reshard.formats.universal.reader import read_index
-from reshard.formats.universal.writer import lay_out
 from reshard.layout import Index, TargetLayout
 
 
@@ -48,11 +46,15 @@ class UniversalFormat:
 
     def read(self, path: Path, commit: Commit | None) -> Index:
         """Index the checkpoint, see `read_index`."""
+        from reshard.formats.universal.reader import read_index  # a sniff needs no reader
+
         with _understood(path):
             return read_index(path, commit)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out tensors as a universal checkpoint, see `lay_out`."""
+        from reshard.formats.universal.writer import lay_out
+
         refuse_options(NAME, request)
         with _understood(index.root):
             return lay_out(index, request)
