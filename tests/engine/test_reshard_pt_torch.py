@@ -11,6 +11,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from reshard.errors import UnsupportedError
+from reshard.formats.pt.objects import UNTYPED_DTYPES
 from reshard.formats.pt.reader import read
 from reshard.formats.pt.writer import lay_out_pt
 
@@ -41,7 +43,8 @@ def assert_equal(left, right, path="root"):
 
     assert type(left) is type(right), path
     if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right), path
+        assert torch.equal(*(one.reshape(-1).clone().view(torch.uint8) for one in (left, right))), path
+        assert left.shape == right.shape, path
         assert (left.dtype, left.stride(), left.requires_grad) == (right.dtype, right.stride(), right.requires_grad)
     elif isinstance(left, np.ndarray):
         assert (left == right).all(), path
@@ -67,8 +70,13 @@ def everything():
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
         torch.uint8, torch.bool, torch.complex64,
     ]  # fmt: skip
+    newer = [getattr(torch, name) for name in sorted(UNTYPED_DTYPES)]
+    of_bits = {str(dtype): torch.arange(5 * dtype.itemsize, dtype=torch.uint8).view(dtype) for dtype in newer}
+    eight = torch.arange(12, dtype=torch.uint8).view(torch.float8_e5m2).reshape(3, 4)
     return {
         "dtypes": {str(dtype): torch.arange(5).to(dtype) for dtype in dtypes},
+        "newer": of_bits,
+        "newer views": [eight[1:], eight.t(), torch.nn.Parameter(eight, requires_grad=False)],
         "dtype": torch.float32,
         "size": torch.Size([1, 2]),
         "module": torch.nn.Linear(2, 3).state_dict(),
@@ -86,6 +94,7 @@ def everything():
     }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_rewritten_file_loads_equal(tmp_path):
     import torch
 
@@ -101,6 +110,16 @@ def test_rewritten_file_loads_equal(tmp_path):
         assert loaded["attribute"].ds_id == "0_5"
         storages = {view.untyped_storage().data_ptr() for view in loaded["views"]}
         assert len(storages) == 1
+        assert len({view.untyped_storage().data_ptr() for view in loaded["newer views"]}) == 1
+
+
+def test_a_storage_that_is_seen_in_two_types_is_refused(tmp_path):
+    import torch
+
+    bits = torch.arange(16, dtype=torch.uint8)
+    torch.save([bits.view(torch.float8_e5m2), bits.view(torch.uint16)], tmp_path / "both.pt")
+    with pytest.raises(UnsupportedError, match="seen both as float8_e5m2 and as uint16"):
+        read(tmp_path / "both.pt")
 
 
 def test_plain_tensors_load_with_weights_only(tmp_path):
@@ -114,8 +133,6 @@ def test_plain_tensors_load_with_weights_only(tmp_path):
 
 def test_file_of_the_legacy_layout_is_refused_by_name(tmp_path):
     import torch
-
-    from reshard.errors import UnsupportedError
 
     torch.save({"a": torch.zeros(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(UnsupportedError, match="legacy layout"):

@@ -3,14 +3,13 @@
 What a cell is: `tests.golden.matrix`. Any other end of a conversion than these fails here.
 """
 
-import dataclasses
 import re
 
 import pytest
 
 from reshard.api import Conversion, convert, index_of
 from reshard.commit import read_commit
-from reshard.errors import UnsupportedError, VerificationError
+from reshard.errors import VerificationError
 from reshard.topology import Topology
 from tests.golden import matrix
 from tests.golden.files import STEP, golden
@@ -120,15 +119,3 @@ def test_padding_rows_that_are_not_zero_are_not_accepted(tmp_path, monkeypatch):
     with pytest.raises(VerificationError, match=f"{name}: only in the second"):
         convert(wanted, reread=True, sync=False)
     assert not wanted.target.exists()
-
-
-def test_types_that_torch_has_no_storages_of_are_refused_for_dcp(tmp_path):
-    source = matrix.SOURCES["safetensors/odd"].path
-    index = index_of(source)
-    odd = [tensor for tensor in index.tensors if tensor.dtype.startswith(("float8", "uint16", "uint32", "uint64"))]
-    wanted = Conversion(source=source, target=tmp_path / "out", topology=Topology(), target_format="dcp")
-    with pytest.raises(UnsupportedError) as refused:
-        convert(wanted, sync=False)
-    assert odd
-    assert set(refused.value.problems) == {f"{tensor.key}: {tensor.dtype}" for tensor in odd}
-    convert(dataclasses.replace(wanted, target_format="safetensors"), reread=True, sync=False)

@@ -138,10 +138,10 @@ def test_whatever_happens_to_its_bytes_a_header_is_understood_or_refused(tmp_pat
 
 
 def test_types_that_are_not_converted_are_refused_with_all_their_tensors(tmp_path):
-    write(tmp_path / "model.safetensors", entries(a=("C64", [3], [0, 24]), b=("F4", [4], [24, 26])))
+    write(tmp_path / "model.safetensors", entries(a=("F8_E8M0", [24], [0, 24]), b=("F4", [4], [24, 26])))
     error = error_of(tmp_path)
     assert isinstance(error, UnsupportedError)
-    assert error.problems == ("tensor 'a' is of type C64", "tensor 'b' is of type F4")
+    assert error.problems == ("tensor 'a' is of type F8_E8M0", "tensor 'b' is of type F4")
 
 
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))

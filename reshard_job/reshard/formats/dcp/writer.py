@@ -18,7 +18,6 @@ from reshard.formats.dcp.objects import carried, numbers, objects_like, options
 from reshard.formats.dcp.reader import NAME, Extra
 from reshard.formats.dcp.skeleton import RankFiles, metadata_file
 from reshard.formats.dcp.wanted import Wanted, named_tensors, notes_on, own_tensors, placed_like
-from reshard.formats.pt.objects import STORAGE_CLASSES
 from reshard.geometry import Box, whole
 from reshard.layout import Index, ShardTableBuilder, TargetLayout
 
@@ -27,13 +26,11 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     """Lay out the tensors of `index`, cut along dim 0 for all ranks of `request.topology` like FSDP2.
 
     Raises:
-        UnsupportedError: two tensors of one name, nothing to write, a type that torch has no storage class for, or
-            `request.like` does not fit.
+        UnsupportedError: two tensors of one name, nothing to write, or `request.like` does not fit.
         CorruptSourceError: a small object of the source is damaged.
     """
     files, table = RankFiles(request.topology.world_size), ShardTableBuilder()
     wanted, objects, order, notes = _content(files, index, request)
-    _check_types(wanted, index)
     entries = [*(_cut(files, table, at, item, request.topology.world_size) for at, item in enumerate(wanted)), *objects]
     _check_names(entries, index)
     entries.sort(key=lambda entry: order.get(entry.key, 0))
@@ -46,20 +43,6 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         origins=tuple(item.origin for item in wanted),
         notes=notes,
     )
-
-
-def _check_types(wanted: Iterable[Wanted], index: Index) -> None:
-    """Of types newer than torch's storage classes (float8, uint16, ...) each item would need another pickle."""
-    problems = [
-        f"{item.tensor.key}: {item.tensor.dtype}" for item in wanted if item.tensor.dtype not in STORAGE_CLASSES
-    ]
-    if problems:
-        raise UnsupportedError(
-            f"{NAME} is written in torch's types of storages, and these tensors are of others",
-            path=str(index.root),
-            hint="convert them to --format safetensors, which has these types",
-            problems=problems,
-        )
 
 
 def _content(

@@ -10,9 +10,19 @@ import struct
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.pt.objects import STORAGE_CLASSES, Global, Inert, Size, StatefulDict, Storage, Tensor
+from reshard.formats.pt.objects import (
+    STORAGE_CLASSES,
+    UNTYPED_DTYPES,
+    Global,
+    Inert,
+    Size,
+    StatefulDict,
+    Storage,
+    Tensor,
+)
 
 _REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_NEWER_TENSOR = Global("torch._utils", "_rebuild_tensor_v3")
 _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 _WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
 _ORDERED_DICT = Global("collections", "OrderedDict")
@@ -172,15 +182,17 @@ class _Emitter:
         self._state(value.state)
 
     def _tensor(self, tensor: Tensor) -> None:
+        newer = tensor.dtype in UNTYPED_DTYPES
+        rebuild = _REBUILD_NEWER_TENSOR if newer else _REBUILD_TENSOR
         if tensor.parameter:
             self._global(_REBUILD_PARAMETER)
         if tensor.attributes is not None:
             self._global(_WITH_ATTRIBUTES)
             self.parts.append(b"(")
-            self._global(_REBUILD_TENSOR)
+            self._global(rebuild)
             self._global(tensor.attributes[0])
         else:
-            self._global(_REBUILD_TENSOR)
+            self._global(rebuild)
         self.parts.append(b"(")
         self._storage(tensor.storage)
         self._int(tensor.offset)
@@ -188,6 +200,8 @@ class _Emitter:
         self._tuple(tensor.stride)
         self.value(False if tensor.parameter else tensor.requires_grad)
         self._call(_ORDERED_DICT, ())
+        if newer:
+            self._global(Global("torch", tensor.dtype))
         self.parts.append(b"t")
         if tensor.attributes is not None:
             self.value(tensor.attributes[1])
@@ -202,8 +216,11 @@ class _Emitter:
         key = self.storages.setdefault(storage, str(len(self.storages)))
         self.parts.append(b"(")
         self._text("storage")
-        self._global(Global("torch", STORAGE_CLASSES[storage.dtype]))
+        if storage.dtype in UNTYPED_DTYPES:
+            self._global(Global("torch.storage", "UntypedStorage"))
+        else:
+            self._global(Global("torch", STORAGE_CLASSES[storage.dtype]))
         self._text(key)
         self._text(storage.location)
-        self._int(storage.num_elements)
+        self._int(storage.num_bytes if storage.dtype in UNTYPED_DTYPES else storage.num_elements)
         self.parts.append(b"tQ")

@@ -23,8 +23,18 @@ ITEM_BYTES = {
     "bool": 1,
     "complex64": 8,
     "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "complex32": 4,
 }
-"""Bytes of one element of each dtype that has a typed storage class."""
+"""Bytes of one element of each dtype; of `float4_e2m1fn_x2` an element is two numbers."""
 
 STORAGE_DTYPES = {
     "DoubleStorage": "float64",
@@ -43,6 +53,9 @@ STORAGE_DTYPES = {
 """Storage class in module `torch` -> dtype (torch/storage.py, _dtype_to_storage_type_map)."""
 
 STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+
+UNTYPED_DTYPES = frozenset(ITEM_BYTES) - frozenset(STORAGE_CLASSES)
+"""Newer types: storages are saved as plain bytes, and the tensor says its type (torch/storage.py, _new_dtypes)."""
 
 
 def brief(value: Any, levels: int = 2) -> str:

@@ -13,9 +13,20 @@ from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedErr
 from reshard.files import File, open_file
 from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry, read_directory
-from reshard.formats.pt.objects import ITEM_BYTES, STORAGE_DTYPES, Global, Storage, Tensor, brief
+from reshard.formats.pt.objects import (
+    ITEM_BYTES,
+    STORAGE_DTYPES,
+    UNTYPED_DTYPES,
+    Global,
+    Storage,
+    Tensor,
+    brief,
+)
 
 _TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
+_NEWER_TENSOR = Global("torch._utils", "_rebuild_tensor_v3")
+_TENSORS = (_TENSOR, _NEWER_TENSOR)
+_UNTYPED = frozenset((Global("torch.storage", "UntypedStorage"), Global("torch", "UntypedStorage")))
 _WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
 _MAX_DIMS = 64
 _MAX_SIZE = 1 << 58  # of elements of 16 bytes, positions still fit 63 bits
@@ -61,24 +72,30 @@ def read(path: str | Path) -> PtFile:
             hint="copy what it links to into the folder: cp -rL" if link else "",
         ) from error
     with file:
-        try:
-            entries = read_directory(file, name)
-            if "data.pkl" not in entries:
-                raise UnsupportedError("has no entry data.pkl: not written by torch.save (TorchScript?)", path=name)
-            if "byteorder" in entries and (order := _record(file, entries["byteorder"], name)) != b"little":
-                raise UnsupportedError(f"byte order {order!r}: only little endian is read", path=name)
-            pickle_bytes = _payload(file, entries["data.pkl"], name, machine.MAX_PICKLE_BYTES)
-            value, storages = build(pickle_bytes, entries, name)
-            num_file_bytes = file.num_bytes
-        except OSError as error:
-            raise CorruptSourceError(f"cannot be read: {error.strerror or error}", path=name) from error
-    return PtFile(
+        return read_open(file, name)[0]
+
+
+def read_open(file: File, name: str) -> tuple[PtFile, dict[str, Entry]]:
+    """`read` for a file that is open already, and the archive's entries; `name` is its path, for errors."""
+    try:
+        entries = read_directory(file, name)
+        if "data.pkl" not in entries:
+            raise UnsupportedError("has no entry data.pkl: not written by torch.save (TorchScript?)", path=name)
+        if "byteorder" in entries and (order := _record(file, entries["byteorder"], name)) != b"little":
+            raise UnsupportedError(f"byte order {order!r}: only little endian is read", path=name)
+        pickle_bytes = _payload(file, entries["data.pkl"], name, machine.MAX_PICKLE_BYTES)
+        value, storages = build(pickle_bytes, entries, name)
+        num_file_bytes = file.num_bytes
+    except OSError as error:
+        raise CorruptSourceError(f"cannot be read: {error.strerror or error}", path=name) from error
+    found = PtFile(
         path=name,
         num_bytes=num_file_bytes,
         value=value,
         storages=storages,
         metadata_bytes=len(pickle_bytes),
     )
+    return found, entries
 
 
 def build(pickle_bytes: bytes, entries: dict[str, Entry], path: str) -> tuple[Any, dict[str, Storage]]:
@@ -145,6 +162,7 @@ class _Tensors:
         self.entries = entries
         self.path = path
         self.storages: dict[str, Storage] = {}
+        self._keys: dict[Storage, str] = {}
 
     def persistent_load(self, identifier: Any) -> Storage:
         """`('storage', class, key, location, number of elements)`."""
@@ -152,17 +170,18 @@ class _Tensors:
             raise CorruptSourceError(f"persistent id {brief(identifier)} is not a storage", path=self.path)
         _, kind, key, location, num_elements = identifier
         dtype = STORAGE_DTYPES.get(kind.name) if isinstance(kind, Global) and kind.module == "torch" else None
+        untyped = isinstance(kind, Global) and kind in _UNTYPED
+        if untyped:
+            dtype = "uint8"
         if dtype is None:
-            if kind == Global("torch.storage", "UntypedStorage") or kind == Global("torch", "UntypedStorage"):
-                dtype = "uint8"
-            else:
-                raise UnsupportedError(f"storage class {brief(kind)} is not known", path=self.path)
+            raise UnsupportedError(f"storage class {brief(kind)} is not known", path=self.path)
         if not isinstance(key, str) or not isinstance(location, str):
             raise ValueError(f"a storage with key {brief(key)} at {brief(location)}")
         if key in self.storages:
-            if self.storages[key].dtype != dtype:
+            known = self.storages[key]
+            if known.dtype != dtype and not (untyped and known.dtype in UNTYPED_DTYPES):
                 raise CorruptSourceError(f"storage {key!r:.80} is of two types", path=self.path)
-            return self.storages[key]
+            return known
         entry = self.entries.get(f"data/{key}")
         if entry is None:
             raise CorruptSourceError(f"storage {key!r:.80} has no entry", path=self.path)
@@ -178,21 +197,44 @@ class _Tensors:
             file_offset=entry.offset,
             crc32=entry.crc32,
         )
+        self._keys[self.storages[key]] = key
         return self.storages[key]
 
     def rebuild(self, target: Global, args: tuple[Any, ...]) -> Any:
         """Known calls of torch/_utils.py and _tensor.py; anything else that is not a container stays inert."""
-        if target == _WITH_ATTRIBUTES and len(args) == 4 and args[0] == _TENSOR and isinstance(args[2], tuple):
-            inner = self.rebuild(_TENSOR, args[2])
+        if target == _WITH_ATTRIBUTES and len(args) == 4 and args[0] in _TENSORS and isinstance(args[2], tuple):
+            inner = self.rebuild(args[0], args[2])
             return dataclasses.replace(inner, attributes=(args[1], args[3]))
         if target.module == "torch._utils":
             if target == _TENSOR and len(args) >= 6:
                 return self._tensor(*args[:5])
+            if target == _NEWER_TENSOR and len(args) >= 7:
+                return self._tensor(self._typed(args[0], args[6]), *args[1:5])
             if target.name == "_rebuild_parameter" and args and isinstance(args[0], Tensor):
                 return dataclasses.replace(args[0], parameter=True, requires_grad=bool(args[1]))
             if target.name.startswith("_rebuild_"):
                 raise UnsupportedError(f"tensor kind {target.name} is not read", path=self.path)
         return machine.rebuild_containers(target, args)
+
+    def _typed(self, storage: Any, dtype: Any) -> Storage:
+        """A storage that was saved as bytes, in the type of a tensor that looks at it."""
+        name = dtype.name if isinstance(dtype, Global) and dtype.module == "torch" else ""
+        if name not in UNTYPED_DTYPES:
+            raise UnsupportedError(f"tensors of type {name or brief(dtype)} are not read", path=self.path)
+        if not isinstance(storage, Storage):
+            raise ValueError("a tensor without a storage")
+        if storage.dtype == name:
+            return storage
+        if storage.dtype != "uint8" or storage not in self._keys:
+            raise UnsupportedError(f"a storage is seen both as {storage.dtype} and as {name}", path=self.path)
+        count, rest = divmod(storage.num_bytes, ITEM_BYTES[name])
+        if rest:
+            raise CorruptSourceError(f"a storage of {storage.num_bytes} bytes is none of {name}", path=self.path)
+        key = self._keys.pop(storage)
+        typed = dataclasses.replace(storage, dtype=name, num_elements=count)
+        self.storages[key] = typed
+        self._keys[typed] = key
+        return typed
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any) -> Tensor:
         if not isinstance(storage, Storage):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from reshard.cast import FLOATS, can_cast
 from reshard.errors import UnsupportedError
-from reshard.formats.safetensors.header import METADATA
+from reshard.formats.safetensors.header import DTYPES, METADATA
 from reshard.layout import PADDING, Index, LogicalTensor, TensorKey
 
 WEIGHT = "weight"
@@ -57,6 +57,8 @@ def select(index: Index, dtype: str | None) -> Selection:
         target = source.dtype if dtype is None or not _is_float(source.dtype) else dtype
         if name == METADATA or not _is_text(name):
             problems.append(f"{name!r} cannot be the name of a tensor in this format")
+        elif target not in DTYPES.values():
+            problems.append(f"{source.key}: the format has no type {target}")
         elif not can_cast(source.dtype, target):
             problems.append(f"{source.key}: {source.dtype} cannot become {target}")
         tensors.append(LogicalTensor(key=TensorKey(WEIGHT, name), shape=source.shape, dtype=target))
