@@ -54,10 +54,10 @@ def choose_mode(
         read_bytes_per_second: of the source's storage.
         write_bytes_per_second: of the target's storage.
     """
+    if plan.layout.format not in FORMATS:
+        return Choice("materialize", f"virtual is refused: a rank may open any file of the format {plan.layout.format}")
     if not loader_is_elastic:
         return Choice("materialize", "any unmodified framework loads the files; only elastic_trainer loads a manifest")
-    if plan.layout.format not in FORMATS:
-        return Choice("materialize", f"a rank may open any file of the format {plan.layout.format}")
     if not source_stays:
         return Choice("materialize", "the source may be removed soon, and a virtual commit lives no longer than it")
     virtual = num_loads * plan.bytes_to_read / read_bytes_per_second
@@ -92,7 +92,7 @@ def prepare(
         ReshardError: see `reshard.errors`.
     """
     started = time.monotonic()
-    plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
+    plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1).in_boxes()
     wanted = settled(wanted, plan)
     commit = already_done(wanted)
     if commit is not None:

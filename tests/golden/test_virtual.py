@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, index_of, plan_of, reshard
+from reshard.api import Conversion, index_of, plan_conversion, plan_of, reshard
 from reshard.commit import read_commit
 from reshard.contract import ExitCode
 from reshard.errors import CorruptSourceError, TargetError, UnsupportedError, UsageError
@@ -222,6 +222,16 @@ def test_auto_is_virtual_only_where_it_can_be_loaded_and_pays():
     slow = choose_mode(plan, loader_is_elastic=True, num_loads=5, read_bytes_per_second=1e6)
     assert slow.mode == "materialize"
     assert "slow" in slow.reason
+
+
+def test_auto_does_not_speak_of_loading_a_manifest_where_none_can_be_made(tmp_path):
+    wanted = Conversion(
+        source=golden("zero2-dp3"), target=tmp_path / "v", topology=Topology(dp=2), target_format="universal"
+    )
+    for elastic in (False, True):
+        choice = choose_mode(plan_conversion(wanted), loader_is_elastic=elastic)
+        assert choice.mode == "materialize"
+        assert choice.reason == "virtual is refused: a rank may open any file of the format universal"
 
 
 def test_a_source_of_links_to_a_download_cache_is_not_made_virtual():
