@@ -150,10 +150,12 @@ class Mover:
         return records
 
     def _settle(self, record: UnitRecord, done: Callable[[UnitRecord], None] | None) -> None:
-        """What is said to be done is on stable storage."""
-        if self._sync:
-            for file in record.written:
+        """What is said to be done is on stable storage; where nothing is said, it is on its way there."""
+        for file, pieces in record.written.items() if self._sync else ():
+            if done is not None:
                 self._target.flush(file)
+            else:
+                self._target.begin_flush(file, pieces)
         if done is not None:
             done(record)
 
@@ -189,8 +191,7 @@ class Mover:
 
     def _do_unit(self, unit: int, scratch: Bytes) -> UnitRecord:
         record = UnitRecord(unit=unit)
-        if self.plan.remote:
-            self._source.fetch(_extents(self.plan, unit))
+        self._source.expect(_extents(self.plan, unit))
         for number, region in self.plan.units[unit].regions:
             item_bytes = self.plan.index.tensors[number].item_bytes
             source = self.plan.index.shards.touching(self.plan.source_rows[number], region)

@@ -87,9 +87,9 @@ class LocalFile:
         """See `File`."""
         return os.preadv(self._descriptor, [target.data], position)
 
-    def advise_sequential(self) -> None:
-        """It will be read from front to back."""
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    def expect(self, start: int, num_bytes: int) -> None:
+        """A range will be read soon: the kernel begins to fetch what it does not hold."""
+        os.posix_fadvise(self._descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """See `File`."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,7 @@ one (10 ms at 25 MB/s for a single stream)."""
 
 _GAP_LIMIT_BYTES = 1 << 20
 _BLOCK_BYTES = 4 << 20
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 class Source:
@@ -82,24 +84,26 @@ class Source:
                 )
             done += count
 
-    def fetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Hold what this thread will read next, where every read is a request: few large ones, not many small ones.
+    def expect(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """This thread will read these ranges next: let the disk begin, so that it works while the first are moved.
+
+        Where every read is a request over a network they are fetched now: few large requests, not many small ones.
 
         Args:
             ranges: (file, first byte, first byte behind) of what will be read.
         """
         self._fetched.blocks = {}
-        slow = sorted(item for item in ranges if self._is_slow(item[0]))
         blocks: dict[int, list[tuple[int, Bytes]]] = {}
-        for file, start, end in coalesce(slow):
+        for file, start, end in coalesce(sorted(ranges)):
+            with self._open_files.borrow(file) as source:
+                if isinstance(source, LocalFile):
+                    if self._pace is None:
+                        source.expect(start, end - start)
+                    continue
             block: Bytes = np.empty(end - start, dtype=np.uint8)
             self.fill(file, start, block)
             blocks.setdefault(file, []).append((start, block))
         self._fetched.blocks = blocks
-
-    def _is_slow(self, file: int) -> bool:
-        with self._open_files.borrow(file) as source:
-            return source.slow_to_ask
 
     def _block_with(self, file: int, position: int, num_bytes: int) -> Bytes | None:
         blocks = getattr(self._fetched, "blocks", {}).get(file)
@@ -172,8 +176,6 @@ class Source:
             found = open_file(self._root / self._files[file].path)
         except OSError as error:
             raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=self._path(file)) from error
-        if isinstance(found, LocalFile):
-            found.advise_sequential()
         return found
 
 
@@ -272,6 +274,15 @@ class Target:
                 value = crc.crc32(os.pread(descriptor, length, position), value)
         return value == piece.crc32
 
+    def begin_flush(self, file: int, pieces: Sequence[Piece]) -> None:
+        """Let the kernel begin to write ranges to the disk, without waiting: what comes later finds less to do."""
+        begin = _c_function("sync_file_range", ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint)
+        if begin is None:
+            return
+        with self._descriptors.borrow(file) as descriptor:
+            for piece in pieces:
+                begin(descriptor, piece.start, piece.num_bytes, _SYNC_FILE_RANGE_WRITE)  # errors: fsync tells
+
     def flush(self, file: int) -> None:
         """Send what was written to stable storage."""
         path = self._folder / self._files[file].path
@@ -335,20 +346,23 @@ class Target:
 
 
 @functools.cache
-def _fallocate() -> Callable[..., int] | None:
-    """Linux' fallocate: the C library's posix_fallocate would write zeros where the file system cannot reserve."""
+def _c_function(name: str, *types: Any) -> Callable[..., int] | None:
+    """A function of Linux' C library that Python does not offer, or None elsewhere."""
     try:
-        function = ctypes.CDLL(None, use_errno=True).fallocate
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+    function.argtypes = types
     found: Callable[..., int] = function
     return found
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Give a file its size and, where the file system can, its space: a full volume shows before a byte is moved."""
-    reserve = _fallocate()
+    """Give a file its size and, where the file system can, its space: a full volume shows before a byte is moved.
+
+    The C library's posix_fallocate would write zeros where the file system cannot reserve.
+    """
+    reserve = _c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
     if reserve is not None and num_bytes and reserve(descriptor, 0, 0, num_bytes) != 0:
         code = ctypes.get_errno()
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
