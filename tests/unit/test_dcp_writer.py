@@ -382,6 +382,26 @@ def test_the_target_can_be_like_another_checkpoint(nested, tmp_path):
     assert any("amsgrad" in note and "schedule.last_epoch" in note for note in layout.notes)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_alone_become_the_model_of_another_checkpoint_without_its_optimizer(nested, tmp_path):
+    like = example(tmp_path, nested=nested)
+    index = select_states(mixed_precision(tmp_path), ("fp32", "weight"))
+    layout = convert(index, tmp_path / "out", 2, like=like)
+    found = FORMAT.read(tmp_path / "out", None)
+    assert {tensor.key.state for tensor in found.tensors} == {"weight"}
+    assert {key: path for key, path in like.extra.paths.items() if key.state == "weight"} == found.extra.paths
+    assert [key for key in found.extra.order if "weight" not in key][-1:] == ["schedule.last_epoch"]
+    assert (assemble(found)["weight/head"] == assemble(index)["fp32/a"]).all()
+    assert any("is left out" in note for note in layout.notes)
+    assert any(note.endswith(": schedule.last_epoch") for note in layout.notes)
+
+
+def test_a_weight_that_only_the_example_has_is_named(tmp_path):
+    like, index = example(tmp_path), select_states(mixed_precision(tmp_path, aliases={}), ("fp32", "weight"))
+    with pytest.raises(UnsupportedError, match=r"weight/head is only in the checkpoint that the target shall be like"):
+        FORMAT.layout(index, Request(topology=Topology(dp=2, zero=3), like=like))
+
+
 def test_another_model_is_no_example(tmp_path):
     like, index = example(tmp_path, rows=6), mixed_precision(tmp_path)
     with pytest.raises(UnsupportedError, match=r"weight/a is \[5, 2\], and \[6, 2\] in the one"):

@@ -75,8 +75,13 @@ def _is_padding(key: TensorKey) -> bool:
     return key.name.endswith(PADDING)
 
 
+def weights_alone(index: Index) -> bool:
+    """The source has no state of an optimizer: it comes from a format without, or none was asked for."""
+    return all(tensor.key.state in ("weight", "fp32") for tensor in index.tensors)
+
+
 def placed_like(wanted: Iterable[Wanted], index: Index, like: Index, extra: Extra) -> list[Wanted]:
-    """The same tensors where a checkpoint of the same model has them.
+    """The same tensors where a checkpoint of the same model has them; from weights alone, without its optimizer.
 
     Raises:
         UnsupportedError: the two do not hold the same tensors.
@@ -93,7 +98,8 @@ def placed_like(wanted: Iterable[Wanted], index: Index, like: Index, extra: Extr
             problems.append(f"{key} is {list(item.tensor.shape)}, and {list(shapes[key])} in the one it shall be like")
         else:
             found.append(dataclasses.replace(item, path=extra.paths[key]))
-    missing = shapes.keys() - {item.tensor.key for item in found} - scalars
+    wanting = {key for key in shapes if key.state == "weight" or not weights_alone(index)}
+    missing = wanting - {item.tensor.key for item in found} - scalars
     problems += [f"{key} is only in the checkpoint that the target shall be like" for key in sorted(missing)]
     if problems:
         raise UnsupportedError(

@@ -14,10 +14,10 @@ from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.dcp.naming import dotted
-from reshard.formats.dcp.objects import carried, numbers, objects_like, options
+from reshard.formats.dcp.objects import carried, numbers, objects_like, options, rest_like
 from reshard.formats.dcp.reader import NAME, Extra
 from reshard.formats.dcp.skeleton import RankFiles, metadata_file
-from reshard.formats.dcp.wanted import Wanted, named_tensors, notes_on, own_tensors, placed_like
+from reshard.formats.dcp.wanted import Wanted, named_tensors, notes_on, own_tensors, placed_like, weights_alone
 from reshard.geometry import Box, whole
 from reshard.layout import Index, ShardTableBuilder, TargetLayout
 
@@ -56,7 +56,10 @@ def _content(
             raise UnsupportedError(f"is of the format {request.like.format}, not {NAME}", path=str(request.like.root))
         wanted = placed_like(named_tensors(index, request), index, request.like, like)
         taken = {dotted(item.path) for item in wanted}
-        objects, notes = objects_like(files, index, request.like, like, taken)
+        if weights_alone(index) and any(key.state != "weight" for key in like.paths):
+            objects, notes = rest_like(files, request.like, like)
+        else:
+            objects, notes = objects_like(files, index, request.like, like, taken)
         return wanted, objects, _positions(like), (*notes_on(index, request), *notes)
     if extra is not None and all(tensor.key in extra.paths for tensor in index.tensors):
         wanted = list(own_tensors(index, request, extra))

@@ -60,7 +60,8 @@ class TargetRows(Rows):
                 f"the source lacks {len(self._problems)} tensors that the target needs",
                 path=str(self._index.root),
                 problems=list(self._problems)[:20],
-                hint="choose a target without them, or name parameters alike (--names)",
+                hint="give --names FILE where names differ, and --like a checkpoint of the same model; weights alone"
+                " are no DeepSpeed checkpoint: load them into the model before deepspeed.initialize",
             )
 
     def notes(self) -> tuple[str, ...]:

@@ -65,7 +65,10 @@ def select(index: Index, dtype: str | None) -> Selection:
         origins.append(at)
     if problems:
         raise UnsupportedError(
-            f"{len(problems)} tensors cannot be written as safetensors", path=str(index.root), problems=problems[:20]
+            f"{len(problems)} tensors cannot be written as safetensors",
+            path=str(index.root),
+            problems=problems[:20],
+            hint="leave --dtype out where a type cannot change, or tensors out or under other names with --names FILE",
         )
     if not tensors:
         raise UnsupportedError("holds no weights: safetensors files hold nothing else", path=str(index.root))

@@ -79,7 +79,8 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         raise UnsupportedError(
             f"a checkpoint of the format {described.format} does not say what else a universal checkpoint holds",
             path=str(described.root),
-            hint="name a DeepSpeed checkpoint of the same model, native or universal, with --like",
+            hint="name a DeepSpeed checkpoint of the same model, native or universal, with --like; a run that starts"
+            " from weights alone loads them into the model before deepspeed.initialize",
         )
     progress = None if described is index else Progress.of(index, blueprint.aliases)
     blueprint = _at_progress(blueprint, progress)
