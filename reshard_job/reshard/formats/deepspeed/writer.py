@@ -133,7 +133,7 @@ def _refuse(extra: Extra, target: Topology) -> None:
         raise UnsupportedError(
             f"{target}: nothing is said about how tensor parallelism cuts {some}, ...",
             path=where,
-            hint="save with client_state={'universal_checkpoint_info': ...}",
+            hint="say it with --patterns FILE, or save with client_state={'universal_checkpoint_info': ...}",
         )
     _refuse_buffers(extra, target, where)
     if not extra.model.patterns.tells_rows:
