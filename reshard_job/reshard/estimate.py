@@ -137,7 +137,7 @@ def _ranges(shards: ShardTable, rows: Int64Array, tensors: Sequence[LogicalTenso
         found: Int64Array = np.maximum(1, -(-elements * item // tile_bytes))
         return found
 
-    of_family = (parts - 1) * requests(shards.chunk[rows]) + requests(last)
+    of_family = (parts - 1) * requests(shards.chunk[rows]) + requests(last) + shards.num_boxes[rows] - parts
     return int(np.where(shards.chunk[rows] != 0, of_family, runs * requests(run)).sum())
 
 

@@ -33,6 +33,22 @@ def strides_of(size: Int64Array) -> Int64Array:
     return strides
 
 
+def count(size: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
+    """How many boxes `cut` makes of each interval, [intervals]; the arguments are its."""
+    stride = strides_of(size)
+    low, high, found = start, stop, np.zeros(len(start), dtype=np.int64)
+    for dim in range(size.shape[1] - 1, 0, -1):
+        row = np.maximum(1, stride[:, dim - 1])
+        border = -(-low // row) * row
+        head = (border != low) & (low < high)
+        low = np.where(head, np.minimum(high, border), low)
+        border = high // row * row
+        tail = (border != high) & (low < high)
+        high = np.where(tail, np.maximum(low, border), high)
+        found += head.astype(np.int64) + tail
+    return found + (low < high)
+
+
 def cut(size: Int64Array, start: Int64Array, stop: Int64Array) -> Cut:
     """Cut intervals into boxes, each a run of consecutive elements; at most `2 * ndim - 1` for an interval.
 

@@ -96,7 +96,7 @@ def _counts(index: Index) -> tuple[list[int], list[int]]:
     """Copies and boxes of every tensor."""
     copies = np.zeros(len(index.tensors), dtype=np.int64)
     np.maximum.at(copies, index.shards.tensor, index.shards.replica + 1)
-    return copies.tolist(), index.shards.parts_by_tensor(len(index.tensors)).tolist()
+    return copies.tolist(), index.shards.boxes_by_tensor(len(index.tensors)).tolist()
 
 
 def inspect_text(found: Inspection, *, tensors: bool) -> str:

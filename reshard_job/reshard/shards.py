@@ -45,6 +45,7 @@ class Ranges(NamedTuple):
     stop: Int64Array
 
 
+_PARTS_AT_ONCE = 1 << 20
 _NONE = np.zeros(0, dtype=np.int64)
 
 
@@ -133,10 +134,28 @@ class ShardTable:
         bounds = np.searchsorted(self.tensor[order], np.arange(num_tensors + 1))
         return [order[bounds[i] : bounds[i + 1]] for i in range(num_tensors)]
 
-    def parts_by_tensor(self, num_tensors: int) -> Int64Array:
-        """Parts of every tensor that are stored apart from each other, [tensors]."""
+    @property
+    def num_boxes(self) -> Int64Array:
+        """Boxes of each row, [rows]: 1 but for families."""
+        found = np.ones(len(self), dtype=np.int64)
+        family = np.flatnonzero(self.chunk != 0)
+        ends = np.cumsum(self.num_parts[family])
+        first = 0
+        while first < len(family):
+            last = max(
+                first + 1, int(np.searchsorted(ends, (ends[first - 1] if first else 0) + _PARTS_AT_ONCE, "right"))
+            )
+            some = family[first:last]
+            row, _, begin, end = self.take(some)._parts(self.start[some], self.stop[some])
+            number = intervals.count(self.size[some][row], begin, end)
+            found[some] = np.bincount(row, weights=number, minlength=len(some)).astype(np.int64)
+            first = last
+        return found
+
+    def boxes_by_tensor(self, num_tensors: int) -> Int64Array:
+        """Boxes of every tensor, [tensors]."""
         found = np.zeros(num_tensors, dtype=np.int64)
-        np.add.at(found, self.tensor, self.num_parts)
+        np.add.at(found, self.tensor, self.num_boxes)
         return found
 
     def take(self, rows: Int64Array) -> ShardTable:
@@ -221,19 +240,24 @@ class ShardTable:
         last = np.minimum(high - self.offset, self.size) - 1
         return (first * strides).sum(axis=1), (last * strides).sum(axis=1) + 1
 
+    def _parts(self, low: Int64Array, high: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+        """Parts of families that hold elements of `low:high`: row, number, first element, that behind the last."""
+        first = (low - self.start) // self.chunk
+        count = np.maximum(0, -(-(high - self.start) // self.chunk) - first)
+        row = np.repeat(np.arange(len(self)), count)
+        part = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - first, count)
+        begin = self.start[row] + part * self.chunk[row]
+        return row, part, begin, np.minimum(begin + self.chunk[row], self.stop[row])
+
     def _between(self, low: Int64Array, high: Int64Array) -> ShardTable:
         """Boxes of the parts of families that hold elements of `low:high`, [rows]; other rows as they are."""
         family = np.flatnonzero(self.chunk != 0)
         if not len(family):
             return self
         plain = np.flatnonzero(self.chunk == 0)
-        chunk, start = self.chunk[family], self.start[family]
-        first = (low[family] - start) // chunk
-        count = np.maximum(0, -(-(high[family] - start) // chunk) - first)
-        row = np.repeat(family, count)
-        part = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - first, count)
-        begin = self.start[row] + part * self.chunk[row]
-        found = intervals.cut(self.size[row], begin, np.minimum(begin + self.chunk[row], self.stop[row]))
+        row, part, begin, end = self.take(family)._parts(low[family], high[family])
+        row = family[row]
+        found = intervals.cut(self.size[row], begin, end)
         source, inside = row[found.interval], found.first - begin[found.interval]
         numbers = np.concatenate((plain, source))
         order = np.argsort(numbers, kind="stable")

@@ -90,7 +90,8 @@ def commit_crc32(folder: Path) -> int | None:
 
 def encode(manifest: Manifest) -> dict[str, bytes]:
     """Content of the manifest's files, by name."""
-    plan = manifest.plan
+    plan = manifest.plan.in_boxes()
+    manifest = dataclasses.replace(manifest, plan=plan)
     index, layout = plan.index, plan.layout
     crc32 = manifest.source_commit
     value = {

@@ -28,7 +28,7 @@ def restrict(plan: Plan, files: Collection[int]) -> Plan:
     Returns:
         A plan whose tensors are cells, named `parameter[first:last, ...]` where they are parts of a tensor.
     """
-    kept = sorted(set(files))
+    plan, kept = plan.in_boxes(), sorted(set(files))
     new_file = np.full(len(plan.layout.files), -1, dtype=np.int64)
     new_file[kept] = np.arange(len(kept))
     cut = _Cut(plan, new_file)

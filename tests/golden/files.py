@@ -35,8 +35,7 @@ def assemble(index: Index) -> dict[str, np.ndarray]:
         kind = np.dtype(NUMPY[tensor.dtype])
         copies: dict[int, np.ndarray] = {}
         filled: dict[int, np.ndarray] = {}
-        for number in rows:
-            row = index.shards.row(int(number), len(tensor.shape))
+        for row in index.shards.each(rows, len(tensor.shape)):
             last = sum((size - 1) * stride for size, stride in zip(row.box.size, row.strides, strict=True))
             flat = contents[row.file][row.byte_offset : row.byte_offset + (last + 1) * kind.itemsize].copy().view(kind)
             view = np.lib.stride_tricks.as_strided(flat, row.box.size, [s * kind.itemsize for s in row.strides])

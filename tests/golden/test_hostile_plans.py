@@ -36,7 +36,7 @@ def plan_for(name: str) -> Plan:
 
 @pytest.fixture(scope="module", params=SOURCES)
 def plan(request: pytest.FixtureRequest) -> Plan:
-    return plan_for(request.param)
+    return plan_for(request.param).in_boxes()
 
 
 # Plans: rows of the target, or of the source, that are missing, doubled, shifted or swapped.
@@ -133,6 +133,44 @@ def test_a_plan_whose_source_is_wrong_is_refused_and_the_tensor_named(plan: Plan
     with pytest.raises(PlanError, match=complaint) as caught:
         check_plan(make_plan(index, plan.layout))
     assert any(str(tensor.key) in str(caught.value) for tensor in plan.index.tensors)
+
+
+ZERO3 = "deepspeed-0.19.8/zero3-dp3/step-00000002"
+WRONG_FAMILIES: dict[str, tuple[str, int, str]] = {
+    "a part too long": ("chunk", 1, "twice|is written"),
+    "parts too short, in more files": ("chunk", -1, "in parts of|twice|is written"),
+    "no parts": ("chunk", -(10**6), "in parts of"),
+    "one element too few": ("stop", -1, "are covered"),
+    "one element too many": ("stop", 1, "in parts of"),
+    "the first element missing": ("start", 1, "are covered"),
+    "an element before the first": ("start", -1, "in parts of"),
+    "elements of another type": ("item_bytes", -2, "in parts of"),
+    "in files that are not there": ("file", 10**6, "in parts of"),
+    "in the next files": ("file", 1, "in parts of|twice|is written"),
+    "in another place": ("byte_offset", 4, "twice|is written"),
+    "of another copy": ("replica", 7, "are covered"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FAMILIES)
+def test_a_wrong_family_of_boxes_is_refused(name: str) -> None:
+    column, by, complaint = WRONG_FAMILIES[name]
+    plan = plan_for(ZERO3)
+    table = plan.layout.shards
+    assert table.has_families
+    row = int((table.num_elements * (table.num_parts > 1)).argmax())
+    if column == "replica":  # a copy that is there in part
+        table = changed(rows(table, np.append(np.arange(len(table)), row)), "stop", len(table), -1)
+        row = len(table) - 1
+    refused(plan, dataclasses.replace(plan.layout, shards=changed(table, column, row, by)), complaint)
+
+
+@pytest.mark.parametrize("column", ["start", "stop", "item_bytes", "file"])
+def test_a_wrong_family_of_the_source_is_refused(column: str) -> None:
+    plan = plan_for(ZERO3)
+    index = dataclasses.replace(plan.index, shards=changed(plan.index.shards, column, 0, 10**6))
+    with pytest.raises(PlanError, match=r"source fp32/.*in parts of"):
+        check_plan(make_plan(index, plan.layout))
 
 
 def refused(plan: Plan, layout: TargetLayout, complaint: str) -> None:

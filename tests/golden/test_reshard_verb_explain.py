@@ -42,4 +42,4 @@ def test_every_golden_checkpoint_can_be_explained() -> None:
     for path in EVERY:
         index = api.index_of(path)
         found = explain(index, range(len(index.tensors)))
-        assert sum(len(item.places) for item in found) == len(index.shards)
+        assert sum(len(item.places) for item in found) == len(index.shards.boxes())

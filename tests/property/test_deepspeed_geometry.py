@@ -81,14 +81,13 @@ def test_partitions_hold_every_element_once_and_in_order(counts, dp, alignment):
 
 @given(COUNTS, st.integers(1, 9))
 def test_zero3_slots_hold_every_element_once(counts, dp):
-    seen = [0] * len(counts)
-    for rank in range(dp):
-        spans, length = flat.zero3_spans(counts, dp, rank)
-        assert length == sum(math.ceil(count / dp) for count in counts)
-        for span in spans:
-            assert span.start == seen[span.index]
-            seen[span.index] = span.stop
-    assert seen == list(counts)
+    slots, length = flat.zero3_slots(counts, dp)
+    end = 0
+    for slot, count in zip(slots, counts, strict=True):
+        assert slot.offset == end
+        assert (slot.size - 1) * dp < count <= slot.size * dp or slot.size == count == 0
+        end += slot.size
+    assert end == length
 
 
 @given(COUNTS, st.integers(1, 9), st.integers(1, 60))

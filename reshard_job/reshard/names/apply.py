@@ -135,7 +135,7 @@ class _Pieces:
 
     def _piece(self, key: TensorKey) -> Piece:
         at = self._at[key]
-        return Piece(self._index.tensors[at], boxes.rows_of(self._index.shards, self._rows[at]))
+        return Piece(self._index.tensors[at], boxes.rows_of(self._index.shards, self._rows[at]).boxes())
 
 
 def _aliases(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -95,21 +96,27 @@ def param_alignment(element_bytes: int, enabled: bool) -> int:
     return 16 // math.gcd(16, element_bytes) if enabled else 1
 
 
-def zero3_spans(num_elements: Sequence[int], dp: int, rank: int) -> tuple[tuple[Span, ...], int]:
-    """What lies in a rank's ZeRO-3 sub-group, and the sub-group's length.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter lies in every rank's ZeRO-3 sub-group: rank r has elements `r * size` to `(r + 1) * size`.
 
-    Every parameter has a slot of `ceil(n / dp)` elements; the last slots may be padding in part or whole.
+    Attributes:
+        offset: first element in the sub-group.
+        size: elements; the last ranks' may be padding in part or whole.
+    """
+
+    offset: int
+    size: int
+
+
+def zero3_slots(num_elements: Sequence[int], dp: int) -> tuple[tuple[Slot, ...], int]:
+    """The slot of each parameter in a sub-group, and the sub-group's length: the same on every rank.
+
     Source: partition_parameters.py, `_partition_numel`.
     """
-    spans: list[Span] = []
-    offset = 0
-    for index, count in enumerate(num_elements):
-        slot = math.ceil(count / dp)
-        start, stop = min(rank * slot, count), min((rank + 1) * slot, count)
-        if start < stop:
-            spans.append(Span(index=index, start=start, stop=stop, offset=offset))
-        offset += slot
-    return tuple(spans), offset
+    sizes = [math.ceil(count / dp) for count in num_elements]
+    offsets = itertools.accumulate(sizes, initial=0)
+    return tuple(map(Slot, offsets, sizes)), sum(sizes)
 
 
 def zero3_sub_groups(num_elements: Sequence[int], dp: int, sub_group_size: int) -> tuple[tuple[int, int], ...]:

@@ -14,6 +14,7 @@ from reshard.formats.deepspeed.source import Source, mapping_of
 from reshard.formats.deepspeed.unpartitioned import named_groups
 from reshard.formats.pt.objects import Global, Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read
+from reshard.formats.pt.twins import Twins
 from reshard.topology import Topology
 
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
@@ -46,7 +47,8 @@ def open_source(folder: Path) -> Source:
     topology = _topology(first, found, folder)
     prefix = next(iter(prefixes), "")
     _check_names(folder, topology, found, prefix)
-    files = {name: first if name == models[0, 0] else read(folder / name) for name in found}
+    twins = Twins()
+    files = {name: twins.read(folder / name) for name in found}
     source = Source(
         folder=folder,
         topology=topology,

@@ -11,6 +11,7 @@ from reshard.formats.deepspeed import flat
 from reshard.formats.deepspeed.fields import Kind, kind_of
 from reshard.formats.deepspeed.logical import Model, param_shapes
 from reshard.formats.deepspeed.rows import Place, Rows, add_span
+from reshard.formats.deepspeed.slots import held_runs
 from reshard.formats.deepspeed.source import Source
 from reshard.formats.deepspeed.states import group_states
 from reshard.formats.deepspeed.unpartitioned import param_states
@@ -74,25 +75,29 @@ def add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str,
 
 
 def add_zero3(rows: Rows, source: Source, model: Model, files: Mapping[str, int]) -> None:
-    """ZeRO-3: every parameter has a slot of its own in each rank's sub-group."""
+    """ZeRO-3: every parameter has a slot in each rank's sub-group."""
     topology = source.topology
-    for (mp, dp), file in source.optimizers.items():
+    for mp in range(topology.tp * topology.pp):
         shapes = param_shapes(source, mp)
-        states = group_states(source, mp, dp)
-        if len(states) != len(shapes):
-            raise CorruptSourceError(f"{len(states)} sub-groups, param_shapes has {len(shapes)}", path=file.path)
-        for at, (state, group) in enumerate(zip(states, shapes, strict=True)):
-            spans, length = flat.zero3_spans([math.prod(shape) for shape in group.values()], topology.dp, dp)
-            for key, tensor in state.flat.items():
-                if tensor.num_elements != length:
-                    raise CorruptSourceError(
-                        f"sub-group {at}: partition {key!r} has {tensor.num_elements} elements, expected {length}",
-                        path=file.path,
+        own = [source.optimizers[mp, dp] for dp in range(topology.dp)]
+        states = [group_states(source, mp, dp) for dp in range(topology.dp)]
+        for file, found in zip(own, states, strict=True):
+            if len(found) != len(shapes):
+                raise CorruptSourceError(f"{len(found)} sub-groups, param_shapes has {len(shapes)}", path=file.path)
+        for at, group in enumerate(shapes):
+            slots, length = flat.zero3_slots([math.prod(shape) for shape in group.values()], topology.dp)
+            held = [(file, state[at].flat) for file, state in zip(own, states, strict=True)]
+            keys = dict.fromkeys(key for _, tensors in held for key in tensors)
+            runs = {
+                key: held_runs(held, key, files, length=length, what=f"sub-group {at}: partition {key!r}")
+                for key in keys
+            }
+            place = Place(topology.tp, mp, 0, 0, 0)
+            for name, slot in zip(group, slots, strict=True):
+                for key, (dtype, found_runs) in runs.items():
+                    rows.add_slots(
+                        key, model.params[name], place, found_runs, dtype=dtype, offset=slot.offset, size=slot.size
                     )
-            names = list(group)
-            for span in spans:
-                place = Place(topology.tp, mp, 0, files[file.path], 0)
-                add_span(rows, model.params[names[span.index]], state.flat, span, place)
 
 
 def _copies(model: Model) -> dict[str, list[int]]:

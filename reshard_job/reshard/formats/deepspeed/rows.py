@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed.flat import Span
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.rules import Piece
+from reshard.formats.deepspeed.slots import Run, chunks_of
 from reshard.formats.pt.objects import Tensor
 from reshard.geometry import Box, flat_interval_to_boxes, strides_of
 from reshard.layout import ITEM_BYTES, PADDING, LogicalTensor, ShardTable, ShardTableBuilder, TensorKey
@@ -63,29 +65,64 @@ class Rows:
         if box.num_elements:
             self._add_box(state, param, place, dtype, box, tuple(strides))
 
+    def add_slots(
+        self, state: str, param: Param, place: Place, runs: Sequence[Run], *, dtype: str, offset: int, size: int
+    ) -> None:
+        """Every rank of ZeRO-3 holds `size` elements of a flattened shard, the last ones fewer or none.
+
+        Args:
+            state: of the tensor.
+            param: its parameter.
+            place: whose shard it is; its file and position do not matter.
+            runs: where the ranks' sub-groups lie.
+            dtype: of the tensor.
+            offset: of the slot, in elements of the sub-group.
+            size: of the slot.
+        """
+        shard = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
+        item_bytes, strides = ITEM_BYTES[dtype], strides_of(shard)
+        runs = [run._replace(byte_offset=run.byte_offset + offset * item_bytes) for run in runs] if size else []
+        found = list(_pieces(param, place, Box((0,) * len(shard), shard)))
+        if not all(_is_run(part, strides) for _, part, _ in found):  # cut along several dims: box by box
+            for run in runs:
+                for rank in range(run.first, run.last):
+                    start, stop = min(rank * size, math.prod(shard)), min((rank + 1) * size, math.prod(shard))
+                    at = place._replace(file=run.file + rank - run.first, byte_offset=run.byte_offset)
+                    self.add_flat(state, param, at, dtype=dtype, start=start, stop=stop)
+            return
+        for is_padding, part, box in found:
+            begin = sum(at * stride for at, stride in zip(part.offset, strides, strict=True))
+            chunks = [(run, chunk) for run in runs for chunk in chunks_of(run, size, begin, begin + part.num_elements)]
+            tensor = self._tensor(state, param, is_padding, dtype) if chunks else None
+            for run, chunk in chunks if tensor is not None else ():
+                self._builder.add_family(
+                    tensor=tensor or 0,
+                    box=box,
+                    start=chunk.start - begin,
+                    stop=chunk.stop - begin,
+                    chunk=chunk.size,
+                    file=chunk.file,
+                    byte_offset=run.byte_offset + chunk.skipped * item_bytes,
+                    item_bytes=item_bytes,
+                    replica=_replica(param, place),
+                )
+
     def _add_box(  # noqa: PLR0917
         self, state: str, param: Param, place: Place, dtype: str, box: Box, strides: tuple[int, ...]
     ) -> None:
-        replica = place.copy * place.tp + place.rank if param.rule.dim is None else place.copy
-        for piece in param.rule.pieces(param.shape, place.tp, place.rank):
-            found = box.intersect(Box(piece.local, piece.size))
-            if found is None:
+        for is_padding, part, whole in _pieces(param, place, box):
+            tensor = self._tensor(state, param, is_padding, dtype)
+            if tensor is None:
                 continue
-            for is_padding, part in _split_rows(found, piece, param.rows):
-                tensor = self._tensor(state, param, is_padding, dtype)
-                if tensor is None:
-                    continue
-                inside = sum(
-                    (at - low) * stride for at, low, stride in zip(part.offset, box.offset, strides, strict=True)
-                )
-                self._builder.add(
-                    tensor=tensor,
-                    box=_in_whole(part, piece, param.rows if is_padding else 0),
-                    file=place.file,
-                    byte_offset=place.byte_offset + inside * ITEM_BYTES[dtype],
-                    strides=strides,
-                    replica=replica,
-                )
+            inside = sum((at - low) * stride for at, low, stride in zip(part.offset, box.offset, strides, strict=True))
+            self._builder.add(
+                tensor=tensor,
+                box=whole,
+                file=place.file,
+                byte_offset=place.byte_offset + inside * ITEM_BYTES[dtype],
+                strides=strides,
+                replica=_replica(param, place),
+            )
 
     def _identity(self, state: str, param: Param, is_padding: bool) -> tuple[TensorKey, tuple[int, ...]]:
         """Key and shape of a parameter's tensor; a padded vocabulary has two."""
@@ -108,6 +145,25 @@ class Rows:
         if known.shape != shape or known.dtype != dtype:
             raise CorruptSourceError(f"{key} is {dtype} {shape} in one file and {known.dtype} {known.shape} in another")
         return self._ids[key]
+
+
+def _replica(param: Param, place: Place) -> int:
+    """Which copy of the tensor the shard is part of."""
+    return place.copy * place.tp + place.rank if param.rule.dim is None else place.copy
+
+
+def _pieces(param: Param, place: Place, box: Box) -> Iterator[tuple[bool, Box, Box]]:
+    """A box of a shard by the tensors and pieces that it is of: padding or not, in the shard, in the whole tensor."""
+    for piece in param.rule.pieces(param.shape, place.tp, place.rank):
+        found = box.intersect(Box(piece.local, piece.size))
+        for is_padding, part in _split_rows(found, piece, param.rows) if found is not None else ():
+            yield is_padding, part, _in_whole(part, piece, param.rows if is_padding else 0)
+
+
+def _is_run(part: Box, strides: Sequence[int]) -> bool:
+    """The elements of a box follow each other in an array with these strides."""
+    last = sum((size - 1) * stride for size, stride in zip(part.size, strides, strict=True))
+    return last + 1 == part.num_elements
 
 
 def _in_whole(part: Box, piece: Piece, first_row: int | None) -> Box:

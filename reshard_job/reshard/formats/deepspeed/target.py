@@ -187,7 +187,7 @@ class Target:
         return {"ds_config": template.copy_except(found, {"zero_optimization": patched})}
 
     def add_file(self, name: str, value: Any) -> File:
-        """Lay out a file."""
+        """Lay out a file for an object tree, or for what `pickled` made of it."""
         layout = lay_out_pt(name.removesuffix(".pt"), value)
         checksums = tuple(
             ChecksumField(start=slot.offset, num_bytes=slot.num_bytes, positions=slot.crc_positions)
@@ -195,6 +195,12 @@ class Target:
             if slot.num_bytes
         )
         self.files.append(TargetFile(path=name, num_bytes=layout.num_bytes, fixed=layout.fixed, checksums=checksums))
+        return File(target=self, index=len(self.files) - 1, layout=layout)
+
+    def add_twin(self, name: str, other: File) -> File:
+        """Add a file with the same content as another, and a name of the same length."""
+        layout = other.layout.named(name.removesuffix(".pt"))
+        self.files.append(dataclasses.replace(self.files[other.index], path=name, fixed=layout.fixed))
         return File(target=self, index=len(self.files) - 1, layout=layout)
 
     def param_group(self, group: int, params: list[int]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import autoep, flat
 from reshard.formats.deepspeed.logical import Model, Param, layer_weights, make_param
-from reshard.formats.deepspeed.rows import Place, Rows, add_span
+from reshard.formats.deepspeed.rows import Place, Rows
+from reshard.formats.deepspeed.slots import held_runs
 from reshard.formats.deepspeed.source import Source
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
@@ -103,20 +104,21 @@ def add_zero3_frozen(
 ) -> None:
     """Parameters that are not optimized: each rank's slot in `frozen_param_fragments`. Buffers travel in the files."""
     topology = source.topology
-    for (mp, dp), file in source.models.items():
-        fragments, shapes = file.value.get("frozen_param_fragments") or {}, file.value.get("frozen_param_shapes") or {}
-        for name, tensor in fragments.items():
+    for mp in range(topology.tp * topology.pp):
+        own = [source.models[mp, dp] for dp in range(topology.dp)]
+        held = [(file, file.value.get("frozen_param_fragments") or {}) for file in own]
+        for name in dict.fromkeys(name for _, fragments in held for name in fragments):
             if name not in weights:
                 found = [
                     tuple((source.models[tp, 0].value.get("frozen_param_shapes") or {}).get(name, ()))
                     for tp in range(topology.tp)
                 ]
                 weights[name] = make_param(name, found, model.patterns, topology.tp)
-            spans, length = flat.zero3_spans([math.prod(shapes.get(name, ()))], topology.dp, dp)
-            if not isinstance(tensor, Tensor) or tensor.num_elements != length or not tensor.is_contiguous:
-                raise CorruptSourceError(f"frozen parameter {name}: expected {length} elements", path=file.path)
-            for span in spans:
-                add_span(rows, weights[name], {"weight": tensor}, span, Place(topology.tp, mp, 0, files[file.path], 0))
+            shape = (own[0].value.get("frozen_param_shapes") or {}).get(name, ())
+            (slot,), length = flat.zero3_slots([math.prod(shape)], topology.dp)
+            dtype, runs = held_runs(held, name, files, length=length, what=f"frozen parameter {name}")
+            place = Place(topology.tp, mp, 0, 0, 0)
+            rows.add_slots("weight", weights[name], place, runs, dtype=dtype, offset=0, size=slot.size)
 
 
 def add_zero3_buffers(
@@ -124,8 +126,9 @@ def add_zero3_buffers(
 ) -> None:
     """Buffers are not partitioned: every rank's model file holds them whole."""
     for (mp, dp), file in source.models.items():
-        module = _module(file)
-        for name in file.value.get("buffer_names") or ():
+        names = file.value.get("buffer_names") or ()
+        module = _module(file) if names else {}
+        for name in names:
             tensor = module.get(name)
             if tensor is None:
                 continue

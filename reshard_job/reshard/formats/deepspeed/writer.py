@@ -13,10 +13,11 @@ from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.deepspeed.fields import base_state, target_kind
 from reshard.formats.deepspeed.logical import Model, Param
 from reshard.formats.deepspeed.model_files import write_experts, write_layers, write_model
+from reshard.formats.deepspeed.names import NAME
 from reshard.formats.deepspeed.optimizer_files import buffers_of, write_optimizer
 from reshard.formats.deepspeed.origins import TargetRows
 from reshard.formats.deepspeed.progress import Progress
-from reshard.formats.deepspeed.reader import NAME, Extra
+from reshard.formats.deepspeed.reader import Extra
 from reshard.formats.deepspeed.stages import target_stages
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.zero3 import write_zero3
@@ -88,8 +89,7 @@ def _template(index: Index, request: Request) -> Extra:
 
 def _write_rank(target: Target, pp: int, tp: int) -> None:
     if target.topology.zero == 3:
-        for dp in range(target.topology.dp):
-            write_zero3(target, tp, dp)
+        write_zero3(target, tp)
         return
     parts = [buffers_of(target, pp, part) for part in range(target.topology.ep)]
     write_model(target, pp, tp, parts[0])

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.formats.deepspeed import flat, names
 from reshard.formats.deepspeed.fields import base_state, fields_for
+from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.optimizer_files import optimizer_file_value
-from reshard.formats.deepspeed.target import Target
+from reshard.formats.deepspeed.rows import Place
+from reshard.formats.deepspeed.slots import Run, runs_of
+from reshard.formats.deepspeed.target import File, Target
 from reshard.formats.deepspeed.template import Template, zero_stage_enum
+from reshard.formats.deepspeed.twins import Twins
 from reshard.formats.pt.objects import Size, StatefulDict, Tensor, new_tensor
+from reshard.formats.pt.reader import PtFile
 
 _SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default for `zero_optimization.sub_group_size`."""
 
+_FROM_TARGET = frozenset(
+    [
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "optimizer_state_dict",
+        "fp32_flat_groups",
+        "state",
+        "param_groups",
+    ]
+)
+"""Entries of a rank's files that are not copied from the source."""
 
-def write_zero3(target: Target, tp: int, dp: int) -> None:
-    """Both files of one rank."""
+
+def write_zero3(target: Target, tp: int) -> None:
+    """Both files of every data-parallel rank: all model files, then all optimizer files."""
     sub_groups = _sub_groups(target, tp)
-    _write_model(target, tp, dp, [group for found in sub_groups for group in found])
-    _write_optimizer(target, tp, dp, sub_groups)
+    _write_models(target, tp, [group for found in sub_groups for group in found])
+    _write_optimizers(target, tp, sub_groups)
 
 
 def _sub_groups(target: Target, tp: int) -> list[list[tuple[str, ...]]]:
@@ -36,10 +54,31 @@ def _sub_groups(target: Target, tp: int) -> list[list[tuple[str, ...]]]:
     ]
 
 
-def _write_model(target: Target, tp: int, dp: int, sub_groups: list[tuple[str, ...]]) -> None:
-    like = target.source.models[target.like(0, tp), target.like_dp(dp) if target.source.topology.zero == 3 else 0]
+def _write_models(target: Target, tp: int, sub_groups: list[tuple[str, ...]]) -> None:
+    twins: Twins[dict[str, Any]] = Twins(target)
+    files: list[tuple[File, dict[str, Any]]] = []
+    for dp in range(target.topology.dp):
+        like = target.source.models[target.like(0, tp), target.like_dp(dp) if target.source.topology.zero == 3 else 0]
+
+        def make(like: PtFile = like, dp: int = dp) -> tuple[dict[str, Any], dict[str, Any]]:
+            found = _model_value(target, like, tp, dp, sub_groups)
+            return found, found
+
+        copied = [item for key, item in like.value.items() if key not in _FROM_TARGET]
+        file, value = twins.add(names.model_file(tp, dp=dp), (tp == dp == 0, *like.value, *copied), make)
+        files.append((file, value))
+        for name in like.value.get("buffer_names") or ():
+            if name in target.weights:
+                file.add_weight(target.weights[name], value["module"][name], tp, dp)
+    for name in files[0][1]["frozen_param_fragments"]:
+        held = [(file, value["frozen_param_fragments"][name]) for file, value in files]
+        (slot,), _ = flat.zero3_slots(target.elements((name,), tp), target.topology.dp)
+        _add_slots(target, tp, "weight", target.weights[name], _Held(held[0][1].dtype, _runs(held, tp)), slot)
+
+
+def _model_value(target: Target, like: PtFile, tp: int, dp: int, sub_groups: list[tuple[str, ...]]) -> dict[str, Any]:
     template = Template(like, target.budget)
-    frozen = {name: _fragment(target, name, tp, dp) for name in _frozen(target, like.value)}
+    frozen = {name: _fragment(target, name, tp) for name in _frozen(target, like.value)}
     replaced: dict[str, Any] = {
         **target.common(like.value, first=tp == dp == 0),
         **target.config(template, like.value),
@@ -48,15 +87,7 @@ def _write_model(target: Target, tp: int, dp: int, sub_groups: list[tuple[str, .
         "frozen_param_shapes": StatefulDict((name, Size(target.shard(name, tp))) for name in frozen),
         "frozen_param_fragments": StatefulDict(frozen),
     }
-    value = template.copy_except(like.value, replaced)
-    file = target.add_file(names.model_file(tp, dp=dp), value)
-    for name in like.value.get("buffer_names") or ():
-        if name in target.weights:
-            file.add_weight(target.weights[name], value["module"][name], tp, dp)
-    for name, tensor in frozen.items():
-        spans, _ = flat.zero3_spans([math.prod(target.shard(name, tp))], target.topology.dp, dp)
-        for span in spans:
-            file.add_span(target.weights[name], {"weight": tensor}, span, tp, 0)
+    return template.copy_except(like.value, replaced)
 
 
 def _frozen(target: Target, like: Mapping[str, Any]) -> tuple[str, ...]:
@@ -78,8 +109,26 @@ def _module(target: Target, like: Mapping[str, Any], template: Template, tp: int
     return module
 
 
-def _fragment(target: Target, name: str, tp: int, dp: int) -> Tensor:
-    _, length = flat.zero3_spans([math.prod(target.shard(name, tp))], target.topology.dp, dp)
+class _Held(NamedTuple):
+    """Tensors of one type that the ranks have one each of, and where they lie."""
+
+    dtype: str
+    runs: tuple[Run, ...]
+
+
+def _runs(held: list[tuple[File, Tensor]], tp: int) -> tuple[Run, ...]:
+    """Where the ranks' files hold their tensors."""
+    places = [file.place(tensor, tp, 0) for file, tensor in held]
+    return runs_of(range(len(held)), [place.file for place in places], [place.byte_offset for place in places])
+
+
+def _add_slots(target: Target, tp: int, state: str, param: Param, held: _Held, slot: flat.Slot) -> None:  # noqa: PLR0917
+    place = Place(target.topology.tp, tp, 0, 0, 0)
+    target.rows.add_slots(state, param, place, held.runs, dtype=held.dtype, offset=slot.offset, size=slot.size)
+
+
+def _fragment(target: Target, name: str, tp: int) -> Tensor:
+    _, length = flat.zero3_slots(target.elements((name,), tp), target.topology.dp)
     return new_tensor(_frozen_type(target, name), (length,))
 
 
@@ -90,35 +139,63 @@ def _frozen_type(target: Target, name: str) -> str:
     return str(tensor.dtype)
 
 
-def _write_optimizer(target: Target, tp: int, dp: int, sub_groups: list[list[tuple[str, ...]]]) -> None:
-    mp_like, dp_like = target.like(0, tp), target.like_dp(dp)
-    like = target.source.optimizer_file(mp_like, dp_like)
-    template = Template(like, target.budget)
-    state = fields_for(target.kind, target.source, mp_like, dp_like)
-    inner = base_state(target.source, mp_like, dp_like)
+def _write_optimizers(target: Target, tp: int, sub_groups: list[list[tuple[str, ...]]]) -> None:
+    twins: Twins[list[dict[str, Tensor]]] = Twins(target)
+    files: list[tuple[File, list[dict[str, Tensor]]]] = []
+    for dp in range(target.topology.dp):
+        like = (target.like(0, tp), target.like_dp(dp))
+
+        def make(like: tuple[int, int] = like) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+            return _optimizer_value(target, like, tp, sub_groups)
+
+        files.append(twins.add(names.optimizer_file(target.prefix, dp, tp), _copied(target, like), make))
+    for at, names_ in enumerate(itertools.chain.from_iterable(sub_groups)):
+        slots, _ = flat.zero3_slots(target.elements(names_, tp), target.topology.dp)
+        states = files[0][1][at]
+        held = {
+            state: _Held(states[state].dtype, _runs([(file, own[at][state]) for file, own in files], tp))
+            for state in states
+        }
+        for name, slot in zip(names_, slots, strict=True):
+            for state in states:
+                _add_slots(target, tp, state, target.params[name], held[state], slot)
+
+
+def _copied(target: Target, like: tuple[int, int]) -> tuple[Any, ...]:
+    """Everything that an optimizer file takes from a rank of the source."""
+    state = fields_for(target.kind, target.source, *like)
+    found: list[Any] = []
+    for mapping in (target.source.optimizer_file(*like).value, state, base_state(target.source, *like)):
+        found += mapping
+        found += [item for key, item in mapping.items() if key not in _FROM_TARGET]
+    return tuple(found)
+
+
+def _optimizer_value(
+    target: Target, like: tuple[int, int], tp: int, sub_groups: list[list[tuple[str, ...]]]
+) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+    """What an optimizer file holds, and its partitions by sub-group and state."""
+    file = target.source.optimizer_file(*like)
+    template = Template(file, target.budget)
     partitions: list[dict[str, Tensor]] = []
     states: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    spans_of: list[tuple[tuple[str, ...], tuple[flat.Span, ...]]] = []
     for group, found in enumerate(sub_groups):
         first = len(partitions)
         for names_ in found:
             own_states = target.group_template(group, tp)
-            spans, length = flat.zero3_spans(target.elements(names_, tp), target.topology.dp, dp)
+            _, length = flat.zero3_slots(target.elements(names_, tp), target.topology.dp)
             own = {key: new_tensor(dtype, (length,)) for key, dtype in own_states.dtypes.items()}
             if own_states.order:
                 states[len(partitions)] = own_states.state(own)
             partitions.append(own)
-            spans_of.append((names_, spans))
         groups.append(target.param_group(group, list(range(first, len(partitions)))))
+    inner = template.copy_except(base_state(target.source, *like), {"state": states, "param_groups": groups})
     replaced: dict[str, Any] = {
         "zero_stage": zero_stage_enum(3),
         "partition_count": target.topology.dp,
-        "optimizer_state_dict": template.copy_except(inner, {"state": states, "param_groups": groups}),
+        "optimizer_state_dict": inner,
         "fp32_flat_groups": [own["fp32"] for own in partitions],
     }
-    value = optimizer_file_value(target, template, like.value, template.copy_except(state, replaced))
-    file = target.add_file(names.optimizer_file(target.prefix, dp, tp), value)
-    for (names_, spans), own in zip(spans_of, partitions, strict=True):
-        for span in spans:
-            file.add_span(target.params[names_[span.index]], own, span, tp, 0)
+    state = template.copy_except(fields_for(target.kind, target.source, *like), replaced)
+    return optimizer_file_value(target, template, file.value, state), partitions

@@ -41,12 +41,14 @@ class Entry:
         offset: byte offset of the payload in the file.
         num_bytes: length of the payload.
         crc32: as stated in the directory; None where the archive states none.
+        header: byte offset of its local header; -1 where nobody asked.
     """
 
     name: str
     offset: int
     num_bytes: int
     crc32: int | None
+    header: int = -1
 
 
 def read_directory(file: File, path: str) -> dict[str, Entry]:
@@ -86,7 +88,10 @@ def read_directory(file: File, path: str) -> dict[str, Entry]:
                 f"entry {info.filename!r} ends at byte {offset + info.file_size} of {num_file_bytes}", path=path
             )
         name = info.filename[len(prefix) :]
-        entries[name] = Entry(name=name, offset=offset, num_bytes=info.file_size, crc32=info.CRC if stated else None)
+        crc32 = info.CRC if stated else None
+        entries[name] = Entry(
+            name=name, offset=offset, num_bytes=info.file_size, crc32=crc32, header=info.header_offset
+        )
     _check_apart(entries, path)
     return entries
 
