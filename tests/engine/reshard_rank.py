@@ -350,7 +350,7 @@ def main():
         engine, client = engines[key]
         if run.get("load"):
             folder = Path(run["load"])
-            path, state = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+            path, state = engine.load_checkpoint(str(folder.parent), tag=None if run.get("untagged") else folder.name)
             assert path is not None, folder
             check_client(state, client)
             if run.get("spoil"):  # a control: what a lost first moment would look like

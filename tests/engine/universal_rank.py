@@ -45,7 +45,7 @@ def main():
         engine, client = make_engine(run, config, topology)
         if run.get("load"):
             folder = Path(run["load"])
-            _, state = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+            _, state = engine.load_checkpoint(str(folder.parent), tag=None if run.get("untagged") else folder.name)
             assert "note" not in client or state["note"] == client["note"]
             if run.get("clone_steps"):  # what DeepSpeed's stage 3 should do
                 for own in engine.optimizer.optimizer.state.values():
