@@ -8,13 +8,14 @@ import platform
 import sys
 from collections.abc import Callable
 
-from benchmarks import controlling, converting, loading, objects, scale, sharing
+from benchmarks import controlling, converting, loading, objects, scale, sharing, virtual
 from benchmarks.checkpoints import OUTPUT, ROOT
 
 PAGE = ROOT / "docs/benchmarks.md"
 SECTIONS: dict[str, Callable[[int], str]] = {
     "zero1": converting.zero1,
     "zero3": converting.zero3,
+    "virtual": virtual.virtual,
     "dcp": loading.dcp,
     "workers": sharing.workers,
     "objects": objects.objects,

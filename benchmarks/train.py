@@ -22,10 +22,10 @@ def build(parameters: float) -> nn.Sequential:
     return nn.Sequential(*blocks)
 
 
-def bytes_read() -> int:
-    """By this process so far."""
+def counters() -> dict[str, int]:
+    """What the kernel has counted for this process, in bytes: `rchar` by read calls, `read_bytes` from disks, ..."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    return int(dict(line.split(": ") for line in lines)["rchar"])
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
 def deepspeed_save(options: argparse.Namespace) -> None:
@@ -79,9 +79,9 @@ def dcp_load(options: argparse.Namespace) -> None:
 
     model, optimizer = fsdp(options)
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    before = bytes_read()
+    before = counters()["rchar"]
     load({"model": model_state, "optim": optimizer_state}, checkpoint_id=options.folder)
-    count = torch.tensor([bytes_read() - before])
+    count = torch.tensor([counters()["rchar"] - before])
     torch.distributed.all_reduce(count)
     if torch.distributed.get_rank() == 0:
         Path(options.report).write_text(json.dumps({"bytes_read": int(count)}), encoding="utf-8")
