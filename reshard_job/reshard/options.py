@@ -201,7 +201,9 @@ def _add_conversion(verb: Parser) -> None:
         help="materialize writes the target's files; virtual writes where their bytes are, for elastic_trainer to load",
     )
     verb.add_argument(
-        "--dtype", metavar="TYPE", help=f"of the weights, for the formats safetensors and dcp: {', '.join(FLOATS)}"
+        "--dtype",
+        metavar="TYPE",
+        help=f"of the weights, for the formats safetensors, dcp and megatron: {', '.join(FLOATS)}",
     )
     verb.add_argument("--states", default="", metavar="A,B", help="only these (weight, fp32, exp_avg, ...)")
     verb.add_argument("--names", metavar="FILE", help="name map (YAML): the target's names and parts of tensors")
