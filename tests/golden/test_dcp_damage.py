@@ -1,6 +1,7 @@
 """Damaged, mixed, ambiguous and hostile DCP checkpoints are refused by name; nothing that a file says is executed."""
 
 import contextlib
+import os
 import pickle
 import random
 import shutil
@@ -248,3 +249,9 @@ def test_random_metadata_never_ends_otherwise_than_in_our_errors(copy):
         (copy / ".metadata").write_bytes(content)
         with contextlib.suppress(ReshardError):
             FORMAT.read(copy, None)
+
+
+def test_metadata_that_is_too_large_is_refused_before_it_is_read(copy):
+    os.truncate(copy / ".metadata", 1 << 40)
+    with pytest.raises(UnsupportedError, match=r"has 1099511627776 bytes, at most 268435456 .* about 18\d+ chunks"):
+        FORMAT.read(copy, None)

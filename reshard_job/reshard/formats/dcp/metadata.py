@@ -22,6 +22,9 @@ METADATA_FILE = ".metadata"
 VERSION = "1.0.0"
 """`CURRENT_DCP_VERSION` of torch 2.13; earlier releases write no version."""
 
+_CHUNK_BYTES = 145
+"""Of the file that torch writes, for each chunk of a tensor (measured)."""
+
 _FILE_NAME = re.compile(r"^[^/\\\0]+$")
 _Places = dict[str, dict[tuple[int, ...] | None, "Place"]]
 """Items by key and by the offset of their chunk; None for what is not a tensor."""
@@ -78,11 +81,24 @@ def read_metadata(folder: Path) -> tuple[Entry, ...]:
     """
     path = folder / METADATA_FILE
     try:
+        num_bytes = path.stat().st_size
+        if num_bytes > machine.MAX_PICKLE_BYTES:
+            raise _too_large(num_bytes, path)
         data = path.read_bytes()
     except OSError as error:
         raise CorruptSourceError(f"cannot be read: {error.strerror}", path=str(path)) from error
     root = machine.load(data, persistent_load=_refuse_persistent, rebuild=machine.rebuild_containers, path=str(path))
     return _Parser(str(path)).entries(root)
+
+
+def _too_large(num_bytes: int, path: Path) -> UnsupportedError:
+    limit = machine.MAX_PICKLE_BYTES
+    return UnsupportedError(
+        f"has {num_bytes} bytes, at most {limit} are read: about {limit // _CHUNK_BYTES} chunks",
+        path=str(path),
+        hint="save each parameter in fewer chunks, for instance sharded within a group of ranks and replicated over"
+        " the groups (HSDP), or load and save it again with torch.distributed.checkpoint on fewer ranks",
+    )
 
 
 def _refuse_persistent(identifier: Any) -> Any:

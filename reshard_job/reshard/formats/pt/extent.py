@@ -51,7 +51,7 @@ def check_extent(root: Any, path: str) -> None:
                 raise UnsafePickleError(f"its pickle is more than {MAX_DEPTH} levels deep", path=path, hint=_HINT)
             entered.add(number)
             todo.append((value, True))
-            todo += [(child, False) for child in children if isinstance(child, _CONTAINERS)]
+            todo += [(child, False) for child in children if isinstance(child, _CONTAINERS) and type(child) is not Size]
     unfolded = sizes.get(id(root), 1)
     if unfolded > MAX_UNFOLDED + MAX_SHARING * count:
         raise UnsafePickleError(
@@ -67,6 +67,8 @@ def _children(value: Any) -> list[Any]:
         state = [value.state] if isinstance(value, StatefulDict) else []
         return [*value.keys(), *value.values(), *state]
     if isinstance(value, Inert):
+        if not (value.items or value.pairs):
+            return [*value.args, value.state]
         return [*value.args, value.state, *value.items, *(part for pair in value.pairs for part in pair)]
     if isinstance(value, Tensor):
         return [] if value.attributes is None else [value.attributes[1]]

@@ -23,6 +23,8 @@ _MAX_INTEGER_BYTES = 1 << 10  # longer ones take Python quadratic time to print
 _MAX_KEY_BITS = 60  # integers up to 2**61 - 1 differ in their hashes; larger ones can be made to collide
 _MAX_NAME = 1 << 10
 _MARK = object()
+_UINT2 = struct.Struct("<H")
+_UINT4 = struct.Struct("<I")
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
 _SAFE_BUILTINS = frozenset(
@@ -133,23 +135,47 @@ class _Machine:
         self.path = path
 
     def run(self) -> Any:
-        data, table = self.data, _TABLE
-        while True:
-            opcode = data[self.position]
-            self.position += 1
-            if opcode == 0x2E:  # STOP
-                value = self.stack.pop()
-                if self.stack:
-                    raise ValueError(f"{len(self.stack)} objects are left on the stack")
-                return value
-            operation = table[opcode]
-            if operation is None:
-                raise UnsafePickleError(
-                    f"pickle opcode {bytes([opcode])!r} at byte {self.position - 1} is not used for plain data",
-                    path=self.path,
-                    hint="the file was not written by torch.save from plain data, or was tampered with",
-                )
-            operation(self)
+        """Most opcodes of a large pickle are handled here: a call for each would double the time."""
+        data, table, stack, memo, position = self.data, _TABLE, self.stack, self.memo, 0
+        try:
+            while True:  # with a condition here, CPython 3.11 would not specialize the loop of one long run
+                opcode = data[position]
+                position += 1
+                if opcode == 0x94:  # MEMOIZE
+                    memo[len(memo)] = stack[-1]
+                elif opcode == 0x6A:  # LONG_BINGET
+                    stack.append(memo[_UINT4.unpack_from(data, position)[0]])
+                    position += 4
+                elif opcode == 0x68:  # BINGET
+                    stack.append(memo[data[position]])
+                    position += 1
+                elif opcode == 0x4B:  # BININT1
+                    stack.append(data[position])
+                    position += 1
+                elif opcode == 0x4D:  # BININT2
+                    stack.append(_UINT2.unpack_from(data, position)[0])
+                    position += 2
+                elif (operation := table[opcode]) is not None:
+                    self.position = position
+                    operation(self)
+                    position = self.position
+                elif opcode == 0x2E:  # STOP
+                    break
+                else:
+                    raise self.unwanted(opcode, position - 1)
+        finally:
+            self.position = max(self.position, position)
+        value = stack.pop()
+        if stack:
+            raise ValueError(f"{len(stack)} objects are left on the stack")
+        return value
+
+    def unwanted(self, opcode: int, position: int) -> UnsafePickleError:
+        return UnsafePickleError(
+            f"pickle opcode {bytes([opcode])!r} at byte {position} is not used for plain data",
+            path=self.path,
+            hint="the file was not written by torch.save from plain data, or was tampered with",
+        )
 
     def take(self, count: int) -> bytes:
         start, end = self.position, self.position + count
@@ -192,13 +218,15 @@ class _Machine:
 
 def _check_key(key: Any) -> Any:
     """Only keys whose hash takes constant time: a tuple of tuples can take 2**depth."""
+    if type(key) is str or type(key) is Inert:  # an Inert hashes by identity
+        return key
     if isinstance(key, tuple):
         for part in key:
             if not isinstance(part, _SCALARS):
                 raise ValueError("a key is a tuple of something other than scalars")
     elif isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS:
         raise ValueError(f"a key is an integer of {key.bit_length()} bits")
-    elif not isinstance(key, (*_SCALARS, Global, Inert)):  # an Inert hashes by identity
+    elif not isinstance(key, (*_SCALARS, Global, Inert)):
         raise ValueError(f"a key is a {type(key).__name__}")
     return key
 
@@ -287,9 +315,12 @@ def _persistent(machine: _Machine) -> None:
 
 def _tuple_of(count: int) -> Callable[[_Machine], None]:
     def operation(machine: _Machine) -> None:
-        if len(machine.stack) < count or any(item is _MARK for item in machine.stack[-count:]):
+        stack = machine.stack
+        found = tuple(stack[-count:])
+        if len(found) < count or _MARK in found:
             raise ValueError("a tuple reaches over the mark")
-        machine.stack[-count:] = [tuple(machine.stack[-count:])]
+        del stack[-count:]
+        stack.append(found)
 
     return operation
 
@@ -301,19 +332,8 @@ def _put(width: int) -> Callable[[_Machine], None]:
     return operation
 
 
-def _get(width: int) -> Callable[[_Machine], None]:
-    def operation(machine: _Machine) -> None:
-        machine.stack.append(machine.memo[machine.uint(width)])
-
-    return operation
-
-
 def _push(read: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
     return lambda machine: machine.stack.append(read(machine))
-
-
-def _memoize(machine: _Machine) -> None:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
 
 
 def _protocol(machine: _Machine) -> None:
@@ -333,8 +353,6 @@ for _code, _operation in {
     b"N": _push(lambda m: None),
     b"\x88": _push(lambda m: True),
     b"\x89": _push(lambda m: False),
-    b"K": _push(lambda m: m.uint(1)),
-    b"M": _push(lambda m: m.uint(2)),
     b"J": _push(lambda m: m.integer(4)),
     b"\x8a": _push(lambda m: m.integer(m.uint(1))),
     b"\x8b": _push(lambda m: m.integer(m.uint(4))),
@@ -358,9 +376,6 @@ for _code, _operation in {
     b"u": lambda m: _set_items(m, m.since_mark()),
     b"q": _put(1),
     b"r": _put(4),
-    b"\x94": _memoize,
-    b"h": _get(1),
-    b"j": _get(4),
     b"c": _global,
     b"\x93": _stack_global,
     b"R": _reduce,
@@ -373,10 +388,12 @@ for _code, _operation in {
 
 def rebuild_containers(target: Global, args: tuple[Any, ...]) -> Any:
     """The containers that pickles build by a call: OrderedDict and torch.Size; NotImplemented for all else."""
-    if target == Global("collections", "OrderedDict") and not args:
-        return StatefulDict()
-    if target == Global("torch", "Size") and len(args) == 1 and isinstance(args[0], tuple | list):
-        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in args[0]):
-            raise ValueError(f"a torch.Size of {brief(args[0])}")
+    name = target.name
+    if name == "Size" and target.module == "torch" and len(args) == 1 and isinstance(args[0], tuple | list):
+        for size in args[0]:
+            if type(size) is not int or size < 0:
+                raise ValueError(f"a torch.Size of {brief(args[0])}")
         return Size(args[0])
+    if name == "OrderedDict" and target.module == "collections" and not args:
+        return StatefulDict()
     return NotImplemented
