@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from demo.kube import DemoError, Kube
+from demo.kube import Kube
 from demo.manifests import ROOT
 from testbed import helm
 
@@ -51,14 +50,14 @@ def operator(options: argparse.Namespace, kube: Kube) -> Iterator[Operator]:
     """Install the chart; its pods' logs are saved at the end, and the release is removed unless it is to be kept.
 
     Raises:
-        DemoError: helm failed, or the operator did not become ready.
+        HelmError: helm failed, or the operator did not become ready.
     """
     values = [options.helm_values] if options.helm_values else []
     if kube.is_testbed:
         values.append(ROOT / "testbed/values.yaml")
     command = ["upgrade", "--install", NAME, str(CHART), "--create-namespace", "--take-ownership"]
     command += ["--wait", f"--timeout={_READY_SECONDS}s", *(f"--values={path}" for path in values)]
-    _helm(kube, *command)
+    helm.run(*command, namespace=NAMESPACE, kubeconfig=kube.kubeconfig)
     kube.kubectl("wait", "--for=condition=Established", "crd", "elastictrainingjobs.elastictraining.dev")
     found = Operator(kube)
     try:
@@ -66,11 +65,5 @@ def operator(options: argparse.Namespace, kube: Kube) -> Iterator[Operator]:
     finally:
         found.save_logs(options.output / "operator.log")
         if not options.keep and not kube.is_testbed:  # the test bed goes as a whole
-            _helm(kube, "uninstall", NAME, "--wait", f"--timeout={_READY_SECONDS}s")
-
-
-def _helm(kube: Kube, *arguments: str) -> None:
-    command = [str(helm.ensure()), *arguments, "--namespace", NAMESPACE, "--kubeconfig", str(kube.kubeconfig)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise DemoError(f"`helm {arguments[0]}` ended with {done.returncode}: {done.stderr.strip()[-800:]}")
+            wait = ("--wait", f"--timeout={_READY_SECONDS}s")
+            helm.run("uninstall", NAME, *wait, namespace=NAMESPACE, kubeconfig=kube.kubeconfig)

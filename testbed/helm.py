@@ -12,7 +12,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from testbed import components
 from testbed.errors import TestbedError
@@ -27,6 +31,40 @@ OLDEST = (3, 18)
 
 _URL = f"https://get.helm.sh/helm-v{VERSION}-linux-amd64.tar.gz"
 _MODULE = "helm.sh/helm/v4"
+_RUN_SECONDS = 240
+
+
+class HelmError(TestbedError):
+    """helm failed; the text says at what, and ends with what it said."""
+
+
+def run(
+    *arguments: str | Path,
+    namespace: str | None = None,
+    kubeconfig: Path | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> str:
+    """Run helm and return what it prints.
+
+    Args:
+        arguments: command and options, for instance `"uninstall", "name", "--wait"`.
+        namespace: of the release.
+        kubeconfig: credentials of the cluster; not needed by commands that render.
+        values: of the chart, beside those of `--values` among the arguments.
+
+    Raises:
+        HelmError: it failed.
+        TestbedError: there is no helm.
+    """
+    command = [str(item) for item in (ensure(), *arguments)]
+    command += ["--namespace", namespace] if namespace is not None else []
+    command += ["--kubeconfig", str(kubeconfig)] if kubeconfig is not None else []
+    command += ["--values", "-"] if values is not None else []
+    text = yaml.safe_dump(dict(values)) if values is not None else None
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=_RUN_SECONDS)
+    if done.returncode:
+        raise HelmError(f"`helm {arguments[0]}` ended with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def ensure() -> Path:

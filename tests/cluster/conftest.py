@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import os
 import shutil
 import sys
@@ -20,7 +21,7 @@ from testbed.kubectl import Kubectl
 from testbed.paths import kubeconfig as testbed_kubeconfig
 from testbed.paths import run_dir
 from tests.cluster.jobs import Operator, Run
-from tests.cluster.releases import HelmError, Release
+from tests.cluster.releases import Release
 
 ROOT = Path(__file__).parents[2]
 NODE_RECOVERY_SECONDS = 60
@@ -166,10 +167,9 @@ def operator(testbed: Any, namespace: str, crd: None, log: Path) -> Iterator[Ope
     sys.stdout.write(log.read_text())
 
 
-@pytest.fixture
-def home(cluster: Cluster, namespace: str) -> Iterator[str]:
-    """A namespace for the operator that serves `namespace`; it admits only restricted pods."""
-    name = f"{namespace}-operator"
+@contextlib.contextmanager
+def home_of_operators(cluster: Cluster, name: str) -> Iterator[str]:
+    """A namespace for an operator; it admits only restricted pods."""
     cluster.kubectl("create", "namespace", name)
     cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
     cluster.wait(lambda: cluster.get("serviceaccount", "default", "-n", name), what="the default ServiceAccount")
@@ -178,21 +178,37 @@ def home(cluster: Cluster, namespace: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def installed(testbed: Cluster, namespace: str, home: str, crd: None) -> Iterator[Release]:
-    """The operator as a pod of its image, installed by the chart, on the one node that no test hurts."""
-    release = Release(testbed, home, serves=(namespace,))
+def home(cluster: Cluster, namespace: str) -> Iterator[str]:
+    """A namespace for the operator that serves `namespace`."""
+    with home_of_operators(cluster, f"{namespace}-operator") as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def installed(cluster: Cluster, crd: None) -> Iterator[Release]:
+    """The operator as a pod of its image, installed by the chart, on the one node that no test hurts.
+
+    It serves all namespaces, and all tests of a module that want it. A module has either tests that want it or tests
+    that start operators of their own: two would serve the same job.
+    """
+    if not cluster.is_testbed:
+        pytest.skip("the operator's image is only on the nodes of the test bed")
     place = {"kubernetes.io/hostname": next(node.name for node in bed.members() if not node.num_gpus)}
-    release.install(crds={"enabled": False}, replicas=1, nodeSelector=place)
-    yield release
-    sys.stdout.write(release.logs())
-    with contextlib.suppress(HelmError):
-        release.uninstall()
+    with home_of_operators(cluster, f"operator-{uuid.uuid4().hex[:8]}") as home:
+        release = Release(cluster, home, serves=())
+        try:
+            release.install(crds={"enabled": False}, replicas=1, nodeSelector=place)
+            yield release
+        finally:
+            release.uninstall()
 
 
 @pytest.fixture
 def run(testbed: Cluster, namespace: str, checkpoints: Path, installed: Release) -> Iterator[Run]:
     """A job that is not submitted yet, served by the installed operator."""
+    since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     yield from _job(testbed, namespace)
+    sys.stdout.write(installed.logs(f"--since-time={since}"))
 
 
 @pytest.fixture
@@ -202,10 +218,9 @@ def run_by_process(testbed: Cluster, namespace: str, checkpoints: Path, operator
 
 
 def _job(testbed: Cluster, namespace: str) -> Iterator[Run]:
-    yield Run(testbed, namespace)
-    # Frees the GPUs for the next test before the namespace is gone.
-    testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
-    testbed.kubectl("delete", "pods", "--all", "-n", namespace, "--grace-period=0", "--force", check=False)
+    job = Run(testbed, namespace)
+    yield job
+    job.remove()
 
 
 @pytest.hookimpl(wrapper=True)

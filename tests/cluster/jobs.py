@@ -80,6 +80,12 @@ class Run:
         }
         self.cluster.apply(job)
 
+    def remove(self) -> None:
+        """Delete the job, then its pods by force: the next test finds its GPUs free before the namespace is gone."""
+        self.cluster.kubectl("delete", "etj", "gpt", "-n", self.namespace, "--ignore-not-found")
+        at_once = ("--grace-period=0", "--force")
+        self.cluster.kubectl("delete", "pods", "--all", "-n", self.namespace, *at_once, check=False)
+
     def status(self) -> dict[str, Any]:
         return dict(self.cluster.get("etj", "gpt", "-n", self.namespace).get("status", {}))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,32 +29,10 @@ ON_THE_TEST_BED = {
 """Images as the test bed names them."""
 
 
-class HelmError(Exception):
-    """helm failed; the text is what it said."""
-
-
-def run(*arguments: str, values: Mapping[str, Any] | None = None, kubeconfig: Path | None = None) -> str:
-    """Run helm and return what it prints.
-
-    Raises:
-        HelmError: it failed.
-    """
-    command = [str(helm.ensure()), *arguments]
-    if kubeconfig is not None:
-        command += ["--kubeconfig", str(kubeconfig)]
-    if values is not None:
-        command += ["--values", "-"]
-    text = yaml.safe_dump(dict(values)) if values is not None else None
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=180)
-    if done.returncode:
-        raise HelmError(done.stderr)
-    return done.stdout
-
-
 def render(namespace: str, values: Mapping[str, Any], name: str = NAME) -> list[dict[str, Any]]:
     """The objects of a release."""
     # What helm assumes without a cluster depends on how it was built.
-    text = run("template", name, str(CHART), "--namespace", namespace, f"--kube-version={OLDEST}", values=values)
+    text = helm.run("template", name, CHART, f"--kube-version={OLDEST}", namespace=namespace, values=values)
     return [item for item in yaml.safe_load_all(text) if item]
 
 
@@ -74,11 +51,11 @@ class Release:
 
     def install(self, *options: str, **values: Any) -> str:
         """`helm install`, and wait until all replicas are ready."""
-        return self._helm("install", self.name, str(CHART), "--wait", "--timeout=120s", *options, values=values)
+        return self._helm("install", self.name, CHART, "--wait", "--timeout=120s", *options, values=values)
 
     def upgrade(self, *options: str, **values: Any) -> str:
         """`helm upgrade`, and wait until all new replicas are ready."""
-        return self._helm("upgrade", self.name, str(CHART), "--wait", "--timeout=120s", *options, values=values)
+        return self._helm("upgrade", self.name, CHART, "--wait", "--timeout=120s", *options, values=values)
 
     def uninstall(self) -> str:
         """`helm uninstall`, and wait until all is gone."""
@@ -107,7 +84,7 @@ class Release:
             )
         )
 
-    def _helm(self, *arguments: str, values: Mapping[str, Any] | None = None) -> str:
+    def _helm(self, *arguments: str | Path, values: Mapping[str, Any] | None = None) -> str:
         if values is not None:
             values = {**ON_THE_TEST_BED, "watchNamespaces": list(self.serves), **values}
-        return run(*arguments, "--namespace", self.namespace, values=values, kubeconfig=self.cluster.kubeconfig)
+        return helm.run(*arguments, namespace=self.namespace, kubeconfig=self.cluster.kubeconfig, values=values)

@@ -11,7 +11,7 @@ import pytest
 
 from testbed import helm
 from tests.cluster.jobs import LIGHT, Run, committed
-from tests.cluster.releases import NAME, HelmError, Release
+from tests.cluster.releases import NAME, Release
 
 pytestmark = pytest.mark.cluster
 
@@ -20,19 +20,15 @@ KIND = "crd/elastictrainingjobs.elastictraining.dev"
 
 
 @pytest.fixture
-def release(testbed: Any, crd: None, namespace: str) -> Iterator[Release]:
+def release(testbed: Any, crd: None, home: str) -> Iterator[Release]:
     """Not installed yet. The plain CRD is back afterwards, for other tests."""
-    home = f"{namespace}-operator"
-    testbed.kubectl("create", "namespace", home)
-    testbed.kubectl("label", "namespace", home, "pod-security.kubernetes.io/enforce=restricted")
     found = Release(testbed, home, serves=())
     yield found
-    with contextlib.suppress(HelmError):
+    with contextlib.suppress(helm.HelmError):
         found.uninstall()
     testbed.kubectl("delete", KIND, "--ignore-not-found")
     testbed.kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
     testbed.kubectl("wait", "--for=condition=Established", KIND)
-    testbed.kubectl("delete", "namespace", home, "--wait=false")
 
 
 def test_the_kind_is_taken_over_kept_found_again_and_taken_along(
@@ -41,7 +37,7 @@ def test_the_kind_is_taken_over_kept_found_again_and_taken_along(
     job = Run(testbed, namespace)
 
     # Somebody has applied the plain file before: Helm does not touch what is not its own, unless it is told to.
-    with pytest.raises(HelmError, match="exists and cannot be imported into the current release"):
+    with pytest.raises(helm.HelmError, match="exists and cannot be imported into the current release"):
         release.install()
     # Helm 4 applies on the server, where the fields belong to whoever applied them before.
     force = ["--force-conflicts"] if helm.version(helm.ensure()) >= (4, 0) else []

@@ -40,8 +40,7 @@ def job(testbed: Any, namespace: str, checkpoints: Path, release: Release) -> It
     """A job that is not submitted yet."""
     found = Run(testbed, namespace)
     yield found
-    testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
-    testbed.kubectl("delete", "pods", "--all", "-n", namespace, "--grace-period=0", "--force", check=False)
+    found.remove()
 
 
 def start(job: Run) -> dict[str, Any]:

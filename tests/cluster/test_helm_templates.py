@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from testbed import helm
 from testbed.errors import TestbedError
 from tests.cluster import releases
-from tests.cluster.releases import CHART, HelmError
+from tests.cluster.releases import CHART
 
 pytestmark = pytest.mark.cluster
 
@@ -76,15 +77,13 @@ def restricted(cluster: Any, namespace: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_helm_finds_no_fault_with_the_chart(case: str) -> None:
-    text = releases.run(
-        "lint", str(CHART), "--strict", f"--kube-version={releases.OLDEST}", values=values_of(case, "team-a")
-    )
+    text = helm.run("lint", CHART, "--strict", f"--kube-version={releases.OLDEST}", values=values_of(case, "team-a"))
     assert "0 chart(s) failed" in text
 
 
 def test_helm_finds_no_fault_with_the_vendors_values() -> None:
     for path in CHART.glob("values-*.yaml"):
-        releases.run("lint", str(CHART), "--strict", f"--kube-version={releases.OLDEST}", "--values", str(path))
+        helm.run("lint", CHART, "--strict", f"--kube-version={releases.OLDEST}", "--values", str(path))
         assert releases.render("etj", yaml.safe_load(path.read_text()))
 
 
@@ -128,16 +127,16 @@ def test_the_api_server_takes_all_objects_and_admits_the_pod_as_restricted(
     ],
 )  # fmt: skip
 def test_bad_values_are_refused_by_name(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(HelmError) as refused:
+    with pytest.raises(helm.HelmError) as refused:
         releases.render("etj", values)
     assert said in str(refused.value)
 
 
 def test_an_old_cluster_is_refused() -> None:
     with pytest.raises(
-        HelmError, match=r"requires kubeVersion: >=1\.31\.0-0 .* incompatible with Kubernetes v1\.30\.9"
+        helm.HelmError, match=r"requires kubeVersion: >=1\.31\.0-0 .* incompatible with Kubernetes v1\.30\.9"
     ):
-        releases.run("template", "etj", str(CHART), "--kube-version=1.30.9")
+        helm.run("template", "etj", CHART, "--kube-version=1.30.9")
 
 
 def test_the_kind_is_the_plain_file_and_stays_if_it_is_to_be_kept() -> None:

@@ -203,9 +203,9 @@ def trained(testbed: Any, namespace: str, crd: None, checkpoints: Path, log: Pat
     options = ("--no-leader-election", f"--reshard-image={project.RESHARD}", "--reshard-image-pull-policy=Never")
     operator = Operator(testbed.kubeconfig, namespace, log, *options)
     own(checkpoints, USER)
-    yield Run(testbed, namespace)
-    testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
-    testbed.kubectl("delete", "pods", "--all", "-n", namespace, "--grace-period=0", "--force", check=False)
+    job = Run(testbed, namespace)
+    yield job
+    job.remove()
     operator.stop()
     sys.stdout.write(log.read_text())
 
