@@ -11,7 +11,7 @@ from testbed import podenv, storage
 
 EXAMPLE = Path(__file__).parents[1] / "examples/gpt_deepspeed/job.yaml"
 COMMIT_SECONDS = 15
-GROW_SECONDS = 30
+GROW_SECONDS = 10
 
 
 def objects(namespace: str) -> list[dict[str, Any]]:
