@@ -11,7 +11,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CACHE_DIR)/torch_extensions
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup lint test test-fast demo bench format lock clean testbed-up testbed-down lock-images images images-load
+.PHONY: help setup comm-op lint test test-fast test-engine test-cluster demo bench format lock clean testbed-up testbed-down lock-images images images-load
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -29,6 +29,10 @@ $(VENV)/.done: pyproject.toml requirements.lock | $(UV)
 	@DS_BUILD_OPS=0 VIRTUAL_ENV=$(VENV) $(UV) pip install --link-mode hardlink --compile-bytecode -r requirements.lock
 	@VIRTUAL_ENV=$(VENV) $(UV) pip install -q --no-deps -e .
 	@touch $@
+
+# Everybody else waits for whoever compiles it, for minutes if that one is held up: so nobody compiles it beside others.
+comm-op: setup
+	-@$(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)'
 
 lock: | $(UV) ## resolve the dependencies again and pin them in requirements.lock
 	$(UV) pip compile -q --all-extras --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade pyproject.toml -o requirements.lock
@@ -56,8 +60,17 @@ format: setup ## let ruff format and fix what it can
 test-fast: setup ## unit, property and golden tests but the slowest, on all processors: under a minute
 	$(BIN)/pytest -n auto -m 'not slow' tests/unit tests/property tests/golden
 
-test: lint ## lint, then every tier: unit, property, golden, engine, cluster
-	$(BIN)/pytest
+test: lint ## lint, then every tier: unit, property and golden; then engine and cluster side by side
+	$(BIN)/pytest -n auto tests/unit tests/property tests/golden
+	@$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-engine test-cluster
+
+# The cluster tier mostly waits, and has clocks; the engine tier computes, and takes what the other leaves.
+test-engine: comm-op ## the tier with torch and DeepSpeed
+	nice -n 10 $(BIN)/pytest tests/engine
+
+test-cluster: comm-op ## the tier on a real cluster
+	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # 3: not on this machine, as tests say
+	$(BIN)/pytest tests/cluster
 
 demo: setup ## the whole story on real parts: train, lose a node, reshard, resume, grow back
 	$(BIN)/python -m demo $(DEMO_ARGS)

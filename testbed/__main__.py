@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import yaml
 
-from testbed import cluster, example, faults, machine, project, shellenv
+from testbed import cluster, components, example, faults, helm, machine, project, shellenv
 from testbed.errors import CannotRunHereError, TestbedError
 from testbed.paths import CONTROL_PLANE, kubeconfig, run_dir
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         default="fast",
         help="fast: a dead node is NotReady after 6 s; default: Kubernetes' own 50 s",
     )
+    commands.add_parser("fetch", help="download or build Kubernetes and helm, into the cache")
     commands.add_parser("down", help="remove the cluster without a trace")
     commands.add_parser("status", help="machines and whether they are on")
     commands.add_parser("kubeconfig", help="print the path of the admin's kubeconfig")
@@ -81,6 +82,10 @@ def _run(options: argparse.Namespace) -> int:
             resources=tuple(options.resource or cluster.RESOURCES),
             fast_clocks=options.clocks == "fast",
         )
+    elif command == "fetch":
+        cluster.check_machine()
+        components.ensure()
+        helm.ensure()
     elif command == "down":
         cluster.down()
     elif command == "status":
