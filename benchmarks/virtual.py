@@ -101,10 +101,10 @@ def _case(case: Case, repeat: int) -> str:
     for name, how, options, command in _ways(case, source):
         prepared = [_prepare(command, source) for _ in range(repeat)]
         if how == "virtual" and not needs:
-            needs = _needs(TARGET)
+            needs = needs_of(TARGET)
         storage = source if how == "virtual" else TARGET
         ways.append(Way(name=name, prepared=prepared, loads=_load(case, how, storage, options)))
-        sys.stdout.write(f"{case.kind}: {_together(ways[-1], needs, size_of(source))}\n")
+        sys.stdout.write(f"{case.kind}: {together(ways[-1], needs, size_of(source))}\n")
         sys.stdout.flush()
     shutil.rmtree(TARGET, ignore_errors=True)
     shutil.rmtree(REPORT, ignore_errors=True)
@@ -136,7 +136,7 @@ def _prepare(command: Sequence[str], source: Path) -> Measurement:
     return measure(command, env=ENVIRONMENT, log=OUTPUT / "commands.log")
 
 
-def _needs(virtual_commit: Path) -> list[int]:
+def needs_of(virtual_commit: Path) -> list[int]:
     """Tensor bytes of the source that each rank's files are made of, each byte counted once."""
     manifest = decode(virtual_commit)
     return [restrict(manifest.plan, files.tolist()).bytes_to_read for files in manifest.ranks]
@@ -211,12 +211,13 @@ def _table(ways: Sequence[Way], needs: Sequence[int], source: Path) -> str:
             "| load s, slowest rank | together s | load, processor s |"
         ),
         "|---|---|---|---|---|---|---|---|",
-        *(_together(way, needs, size_of(source)) for way in ways),
+        *(together(way, needs, size_of(source)) for way in ways),
     ]
     return "\n".join([*lines, ""])
 
 
-def _together(way: Way, needs: Sequence[int], source_bytes: int) -> str:
+def together(way: Way, needs: Sequence[int], source_bytes: int) -> str:
+    """Row of all ranks together; `needs` is bytes by rank."""
     storage, memory, disk = (
         sum(getattr(item, name) for item in way.loads) for name in ("from_storage", "from_memory", "from_disk")
     )
