@@ -38,6 +38,7 @@ UNIVERSAL = (
 MEGATRON = (
     Source("megatron-0.16.1/iter_0000003", "dp=2", "dcp"),
     Source("megatron-0.16.1/iter_0000003", "zero=0", "safetensors"),
+    Source("megatron-0.16.1/iter_0000003", "tp=4"),
 )
 EXPERTS = (
     Source(f"deepspeed-0.19.8/experts-dp4-ep2/{STEP}", "dp=2,ep=1,zero=1"),

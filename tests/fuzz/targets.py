@@ -344,7 +344,13 @@ def run(source: Path, target: Path, topology: Topology, *, target_format: str = 
     found = read_commit(target)
     check_files(target, found, crc=True)
     check_commit(found)
-    files = _items(target) if found.format == "dcp" else tuple((f.path, f.num_bytes, f.crc32) for f in found.files)
+    own = [
+        f
+        for f in found.files
+        if found.format not in ("dcp", "megatron") or not f.path.endswith((".distcp", ".metadata"))
+    ]
+    items = _items(target) if found.format in ("dcp", "megatron") else ()
+    files = (*((f.path, f.num_bytes, f.crc32) for f in own), *items)
     return found.format, found.step, found.samples, found.topology, files, tuple(sorted(found.digests.items()))
 
 

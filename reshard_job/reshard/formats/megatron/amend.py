@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import UnsupportedError
-from reshard.files import open_file
 from reshard.formats.dcp.items import MAX_OBJECT_BYTES, Items
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.dcp.skeleton import RankFiles
@@ -46,7 +45,7 @@ class Progress:
 
 
 def common_file(folder: Path, progress: Progress) -> TargetFile:
-    """`common.pt`, byte for byte that of `folder` where nothing in it changes.
+    """`common.pt` of `folder`, written anew: bytes of its archive that no checksum protects do not travel.
 
     Raises:
         UnsupportedError: too large, or it has no place for the optimizer's steps.
@@ -61,12 +60,9 @@ def common_file(folder: Path, progress: Progress) -> TargetFile:
     for storage in file.storages.values():
         every = Tensor(storage=storage, offset=0, shape=(storage.num_elements,), stride=(1,))
         storage.data = read_tensor_bytes(path, every, limit_bytes=MAX_OBJECT_BYTES)
-    if amend(file.value, progress, str(path)):
-        layout = lay_out_pt(COMMON_FILE.removesuffix(".pt"), file.value)
-        return TargetFile(path=COMMON_FILE, num_bytes=layout.num_bytes, fixed=layout.fixed)
-    with open_file(path) as opened:
-        data = opened.read(file.num_bytes, 0)
-    return TargetFile(path=COMMON_FILE, num_bytes=len(data), fixed=((0, data),))
+    amend(file.value, progress, str(path))
+    layout = lay_out_pt(COMMON_FILE.removesuffix(".pt"), file.value)
+    return TargetFile(path=COMMON_FILE, num_bytes=layout.num_bytes, fixed=layout.fixed)
 
 
 def common_object(folder: Path, entry: Entry, files: RankFiles, progress: Progress) -> Entry:
