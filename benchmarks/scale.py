@@ -13,31 +13,35 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from benchmarks.checkpoints import ENVIRONMENT, OUTPUT, ROOT
-from reshard import api
-from reshard.formats import format_of
-from reshard.formats.base import Request
-from reshard.formats.deepspeed.logical import Param, Stage
-from reshard.formats.deepspeed.reader import Extra
-from reshard.layout import LogicalTensor, TargetLayout, TensorKey
+from benchmarks.checkpoints import ENVIRONMENT, OUTPUT
+from benchmarks.scale_zero1 import HIDDEN, SHAPES, VOCABULARY, layout_zero1
+from benchmarks.scale_zero3 import layout_zero3
+from reshard.layout import TargetLayout
 from reshard.topology import Topology
 
-TINY = ROOT / "tests/golden/deepspeed-0.19.8/pipeline-tp2-pp2/step-00000002"
-HIDDEN, KEY_VALUE, FFN, VOCABULARY = 25600, 2560, 81920, 128256
-SHAPES: dict[str, tuple[int, ...]] = {
-    "qkv": (HIDDEN + 2 * KEY_VALUE, HIDDEN),
-    "out": (HIDDEN, HIDDEN),
-    "gate_up": (2 * FFN, HIDDEN),
-    "down": (HIDDEN, FFN),
-    "attention_norm": (HIDDEN,),
-    "ffn_norm": (HIDDEN,),
-    "norm": (HIDDEN,),
-}
-CASES = ((8, "tp=8,pp=4,dp=32", "tp=8,pp=2,dp=64"), (32, "tp=8,pp=16,dp=32", "tp=8,pp=8,dp=64"))
-LARGEST = (128, "tp=8,pp=64,dp=32", "tp=8,pp=32,dp=64")
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """A model and the conversion of its checkpoint."""
+
+    layers: int
+    before: str
+    after: str
+
+
+ZERO1 = (
+    Case(8, "tp=8,pp=4,dp=32", "tp=8,pp=2,dp=64"),
+    Case(32, "tp=8,pp=16,dp=32", "tp=8,pp=8,dp=64"),
+    Case(128, "tp=8,pp=64,dp=32", "tp=8,pp=32,dp=64"),
+)
+ZERO3 = (
+    Case(8, "dp=1024,zero=3", "dp=768,zero=3"),
+    Case(32, "dp=4096,zero=3", "dp=3072,zero=3"),
+    Case(128, "dp=16384,zero=3", "dp=12288,zero=3"),
+)
 MEASURE = """
 import json, resource, sys, time
 from pathlib import Path
@@ -54,38 +58,50 @@ layout = format_of(index.format).layout(index, request); marks.append(time.monot
 plan = make_plan(index, layout); marks.append(time.monotonic())
 check_plan(plan); marks.append(time.monotonic())
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-rows = [len(index.shards), len(layout.shards)]
-print(json.dumps({"seconds": [b - a for a, b in zip(marks, marks[1:])], "peak_kib": peak, "rows": rows}))
+boxes = [int(index.shards.num_boxes.sum()), int(layout.shards.num_boxes.sum())]
+print(json.dumps({"seconds": [b - a for a, b in zip(marks, marks[1:])], "peak_kib": peak, "boxes": boxes}))
 """
 
 
 def scale(_repeat: int) -> str:
-    """1,024, 4,096 and 16,384 ranks of ZeRO-1, with model and pipeline growing alike."""
+    """1,024, 4,096 and 16,384 ranks of ZeRO-1 and of ZeRO-3, the model growing alike."""
     lines = [
-        "| ranks | parameters | files | boxes, source + target | index s | lay out s | plan s | check s | memory |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| ZeRO | ranks | parameters | files | boxes read + written | index s | layout s | plan s | all s | memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for layers, before, after in (*CASES, LARGEST):
-        folder = OUTPUT / "scale"
-        shutil.rmtree(folder, ignore_errors=True)
-        num_files = make_checkpoint(folder, layers, Topology.parse(before))
-        command = [sys.executable, "-c", MEASURE, str(folder), after]
-        found = json.loads(subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True).stdout)
-        shutil.rmtree(folder)
-        seconds = " | ".join(f"{value:.1f}" for value in found["seconds"])
-        parameters = sum(math.prod(shape) for shape in SHAPES.values()) * layers + VOCABULARY * HIDDEN
-        lines.append(
-            f"| {Topology.parse(before).world_size} | {parameters / 1e9:.0f} billion | {num_files} "
-            f"| {found['rows'][0]} + {found['rows'][1]} | {seconds} | {found['peak_kib'] / 2**20:.2f} GiB |"
-        )
-        sys.stdout.write(lines[-1] + "\n")
-    lines += ["", f"ZeRO-1, half the pipeline and twice the data parallelism; last: {LARGEST[1]} to {LARGEST[2]}.", ""]
-    return "\n".join(lines)
+    for stage, lay_out, cases in ((1, layout_zero1, ZERO1), (3, layout_zero3, ZERO3)):
+        for case in cases:
+            lines.append(_measure(stage, lay_out, case))
+            sys.stdout.write(lines[-1] + "\n")
+            sys.stdout.flush()
+    largest = [cases[-1] for cases in (ZERO1, ZERO3)]
+    told = (
+        f"ZeRO-1: half the pipeline and twice the data parallelism; last: {largest[0].before} to {largest[0].after}."
+        f" ZeRO-3: three quarters of the ranks; last: {largest[1].before} to {largest[1].after}."
+    )
+    return "\n".join([*lines, "", told, ""])
 
 
-def make_checkpoint(folder: Path, layers: int, topology: Topology) -> int:
-    """Files with all metadata and holes for payloads; returns how many."""
-    layout = _layout(layers, topology)
+def _measure(stage: int, lay_out: Callable[[int, Topology], TargetLayout], case: Case) -> str:
+    """A line of the table."""
+    folder = OUTPUT / "scale"
+    shutil.rmtree(folder, ignore_errors=True)
+    topology = Topology.parse(case.before)
+    num_files = write_sparse(folder, lay_out(case.layers, topology))
+    command = [sys.executable, "-c", MEASURE, str(folder), case.after]
+    found = json.loads(subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True).stdout)
+    shutil.rmtree(folder)
+    index, lay_out_, *rest = found["seconds"]
+    seconds = " | ".join(f"{value:.1f}" for value in (index, lay_out_, sum(rest), sum(found["seconds"])))
+    parameters = sum(math.prod(shape) for shape in SHAPES.values()) * case.layers + VOCABULARY * HIDDEN
+    return (
+        f"| {stage} | {topology.world_size} | {parameters / 1e9:.0f} billion | {num_files} | {found['boxes'][0]:,} +"
+        f" {found['boxes'][1]:,} | {seconds} | {found['peak_kib'] / 2**20:.2f} GiB |"
+    )
+
+
+def write_sparse(folder: Path, layout: TargetLayout) -> int:
+    """Write files with all metadata and holes for payloads; returns how many."""
     folder.mkdir(parents=True)
     for file in layout.files:
         descriptor = os.open(folder / file.path, os.O_CREAT | os.O_WRONLY)
@@ -94,78 +110,3 @@ def make_checkpoint(folder: Path, layers: int, topology: Topology) -> int:
             os.pwrite(descriptor, content, position)
         os.close(descriptor)
     return len(layout.files)
-
-
-def _layout(layers: int, topology: Topology) -> TargetLayout:
-    """The tiny checkpoint's layout with more layers, larger shapes and more ranks."""
-    tiny = api.index_of(TINY)
-    extra = tiny.extra
-    assert isinstance(extra, Extra)
-    assert extra.model.pipeline is not None
-    params = {name: _scaled(param, name) for old, param in extra.model.params.items() for name in _names(old, layers)}
-    groups = tuple(
-        tuple(sorted((name for old in group for name in _names(old, layers)), key=_layer))
-        for group in extra.model.groups
-    )
-    model = dataclasses.replace(
-        extra.model,
-        params=params,
-        groups=groups,
-        stages=(Stage(groups=groups, ids=(0, 1)), *extra.model.stages[1:]),
-        patterns=dataclasses.replace(extra.model.patterns, info=_info(extra.model.patterns.info)),
-        pipeline=dataclasses.replace(
-            extra.model.pipeline, num_layers=layers + 3, parts=(0, layers + 3), tied={"embed": (0, layers + 2)}
-        ),
-    )
-    for file in extra.source.models.values():
-        file.value["universal_checkpoint_info"] = _info(file.value["universal_checkpoint_info"])
-        note = {"num_layers": layers + 3, "tied": {"embed": [0, layers + 2]}}
-        file.value["pipeline_layout"] = {**file.value["pipeline_layout"], **note}
-    found = extra.source.layers
-    files = {(0, tp): found[0, tp] for tp in range(2)}
-    files |= {(layer, tp): found[1, tp] for layer in range(1, layers + 1) for tp in range(2)}
-    files |= {(layers + 1, tp): found[3, tp] for tp in range(2)}
-    tensors = tuple(
-        LogicalTensor(key=TensorKey(tensor.key.state, name), shape=params[name].shape, dtype=tensor.dtype)
-        for tensor in tiny.tensors
-        for name in _names(tensor.key.name, layers)
-        if name in params
-    )
-    source = dataclasses.replace(extra.source, layers=files)
-    scaled = dataclasses.replace(tiny, tensors=tensors, extra=dataclasses.replace(extra, source=source, model=model))
-    return format_of("deepspeed").layout(scaled, Request(topology=topology))
-
-
-def _names(name: str, layers: int) -> list[str]:
-    """Names in the large model of a parameter of the tiny one: the first block becomes all blocks."""
-    layer, _, rest = name.partition(".")
-    if layer == "1":
-        return [f"{number}.{rest}" for number in range(1, layers + 1)]
-    if layer == "2":
-        return []
-    return [f"{layers + 1}.{rest}"] if layer == "3" else [name]
-
-
-def _layer(name: str) -> int:
-    """Position of a parameter's layer; tied modules come first, as PipelineModule registers them."""
-    layer = name.partition(".")[0]
-    return int(layer) if layer.isdigit() else 0
-
-
-def _scaled(param: Param, name: str) -> Param:
-    shape = SHAPES.get(name.rpartition(".")[2], (VOCABULARY, HIDDEN))
-    rule = param.rule
-    if rule.parts:
-        rule = dataclasses.replace(rule, parts=(HIDDEN, KEY_VALUE, KEY_VALUE))
-    return dataclasses.replace(param, name=name, shape=shape, rule=rule, rows=None)
-
-
-def _info(info: Any) -> dict[str, Any]:
-    """`universal_checkpoint_info` of the large model."""
-    (fused,) = info["parameter_with_sub_params"]
-    return {
-        **info,
-        "original_vocab_size": VOCABULARY,
-        "padded_vocab_size": VOCABULARY,
-        "parameter_with_sub_params": [{**fused, "shape": [[HIDDEN, KEY_VALUE, KEY_VALUE], HIDDEN]}],
-    }

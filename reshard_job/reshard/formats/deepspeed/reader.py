@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
         step=source.step,
         samples=source.samples if commit is None else commit.samples,
         tensors=tuple(rows.tensors),
-        files=tuple(_source_file(file) for file in source.files),
+        files=_source_files(source.files),
         shards=rows.build(),
         groups=read_groups(source, model),
         aliases=aliases,
@@ -110,14 +110,22 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
     )
 
 
-def _source_file(file: PtFile) -> SourceFile:
-    checksums = sorted(
+def _source_files(files: Sequence[PtFile]) -> tuple[SourceFile, ...]:
+    known: dict[int, tuple[Checksum, ...]] = {}  # files of alike ranks hold the same object
+    found = []
+    for file in files:
+        if id(file.storages) not in known:
+            known[id(file.storages)] = _checksums(file)
+        found.append(
+            SourceFile(path=Path(file.path).name, num_bytes=file.num_bytes, checksums=known[id(file.storages)])
+        )
+    return tuple(found)
+
+
+def _checksums(file: PtFile) -> tuple[Checksum, ...]:
+    found = sorted(
         (storage.file_offset, storage.num_bytes, storage.crc32)
         for storage in file.storages.values()
-        if storage.crc32 is not None and storage.num_bytes
+        if storage.crc32 is not None and storage.num_elements
     )
-    return SourceFile(
-        path=Path(file.path).name,
-        num_bytes=file.num_bytes,
-        checksums=tuple(Checksum(start=start, num_bytes=count, crc32=crc) for start, count, crc in checksums),
-    )
+    return tuple(Checksum(start=start, num_bytes=count, crc32=crc) for start, count, crc in found)

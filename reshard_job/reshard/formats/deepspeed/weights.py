@@ -125,14 +125,17 @@ def add_zero3_buffers(
     rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]
 ) -> None:
     """Buffers are not partitioned: every rank's model file holds them whole."""
+    known: dict[int, Mapping[str, Tensor]] = {}  # files of alike ranks hold the same object
+    modules = {
+        rank: known.get(id(file.value.get("module"))) or known.setdefault(id(file.value.get("module")), _module(file))
+        for rank, file in source.models.items()
+    }
     for (mp, dp), file in source.models.items():
-        names = file.value.get("buffer_names") or ()
-        module = _module(file) if names else {}
-        for name in names:
-            tensor = module.get(name)
+        for name in file.value.get("buffer_names") or ():
+            tensor = modules[mp, dp].get(name)
             if tensor is None:
                 continue
-            shards = [_module(source.models[tp, dp]).get(name, tensor) for tp in range(source.topology.tp)]
+            shards = [modules[tp, dp].get(name, tensor) for tp in range(source.topology.tp)]
             param = _weight(name, shards, model, source, weights)
             _add_weight(rows, param, tensor, Place(source.topology.tp, mp, dp, files[file.path], 0))
 

@@ -142,13 +142,14 @@ def _frozen_type(target: Target, name: str) -> str:
 def _write_optimizers(target: Target, tp: int, sub_groups: list[list[tuple[str, ...]]]) -> None:
     twins: Twins[list[dict[str, Tensor]]] = Twins(target)
     files: list[tuple[File, list[dict[str, Tensor]]]] = []
+    prefix = target.prefix
     for dp in range(target.topology.dp):
         like = (target.like(0, tp), target.like_dp(dp))
 
         def make(like: tuple[int, int] = like) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
             return _optimizer_value(target, like, tp, sub_groups)
 
-        files.append(twins.add(names.optimizer_file(target.prefix, dp, tp), _copied(target, like), make))
+        files.append(twins.add(names.optimizer_file(prefix, dp, tp), _copied(target, like), make))
     for at, names_ in enumerate(itertools.chain.from_iterable(sub_groups)):
         slots, _ = flat.zero3_slots(target.elements(names_, tp), target.topology.dp)
         states = files[0][1][at]
