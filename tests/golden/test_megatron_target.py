@@ -20,6 +20,7 @@ from reshard.formats.megatron.writer import pieces
 from reshard.formats.pt.objects import Inert
 from reshard.formats.pt.reader import read
 from reshard.topology import Topology
+from tests.golden.dcp_files import edit_metadata
 from tests.golden.files import assemble, edit
 
 HERE = Path(__file__).parent
@@ -175,6 +176,25 @@ def test_the_optimizer_counts_the_steps_of_the_source(tmp_path):
     assert index.groups[0].scalars == {"step": 3}
 
 
+def test_without_master_weights_of_its_own_the_weights_are_the_masters(tmp_path):
+    example = Path(shutil.copytree(SOURCE, tmp_path / "example"))
+
+    def forget(state):
+        gone = [key for key in state["state_dict_metadata"] if key.startswith("optimizer.state.fp32_param.")]
+        for index in [index for index in state["storage_data"] if index.state["fqn"] in gone]:
+            del state["storage_data"][index]
+        for key in gone:
+            del state["state_dict_metadata"][key]
+
+    edit_metadata(example, forget)
+    written = to(SOURCE, tmp_path / "out", like=example)
+    before, after = assemble(index_of(SOURCE)), assemble(index_of(written))
+    assert {key.partition("/")[0] for key in after} == {"weight", "exp_avg"}
+    for key, value in after.items():
+        assert (value == before[key.replace("weight/", "fp32/")]).all(), key
+    assert "14 tensors weight/* are left behind" in notes(SOURCE, tmp_path / "other", like=example)
+
+
 def test_no_example_is_refused(tmp_path):
     told = refused(LLAMA, tmp_path / "out")
     assert "does not say what else a Megatron-Core folder holds" in told
@@ -184,7 +204,7 @@ def test_no_example_is_refused(tmp_path):
 def test_other_names_without_an_example_are_refused(tmp_path):
     path = tmp_path / "names.yaml"
     path.write_text('version: 1\nrules: [{from: "{x:any}", to: "model.{x}"}]\n', encoding="utf-8")
-    assert "other names than a Megatron-Core folder" in refused(SOURCE, tmp_path / "out", names=path)
+    assert "has other names than a Megatron-Core folder" in refused(SOURCE, tmp_path / "out", names=path)
 
 
 def test_an_example_of_another_format_is_refused(tmp_path):

@@ -60,7 +60,8 @@ def place(index: Index, extra: Extra, weight_dtype: str | None, where: str) -> P
     for key, home in extra.homes.items():
         if key.state != "weight" and not optimizer:
             continue
-        found = _origin(key, _wanted_dtype(key, home, weight_dtype), at, index)
+        only = optimizer and TensorKey("fp32", key.name) not in extra.homes
+        found = _origin(key, _wanted_dtype(key, home, weight_dtype), at, index, only=only)
         if found is None:
             problems.append(f"{key} {list(home.shape)} is not in the source")
             continue
@@ -111,15 +112,16 @@ def _wanted_dtype(key: TensorKey, home: Home, weight_dtype: str | None) -> str |
     return weight_dtype if weight_dtype is not None and can_cast(home.dtype, weight_dtype) else home.dtype
 
 
-def _origin(key: TensorKey, dtype: str | None, at: Mapping[TensorKey, int], index: Index) -> tuple[int, str] | None:
-    """Source tensor and type of a tensor of the target."""
-    own = at.get(key)
+def _origin(
+    key: TensorKey, dtype: str | None, at: Mapping[TensorKey, int], index: Index, *, only: bool
+) -> tuple[int, str] | None:
+    """Source tensor and type of a tensor of the target; `only`: its weight is what the optimizer goes on with."""
+    own, master = at.get(key), at.get(TensorKey("fp32", key.name))
     if key.state == "weight":
         assert dtype is not None
-        master = at.get(TensorKey("fp32", key.name))
-        if own is not None and (master is None or index.tensors[own].dtype == dtype):
-            return own, dtype
-        return None if master is None else (master, dtype)
+        fits = own is not None and index.tensors[own].dtype == dtype and not (only and dtype == "float32")
+        origin = own if master is None or fits else master
+        return None if origin is None else (origin, dtype)
     if own is None and key.state == "fp32":
         weight = at.get(TensorKey("weight", key.name))
         own = weight if weight is not None and index.tensors[weight].dtype == "float32" else None

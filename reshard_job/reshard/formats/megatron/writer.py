@@ -40,13 +40,9 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     """
     example = request.like or index
     extra = example.extra
-    if example.format != NAME or not isinstance(extra, Extra):
+    if not isinstance(extra, Extra) or example.format != NAME:
         raise UnsupportedError(
-            f"the source is of the format {index.format}, which does not say what else a Megatron-Core folder holds"
-            if example is index and index.format != NAME
-            else "the source has other names than a Megatron-Core folder"
-            if example is index
-            else f"is of the format {example.format}, not {NAME}",
+            _no_example(example, named=example is not index),
             path=str(example.root),
             hint="name a Megatron-Core checkpoint of the same model with --like",
         )
@@ -72,6 +68,14 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         origins=tuple(item.origin for item in placing.tensors),
         notes=(*placing.notes, *notes),
     )
+
+
+def _no_example(example: Index, *, named: bool) -> str:
+    if example.format == NAME:
+        return "has other names than a Megatron-Core folder, which does not say what else such a folder holds"
+    if named:
+        return f"is of the format {example.format}, not {NAME}"
+    return f"the source is of the format {example.format}, which does not say what else a Megatron-Core folder holds"
 
 
 def _copy(path: Path) -> TargetFile:
