@@ -152,7 +152,7 @@ def _model(entries: Sequence[Entry], states: Sequence[tuple[str, ...]], where: s
             hint="save model and optimizer with get_state_dict of torch.distributed.checkpoint.state_dict",
         )
     raise UnsupportedError(
-        f"the weights could be any of {', '.join(sorted(map(dotted, found)))}",
+        f"the weights could be any of {', '.join(sorted(dotted(path) or 'the top' for path in found))}",
         path=where,
         hint="name the model's part of the state dict 'model'",
     )

@@ -115,17 +115,6 @@ def objects_like(
     return entries, (f"taken from {like.root}, as the source does not say: {few}",) if taken else ()
 
 
-def rest_like(files: RankFiles, like: Index, extra: Extra) -> tuple[list[Entry], tuple[str, ...]]:
-    """Entries of `like` of neither model nor optimizer, for a source of weights alone; and notes about that."""
-    rest = set(extra.naming.rest)
-    entries = carried(files, like.root, [entry for entry in extra.carried if entry.key in rest])
-    notes = [f"the source has weights alone: the optimizer that {like.root} holds is left out"]
-    if entries:
-        few = ", ".join(sorted(rest)[:8])
-        notes.append(f"taken from {like.root}, as the source does not say: {few}")
-    return entries, tuple(notes)
-
-
 def _known(index: Index, like: Index, extra: Extra) -> Mapping[str, Any]:
     """What the source says about entries of `like`, by flat name."""
     group_of = {name: group for group in index.groups for name in group.names}

@@ -14,7 +14,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.dcp.naming import dotted
-from reshard.formats.dcp.objects import carried, numbers, objects_like, options, rest_like
+from reshard.formats.dcp.objects import carried, numbers, objects_like, options
 from reshard.formats.dcp.reader import NAME, Extra
 from reshard.formats.dcp.skeleton import RankFiles, metadata_file
 from reshard.formats.dcp.wanted import Wanted, named_tensors, notes_on, own_tensors, placed_like, weights_alone
@@ -57,13 +57,15 @@ def _content(
         wanted = placed_like(named_tensors(index, request), index, request.like, like)
         taken = {dotted(item.path) for item in wanted}
         if weights_alone(index) and any(key.state != "weight" for key in like.paths):
-            objects, notes = rest_like(files, request.like, like)
-        else:
-            objects, notes = objects_like(files, index, request.like, like, taken)
+            note = f"the source has weights alone: all that {request.like.root} holds besides is left out"
+            return wanted, [], _positions(like), (*notes_on(index, request), note)
+        objects, notes = objects_like(files, index, request.like, like, taken)
         return wanted, objects, _positions(like), (*notes_on(index, request), *notes)
     if extra is not None and all(tensor.key in extra.paths for tensor in index.tensors):
         wanted = list(own_tensors(index, request, extra))
-        return wanted, carried(files, index.root, _chosen(index, extra)), _positions(extra), ()
+        if weights_alone(index) and any(key.state != "weight" for key in extra.paths):  # the optimizer was left out
+            return wanted, [], _positions(extra), _left_behind(extra)
+        return wanted, carried(files, index.root, extra.carried), _positions(extra), ()
     objects = [*numbers(files, index), *options(files, index.groups)]
     return named_tensors(index, request), objects, {}, notes_on(index, request, extra)
 
@@ -76,13 +78,10 @@ def _positions(extra: Extra) -> Mapping[str, int]:
     return {key: at for at, key in enumerate(extra.order)}
 
 
-def _chosen(index: Index, extra: Extra) -> Iterable[Entry]:
-    """What is carried along; nothing of the optimizer if its states were left out."""
-    had = any(key.state != "weight" for key in extra.paths)
-    if not had or any(tensor.key.state != "weight" for tensor in index.tensors):
-        return extra.carried
-    rest = set(extra.naming.rest)
-    return [entry for entry in extra.carried if entry.key in rest]
+def _left_behind(extra: Extra) -> tuple[str, ...]:
+    """Words about a run's progress: it belongs to the optimizer, and its tensors could be taken for weights."""
+    few = ", ".join(extra.naming.rest[:5]) + (", ..." if len(extra.naming.rest) > 5 else "")
+    return (f"left behind with the optimizer: {few}",) if few else ()
 
 
 def cuts(shape: tuple[int, ...], world_size: int) -> Iterator[tuple[int, Box]]:
