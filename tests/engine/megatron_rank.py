@@ -1,0 +1,174 @@
+"""One rank of real Megatron-Core runs on CPU: train and save, load and train on, or load and compute logits.
+
+Megatron-Core wants a GPU by name only; what it asks of one is answered for the CPU. Its distributed optimizer expects
+Adam of TransformerEngine or Apex, which counts steps by group: with torch's, which counts by parameter, its loader
+leaves the counts out and makes one tensor of them all, so they are given back here.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+torch.cuda.synchronize = lambda *_: None
+torch.cuda.current_device = lambda: torch.device("cpu")
+torch.Tensor.cuda = lambda self, *_, **__: self
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+LENGTH, VOCABULARY, STEPS = 8, 12, 3
+CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+
+
+class OnCpu(TorchFunctionMode):
+    """Whatever is asked for on `cuda` is made on the CPU."""
+
+    def __torch_function__(self, function, _types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        args = tuple("cpu" if isinstance(arg, str | torch.device) and "cuda" in str(arg) else arg for arg in args)
+        if function is torch.Tensor.type and len(args) == 1:
+            return function(*args).replace("torch.", "torch.cuda.")
+        return function(*args, **kwargs)
+
+
+_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def _set_states_and_step(self, parameter, tensors):
+    group, at = self.model_param_group_index_map[parameter]
+    settings = self.optimizer.param_groups[group]
+    step = torch.tensor(float(settings["step"]))
+    self.optimizer.state[settings["params"][at]]["step"] = step.clone()
+    _set_states(self, parameter, {**tensors, "step": step})
+
+
+DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_and_step
+
+
+def build(tp, vocabulary, dtype, *, training):
+    """A GPT like Llama; its sizes are those of the golden checkpoints."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=6,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=tp,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=vocabulary,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+        parallel_output=training,  # its loss takes each rank's part of the logits
+    )
+    return config, model.to(dtype)
+
+
+def forward(model, tokens, **labels):
+    """Logits, or losses with labels."""
+    length = tokens.shape[1]
+    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    return model(tokens, torch.arange(length)[None].expand_as(tokens), mask, **labels)
+
+
+def logits(run, tp):
+    """Of the model in `run["load"]`, with all of Megatron-Core's checks on."""
+    _, model = build(tp, run["vocabulary"] + run["vocabulary"] % tp, torch.float32, training=False)
+    state = {"model": model.sharded_state_dict(metadata={})}
+    model.load_state_dict(dist_checkpointing.load(state, run["load"], strict="raise_all")["model"])
+    tokens = torch.arange(8).reshape(2, 4) % run["vocabulary"]
+    with torch.no_grad():
+        return forward(model.eval(), tokens)[..., : run["vocabulary"]].flatten().tolist()
+
+
+def train(run, tp):
+    """Losses of three steps, after those of the checkpoint that is loaded, or after three that are saved."""
+    torch.manual_seed(3)
+    config, model = build(tp, VOCABULARY, torch.bfloat16, training=True)
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, clip_grad=0.0
+    )
+    optimizer = get_megatron_optimizer(settings, [wrapped], use_gloo_process_groups=True)
+    tokens = torch.arange(LENGTH)[None]
+
+    def step():
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = forward(wrapped, tokens, labels=(tokens + 1) % VOCABULARY).float().mean()
+        loss.backward()
+        wrapped.finish_grad_sync()
+        optimizer.step()
+        return loss.item()
+
+    def state(**loading):
+        found = model.sharded_state_dict(metadata={})
+        return {"model": found, "optimizer": optimizer.sharded_state_dict(found, metadata=CONTENT, **loading)}
+
+    if "save" in run:
+        for _ in range(STEPS):
+            step()
+        Path(run["save"]).mkdir(parents=True, exist_ok=True)
+        common = {"iteration": STEPS, "checkpoint_version": 3.0}
+        dist_checkpointing.save({**state(), **common}, run["save"], content_metadata=CONTENT)
+    else:
+        step()  # torch's Adam has no state before
+        loaded = dist_checkpointing.load(state(is_loading=True), run["load"], strict="raise_all")
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+    return [step() for _ in range(STEPS)]
+
+
+def main() -> None:
+    """Do the runs of `sys.argv[1]`, one after the other."""
+    task = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    initialize_rng_tracker(inference_rng_tracker=True)  # there is no dropout, and its states are of a GPU
+    for run in task["runs"]:
+        tp = run["tp"]
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        with OnCpu():
+            values = {"logits": logits, "train": train}[run["kind"]](run, tp)
+        if int(os.environ["RANK"]) == 0:
+            with open(task["results"], "a") as file:
+                print(json.dumps({"name": run["name"], "losses": values}), file=file)
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
