@@ -3,8 +3,8 @@
 DeepSpeed 0.19.8: runtime/engine.py (`_get_all_ckpt_names`, `_get_all_zero_checkpoint_state_dicts`,
 `load_moe_state_dict`), runtime/state_dict_factory.py (`SDLoaderBase.load`), runtime/pipe/module.py (`load_state_dir`).
 A rank lists all files of a kind and opens those of its own model-parallel rank, its own partition of the optimizer, the
-layers of its own pipeline stage and its own experts; and every rank opens the first file with model states
-(`SDLoaderBase.check_ckpt_list`).
+layers of its own pipeline stage and its own experts. To count them it also opens the first file of a list, that of
+tensor parallel rank 0: of the model states, and of each of these layers (`SDLoaderBase.check_ckpt_list`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class _Opened:
             raise UnsupportedError(f"{path}: which ranks open it is not known", hint="choose --mode materialize")
         degrees = self._topology
         if name.kind == "layer":
-            return [(pp, name.mp, -1, -1) for pp in sorted(self._stages[name.layer])]
+            # Every rank of the stage opens the first one too, to look into it for the number of files.
+            parts = range(degrees.tp) if name.mp == 0 else (name.mp,)
+            return [(pp, tp, -1, -1) for pp in sorted(self._stages[name.layer]) for tp in parts]
         if name.kind == "model" and name.mp == 0:
             # DeepSpeed opens the first one on every rank, to compare the number of files with what it says.
             places = itertools.product(range(degrees.pp), range(degrees.tp))

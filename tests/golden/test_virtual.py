@@ -76,7 +76,7 @@ def test_each_rank_opens_its_own_stage_partition_and_shard():
     names = [{layout.files[at].path for at in files} for files in files_by_rank(layout)]
     assert names[7] == {
         "layer_03-model_01-model_states.pt", "mp_rank_03_model_states.pt", "zero_pp_rank_1_mp_rank_03_optim_states.pt",
-        "mp_rank_00_model_states.pt",
+        "layer_03-model_00-model_states.pt", "mp_rank_00_model_states.pt",
     }  # fmt: skip
     assert {"layer_00-model_00-model_states.pt", "layer_02-model_00-model_states.pt"} < names[0]
     # DeepSpeed opens the first on every rank; on one node alone that would never be missed.
