@@ -105,6 +105,26 @@ def test_a_file_that_differs_elsewhere_is_not_taken_for_alike(part: str, tmp_pat
         reader.read(one)
 
 
+@pytest.mark.parametrize("unusual", ["a comment", "bytes before", "another order"])
+def test_an_unusual_archive_is_read_as_it_is_alone(unusual: str, tmp_path: Path) -> None:
+    reader = twins.Twins()
+    for rank in (1, 2):
+        path = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        path.write_bytes((golden("zero3-dp3") / path.name).read_bytes())
+        if unusual == "a comment":
+            with zipfile.ZipFile(path, "a") as archive:
+                archive.comment = b"PK\x05\x06 and more"
+        elif unusual == "bytes before":
+            path.write_bytes(b"PK\x03\x04" + path.read_bytes())
+        else:
+            with zipfile.ZipFile(path) as archive:
+                members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+            with zipfile.ZipFile(path, "w") as archive:
+                for name, content in reversed(members):
+                    archive.writestr(name, content)
+        assert said(reader.read, path) == said(read, path)
+
+
 def said(reading, path: Path) -> str:
     try:
         found = reading(path)

@@ -93,7 +93,9 @@ class Twins:
                 self._remember(key, _known(file, found, entries, key))
             return found
 
-    def _remember(self, key: Key, known: Known) -> None:
+    def _remember(self, key: Key, known: Known | None) -> None:
+        if known is None:
+            return
         if key in self._known:
             self._num_bytes -= 2 * len(self._known.pop(key).content)
         self._known[key] = known
@@ -110,13 +112,16 @@ def _key(file: File) -> Key | None:
         if len(tail) != _TAIL_BYTES:
             return None
         fields = _END.unpack(tail[-_END.size :])
+        if fields[0] != b"PK\x05\x06":  # it has a comment
+            return None
         position = _END64.unpack(tail[: _END64.size])[9] if tail[:4] == b"PK\x06\x06" else fields[6]
         return num_bytes, position, file.read(_CENTRAL_NAME, position)
     except (OSError, OverflowError):
         return None
 
 
-def _known(file: File, found: PtFile, entries: Mapping[str, Entry], key: Key) -> Known:
+def _known(file: File, found: PtFile, entries: Mapping[str, Entry], key: Key) -> Known | None:
+    """What to compare other files with; None of an archive whose directory is not where it should be."""
     storages = sorted((entries[f"data/{name}"].offset, name) for name in found.storages)
     payloads = [(offset, found.storages[name].num_bytes) for offset, name in storages]
     ranges, position = [], 0
@@ -126,6 +131,8 @@ def _known(file: File, found: PtFile, entries: Mapping[str, Entry], key: Key) ->
             position = offset + count
     ranges.append((position, found.num_bytes - position))
     content = np.frombuffer(_read(file, ranges), dtype=np.uint8)
+    if len(content) != sum(count for _, count in ranges):
+        return None
     starts = np.array([start for start, _ in ranges], dtype=np.int64)
     shift = starts - np.cumsum([0, *(count for _, count in ranges[:-1])])
 
@@ -135,7 +142,9 @@ def _known(file: File, found: PtFile, entries: Mapping[str, Entry], key: Key) ->
         moved: Int64Array = where - shift[np.searchsorted(starts, where, side="right") - 1]
         return moved
 
-    central = _central_headers(content[at([key[1]])[0] :].tobytes(), key[1], len(entries))
+    central = _central_headers(content[max(0, at([key[1]])[0]) :].tobytes(), key[1], len(entries))
+    if central is None:
+        return None
     headers = dict(zip(entries, central, strict=True))
     length = int.from_bytes(content[at([headers["data.pkl"] + 28])[0] :][:2].tobytes(), "little") - len("data.pkl/")
     varied = [entry for name, entry in entries.items() if name == ".data/serialization_id"]
@@ -170,17 +179,23 @@ def _known(file: File, found: PtFile, entries: Mapping[str, Entry], key: Key) ->
     )
 
 
-def _central_headers(directory: bytes, position: int, count: int) -> list[int]:
-    """Positions of the directory's headers in the file."""
+def _central_headers(directory: bytes, position: int, count: int) -> list[int] | None:
+    """Positions of the directory's headers in the file; None if they are not there."""
     found, at = [], 0
     for _ in range(count):
+        if directory[at : at + 4] != b"PK\x01\x02" or at + _CENTRAL_NAME > len(directory):
+            return None
         found.append(position + at)
         at += _CENTRAL_NAME + sum(struct.unpack_from("<3H", directory, at + 28))
     return found
 
 
 def _read(file: File, ranges: Sequence[tuple[int, int]]) -> bytes:
-    return b"".join(file.read(count, start) for start, count in ranges)
+    """What can be read of these ranges: who needs to know why it is not all reads the file in the ordinary way."""
+    try:
+        return b"".join(file.read(count, start) for start, count in ranges)
+    except OSError:
+        return b""
 
 
 def _twin(file: File, path: str, known: Known) -> PtFile | None:
