@@ -165,6 +165,14 @@ def test_weights_may_be_of_another_type(tmp_path):
     )
 
 
+def test_weights_that_are_all_there_is_keep_their_type(tmp_path):
+    narrow = to(SOURCE, tmp_path / "narrow", target_format="safetensors", states=("weight",), weight_dtype="bfloat16")
+    written = index_of(to(narrow, tmp_path / "out", like=SOURCE))
+    assert {tensor.dtype for tensor in written.tensors} == {"bfloat16"}
+    wide = index_of(to(narrow, tmp_path / "wide", like=SOURCE, weight_dtype="float32"))
+    assert {tensor.dtype for tensor in wide.tensors} == {"float32"}
+
+
 def test_the_optimizer_counts_the_steps_of_the_source(tmp_path):
     example = Path(shutil.copytree(SOURCE, tmp_path / "example"))
     edit(example, "common.pt", lambda value: value["optimizer"]["param_groups"][0].update(step=9))

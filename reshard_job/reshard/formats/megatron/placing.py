@@ -60,8 +60,9 @@ def place(index: Index, extra: Extra, weight_dtype: str | None, where: str) -> P
     for key, home in extra.homes.items():
         if key.state != "weight" and not optimizer:
             continue
-        only = optimizer and TensorKey("fp32", key.name) not in extra.homes
-        found = _origin(key, _wanted_dtype(key, home, weight_dtype), at, index, only=only)
+        asked = weight_dtype if weight_dtype is not None and can_cast(home.dtype, weight_dtype) else None
+        masters = optimizer and TensorKey("fp32", key.name) in extra.homes
+        found = _origin(key, home, asked, at, index, masters=masters, optimizer=optimizer)
         if found is None:
             problems.append(f"{key} {list(home.shape)} is not in the source")
             continue
@@ -105,23 +106,40 @@ def _has_optimizer(at: Mapping[TensorKey, int], homes: Mapping[TensorKey, Home])
     return bool(held - {"fp32"}) or (held == known == {"fp32"})
 
 
-def _wanted_dtype(key: TensorKey, home: Home, weight_dtype: str | None) -> str | None:
-    """Type that is asked for; None for that of the source."""
-    if key.state != "weight":
-        return None
-    return weight_dtype if weight_dtype is not None and can_cast(home.dtype, weight_dtype) else home.dtype
-
-
 def _origin(
-    key: TensorKey, dtype: str | None, at: Mapping[TensorKey, int], index: Index, *, only: bool
+    key: TensorKey,
+    home: Home,
+    asked: str | None,
+    at: Mapping[TensorKey, int],
+    index: Index,
+    *,
+    masters: bool,
+    optimizer: bool,
 ) -> tuple[int, str] | None:
-    """Source tensor and type of a tensor of the target; `only`: its weight is what the optimizer goes on with."""
+    """Source tensor and type of a tensor of the target.
+
+    A weight that is made of a master weight has the type that is asked for, or else the example's. One that is all
+    there is of a parameter keeps its type.
+
+    Args:
+        key: of the tensor.
+        home: where the example has it.
+        asked: type that is asked for, or None.
+        at: positions of the source's tensors.
+        index: the source.
+        masters: the target has master weights besides.
+        optimizer: the target has states of the optimizer.
+    """
     own, master = at.get(key), at.get(TensorKey("fp32", key.name))
     if key.state == "weight":
-        assert dtype is not None
-        fits = own is not None and index.tensors[own].dtype == dtype and not (only and dtype == "float32")
-        origin = own if master is None or fits else master
-        return None if origin is None else (origin, dtype)
+        dtype = asked or home.dtype
+        goes_on = optimizer and not masters and dtype == "float32"  # it is what the optimizer goes on with
+        if master is not None and (own is None or index.tensors[own].dtype != dtype or goes_on):
+            return master, dtype
+        if own is None:
+            return None
+        is_master = masters and master is None and index.tensors[own].dtype == "float32"
+        return own, dtype if asked or is_master else index.tensors[own].dtype
     if own is None and key.state == "fp32":
         weight = at.get(TensorKey("weight", key.name))
         own = weight if weight is not None and index.tensors[weight].dtype == "float32" else None
