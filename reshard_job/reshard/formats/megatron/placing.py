@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from reshard.cast import can_cast
 from reshard.errors import UnsupportedError
 from reshard.formats.megatron.example import Extra, Home
-from reshard.formats.pt.objects import STORAGE_CLASSES
 from reshard.layout import PADDING, Index, LogicalTensor, TensorKey
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -70,7 +69,7 @@ def place(index: Index, extra: Extra, weight_dtype: str | None, where: str) -> P
         shape = index.tensors[origin].shape
         if shape != home.shape and not _other_rows(key.name, shape, home.shape):
             problems.append(f"{key} is {list(shape)}, and {list(home.shape)} in the one it shall be like")
-        elif not can_cast(index.tensors[origin].dtype, dtype) or dtype not in STORAGE_CLASSES:
+        elif not can_cast(index.tensors[origin].dtype, dtype):
             problems.append(f"{key}: {index.tensors[origin].dtype} cannot be written as {dtype}")
         else:
             placed.append(Placed(home=home, tensor=LogicalTensor(key=key, shape=shape, dtype=dtype), origin=origin))
