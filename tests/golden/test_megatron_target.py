@@ -10,21 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.api import Conversion, convert, index_of, plan_conversion
+from reshard.api import Conversion, convert, index_of, plan_conversion, plan_of
 from reshard.commit import COMMIT_FILE, read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError, UsageError
+from reshard.execute import execute
+from reshard.formats.base import Request
 from reshard.formats.dcp.metadata import read_metadata
 from reshard.formats.megatron.amend import Progress, amend
 from reshard.formats.megatron.example import Home
 from reshard.formats.megatron.writer import pieces
 from reshard.formats.pt.objects import Inert
 from reshard.formats.pt.reader import read
+from reshard.names import load, rename
 from reshard.topology import Topology
+from reshard.views import select_states
 from tests.golden.dcp_files import edit_metadata
-from tests.golden.files import assemble, edit
+from tests.golden.files import assemble, edit, golden
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "megatron-0.16.1" / "iter_0000003"
+MAPS = HERE.parents[1] / "examples/name_maps"
 LLAMA = HERE / "safetensors" / "llama"
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 
@@ -51,7 +56,7 @@ def notes(source: Path, target: Path, **wanted) -> str:
 @pytest.fixture
 def names(tmp_path) -> Path:
     """The map from Hugging Face's names for the golden Llama."""
-    text = (HERE.parents[1] / "examples/name_maps/llama-megatron.yaml").read_text(encoding="utf-8")
+    text = (MAPS / "llama-megatron.yaml").read_text(encoding="utf-8")
     path = tmp_path / "names.yaml"
     path.write_text(text.replace("hidden: 4096, heads: 32, kv_heads: 8", "hidden: 8, heads: 4, kv_heads: 2"))
     return path
@@ -135,6 +140,25 @@ def test_weights_of_hugging_face_are_put_together_by_a_map_of_names(tmp_path, na
     assert (fc1[6:] == before["weight/model.layers.0.mlp.up_proj.weight"]).all()
     assert after["weight/embedding.word_embeddings.weight"].shape == (13, 8)
     assert not [key for key in after if not key.startswith("weight/")]
+
+
+@pytest.mark.parametrize("name", ["pipeline-dp2", "pipeline-tp2-pp2"])
+def test_a_run_of_deepspeed_goes_into_megatron_with_its_optimizer(tmp_path, name):
+    sizes = {"hidden": 8, "heads": 4, "kv_heads": 2}
+    source = select_states(index_of(golden(name)), ("fp32", "exp_avg"))
+    there = rename(source, load(MAPS / "gpt-llama.yaml", {**sizes, "layers": 2, "ffn": 6}))
+    there = rename(there, load(MAPS / "llama-megatron.yaml", sizes))
+    plan = plan_of(there, Request(topology=Topology(tp=2), like=index_of(SOURCE)), target_format="megatron")
+    target = tmp_path / "out"
+    target.mkdir()
+    execute(plan, target, sync=False)
+    written = index_of(target)
+    before, after = assemble(there), assemble(written)
+    assert {key.partition("/")[0] for key in after} == {"weight", "fp32", "exp_avg"}
+    for key, value in after.items():
+        assert (value == before[key.replace("weight/", "fp32/")]).all(), key
+    assert written.step == source.step == 2
+    assert written.groups[0].scalars == {"step": 2}
 
 
 def test_the_common_part_tells_of_the_source_and_of_no_optimizer(tmp_path, names):
