@@ -278,9 +278,7 @@ def _buffer(scratch: Bytes, num_bytes: int) -> Bytes:
 
 def touching(shards: ShardTable, rows: Int64Array, tile: Box, ndim: int) -> Iterator[tuple[ShardRow, Box]]:
     """Boxes of rows that touch the tile, each with the common region."""
-    found = shards.within(rows, tile)
-    for index in range(len(found)):
-        row = found.row(index, ndim)
+    for row in shards.within(rows, tile):
         part = row.box.intersect(tile)
         if part is not None:
             yield row, part

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard import intervals
-from reshard.geometry import Box, strides_of
+from reshard.geometry import Box, flat_interval_to_boxes, strides_of
 from reshard.intervals import Int64Array
 
 
@@ -171,24 +171,44 @@ class ShardTable:
         return dataclasses.replace(self, chunk=np.where(self.chunk != 0, self.stop - self.start, 0)).boxes()
 
     def touching(self, rows: Int64Array, region: Box) -> Int64Array:
-        """Those of some rows of one tensor that may hold elements of a region."""
+        """Those of some rows of one tensor whose boxes touch a region."""
         low, high = self._bounds(region)
-        offset, size = self.offset[rows], self.size[rows]
-        found: Int64Array = rows[((offset < high) & (offset + size > low)).all(axis=1)]
-        if self.chunk[found].any():
-            begin, end = self.take(found)._interval(low, high)
-            found = found[(self.chunk[found] == 0) | ((begin < self.stop[found]) & (end > self.start[found]))]
+        offset = self.offset[rows]
+        found: Int64Array = rows[((offset < high) & (offset + self.size[rows] > low)).all(axis=1)]
         return found
 
-    def within(self, rows: Int64Array, region: Box) -> ShardTable:
-        """Boxes, of some rows of one tensor, that touch a region; no families."""
-        found = self.take(self.touching(rows, region))
-        if not found.has_families:
-            return found
-        low, high = self._bounds(region)
-        begin, end = found._interval(low, high)
-        boxes = found._between(np.maximum(begin, found.start), np.minimum(end, found.stop))
-        return boxes.take(np.flatnonzero(((boxes.offset < high) & (boxes.offset + boxes.size > low)).all(axis=1)))
+    def within(self, rows: Int64Array, region: Box) -> Iterator[ShardRow]:
+        """Boxes of some rows of one tensor that touch a region; of families only those are made."""
+        for at in self.touching(rows, region).tolist():
+            if not self.chunk[at]:
+                yield self.row(at, region.ndim)
+            else:
+                yield from self._family_within(at, region)
+
+    def _family_within(self, at: int, region: Box) -> Iterator[ShardRow]:
+        """Boxes of a family, few as a rule: plain numbers are faster than arrays."""
+        ndim = region.ndim
+        whole = Box(tuple(self.offset[at, :ndim].tolist()), tuple(self.size[at, :ndim].tolist()))
+        common, strides = whole.intersect(region), strides_of(whole.size)
+        if common is None:
+            return
+        start, stop, chunk = int(self.start[at]), int(self.stop[at]), int(self.chunk[at])
+        first = sum((low - base) * step for low, base, step in zip(common.offset, whole.offset, strides, strict=True))
+        last = first + sum((size - 1) * step for size, step in zip(common.size, strides, strict=True))
+        low, high = max(first, start), min(last + 1, stop)
+        for part in range((low - start) // chunk, -(-(high - start) // chunk) if low < high else 0):
+            begin, end = start + part * chunk, min(start + (part + 1) * chunk, stop)
+            for box, flat in flat_interval_to_boxes(whole.size, begin, end):
+                found = ShardRow(
+                    tensor=int(self.tensor[at]),
+                    replica=int(self.replica[at]),
+                    box=box.shift(whole.offset),
+                    file=int(self.file[at]) + part,
+                    byte_offset=int(self.byte_offset[at]) + (flat - begin) * int(self.item_bytes[at]),
+                    strides=strides,
+                )
+                if found.box.intersect(region) is not None:
+                    yield found
 
     def ranges(self, item_bytes: Int64Array) -> tuple[Ranges, Int64Array]:
         """Where rows without gaps lie, a family as at most two ranges.
@@ -232,13 +252,6 @@ class ShardTable:
         rest = self.size.shape[1] - region.ndim
         low, high = (*region.offset, *(0,) * rest), (*region.end, *(1,) * rest)
         return np.array(low, dtype=np.int64), np.array(high, dtype=np.int64)
-
-    def _interval(self, low: Int64Array, high: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Flat index in every row's box of the first element that may lie in a region, and of that behind the last."""
-        strides = intervals.strides_of(self.size)
-        first = np.maximum(low - self.offset, 0)
-        last = np.minimum(high - self.offset, self.size) - 1
-        return (first * strides).sum(axis=1), (last * strides).sum(axis=1) + 1
 
     def _parts(self, low: Int64Array, high: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
         """Parts of families that hold elements of `low:high`: row, number, first element, that behind the last."""
