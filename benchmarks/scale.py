@@ -43,7 +43,7 @@ ZERO3 = (
     Case(128, "dp=16384,zero=3", "dp=12288,zero=3"),
 )
 MEASURE = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 from reshard import api
 from reshard.check import check_plan
@@ -57,18 +57,19 @@ request = Request(topology=Topology.parse(sys.argv[2]))
 layout = format_of(index.format).layout(index, request); marks.append(time.monotonic())
 plan = make_plan(index, layout); marks.append(time.monotonic())
 check_plan(plan); marks.append(time.monotonic())
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+processor = time.process_time()
+status = Path("/proc/self/status").read_text()
+peak = int(status.partition("VmHWM:")[2].split()[0])
 boxes = [int(index.shards.num_boxes.sum()), int(layout.shards.num_boxes.sum())]
-print(json.dumps({"seconds": [b - a for a, b in zip(marks, marks[1:])], "peak_kib": peak, "boxes": boxes}))
+seconds = [b - a for a, b in zip(marks, marks[1:])]
+print(json.dumps({"seconds": seconds, "processor": processor, "peak_kib": peak, "boxes": boxes}))
 """
 
 
 def scale(_repeat: int) -> str:
     """1,024, 4,096 and 16,384 ranks of ZeRO-1 and of ZeRO-3, the model growing alike."""
-    lines = [
-        "| ZeRO | ranks | parameters | files | boxes read + written | index s | layout s | plan s | all s | memory |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ("ZeRO", "ranks", "parameters", "files", "boxes read + written", "index s", "layout s", "plan s", "all s")
+    lines = [f"| {' | '.join((*columns, 'processor s', 'memory'))} |", "|---" * 11 + "|"]
     for stage, lay_out, cases in ((1, layout_zero1, ZERO1), (3, layout_zero3, ZERO3)):
         for case in cases:
             lines.append(_measure(stage, lay_out, case))
@@ -96,7 +97,8 @@ def _measure(stage: int, lay_out: Callable[[int, Topology], TargetLayout], case:
     parameters = sum(math.prod(shape) for shape in SHAPES.values()) * case.layers + VOCABULARY * HIDDEN
     return (
         f"| {stage} | {topology.world_size} | {parameters / 1e9:.0f} billion | {num_files} | {found['boxes'][0]:,} +"
-        f" {found['boxes'][1]:,} | {seconds} | {found['peak_kib'] / 2**20:.2f} GiB |"
+        f" {found['boxes'][1]:,} | {seconds}"
+        f" | {found['processor']:.1f} | {found['peak_kib'] / 2**20:.2f} GiB |"
     )
 
 
