@@ -25,6 +25,7 @@ from reshard.commit import (
     write_commit,
 )
 from reshard.contract import ExitCode, ReshardReport
+from reshard.digest import finished, to_hex
 from reshard.errors import (
     CorruptSourceError,
     SourceError,
@@ -403,9 +404,11 @@ def _reread(staging: Path, commit: Commit) -> None:
     """Read the result as any reader would. What is wrong with it is the target's fault, never the source's."""
     try:
         check_files(staging, commit, crc=True)
-        found = digests(read_checkpoint(staging, commit))
-        # Another amount of padding than the source's was not converted: it is zero, and so is the digest of zeros.
-        zero = {key for key, value in found.items() if key.endswith(PADDING) and not int(value, 16)}
+        index = read_checkpoint(staging, commit)
+        found = digests(index)
+        # Another amount of padding than the source's was not converted: it is zero.
+        padding = {str(tensor.key): tensor.num_bytes for tensor in index.tensors if tensor.key.name.endswith(PADDING)}
+        zero = {key for key, count in padding.items() if found[key] == to_hex(finished(0, count))}
         compare(commit.digests, {key: found[key] for key in found if key in commit.digests or key not in zero})
     except SourceError as error:
         raise VerificationError(
