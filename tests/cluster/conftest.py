@@ -25,6 +25,7 @@ from tests.cluster.releases import Release
 
 ROOT = Path(__file__).parents[2]
 NODE_RECOVERY_SECONDS = 60
+DEVICES_SECONDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +111,17 @@ def testbed(cluster: Cluster) -> Iterator[Cluster]:
     if not cluster.is_testbed:
         pytest.skip("hurts nodes: only on the test bed")
     yield cluster
+    dead = [node for node in bed.members() if not cluster.node_is_ready(node.name)]
+    for node in dead:
+        faults.heal_node(node.name)
     for node in bed.members():
-        if not cluster.node_is_ready(node.name):
-            faults.heal_node(node.name)
         for path in node.gpu_control.glob("*"):
             path.unlink()
     bed.wait_ready(bed.members())
+    if dead:
+        # A kubelet that has just started still shows the devices of before, and withdraws them until they register.
+        time.sleep(DEVICES_SECONDS)
+        bed.wait_ready(bed.members())
 
 
 @pytest.fixture
