@@ -212,15 +212,15 @@ class Mover:
         self, record: UnitRecord, number: int, tile: Box, rows: tuple[Int64Array, Int64Array], scratch: Bytes
     ) -> None:
         plan = self.plan
-        tensor, shape, ndim = plan.index.tensors[number], plan.index.tensors[number].shape, tile.ndim
-        targets = list(touching(plan.layout.shards, rows[1], tile, ndim))
+        tensor, shape = plan.index.tensors[number], plan.index.tensors[number].shape
+        targets = list(touching(plan.layout.shards, rows[1], tile))
         if not targets:
             return
         kinds = {row.tensor: plan.target_tensors[row.tensor].dtype for row, _ in targets}
         num_bytes = tile.num_elements * tensor.item_bytes
         buffer: Bits = _buffer(scratch, num_bytes).view(UNSIGNED[tensor.item_bytes]).reshape(tile.size)
         found: dict[str, int] = dict.fromkeys(kinds.values(), 0)
-        sources = list(touching(plan.index.shards, rows[0], tile, ndim))
+        sources = list(touching(plan.index.shards, rows[0], tile))
         known: int | None = None
         for row, part in sources:
             elements, known = self._read(record, row, part, buffer[_slices(part, tile)])
@@ -265,7 +265,7 @@ def _extents(plan: Plan, unit: int) -> Iterator[tuple[int, int, int]]:
     """(file, first byte, first byte behind) of what a unit reads of every source box."""
     for number, region in plan.units[unit].regions:
         item_bytes = plan.index.tensors[number].item_bytes
-        for row, part in touching(plan.index.shards, plan.source_rows[number], region, region.ndim):
+        for row, part in touching(plan.index.shards, plan.source_rows[number], region):
             first = sum((p - b) * s for p, b, s in zip(part.offset, row.box.offset, row.strides, strict=True))
             last = first + sum((size - 1) * stride for size, stride in zip(part.size, row.strides, strict=True))
             start = row.byte_offset + first * item_bytes
@@ -276,7 +276,7 @@ def _buffer(scratch: Bytes, num_bytes: int) -> Bytes:
     return scratch[:num_bytes] if num_bytes <= len(scratch) else np.empty(num_bytes, dtype=np.uint8)
 
 
-def touching(shards: ShardTable, rows: Int64Array, tile: Box, ndim: int) -> Iterator[tuple[ShardRow, Box]]:
+def touching(shards: ShardTable, rows: Int64Array, tile: Box) -> Iterator[tuple[ShardRow, Box]]:
     """Boxes of rows that touch the tile, each with the common region."""
     for row in shards.within(rows, tile):
         part = row.box.intersect(tile)

@@ -67,10 +67,10 @@ class _Cut:
         for cell in cells(shards.row(int(row), ndim).box for row in rows):
             origin = len(self.sources)
             self.sources.append(_cell_of(tensor, tensor, cell))
-            for source, part in touching(self._plan.index.shards, self._plan.source_rows[number], cell, ndim):
+            for source, part in touching(self._plan.index.shards, self._plan.source_rows[number], cell):
                 _add(self.source_rows, source, part, cell, tensor.item_bytes, tensor=origin, file=source.file)
             numbers: dict[int, int] = {}
-            for target, part in touching(shards, rows, cell, ndim):
+            for target, part in touching(shards, rows, cell):
                 found = self._plan.target_tensors[target.tensor]
                 if target.tensor not in numbers:
                     numbers[target.tensor] = len(self.targets)

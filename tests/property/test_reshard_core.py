@@ -218,9 +218,9 @@ def test_elements_in_each_others_places_are_never_published(conversion, monkeypa
     index, layout, target = conversion
     scatter = module.touching
 
-    def misplace(shards, rows, tile, ndim):
+    def misplace(shards, rows, tile):
         """Bring the first target box the bytes of the box one row further down."""
-        for row, part in scatter(shards, rows, tile, ndim):
+        for row, part in scatter(shards, rows, tile):
             yield row, part.shift((1, 0)) if shards is layout.shards and part.size[0] == 10 else part
 
     monkeypatch.setattr(module, "touching", misplace)
