@@ -221,8 +221,8 @@ def check_commit(found: Commit) -> None:
 
 _RECORD = {
     "unit": 3,
-    "source": [[0, "00000000000000ff"], [1, "0123456789abcdef"]],
-    "target": [[0, 0, "00000000000000ff"], [0, 1, "00000000000000ff"], [1, 0, "0123456789abcdef"]],
+    "source": [[0, "000000ff"], [1, "89abcdef"]],
+    "target": [[0, 0, "000000ff"], [0, 1, "000000ff"], [1, 0, "89abcdef"]],
     "read": [[0, 64, 256, 123456], [1, 0, 64, 5]],
     "written": [[0, 128, 320, 99]],
 }
@@ -241,8 +241,8 @@ def journal(chance: Random, folder: Path) -> str:
         records = place.records()
         assert len(records) <= 1
         for record in records:
-            assert all(type(n) is int and type(d) is int and 0 <= d < 1 << 64 for n, d in record.source.items())
-            assert all(0 <= d < 1 << 64 for d in record.target.values())
+            assert all(type(n) is int and type(d) is int and 0 <= d < 1 << 32 for n, d in record.source.items())
+            assert all(0 <= d < 1 << 32 for d in record.target.values())
             pieces = [piece for every in (record.read, record.written) for some in every.values() for piece in some]
             assert all(type(number) is int and number >= 0 for piece in pieces for number in piece)
         return records
