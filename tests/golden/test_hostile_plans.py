@@ -212,8 +212,8 @@ def touching_with(change: Callable[[Iterator], Iterator]) -> Callable:
     """`execute.touching`, with what it says of the target's rows changed."""
     real = MODULE.touching
 
-    def touching(shards, found, tile, ndim):
-        rows_ = list(real(shards, found, tile, ndim))
+    def touching(shards, found, tile):
+        rows_ = list(real(shards, found, tile))
         return iter(change(rows_)) if shards is touching.target else iter(rows_)
 
     return touching
