@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from reshard.commit import Commit
-from reshard.errors import UsageError
+from reshard.errors import CorruptSourceError, ReshardError, UsageError
 from reshard.layout import Index, TargetLayout
 from reshard.topology import Topology
 
@@ -66,6 +68,32 @@ class Format(Protocol):
             UnsupportedError: a conversion that would need a guess, with the tensors that it would be about.
         """
         ...
+
+
+@contextlib.contextmanager
+def understood(folder: Path, writer: str, *, instead: str, also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Fields of other types than a framework writes surface wherever they are used: say whose fault it is.
+
+    Args:
+        folder: of the checkpoint.
+        writer: name of the framework.
+        instead: what to do, if the framework does not load the checkpoint either.
+        also: errors that such fields lead to besides the usual ones.
+
+    Raises:
+        CorruptSourceError: in the place of errors that are not ours.
+    """
+    foreign: tuple[type[Exception], ...] = (TypeError, ValueError, LookupError, AttributeError, RecursionError, *also)
+    try:
+        yield
+    except ReshardError:
+        raise
+    except foreign as error:
+        raise CorruptSourceError(
+            f"holds something that {writer} does not write ({type(error).__name__}: {error})",
+            path=str(folder),
+            hint=f"{instead}; if {writer} loads this one, report it as a bug of reshard",
+        ) from error
 
 
 def refuse_options(

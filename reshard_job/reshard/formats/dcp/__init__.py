@@ -6,12 +6,10 @@ What is read, written and refused: docs/dcp-format.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.commit import Commit
-from reshard.errors import CorruptSourceError, ReshardError
-from reshard.formats.base import Request, refuse_options
+from reshard.formats.base import Request, refuse_options, understood
 from reshard.formats.dcp.metadata import METADATA_FILE
 from reshard.formats.dcp.reader import NAME, read_index
 from reshard.formats.dcp.tables import CONFIG_FILE, backend_of
@@ -19,19 +17,9 @@ from reshard.formats.dcp.writer import lay_out
 from reshard.layout import Index, TargetLayout
 
 
-@contextlib.contextmanager
-def understood(folder: Path) -> Iterator[None]:
-    """Fields of other types than torch writes surface wherever they are used: say whose fault it is."""
-    try:
-        yield
-    except ReshardError:
-        raise
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OverflowError, OSError) as error:
-        raise CorruptSourceError(
-            f"holds something that torch does not write ({type(error).__name__}: {error})",
-            path=str(folder),
-            hint="use an earlier checkpoint; if torch loads this one, report it as a bug of reshard",
-        ) from error
+def of_torch(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """See `base.understood`; for what torch saves."""
+    return understood(folder, "torch", instead="use an earlier checkpoint", also=(OverflowError, OSError))
 
 
 class DcpFormat:
@@ -51,7 +39,7 @@ class DcpFormat:
 
     def read(self, path: Path, commit: Commit | None) -> Index:
         """Index the checkpoint, see `read_index`."""
-        with understood(path):
+        with of_torch(path):
             return read_index(path, commit)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:

@@ -5,31 +5,16 @@ What is read, written and refused: docs/deepspeed-format.md.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from reshard.commit import Commit
-from reshard.errors import CorruptSourceError, ReshardError
-from reshard.formats.base import Request, refuse_options
+from reshard.formats.base import Request, refuse_options, understood
 from reshard.formats.deepspeed.names import NAME, has_checkpoint
 from reshard.layout import Index, TargetLayout
 
-
-@contextlib.contextmanager
-def _understood(folder: Path) -> Iterator[None]:
-    """Fields of other types than DeepSpeed writes surface wherever they are used: say whose fault it is."""
-    try:
-        yield
-    except ReshardError:
-        raise
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise CorruptSourceError(
-            f"holds something that DeepSpeed does not write ({type(error).__name__}: {error})",
-            path=str(folder),
-            hint="use an earlier commit; if DeepSpeed loads this one, report it as a bug of reshard",
-        ) from error
+_INSTEAD = "use an earlier commit"
 
 
 class DeepSpeedFormat:
@@ -49,7 +34,7 @@ class DeepSpeedFormat:
         """Index the checkpoint, see `read_index`; `patterns` are from `pattern_file.load`."""
         from reshard.formats.deepspeed.reader import read_index  # a sniff needs no reader
 
-        with _understood(path):
+        with understood(path, "DeepSpeed", instead=_INSTEAD):
             return read_index(path, commit, patterns)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
@@ -57,7 +42,7 @@ class DeepSpeedFormat:
         from reshard.formats.deepspeed.writer import lay_out
 
         refuse_options(NAME, request)
-        with _understood(index.root):
+        with understood(index.root, "DeepSpeed", instead=_INSTEAD):
             return lay_out(index, request)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reshard.commit import Commit
 from reshard.formats.base import Request, refuse_options
-from reshard.formats.dcp import understood
+from reshard.formats.dcp import of_torch
 from reshard.formats.dcp.tables import CONFIG_FILE, backend_of
 from reshard.formats.megatron.reader import NAME, read_index
 from reshard.formats.megatron.writer import lay_out
@@ -31,13 +31,13 @@ class MegatronFormat:
 
     def read(self, path: Path, commit: Commit | None) -> Index:
         """Index the checkpoint, see `read_index`."""
-        with understood(path):
+        with of_torch(path):
             return read_index(path, commit)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out a checkpoint for a topology, see `lay_out`."""
         refuse_options(NAME, request, weight_dtype=True)
-        with understood(index.root):
+        with of_torch(index.root):
             return lay_out(index, request)
 
 

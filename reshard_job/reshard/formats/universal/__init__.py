@@ -5,30 +5,14 @@ What is read, written and refused: docs/universal-format.md.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.commit import Commit
-from reshard.errors import CorruptSourceError, ReshardError
-from reshard.formats.base import Request, refuse_options
+from reshard.formats.base import Request, refuse_options, understood
 from reshard.formats.universal.names import NAME, OPTIMIZER_FILE
 from reshard.layout import Index, TargetLayout
 
-
-@contextlib.contextmanager
-def _understood(folder: Path) -> Iterator[None]:
-    """Fields of other types than DeepSpeed writes surface wherever they are used: say whose fault it is."""
-    try:
-        yield
-    except ReshardError:
-        raise
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise CorruptSourceError(
-            f"holds something that DeepSpeed does not write ({type(error).__name__}: {error})",
-            path=str(folder),
-            hint="convert again from the native checkpoint; if DeepSpeed loads this one, report it as a bug of reshard",
-        ) from error
+_INSTEAD = "convert again from the native checkpoint"
 
 
 class UniversalFormat:
@@ -48,7 +32,7 @@ class UniversalFormat:
         """Index the checkpoint, see `read_index`."""
         from reshard.formats.universal.reader import read_index  # a sniff needs no reader
 
-        with _understood(path):
+        with understood(path, "DeepSpeed", instead=_INSTEAD):
             return read_index(path, commit)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
@@ -56,7 +40,7 @@ class UniversalFormat:
         from reshard.formats.universal.writer import lay_out
 
         refuse_options(NAME, request)
-        with _understood(index.root):
+        with understood(index.root, "DeepSpeed", instead=_INSTEAD):
             return lay_out(index, request)
 
 
