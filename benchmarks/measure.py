@@ -7,13 +7,12 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import psutil
 
 _SAMPLE_SECONDS = 0.02
 _BLOCK_BYTES = 4 << 20
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +63,30 @@ def measure(command: Sequence[str], *, env: dict[str, str], log: Path) -> Measur
 
 
 def _watch(pid: int, peak: list[int]) -> None:
+    """Sample until the process ends. Reads only what the kernel lists of this tree: whoever walks through all processes
+    takes a good part of a processor from what is measured."""
+    while (total := sum(_resident_bytes(member) for member in _tree(pid))) > 0:
+        peak[0] = max(peak[0], total)
+        time.sleep(_SAMPLE_SECONDS)
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """A process and all its descendants (proc_pid_task_tid_children(5))."""
+    yield pid
     try:
-        root = psutil.Process(pid)
-        while root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
-            total = 0
-            for process in [root, *root.children(recursive=True)]:
-                try:
-                    total += process.memory_info().rss
-                except psutil.Error:
-                    continue
-            peak[0] = max(peak[0], total)
-            time.sleep(_SAMPLE_SECONDS)
-    except psutil.Error:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text(encoding="ascii").split():
+                yield from _tree(int(child))
+    except OSError:  # it has just ended
         return
+
+
+def _resident_bytes(pid: int) -> int:
+    """0 of a process that has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0
 
 
 def drop_from_cache(folder: Path) -> None:
