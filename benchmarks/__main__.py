@@ -37,7 +37,8 @@ def main() -> int:
     for name in options.sections or [name for name in SECTIONS if name != "memory"]:
         text = SECTIONS[name](options.repeat)
         machine = f"{os.cpu_count()} processors, {platform.system()} {platform.release().split('-')[0]}, Python "
-        text += f"\nMachine: {machine}{platform.python_version()}; median of {options.repeat} (all in brackets).\n"
+        runs = f"median of {options.repeat} (all in brackets)" if "median (all)" in text else "one run"
+        text += f"\nMachine: {machine}{platform.python_version()}; {runs}.\n"
         sys.stdout.write(f"\n{text}\n")
         _publish(name, text)
     return 0

@@ -38,6 +38,7 @@ from reshard.errors import (
 from reshard.execute import Mover, Outcome, Progress
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import Request
+from reshard.formats.deepspeed import FORMAT as DEEPSPEED
 from reshard.journal import FOLDER as JOURNAL_FOLDER
 from reshard.journal import Journal
 from reshard.latest import latest_file, point
@@ -92,11 +93,11 @@ def read_source(source: Path, commit: Commit | None, patterns: Path | None = Non
     """Index a checkpoint whose marker is known; see `index_of`."""
     if patterns is None:
         return read_checkpoint(source, commit)
-    from reshard.formats.deepspeed import FORMAT, pattern_file
+    from reshard.formats.deepspeed import pattern_file
 
-    if (reason := FORMAT.sniff(source)) is not None:
+    if (reason := DEEPSPEED.sniff(source)) is not None:
         raise UsageError(f"patterns are for native DeepSpeed checkpoints: {reason}", path=str(source))
-    return FORMAT.read(source, commit, pattern_file.load(patterns))
+    return DEEPSPEED.read(source, commit, pattern_file.load(patterns))
 
 
 def plan_of(
@@ -229,7 +230,7 @@ def plan_conversion(wanted: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BY
 
 
 def _topology(index: Index, wanted: Conversion) -> Topology:
-    if wanted.keeps_stage and index.format == "deepspeed" and wanted.target_format in ("", "deepspeed"):
+    if wanted.keeps_stage and index.format == DEEPSPEED.name and wanted.target_format in ("", DEEPSPEED.name):
         return dataclasses.replace(wanted.topology, zero=index.topology.zero)
     return wanted.topology
 

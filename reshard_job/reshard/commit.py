@@ -7,6 +7,7 @@ byte is used. The page docs/checkpoint-format.md is normative.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -322,14 +323,27 @@ def write_commit(folder: str | Path, commit: Commit) -> None:
 
     The caller has already synced the files themselves.
     """
-    folder = _as_path(folder)
-    draft = folder / f".{COMMIT_FILE}.{os.getpid()}"
-    with open(draft, "wb") as stream:
-        stream.write(seal.sealed(commit.to_dict()))
-        stream.flush()
-        os.fsync(stream.fileno())
-    draft.rename(folder / COMMIT_FILE)
-    sync_folder(folder)
+    replace_file(_as_path(folder) / COMMIT_FILE, seal.sealed(commit.to_dict()))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file: who reads it meanwhile, or after a crash, finds the old content or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written; nothing is left beside it.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(draft, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: str | Path) -> None:

@@ -14,7 +14,7 @@ What it catches is on the page docs/verification.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ def box_term(data: npt.NDArray[np.generic], box: Box, shape: tuple[int, ...], *,
     item_bytes = data.dtype.itemsize
     strides = strides_of(shape)
     last = sum((end - 1) * stride for end, stride in zip(box.end, strides, strict=True))
-    behind = (_count(shape) - 1 - last) * item_bytes
+    behind = (math.prod(shape) - 1 - last) * item_bytes
     # Trailing dims that the box spans entirely are consecutive with the first one that it does not.
     inner, dim = 1, len(shape)
     while dim > 0 and (dim == len(shape) or box.size[dim] == shape[dim]):
@@ -66,10 +66,6 @@ def finished(term: int, num_bytes: int) -> int:
 def to_hex(digest: int) -> str:
     """8 hex digits, as in COMMIT.json."""
     return f"{digest:08x}"
-
-
-def _count(shape: Sequence[int]) -> int:
-    return functools.reduce(lambda left, right: left * right, shape, 1)
 
 
 def _remainders(rows: npt.NDArray[Any]) -> UInt32Array:

@@ -7,11 +7,10 @@ of the folder beside it.
 from __future__ import annotations
 
 import contextlib
-import os
 import stat
 from pathlib import Path
 
-from reshard.commit import sync_folder
+from reshard.commit import replace_file
 from reshard.errors import TargetError, UsageError
 
 FILES = {"deepspeed": "latest", "universal": "latest_universal"}
@@ -64,17 +63,9 @@ def point(path: Path, target: Path) -> None:
     Raises:
         TargetError: it cannot be written; the target itself is published.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("w", encoding="utf-8") as stream:
-            stream.write(target.name)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.rename(path)
-        sync_folder(path.parent)
+        replace_file(path, target.name.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise TargetError(
             f"cannot be written: {error.strerror or error}; {target.name} itself is published, whole and verified",
             path=str(path),

@@ -1,8 +1,7 @@
 """What lies where: logical tensors, and the boxes of them that files hold.
 
 A format's reader describes a source as an `Index`; its writer describes a target as a `TargetLayout`. Both speak of the
-same logical tensors, so planning is intersecting boxes. The tables of boxes
-are in `reshard.shards`.
+same logical tensors, so planning is intersecting boxes. The tables of boxes are in `reshard.shards`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from reshard.digest import finished, to_hex
@@ -37,7 +36,7 @@ def rounded_digests(index: Index, wanted: Mapping[TensorKey, str]) -> dict[Tenso
             for row in index.shards.each(copy, len(tensor.shape)):
                 part = _PART_BYTES // tensor.item_bytes
                 term ^= row_term(source, row, tensor.shape, tensor.item_bytes, part, types=types).term
-            found[tensor.key] = to_hex(finished(term, math.prod(tensor.shape) * ITEM_BYTES[types[1]]))
+            found[tensor.key] = to_hex(finished(term, tensor.num_elements * ITEM_BYTES[types[1]]))
     finally:
         source.close()
     return found

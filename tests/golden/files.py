@@ -25,6 +25,18 @@ TARGETS = {
 }
 NUMPY = {"float32": np.uint32, "bfloat16": np.uint16, "uint8": np.uint8, "int64": np.int64}
 
+PATTERNS = r"""
+version: 1
+vocabulary: {rows: 13, padded_rows: 16}
+rules:
+  - {pattern: 'tied_modules\.embed\.weight', kind: shard-v, vocabulary: true}
+  - {pattern: '.*norm', kind: replicate}
+  - {pattern: '\d+\.qkv', kind: shard-nc, dim: 0, parts: [8, 4, 4]}
+  - {pattern: '\d+\.gate_up', kind: shard-nc, dim: 0, parts: 2}
+  - {pattern: '\d+\.(out|down)', kind: shard-h}
+"""
+"""How the golden pipeline is cut, for a file of `--patterns`."""
+
 
 def assemble(index: Index) -> dict[str, np.ndarray]:
     """Every replica of every logical tensor, put together from the files; replicas must agree."""

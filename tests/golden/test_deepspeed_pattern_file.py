@@ -12,24 +12,13 @@ from reshard.formats.deepspeed import FORMAT
 from reshard.formats.deepspeed.pattern_file import load
 from reshard.formats.pt.reader import read
 from reshard.topology import Topology
-from tests.golden.files import MODEL, STEP, assemble, edit, golden
-
-TEXT = r"""
-version: 1
-vocabulary: {rows: 13, padded_rows: 16}
-rules:
-  - {pattern: 'tied_modules\.embed\.weight', kind: shard-v, vocabulary: true}
-  - {pattern: '.*norm', kind: replicate}
-  - {pattern: '\d+\.qkv', kind: shard-nc, dim: 0, parts: [8, 4, 4]}
-  - {pattern: '\d+\.gate_up', kind: shard-nc, dim: 0, parts: 2}
-  - {pattern: '\d+\.(out|down)', kind: shard-h}
-"""
+from tests.golden.files import MODEL, PATTERNS, STEP, assemble, edit, golden
 
 
 @pytest.fixture
 def told(tmp_path):
     path = tmp_path / "patterns.yaml"
-    path.write_text(TEXT)
+    path.write_text(PATTERNS)
     return load(path)
 
 

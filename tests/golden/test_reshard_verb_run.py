@@ -11,7 +11,7 @@ from reshard.cli import main
 from reshard.commit import read_commit
 from reshard.contract import ExitCode, ReshardReport
 from tests.golden.command import BF16, HERE, PIPELINE, ROOT, ZERO2, Answer
-from tests.golden.files import MODEL, STEP, assemble, edit
+from tests.golden.files import MODEL, PATTERNS, STEP, assemble, edit
 
 
 def test_without_a_topology_the_source_keeps_its_own(tmp_path: Path, say: Answer) -> None:
@@ -47,19 +47,7 @@ def test_patterns_for_a_checkpoint_that_does_not_say_how_it_is_cut(tmp_path: Pat
     for path in source.glob(MODEL.format(0).replace("00", "*")):
         edit(source, path.name, lambda value: value.pop("universal_checkpoint_info"))
     patterns = tmp_path / "patterns.yaml"
-    patterns.write_text(
-        r"""
-version: 1
-vocabulary: {rows: 13, padded_rows: 16}
-rules:
-  - {pattern: 'tied_modules\.embed\.weight', kind: shard-v, vocabulary: true}
-  - {pattern: '.*norm', kind: replicate}
-  - {pattern: '\d+\.qkv', kind: shard-nc, dim: 0, parts: [8, 4, 4]}
-  - {pattern: '\d+\.gate_up', kind: shard-nc, dim: 0, parts: 2}
-  - {pattern: '\d+\.(out|down)', kind: shard-h}
-""",
-        encoding="utf-8",
-    )
+    patterns.write_text(PATTERNS, encoding="utf-8")
     out = tmp_path / "out"
     say("run", source, out, "--to", "dp=3", code=ExitCode.UNSUPPORTED)
     say("run", source, out, "--to", "dp=3", "--patterns", patterns)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import UnsupportedError
-from reshard.formats.pt.objects import ITEM_BYTES, Global, Inert, Size, StatefulDict, Storage, Tensor, contiguous_stride
+from reshard.formats.pt.objects import ITEM_BYTES, Global, Inert, Storage, Tensor, contiguous_stride, rebuilt
 from reshard.formats.pt.reader import PtFile, read_tensor_bytes
 
 MAX_INLINE_BYTES = 16 << 20
@@ -69,26 +69,7 @@ class Template:
             data = read_tensor_bytes(self._file.path, value, limit_bytes=MAX_INLINE_BYTES)
             storage = Storage(dtype=value.dtype, num_elements=value.num_elements, location="cpu", data=data)
             return dataclasses.replace(value, storage=storage, offset=0, stride=contiguous_stride(value.shape))
-        if isinstance(value, StatefulDict):
-            copied = StatefulDict((key, self.copy(item)) for key, item in value.items())
-            copied.state = self.copy(value.state)
-            return copied
-        if isinstance(value, dict):
-            return {key: self.copy(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.copy(item) for item in value]
-        if isinstance(value, tuple) and not isinstance(value, Size):
-            return tuple(self.copy(item) for item in value)
-        if isinstance(value, Inert):
-            return Inert(
-                value.kind,
-                value.target,
-                tuple(self.copy(item) for item in value.args),
-                self.copy(value.state),
-                [self.copy(item) for item in value.items],
-                [(key, self.copy(item)) for key, item in value.pairs],
-            )
-        return value
+        return rebuilt(value, self.copy)
 
     def copy_except(self, value: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """A dict in the same order with some values replaced; replacements for keys that are absent come last."""

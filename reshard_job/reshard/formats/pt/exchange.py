@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats.pt.objects import Inert, Size, StatefulDict, Storage, Tensor
+from reshard.formats.pt.objects import Inert, Size, StatefulDict, Storage, Tensor, rebuilt
 
 
 def holders(root: Any) -> frozenset[int]:
@@ -58,21 +58,4 @@ class Exchange:
             attributes = None if value.attributes is None else (value.attributes[0], self.copy(value.attributes[1]))
             storage = self._storages.get(id(value.storage), value.storage)
             return dataclasses.replace(value, storage=storage, attributes=attributes)
-        if isinstance(value, StatefulDict):
-            copied = StatefulDict((key, self.copy(item)) for key, item in value.items())
-            copied.state = self.copy(value.state)
-            return copied
-        if isinstance(value, dict):
-            return {key: self.copy(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.copy(item) for item in value]
-        if isinstance(value, tuple):
-            return tuple(self.copy(item) for item in value)
-        return Inert(
-            value.kind,
-            value.target,
-            tuple(self.copy(item) for item in value.args),
-            self.copy(value.state),
-            [self.copy(item) for item in value.items],
-            [(self.copy(key), self.copy(item)) for key, item in value.pairs],
-        )
+        return rebuilt(value, self.copy)

@@ -8,33 +8,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "complex32": 4,
-}
-"""Bytes of one element of each dtype; of `float4_e2m1fn_x2` an element is two numbers."""
+from reshard import layout
+
+ITEM_BYTES = {**layout.ITEM_BYTES, "complex128": 16}
+"""Bytes of one element of each dtype that torch saves; `complex128` is read, not converted. Of `float4_e2m1fn_x2` an
+element is two numbers."""
 
 STORAGE_DTYPES = {
     "DoubleStorage": "float64",
@@ -226,3 +207,27 @@ def new_tensor(dtype: str, shape: tuple[int, ...], data: bytes | None = None) ->
         count *= size
     storage = Storage(dtype=dtype, num_elements=count, data=data)
     return Tensor(storage=storage, offset=0, shape=shape, stride=contiguous_stride(shape))
+
+
+def rebuilt(value: Any, copy: Callable[[Any], Any]) -> Any:
+    """A container of the same kind with copies of its parts; anything else as it is. Keys of dicts stay as they are."""
+    if isinstance(value, StatefulDict):
+        copied = StatefulDict((key, copy(item)) for key, item in value.items())
+        copied.state = copy(value.state)
+        return copied
+    if isinstance(value, dict):
+        return {key: copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copy(item) for item in value]
+    if isinstance(value, tuple) and not isinstance(value, Size):
+        return tuple(copy(item) for item in value)
+    if isinstance(value, Inert):
+        return Inert(
+            value.kind,
+            value.target,
+            tuple(copy(item) for item in value.args),
+            copy(value.state),
+            [copy(item) for item in value.items],
+            [(copy(key), copy(item)) for key, item in value.pairs],
+        )
+    return value
