@@ -47,11 +47,11 @@ from reshard.limits import default_num_threads
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
 from reshard.remote import RemotePath
 from reshard.staging import FINISH_FILE, Sharing, only_one, staging
-from reshard.storage import target_errors
 from reshard.topology import Topology
 from reshard.verify import compare, digests, total
 from reshard.views import select_states
 from reshard.working import NOTHING, Moved, Resumed, Work, do, kept
+from reshard.writing import target_errors
 
 _REMOTE_THREADS = 8
 _PLAN = "plan"

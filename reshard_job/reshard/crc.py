@@ -6,8 +6,9 @@ length. ISA-L computes both five times as fast as zlib.
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from isal import isal_zlib
@@ -77,3 +78,23 @@ def join(pieces: Iterable[Piece]) -> list[Piece]:
         else:
             joined.append(piece)
     return joined
+
+
+def starting_in(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
+    """Those of the sorted pieces that start in start:end."""
+    first = bisect.bisect_left(pieces, start, key=lambda piece: piece.start)
+    return list(pieces[first : bisect.bisect_left(pieces, end, key=lambda piece: piece.start)])
+
+
+def gaps(pieces: Sequence[Piece], start: int, end: int) -> list[tuple[int, int]] | None:
+    """(position, length) of what sorted pieces leave out of start:end; None if pieces overlap."""
+    left_out, position = [], start
+    for piece in pieces:
+        if piece.start < position:
+            return None
+        if piece.start > position:
+            left_out.append((position, piece.start - position))
+        position = piece.start + piece.num_bytes
+    if position < end:
+        left_out.append((position, end - position))
+    return left_out

@@ -9,48 +9,29 @@ record; records of all units, whoever did them, add up to the proof.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from reshard import crc
+from reshard import crc, proof
 from reshard.cast import UNSIGNED, Bits, cast
 from reshard.crc import Piece
-from reshard.digest import box_term, finished, to_hex
+from reshard.digest import box_term, to_hex
 from reshard.errors import VerificationError
 from reshard.files import Bytes
 from reshard.geometry import Box, tiles
 from reshard.layout import Int64Array, ShardRow, ShardTable
 from reshard.plan import Plan
-from reshard.storage import Source, Target
+from reshard.proof import UnitRecord
+from reshard.reading import Source
+from reshard.writing import Target
 
 Progress = Callable[[int], None]
 """Called with the number of source bytes moved since the last call."""
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class UnitRecord:
-    """What was done for one unit of the plan.
-
-    Attributes:
-        unit: its position in `Plan.units`.
-        source: target tensor -> term of its digest of what was read for it (converted, if it is of another type).
-        target: (target tensor, replica) -> term of what was written.
-        read: source file -> ranges.
-        written: target file -> ranges.
-    """
-
-    unit: int
-    source: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
-    target: dict[tuple[int, int], int] = dataclasses.field(default_factory=lambda: defaultdict(int))
-    read: dict[int, list[Piece]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    written: dict[int, list[Piece]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,16 +158,16 @@ class Mover:
         every = {record.unit: record for record in records}
         if missing := set(range(len(self.plan.units))) - every.keys():
             raise VerificationError(f"{len(missing)} of {len(self.plan.units)} units were not done")
-        read, written = _merge(r.read for r in every.values()), _merge(r.written for r in every.values())
+        read, written = proof.merge(r.read for r in every.values()), proof.merge(r.written for r in every.values())
         more = self._source.check_sums(read)
-        digests = _compare(self.plan, every.values())
-        _check_written(self.plan, written)
+        digests = proof.compare(self.plan, every.values())
+        proof.check_written(self.plan, written)
         sums, fixed = self._target.finish(written, sync=self._sync, fresh=fresh)
         return Outcome(
             digests={str(self.plan.target_tensors[at].key): to_hex(value) for at, value in sorted(digests.items())},
             file_crc32=tuple(sums),
-            bytes_read=_num_bytes(read) + more,
-            bytes_written=_num_bytes(written) + fixed,
+            bytes_read=proof.num_bytes(read) + more,
+            bytes_written=proof.num_bytes(written) + fixed,
         )
 
     def _do_unit(self, unit: int, scratch: Bytes) -> UnitRecord:
@@ -313,66 +294,6 @@ def _runs(row: ShardRow, part: Box, elements: Bits) -> Iterator[tuple[int, Bytes
     length = expected * item_bytes
     for number, distance in enumerate((distances * item_bytes + first).tolist()):
         yield distance, flat[number * length : (number + 1) * length]
-
-
-def _merge(parts: Iterable[Mapping[int, list[Piece]]]) -> dict[int, list[Piece]]:
-    merged: dict[int, list[Piece]] = defaultdict(list)
-    for part in parts:
-        for file, pieces in part.items():
-            merged[file] += pieces
-    return {file: crc.join(pieces) for file, pieces in merged.items()}
-
-
-def _num_bytes(pieces: Mapping[int, list[Piece]]) -> int:
-    return sum(piece.num_bytes for every in pieces.values() for piece in every)
-
-
-def _check_written(plan: Plan, written: Mapping[int, list[Piece]]) -> None:
-    """Every target byte was written once: what neither was read nor written is not missed by sums over both.
-
-    Raises:
-        VerificationError: with every file that is not as planned.
-    """
-    shards, files = plan.layout.shards, plan.layout.files
-    item = np.array([tensor.item_bytes for tensor in plan.target_tensors], dtype=np.int64)[shards.tensor]
-    expected = shards.bytes_by_file(item, len(files))
-    problems = []
-    for number, file in enumerate(files):
-        pieces = written.get(number, [])
-        found = sum(piece.num_bytes for piece in pieces)
-        if found != expected[number]:
-            problems.append(f"{file.path}: {found} of {expected[number]} bytes of tensors were written")
-        elif any(second.start < first.start + first.num_bytes for first, second in itertools.pairwise(pieces)):
-            problems.append(f"{file.path}: bytes were written twice")
-        elif pieces and pieces[-1].start + pieces[-1].num_bytes > file.num_bytes:
-            problems.append(f"{file.path}: bytes behind its end were written")
-    if problems:
-        raise VerificationError(
-            f"{len(problems)} files were not written as planned: nothing was published", problems=problems[:20]
-        )
-
-
-def _compare(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:
-    """Digest of every target tensor; every replica must have the source's."""
-    sources: dict[int, int] = defaultdict(int)
-    targets: dict[tuple[int, int], int] = defaultdict(int)
-    for record in records:
-        for number, term in record.source.items():
-            sources[number] ^= term
-        for key, term in record.target.items():
-            targets[key] ^= term
-    digests = {number: finished(term, plan.target_tensors[number].num_bytes) for number, term in sources.items()}
-    problems = []
-    for (number, replica), term in sorted(targets.items()):
-        if term != sources[number]:
-            tensor = plan.target_tensors[number]
-            expected, found = to_hex(digests[number]), to_hex(finished(term, tensor.num_bytes))
-            problems.append(f"{tensor.key}, copy {replica}: source {expected}, target {found}")
-    if problems:
-        raise VerificationError(
-            f"{len(problems)} tensors did not arrive as they were: nothing was published", problems=problems[:20]
-        )
-    return digests
 
 
 def row_term(

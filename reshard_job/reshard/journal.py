@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.crc import Piece
-from reshard.execute import UnitRecord
+from reshard.proof import UnitRecord
 
 FOLDER = ".journal"
 _RECORDS = "[0-9]" * 8 + ".json"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from reshard.digest import finished, to_hex
 from reshard.execute import row_term
 from reshard.layout import ITEM_BYTES, Index, TensorKey
-from reshard.storage import Source
+from reshard.reading import Source
 
 _PART_BYTES = 8 << 20
 

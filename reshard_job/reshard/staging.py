@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.errors import CorruptSourceError, StorageFullError, TargetError, TargetTakenError, VerificationError
-from reshard.storage import free_bytes, target_errors
+from reshard.writing import free_bytes, target_errors
 
 FINISH_FILE = ".finish"
 """Locked by the worker that completes a shared result."""

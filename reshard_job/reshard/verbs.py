@@ -26,11 +26,11 @@ from reshard.plan import Plan
 from reshard.progress import ProgressLine
 from reshard.remote import location
 from reshard.staging import Sharing
-from reshard.storage import free_bytes
 from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
 from reshard.views import keep_tensors
 from reshard.working import Resumed
+from reshard.writing import free_bytes
 
 if TYPE_CHECKING:
     from reshard.agree import Agreement

@@ -11,7 +11,7 @@ from reshard.digest import finished, to_hex
 from reshard.errors import CorruptSourceError, UncommittedError, VerificationError
 from reshard.execute import Progress, row_term
 from reshard.layout import Index
-from reshard.storage import Source
+from reshard.reading import Source
 
 _PART_BYTES = 8 << 20
 

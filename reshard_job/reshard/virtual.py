@@ -22,9 +22,9 @@ from reshard.errors import SourceError, TargetError, TargetTakenError, Unsupport
 from reshard.layout import Int64Array
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
 from reshard.staging import Sharing, staging
-from reshard.storage import target_errors
 from reshard.virtual_manifest import Manifest, commit_crc32, encode
 from reshard.virtual_ranks import FORMATS, files_by_rank
+from reshard.writing import target_errors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

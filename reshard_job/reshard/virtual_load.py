@@ -16,9 +16,10 @@ from reshard.crc import Piece
 from reshard.errors import CorruptSourceError, UsageError
 from reshard.execute import Mover
 from reshard.layout import Checksum, SourceFile
-from reshard.storage import Source, target_errors
+from reshard.reading import Source
 from reshard.virtual_manifest import Manifest, commit_crc32
 from reshard.virtual_restrict import restrict
+from reshard.writing import target_errors
 
 _LARGEST_PADDING_BYTES = 1 << 20
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from reshard.errors import CorruptSourceError, TargetTakenError, VerificationError
-from reshard.execute import Mover, UnitRecord
+from reshard.execute import Mover
 from reshard.journal import Journal
 from reshard.limits import format_bytes
 from reshard.plan import Plan
+from reshard.proof import UnitRecord
 from reshard.staging import Sharing
 
 

@@ -16,8 +16,8 @@ from reshard.formats import read_checkpoint
 from reshard.geometry import Box
 from reshard.layout import ShardTable, TargetLayout
 from reshard.plan import Plan, make_plan
-from reshard.storage import Target
 from reshard.topology import Topology
+from reshard.writing import Target
 from tests.fuzz.guard import state_of
 from tests.fuzz.targets import checkpoints
 

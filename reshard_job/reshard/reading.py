@@ -1,0 +1,200 @@
+"""Reading ranges of source files, with checksums of what passed.
+
+Positioned reads on shared descriptors, so any number of threads may read one file.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from reshard import crc
+from reshard.crc import Piece
+from reshard.errors import CorruptSourceError
+from reshard.files import Bytes, File, LocalFile, open_file
+from reshard.handles import Handles
+from reshard.layout import Checksum, SourceFile
+
+GAP_BYTES = 256 << 10
+"""Bytes that may be read for nothing to save a request: about what a store sends in the time that it takes to answer
+one (10 ms at 25 MB/s for a single stream)."""
+
+_GAP_LIMIT_BYTES = 1 << 20
+_BLOCK_BYTES = 4 << 20
+
+
+class Source:
+    """Files of a source checkpoint, opened read-only when first needed."""
+
+    def __init__(self, root: Path, files: Sequence[SourceFile], *, bytes_per_second: float | None = None) -> None:
+        self._root = root
+        self._files = files
+        self._open_files = Handles(self._open, lambda file: file.close())
+        self._fetched = threading.local()
+        self._pace = None if bytes_per_second is None else Pace(bytes_per_second)
+
+    def read_into(self, file: int, position: int, target: Bytes) -> Piece:
+        """Fill `target` ([num_bytes], contiguous) from a file.
+
+        Raises:
+            CorruptSourceError: the file is shorter than it was, or cannot be read.
+        """
+        self.fill(file, position, target)
+        return Piece(position, len(target), crc.crc32(target.data))
+
+    def fill(self, file: int, position: int, target: Bytes) -> None:
+        """The same without the checksum."""
+        block = self._block_with(file, position, len(target))
+        if block is not None:
+            target[:] = block
+            return
+        if self._pace is not None:
+            self._pace.take(len(target))
+        with self._open_files.borrow(file) as source:
+            self._fill(source, self._path(file), position, target)
+
+    @staticmethod
+    def _fill(source: File, path: str, position: int, target: Bytes) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                count = source.read_into(target[done:], position + done)
+            except OSError as error:
+                raise CorruptSourceError(f"cannot be read at byte {position + done}: {error}", path=path) from error
+            if count == 0:
+                raise CorruptSourceError(
+                    f"ends at byte {position + done}, {len(target) - done} more bytes were expected there: truncated",
+                    path=path,
+                    hint="use an earlier commit",
+                )
+            done += count
+
+    def expect(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """This thread will read these ranges next: let the disk begin, so that it works while the first are moved.
+
+        Where every read is a request over a network they are fetched now: few large requests, not many small ones.
+
+        Args:
+            ranges: (file, first byte, first byte behind) of what will be read.
+        """
+        self._fetched.blocks = {}
+        blocks: dict[int, list[tuple[int, Bytes]]] = {}
+        for file, start, end in coalesce(sorted(ranges)):
+            with self._open_files.borrow(file) as source:
+                if isinstance(source, LocalFile):
+                    if self._pace is None:
+                        source.expect(start, end - start)
+                    continue
+            block: Bytes = np.empty(end - start, dtype=np.uint8)
+            self.fill(file, start, block)
+            blocks.setdefault(file, []).append((start, block))
+        self._fetched.blocks = blocks
+
+    def _block_with(self, file: int, position: int, num_bytes: int) -> Bytes | None:
+        blocks = getattr(self._fetched, "blocks", {}).get(file)
+        if not blocks:
+            return None
+        at = bisect.bisect_right(blocks, position, key=lambda item: item[0]) - 1
+        start, block = blocks[at]
+        inside = at >= 0 and position + num_bytes <= start + len(block)
+        return block[position - start : position - start + num_bytes] if inside else None
+
+    def check_sums(self, read: Mapping[int, Sequence[Piece]]) -> int:
+        """Compare what was read with the checksums that the containers state, reading small gaps to complete a range.
+
+        Returns:
+            Bytes that were read to complete ranges.
+
+        Raises:
+            CorruptSourceError: with every range that is damaged.
+        """
+        problems: list[str] = []
+        more = 0
+        for number, file in enumerate(self._files):
+            pieces = sorted(set(read.get(number, ())))
+            for stated in file.checksums:
+                found = self._checksum(number, pieces, stated)
+                if found is None:
+                    continue
+                actual, num_bytes = found
+                more += num_bytes
+                if actual != stated.crc32:
+                    where = f"{file.path}: bytes {stated.start}:{stated.start + stated.num_bytes}"
+                    problems.append(f"{where} have CRC-32 {actual:08x}, the file itself states {stated.crc32:08x}")
+        if problems:
+            raise CorruptSourceError(
+                f"{len(problems)} tensors are damaged",
+                path=str(self._root),
+                problems=problems[:20],
+                hint="use an earlier commit",
+            )
+        return more
+
+    def _checksum(self, file: int, pieces: Sequence[Piece], stated: Checksum) -> tuple[int, int] | None:
+        """(CRC-32 of the range, bytes read to complete it), or None where little of the range was needed."""
+        end = stated.start + stated.num_bytes
+        inside = [piece for piece in crc.starting_in(pieces, stated.start, end) if piece.start + piece.num_bytes <= end]
+        if not inside:
+            return None
+        gaps = crc.gaps(inside, stated.start, end)
+        if gaps is None:  # ranges that were read twice, with other limits
+            inside, gaps = [], [(stated.start, stated.num_bytes)]
+        elif sum(length for _, length in gaps) > _GAP_LIMIT_BYTES:
+            return None
+        more = 0
+        for start, length in gaps:
+            for position in range(start, start + length, _BLOCK_BYTES):
+                block = np.empty(min(_BLOCK_BYTES, start + length - position), dtype=np.uint8)
+                inside.append(self.read_into(file, position, block))
+                more += len(block)
+        return crc.assemble(inside, start=stated.start, num_bytes=stated.num_bytes), more
+
+    def close(self) -> None:
+        """Close all files."""
+        self._open_files.close()
+
+    def _path(self, file: int) -> str:
+        return str(self._root / self._files[file].path)
+
+    def _open(self, file: int) -> File:
+        try:
+            found = open_file(self._root / self._files[file].path)
+        except OSError as error:
+            raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=self._path(file)) from error
+        return found
+
+
+def coalesce(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Join sorted ranges (file, start, end) whose gaps cost less than another request."""
+    current: tuple[int, int, int] | None = None
+    for file, start, end in ranges:
+        if current is not None and current[0] == file and start - current[2] <= GAP_BYTES:
+            current = (file, current[1], max(end, current[2]))
+            continue
+        if current is not None:
+            yield current
+        current = (file, start, end)
+    if current is not None:
+        yield current
+
+
+class Pace:
+    """Keeps all threads together at a number of bytes per second, so that others get their share of the storage."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._seconds_per_byte = 1 / bytes_per_second
+        self._free_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> None:
+        """Wait until it is time for `num_bytes` more."""
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            until = self._free_at = start + num_bytes * self._seconds_per_byte
+        time.sleep(max(0.0, until - now))
