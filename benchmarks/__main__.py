@@ -14,6 +14,7 @@ from benchmarks.checkpoints import OUTPUT, ROOT
 PAGE = ROOT / "docs/benchmarks.md"
 SECTIONS: dict[str, Callable[[int], str]] = {
     "zero1": converting.zero1,
+    "zero1-large": converting.zero1_large,
     "zero3": converting.zero3,
     "virtual": virtual.virtual,
     "dcp": loading.dcp,

@@ -19,16 +19,16 @@ ENVIRONMENT = {
 }
 
 
-def zero1() -> Path:
-    """DeepSpeed ZeRO-1 of the example GPT: 71 million parameters, dp=2, layer files of a PipelineModule."""
-    folder = OUTPUT / "zero1"
+def zero1(layers: int = 6) -> Path:
+    """DeepSpeed ZeRO-1 of the example GPT: 71 million parameters in 6 layers, dp=2, layer files of a PipelineModule."""
+    folder = OUTPUT / ("zero1" if layers == 6 else f"zero1-{layers}-layers")
     found = sorted(folder.glob("a1/step-*/COMMIT.json"))
     if found:
         return found[0].parent
     environment = {**ENVIRONMENT, "ETJ_TOPOLOGY": "tp=1,pp=1,dp=2,zero=1", "ETJ_CHECKPOINT_ROOT": str(folder)}
     script = str(ROOT / "examples/gpt_deepspeed/train.py")
     command = [sys.executable, "-m", "elastic_trainer.launch", "--nproc", "2", script, "--big", "--steps", "1"]
-    _run([*command, "--global-batch", "4", "--micro-batch", "1"], environment, folder)
+    _run([*command, "--layers", str(layers), "--global-batch", "4", "--micro-batch", "1"], environment, folder)
     return next(folder.glob("a1/step-*"))
 
 

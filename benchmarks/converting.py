@@ -23,6 +23,11 @@ def zero1(repeat: int) -> str:
     return _converting(checkpoints.zero1(), "tp=2,dp=3", [], repeat)
 
 
+def zero1_large(repeat: int) -> str:
+    """The same at four times the size, where the start of a program weighs less."""
+    return _converting(checkpoints.zero1(layers=28), "tp=2,dp=3", [], repeat)
+
+
 def zero3(repeat: int) -> str:
     """ZeRO-3: another dp."""
     return _converting(checkpoints.zero3(), "dp=3,zero=3", ["--inject_missing_state"], repeat)
