@@ -19,6 +19,7 @@ from reshard.commit import (
     Commit,
     CommittedFile,
     check_files,
+    plain,
     read_commit,
     source_of,
     sync_folder,
@@ -325,7 +326,7 @@ def _committed_from(wanted: Conversion) -> Commit | None:
     """The target's commit, if it is intact and made from this source for this topology."""
     with contextlib.suppress(SourceError):
         commit = read_commit(wanted.target)
-        if commit.source == str(wanted.source) and commit.topology == wanted.topology:
+        if commit.source == plain(wanted.source) and commit.topology == wanted.topology:
             check_files(wanted.target, commit)
             return commit
     return None
@@ -395,7 +396,7 @@ def _commit(plan: Plan, wanted: Conversion, outcome: Outcome) -> Commit:
         digests=outcome.digests,
         data=data,
         model=plan.layout.model,
-        source=str(wanted.source),
+        source=plain(wanted.source),
         options={**wanted.options, _PLAN: plan.fingerprint},
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
     )

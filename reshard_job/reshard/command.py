@@ -10,9 +10,7 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,21 +18,23 @@ from typing import Any
 
 from reshard import api
 from reshard.arguments import check
+from reshard.cli import ENDINGS, heeded
 from reshard.contract import ExitCode
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.options import parse
 from reshard.render import error_value
+from reshard.streams import open_streams, say, tell
 from reshard.verbs import VERBS, check_report, write_report
 
 
 def run(words: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    _open_streams()
+    open_streams()
     options = _before_parsing(words)
     started = time.monotonic()
     try:
         options = parse(words)
-        with _termination_as_interrupt():
+        with _endings_as_interrupt():
             check(options)
             result = VERBS[options.verb](options)
     except ReshardError as error:
@@ -44,9 +44,14 @@ def run(words: Sequence[str]) -> int:
     except Exception as error:
         import traceback
 
-        traceback.print_exc()
+        tell(traceback.format_exc())
         return _failed(options, error, ExitCode.INTERNAL, f"a bug: {type(error).__name__}: {error}", started)
-    _say(json.dumps(result.value, indent=1) if options.json else result.text)
+    try:
+        say(json.dumps(result.value, indent=1) if options.json else result.text)
+    except TargetError as error:
+        done = "; the conversion itself is done" if options.verb == "run" else ""
+        tell(f"reshard: {error}{done}\n")
+        return int(error.exit_code)
     return int(result.exit_code)
 
 
@@ -73,7 +78,7 @@ def _failed(
     options: argparse.Namespace, error: BaseException, exit_code: ExitCode, message: str, started: float
 ) -> int:
     """Say why on stderr, in the report, and as JSON."""
-    sys.stderr.write(f"reshard: {message}\n")
+    tell(f"reshard: {message}\n")
     value: dict[str, Any] = {"ok": False, "exit_code": int(exit_code)}
     if options.verb == "run":
         source, target = (Path(getattr(options, name, "")) for name in ("source", "target"))
@@ -83,35 +88,21 @@ def _failed(
             write_report(options.report, report)
         value = json.loads(report.to_json())
     if options.json:
-        _say(json.dumps({**value, "error": error_value(error, int(exit_code), message)}, indent=1))
+        with contextlib.suppress(TargetError):
+            say(json.dumps({**value, "error": error_value(error, int(exit_code), message)}, indent=1))
     return int(exit_code)
 
 
-def _open_streams() -> None:
-    """A process that was started with closed streams (`>&-`) has none: what is said then goes nowhere."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-
-
-def _say(text: str) -> None:
-    """Print data; a reader that has seen enough (`| head`) is no failure."""
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 @contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that half results are removed."""
+def _endings_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM and a closed terminal unwind the stack as Ctrl-C does, so that half results are removed."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in heeded(*ENDINGS)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)

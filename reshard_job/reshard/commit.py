@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 from reshard import seal
 from reshard.contract import COMMIT_FILE, CommitRef
-from reshard.errors import CorruptSourceError, UncommittedError
+from reshard.errors import CorruptSourceError, ReshardError, TargetError, UncommittedError
 from reshard.topology import Topology
 
 COMMIT_VERSION = 1
@@ -139,15 +139,23 @@ def read_commit(folder: str | Path) -> Commit:
         if num_bytes > _MAX_MARKER_BYTES:
             raise CorruptSourceError(f"has {num_bytes} bytes: at most {_MAX_MARKER_BYTES} are read", path=str(path))
         content = path.read_bytes()
-        text = content.decode("utf-8")
     except FileNotFoundError as error:
         raise UncommittedError(
             f"no {COMMIT_FILE}: the checkpoint was never completed", path=str(folder), hint="use an earlier commit"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise CorruptSourceError(f"cannot be read: {error}", path=str(path)) from error
+    return _decode(content, path)
+
+
+def _decode(content: bytes, path: Path) -> Commit:
+    """A commit from the bytes of its marker.
+
+    Raises:
+        CorruptSourceError: it is not what this version writes.
+    """
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        value = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
         found = _parse(value, path)
         seal.check(content, value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
@@ -322,8 +330,23 @@ def write_commit(folder: str | Path, commit: Commit) -> None:
     """Publish `folder` as a commit: write the marker beside its name, fsync, rename, fsync the folder.
 
     The caller has already synced the files themselves.
+
+    Raises:
+        TargetError: the marker would not be read back: nothing is written.
+        OSError: it cannot be written.
     """
-    replace_file(_as_path(folder) / COMMIT_FILE, seal.sealed(commit.to_dict()))
+    path = _as_path(folder) / COMMIT_FILE
+    content = seal.sealed(commit.to_dict())
+    try:
+        _decode(content, path)
+    except ReshardError as error:
+        raise TargetError(f"would not be read back, so it is not written: {error.message}", path=str(path)) from error
+    replace_file(path, content)
+
+
+def plain(path: Path) -> str:
+    """A path as text for the marker: what of it is no text is written as escapes, and then only people read it."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def replace_file(path: Path, content: bytes) -> None:

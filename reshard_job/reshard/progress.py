@@ -8,6 +8,7 @@ import time
 from typing import TextIO
 
 from reshard.limits import format_bytes, format_seconds
+from reshard.streams import tell
 
 _RECENT_SECONDS = 10.0  # the rate is that of about this long, so that the time left follows a storage that slows down
 
@@ -74,5 +75,4 @@ class ProgressLine:
             self._print("")
 
     def _print(self, text: str) -> None:
-        self._stream.write(f"\r\x1b[K{text}" if self._terminal else f"reshard: {text}\n")
-        self._stream.flush()
+        tell(f"\r\x1b[K{text}" if self._terminal else f"reshard: {text}\n", self._stream)

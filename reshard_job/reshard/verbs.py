@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from reshard.plan import Plan
 from reshard.progress import ProgressLine
 from reshard.remote import location
 from reshard.staging import Sharing
+from reshard.streams import tell
 from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
 from reshard.views import keep_tensors
@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace) -> Result:
     expected: list[int] = []
 
     def note(*texts: str) -> None:
-        sys.stderr.write("".join(f"reshard: note: {text}\n" for text in texts if not options.quiet))
+        tell("".join(f"reshard: note: {text}\n" for text in texts if not options.quiet))
 
     def planned(plan: Plan) -> None:
         note(*plan.summary()["notes"])

@@ -1,6 +1,8 @@
 """What the resharder says on stderr while it works, and how sizes are read and written."""
 
 import io
+import os
+from pathlib import Path
 
 import pytest
 
@@ -109,3 +111,12 @@ def test_other_sizes_are_refused(text: str) -> None:
 )
 def test_sizes_are_printed(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+def test_a_log_that_takes_nothing_is_no_error_and_not_asked_again() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as log:
+        line = ProgressLine(100, stream=log, every_seconds=0.0)
+        for _ in range(3):
+            line(10)
+        line.close()
+        assert os.path.samestat(os.fstat(log.fileno()), Path(os.devnull).stat())
