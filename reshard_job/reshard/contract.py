@@ -20,6 +20,9 @@ PLURAL = "elastictrainingjobs"
 CONTRACT_VERSION = 1
 """Raised when a field changes its meaning; readers refuse a newer one."""
 
+MANIFEST_VERSIONS = (1, 2)
+"""Versions of a virtual commit's manifest that this release reads; it writes the last."""
+
 COMMIT_FILE = "COMMIT.json"
 """Written last; a checkpoint folder without it does not exist."""
 

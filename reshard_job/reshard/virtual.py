@@ -92,14 +92,19 @@ def prepare(
         ReshardError: see `reshard.errors`.
     """
     started = time.monotonic()
-    plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1).in_boxes()
+    plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
     wanted = settled(wanted, plan)
     commit = already_done(wanted)
     if commit is not None:
         return _report(commit, wanted, started, 0, "already prepared and committed")
     if planned is not None:
         planned(plan)
-    manifest = Manifest(plan=plan, ranks=ranks_of(plan), source_commit=commit_crc32(plan.index.root))
+    manifest = Manifest(
+        plan=plan,
+        fingerprint=plan.fingerprint,
+        ranks=ranks_of(plan),
+        source_commit=commit_crc32(plan.index.root),
+    )
     contents = encode(manifest)
     num_bytes = sum(map(len, contents.values()))
     with staging(wanted.target, plan.fingerprint, num_bytes, Sharing.ALONE) as folder:

@@ -6,6 +6,7 @@ no array is larger than its file.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import zipfile
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from reshard.files import Stream, open_file
 
 Column = npt.NDArray[np.int64] | npt.NDArray[np.uint8]
 INT64, UINT8 = np.dtype("<i8"), np.dtype("u1")
+_BLOCK_BYTES = 1 << 20
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 
 
@@ -63,3 +65,12 @@ def unpack(path: Path, expected: Mapping[str, tuple[np.dtype[Any], int]]) -> dic
     except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise CorruptSourceError(f"is not what a manifest's columns are: {error}", path=str(path)) from error
     return found
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file in hex; raises `OSError` if it cannot be read."""
+    found = hashlib.sha256()
+    with open_file(path) as file:
+        for position in range(0, file.num_bytes, _BLOCK_BYTES):
+            found.update(file.read(min(_BLOCK_BYTES, file.num_bytes - position), position))
+    return found.hexdigest()

@@ -6,6 +6,7 @@ The page docs/manifest-format.md is normative. `manifest.json` holds names, `col
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,11 @@ from typing import Any
 import numpy as np
 
 from reshard.check import check_plan
-from reshard.contract import COMMIT_FILE
+from reshard.contract import COMMIT_FILE, MANIFEST_VERSIONS
 from reshard.errors import CorruptSourceError, PlanError, TopologyError
 from reshard.files import open_file
 from reshard.layout import (
-    ITEM_BYTES,
     Checksum,
-    ChecksumField,
     Index,
     Int64Array,
     LogicalTensor,
@@ -34,14 +33,13 @@ from reshard.layout import (
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
 from reshard.remote import location
 from reshard.topology import Topology
-from reshard.virtual_columns import INT64, UINT8, Column, pack, unpack
-
-VERSION = 1
-"""Raised when a reader of the old version would be wrong about the new one."""
+from reshard.virtual_columns import INT64, UINT8, Column, file_sha256, pack, unpack
+from reshard.virtual_forms import matrix, pack_files, require_once, unpack_content, unpack_files
+from reshard.virtual_values import below, count, dtype, inside, shape, text
 
 MANIFEST_FILE, COLUMNS_FILE = "manifest.json", "columns.npz"
 _MAX_JSON_BYTES = 1 << 30
-_SHARD_COLUMNS: Mapping[str, int] = {
+_PLACES: Mapping[str, int] = {
     "tensor": 1,
     "replica": 1,
     "offset": 2,
@@ -52,8 +50,11 @@ _SHARD_COLUMNS: Mapping[str, int] = {
 }
 """Columns of a `ShardTable`, and their number of dims."""
 
-_COLUMNS: Mapping[str, tuple[np.dtype[Any], int]] = {
-    **{f"{side}_{name}": (INT64, ndim) for side in ("source", "target") for name, ndim in _SHARD_COLUMNS.items()},
+_OF_FAMILIES: Mapping[str, int] = {"start": 1, "stop": 1, "chunk": 1, "item_bytes": 1}
+"""Those which version 1 has not."""
+
+_COLUMNS_1: Mapping[str, tuple[np.dtype[Any], int]] = {
+    **{f"{side}_{name}": (INT64, ndim) for side in ("source", "target") for name, ndim in _PLACES.items()},
     "checksum": (INT64, 2),
     "fixed": (INT64, 2),
     "fixed_content": (UINT8, 1),
@@ -62,6 +63,16 @@ _COLUMNS: Mapping[str, tuple[np.dtype[Any], int]] = {
     "rank_first": (INT64, 1),
     "rank_file": (INT64, 1),
 }
+_COLUMNS: Mapping[int, Mapping[str, tuple[np.dtype[Any], int]]] = {
+    1: _COLUMNS_1,
+    2: {
+        **_COLUMNS_1,
+        **{f"{side}_{name}": (INT64, ndim) for side in ("source", "target") for name, ndim in _OF_FAMILIES.items()},
+        "form": (INT64, 2),
+        "gap": (INT64, 2),
+    },
+}
+"""By version."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +81,13 @@ class Manifest:
 
     Attributes:
         plan: of the whole conversion.
+        fingerprint: of the plan that was written.
         ranks: positions in `plan.layout.files` of the files that each rank opens, [ranks][files].
         source_commit: CRC-32 of the source's COMMIT.json when this was made, or None if it had none.
     """
 
     plan: Plan
+    fingerprint: str
     ranks: tuple[Int64Array, ...]
     source_commit: int | None
 
@@ -90,13 +103,15 @@ def commit_crc32(folder: Path) -> int | None:
 
 def encode(manifest: Manifest) -> dict[str, bytes]:
     """Content of the manifest's files, by name."""
-    plan = manifest.plan.in_boxes()
-    manifest = dataclasses.replace(manifest, plan=plan)
+    plan = manifest.plan
     index, layout = plan.index, plan.layout
     crc32 = manifest.source_commit
+    files, columns = pack_files(layout.files)
+    packed = pack({**_columns(manifest), **columns})
     value = {
-        "version": VERSION,
-        "plan": plan.fingerprint,
+        "version": MANIFEST_VERSIONS[-1],
+        "plan": manifest.fingerprint,
+        "columns_sha256": hashlib.sha256(packed).hexdigest(),
         "source": {
             "path": str(index.root),
             "format": index.format,
@@ -112,44 +127,34 @@ def encode(manifest: Manifest) -> dict[str, bytes]:
                 [*item.key, item.dtype, int(origin)]
                 for item, origin in zip(plan.target_tensors, plan.origins, strict=True)
             ],
-            "files": [[file.path, file.num_bytes] for file in layout.files],
+            "files": files,
         },
         "step": index.step,
         "samples": index.samples,
     }
-    text = json.dumps(value, separators=(",", ":"), sort_keys=True) + "\n"
-    return {MANIFEST_FILE: text.encode(), COLUMNS_FILE: pack(_columns(manifest))}
+    content = json.dumps(value, separators=(",", ":"), sort_keys=True) + "\n"
+    return {MANIFEST_FILE: content.encode(), COLUMNS_FILE: packed}
 
 
 def _columns(manifest: Manifest) -> dict[str, Column]:
     plan = manifest.plan
     rows = np.concatenate([np.empty(0, dtype=np.int64), *plan.source_rows])
     sides = (("source", plan.index.shards, rows), ("target", plan.layout.shards, slice(None)))
-    found: dict[str, Column] = {
-        f"{side}_{name}": getattr(table, name)[chosen] for side, table, chosen in sides for name in _SHARD_COLUMNS
-    }
-    files = list(enumerate(plan.layout.files))
-    fields = [(at, field) for at, file in files for field in file.checksums]
-    fixed = [(at, position, content) for at, file in files for position, content in file.fixed]
     sums = [
         (at, item.start, item.num_bytes, item.crc32)
         for at, file in enumerate(plan.index.files)
         for item in file.checksums
     ]
-    found["checksum"] = _matrix(sums, 4)
-    found["fixed"] = _matrix([(at, position, len(content)) for at, position, content in fixed], 3)
-    found["fixed_content"] = np.frombuffer(b"".join(content for _, _, content in fixed), dtype=np.uint8)
-    found["field"] = _matrix([(at, field.start, field.num_bytes) for at, field in fields], 3)
-    found["field_position"] = _matrix(
-        [(at, position) for at, (_, field) in enumerate(fields) for position in field.positions], 2
-    )
-    found["rank_first"] = np.cumsum([0, *(len(files) for files in manifest.ranks)], dtype=np.int64)
-    found["rank_file"] = np.concatenate([np.empty(0, dtype=np.int64), *manifest.ranks])
-    return found
-
-
-def _matrix(rows: Sequence[tuple[int, ...]], width: int) -> Int64Array:
-    return np.array(rows, dtype=np.int64).reshape(-1, width)
+    return {
+        **{
+            f"{side}_{name}": getattr(table, name)[chosen]
+            for side, table, chosen in sides
+            for name in (*_PLACES, *_OF_FAMILIES)
+        },
+        "checksum": matrix(sums, 4),
+        "rank_first": np.cumsum([0, *(len(files) for files in manifest.ranks)], dtype=np.int64),
+        "rank_file": np.concatenate([np.empty(0, dtype=np.int64), *manifest.ranks]),
+    }
 
 
 def decode(folder: Path, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_threads: int = 1) -> Manifest:
@@ -164,10 +169,13 @@ def decode(folder: Path, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_thread
             if file.num_bytes > _MAX_JSON_BYTES:
                 raise ValueError(f"has {file.num_bytes} bytes: at most {_MAX_JSON_BYTES} are read")
             value = json.loads(file.read(file.num_bytes, 0))
-        if type(value) is not dict or value.get("version") != VERSION:
-            found = value.get("version") if type(value) is dict else None
-            raise ValueError(f"version {found!r:.40}: this program reads {VERSION}")
-        return _decode(value, unpack(folder / COLUMNS_FILE, _COLUMNS), memory_bytes, num_threads)
+        version = value.get("version") if type(value) is dict else None
+        if type(version) is not int or version not in MANIFEST_VERSIONS:
+            raise ValueError(f"version {version!r:.40}: this program reads {', '.join(map(str, MANIFEST_VERSIONS))}")
+        columns = unpack(folder / COLUMNS_FILE, _COLUMNS[version])
+        if version > 1 and (actual := file_sha256(folder / COLUMNS_FILE)) != value["columns_sha256"]:
+            raise ValueError(f"{COLUMNS_FILE} has SHA-256 {actual}, expected {value['columns_sha256']!r:.80}")
+        return _decode(value, columns, memory_bytes, num_threads)
     except (OSError, KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CorruptSourceError(
             f"is not a manifest: {type(error).__name__}: {error!s:.300}", path=str(path)
@@ -180,43 +188,49 @@ def _decode(value: Mapping[str, Any], columns: Mapping[str, Column], memory_byte
     """The manifest from its parts; whatever is wrong with them raises."""
     source, target = value["source"], value["target"]
     tensors = tuple(
-        LogicalTensor(key=TensorKey(_text(state), _text(name)), shape=_shape(shape), dtype=_dtype(dtype))
-        for state, name, shape, dtype in source["tensors"]
+        LogicalTensor(key=TensorKey(text(state), text(name)), shape=shape(size), dtype=dtype(kind))
+        for state, name, size, kind in source["tensors"]
     )
-    origins = tuple(_below(origin, len(tensors)) for *_, origin in target["tensors"])
+    origins = tuple(below(origin, len(tensors)) for *_, origin in target["tensors"])
     index = Index(
-        root=location(_text(source["path"])),
-        format=_text(source["format"]),
+        root=location(text(source["path"])),
+        format=text(source["format"]),
         topology=Topology.from_dict(source["topology"]),
-        step=_count(value["step"]),
-        samples=_count(value["samples"]),
+        step=count(value["step"]),
+        samples=count(value["samples"]),
         tensors=tensors,
         files=_source_files(source["files"], columns["checksum"]),
         shards=_table("source", columns, len(tensors), len(source["files"])),
     )
     layout = TargetLayout(
-        format=_text(target["format"]),
+        format=text(target["format"]),
         topology=Topology.from_dict(target["topology"]),
-        files=_target_files(target["files"], columns),
+        files=(_files_1 if value["version"] == 1 else unpack_files)(target["files"], columns),
         shards=_table("target", columns, len(origins), len(target["files"])),
         tensors=tuple(
-            LogicalTensor(key=TensorKey(_text(state), _text(name)), shape=tensors[origin].shape, dtype=_dtype(dtype))
-            for state, name, dtype, origin in target["tensors"]
+            LogicalTensor(key=TensorKey(text(state), text(name)), shape=tensors[origin].shape, dtype=dtype(kind))
+            for state, name, kind, origin in target["tensors"]
         ),
         origins=origins,
     )
     plan = make_plan(index, layout, memory_bytes=memory_bytes, num_threads=num_threads)
-    _check_source_ranges(index)
     check_plan(plan)
-    if plan.fingerprint != value["plan"]:
-        raise ValueError(f"its plan is {plan.fingerprint}, {value['plan']!r:.40} was written")
+    _check_source_ranges(index)
+    fingerprint = text(value["plan"])
+    if value["version"] == 1 and plan.fingerprint != fingerprint:  # version 2 has checksums, which are faster
+        raise ValueError(f"its plan is {plan.fingerprint}, {fingerprint:.40} was written")
     crc32 = source["commit_crc32"]
-    ranks = _ranks(columns, layout)
-    return Manifest(plan=plan, ranks=ranks, source_commit=None if crc32 is None else int(_text(crc32), 16))
+    return Manifest(
+        plan=plan,
+        fingerprint=fingerprint,
+        ranks=_ranks(columns, layout),
+        source_commit=None if crc32 is None else int(text(crc32), 16),
+    )
 
 
 def _table(side: str, columns: Mapping[str, Column], num_tensors: int, num_files: int) -> ShardTable:
-    found = {name: columns[f"{side}_{name}"].astype(np.int64) for name in _SHARD_COLUMNS}
+    names = [name for name in (*_PLACES, *_OF_FAMILIES) if f"{side}_{name}" in columns]
+    found = {name: columns[f"{side}_{name}"].astype(np.int64) for name in names}
     if (
         len({len(column) for column in found.values()}) != 1
         or len({found[name].shape for name in ("offset", "size", "stride")}) != 1
@@ -233,37 +247,23 @@ def _table(side: str, columns: Mapping[str, Column], num_tensors: int, num_files
 def _source_files(files: Sequence[Any], checksums: Column) -> tuple[SourceFile, ...]:
     by_file: list[list[Checksum]] = [[] for _ in files]
     for file, start, num_bytes, crc32 in checksums.tolist():
-        by_file[_below(file, len(files))].append(
-            Checksum(start=_count(start), num_bytes=_count(num_bytes), crc32=_below(crc32, 1 << 32))
+        by_file[below(file, len(files))].append(
+            Checksum(start=count(start), num_bytes=count(num_bytes), crc32=below(crc32, 1 << 32))
         )
     return tuple(
-        SourceFile(path=_inside(path), num_bytes=_count(num_bytes), checksums=tuple(sums))
+        SourceFile(path=inside(path), num_bytes=count(num_bytes), checksums=tuple(sums))
         for (path, num_bytes), sums in zip(files, by_file, strict=True)
     )
 
 
-def _target_files(files: Sequence[Any], columns: Mapping[str, Column]) -> tuple[TargetFile, ...]:
-    positions: list[list[int]] = [[] for _ in range(len(columns["field"]))]
-    for field, position in columns["field_position"].tolist():
-        positions[_below(field, len(positions))].append(_count(position))
-    fields: list[list[ChecksumField]] = [[] for _ in files]
-    for (file, start, num_bytes), own in zip(columns["field"].tolist(), positions, strict=True):
-        fields[_below(file, len(files))].append(
-            ChecksumField(start=_count(start), num_bytes=_count(num_bytes), positions=tuple(own))
-        )
-    fixed: list[list[tuple[int, bytes]]] = [[] for _ in files]
-    content, done = columns["fixed_content"].tobytes(), 0
-    for file, position, length in columns["fixed"].tolist():
-        fixed[_below(file, len(files))].append((_count(position), content[done : done + _count(length)]))
-        done += length
-    if done != len(content):
-        raise ValueError(f"fixed_content has {len(content)} bytes, expected {done}")
+def _files_1(files: Sequence[Any], columns: Mapping[str, Column]) -> tuple[TargetFile, ...]:
+    """Target files of version 1, which tells the bytes of each."""
+    pieces, fields = unpack_content(len(files), columns)
     found = tuple(
-        TargetFile(path=_inside(path), num_bytes=_count(num_bytes), fixed=tuple(own), checksums=tuple(sums))
-        for (path, num_bytes), own, sums in zip(files, fixed, fields, strict=True)
+        TargetFile(path=inside(path), num_bytes=count(num_bytes), fixed=own, checksums=sums)
+        for (path, num_bytes), own, sums in zip(files, pieces, fields, strict=True)
     )
-    if len({file.path for file in found}) != len(found):
-        raise ValueError("a target file is listed twice")
+    require_once(found)
     return found
 
 
@@ -277,44 +277,22 @@ def _ranks(columns: Mapping[str, Column], layout: TargetLayout) -> tuple[Int64Ar
 
 
 def _check_source_ranges(index: Index) -> None:
-    """Every row lies in its file."""
+    """Every row lies in its file, every part of a family in its own."""
     shards = index.shards
     item = np.array([tensor.item_bytes for tensor in index.tensors], dtype=np.int64)[shards.tensor]
-    end = shards.byte_offset + (((shards.size - 1) * shards.stride).sum(axis=1) + 1) * item
-    sizes = np.array([file.num_bytes for file in index.files], dtype=np.int64)[shards.file]
-    beyond = np.flatnonzero((end > sizes) & (shards.size.prod(axis=1) > 0))
+    ranges, gaps = shards.ranges(item)
+    extent = (((shards.size[gaps] - 1) * shards.stride[gaps]).sum(axis=1) + 1) * item[gaps]
+    full = np.flatnonzero(shards.size[gaps].prod(axis=1) > 0)
+    first = np.concatenate([ranges.first, shards.file[gaps][full]])
+    last = np.concatenate([ranges.last, shards.file[gaps][full] + 1])
+    end = np.concatenate([ranges.stop, (shards.byte_offset[gaps] + extent)[full]])
+    sizes = np.array([file.num_bytes for file in index.files], dtype=np.int64)
+    if not len(first):
+        return
+    # Of the files that a range of bytes lies in, the smallest is the first to be too small.
+    smallest = np.minimum.reduceat(np.append(sizes, 0), np.stack([first, last], axis=1).reshape(-1))[::2]
+    beyond = np.flatnonzero(end > smallest)
     if len(beyond):
-        file = index.files[int(shards.file[beyond[0]])]
-        raise ValueError(f"source file {file.path}: {file.num_bytes} bytes, but byte {end[beyond[0]] - 1} is read")
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"{value!r:.60}: expected a string")
-    return value
-
-
-def _count(value: Any) -> int:
-    return _below(value, 1 << 62)
-
-
-def _below(value: Any, limit: int) -> int:
-    if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"{value!r:.60}: expected an integer from 0 and below {limit}")
-    return value
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(_count(size) for size in value)
-
-
-def _dtype(value: Any) -> str:
-    if value not in ITEM_BYTES:
-        raise ValueError(f"type {value!r:.40}: expected one of {', '.join(ITEM_BYTES)}")
-    return str(value)
-
-
-def _inside(path: Any) -> str:
-    if not _text(path) or path.startswith("/") or "\0" in path or {"", ".", ".."} & set(path.split("/")):
-        raise ValueError(f"file name {path!r:.200} leaves the folder")
-    return str(path)
+        at = int(beyond[0])
+        file = min(index.files[first[at] : last[at]], key=lambda item: item.num_bytes)
+        raise ValueError(f"source file {file.path}: {file.num_bytes} bytes, but byte {end[at] - 1} is read")

@@ -1,27 +1,30 @@
 """Virtual commits of real checkpoints: every rank gets the bytes that a conversion would have written for it."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reshard.api import Conversion, index_of, plan_conversion, plan_of, reshard
 from reshard.commit import read_commit
-from reshard.contract import ExitCode
+from reshard.contract import MANIFEST_VERSIONS, ExitCode
 from reshard.errors import CorruptSourceError, TargetError, UnsupportedError, UsageError
 from reshard.files import LocalFile
 from reshard.topology import Topology
 from reshard.virtual import choose_mode, prepare, ranks_of
+from reshard.virtual_columns import pack
 from reshard.virtual_load import check_source, load_files, prove
-from reshard.virtual_manifest import COLUMNS_FILE, MANIFEST_FILE, decode
+from reshard.virtual_manifest import COLUMNS_FILE, MANIFEST_FILE, decode, encode
 from reshard.virtual_ranks import files_by_rank
 from tests.golden.files import TARGETS, golden
 
 CASES = [(name, target) for name, targets in TARGETS.items() for target in targets if "dp=64" not in target]
-STORED = Path(__file__).parent / "virtual-1"
-"""A manifest as version 1 writes it; `make_virtual.py` made it."""
+STORED = Path(__file__).parent
+"""Of `virtual-<version>/`: the same manifest as each version writes it; `make_virtual.py` made them."""
 
 
 def made(tmp_path, name="pipeline-tp2-pp2", target="tp=1,pp=1,dp=3"):
@@ -111,16 +114,50 @@ def test_a_second_run_finds_it_done_and_another_one_is_refused(tmp_path):
         prepare(other)
 
 
-def test_a_manifest_of_version_1_is_read(tmp_path):
-    folder = tmp_path / "stored"
-    shutil.copytree(STORED, folder)
-    path = folder / MANIFEST_FILE
-    manifest = decode(folder)
+@pytest.mark.parametrize("version", MANIFEST_VERSIONS)
+def test_a_manifest_of_any_version_so_far_is_read(version):
+    manifest = decode(STORED / f"virtual-{version}")
     assert str(manifest.plan.index.root) == "/checkpoints/a1/step-00000002"
     assert manifest.plan.layout.topology == Topology.parse("dp=2,zero=3")
     assert [len(files) for files in manifest.ranks] == [2, 2]
-    path.write_text(path.read_text().replace('"version":1', '"version":2'))
-    with pytest.raises(CorruptSourceError, match="version 2: this program reads 1"):
+    assert manifest.fingerprint == manifest.plan.fingerprint
+    assert manifest.plan.index.shards.has_families == (version > 1)
+
+
+def test_versions_say_the_same_in_their_own_words():
+    first, last = (decode(STORED / f"virtual-{version}").plan for version in (1, MANIFEST_VERSIONS[-1]))
+    assert first.index.files == last.index.files
+    assert first.target_tensors == last.target_tensors
+    files = [
+        {file.path: (file.num_bytes, tuple(file.fixed), file.checksums) for file in plan.layout.files}
+        for plan in (first, last)
+    ]
+    assert files[0] == files[1]
+    assert boxes_of(first.index) == boxes_of(last.index)
+    assert boxes_of(first.layout) == boxes_of(last.layout)
+
+
+def boxes_of(side):
+    """Every box of an index or a layout, with the path of its file."""
+    found = side.shards.boxes()
+    columns = (found.tensor, found.replica, found.byte_offset, found.offset, found.size)
+    return sorted(
+        (side.files[file].path, *row) for file, row in zip(found.file, np.column_stack(columns).tolist(), strict=True)
+    )
+
+
+def test_what_is_written_is_the_last_version_byte_for_byte():
+    folder = STORED / f"virtual-{MANIFEST_VERSIONS[-1]}"
+    expected = {name: (folder / name).read_bytes() for name in (MANIFEST_FILE, COLUMNS_FILE)}
+    assert encode(decode(folder)) == expected
+
+
+@pytest.mark.parametrize("version", [0, MANIFEST_VERSIONS[-1] + 1, "2", None])
+def test_a_manifest_of_another_version_is_refused(version, tmp_path):
+    folder = made(tmp_path, "zero3-dp3", "dp=2,zero=3")
+    value = json.loads((folder / MANIFEST_FILE).read_text())
+    (folder / MANIFEST_FILE).write_text(json.dumps({**value, "version": version}))
+    with pytest.raises(CorruptSourceError, match=r"version .*: this program reads 1, 2"):
         decode(folder)
 
 
@@ -136,9 +173,10 @@ def copied(tmp_path):
 def test_one_flipped_bit_that_no_node_sees_alone_is_found_together(name, tmp_path):
     source, manifest = copied(tmp_path)
     at = next(at for at, file in enumerate(manifest.plan.index.files) if file.path == name)
-    row = next(row for row in range(len(manifest.plan.index.shards)) if manifest.plan.index.shards.file[row] == at)
+    shards = manifest.plan.index.shards.boxes()
+    row = shards.file.tolist().index(at)
     content = bytearray((source / name).read_bytes())
-    content[int(manifest.plan.index.shards.byte_offset[row])] ^= 1
+    content[int(shards.byte_offset[row])] ^= 1
     (source / name).write_bytes(content)
     ranges = []
     for rank in range(2):
@@ -174,9 +212,13 @@ def test_a_rank_that_is_not_there_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda value: value.update(plan="0" * 16), "its plan is"),
+        (lambda value: value.update(columns_sha256="0" * 64), "has SHA-256"),
+        (lambda value: value.pop("columns_sha256"), "KeyError"),
         (lambda value: value["target"]["files"][0].__setitem__(0, "../out"), "leaves the folder"),
-        (lambda value: value["target"]["files"][0].__setitem__(1, 10), "but byte"),
+        (lambda value: value["target"]["files"][0].__setitem__(1, 10), "and below"),
+        (lambda value: value["target"]["files"][-1].pop(), "ValueError"),
+        (lambda value: value["target"]["files"][-1].__setitem__(2, "x"), "a text of 1 bytes, its form has gaps"),
+        (lambda value: value["target"]["files"][-1].__setitem__(2, "x" * 4000), "a text of 4000 bytes, its form"),
         (lambda value: [file.__setitem__(1, 10) for file in value["source"]["files"]], "is read"),
         (lambda value: value["source"]["tensors"][0].__setitem__(2, [1]), "not a consistent manifest"),
         (lambda value: value["target"]["tensors"][0].__setitem__(3, 10**6), "and below"),
@@ -189,6 +231,40 @@ def test_a_manifest_that_does_not_add_up_is_refused(change, message, tmp_path):
     folder = made(tmp_path, "zero3-dp3", "dp=2,zero=3")
     value = json.loads((folder / MANIFEST_FILE).read_text())
     change(value)
+    (folder / MANIFEST_FILE).write_text(json.dumps(value))
+    with pytest.raises(CorruptSourceError, match=message):
+        decode(folder)
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "change", "message"),
+    [
+        ("form", (0, 0), -5000, "but byte"),
+        ("form", (0, 1), 1, "a text of"),
+        ("form", (0, 1), 4000, "a text of"),
+        ("gap", (0, 1), -(1 << 40), "is not inside|integer from 0"),
+        ("gap", (0, 1), 1 << 40, "is not inside"),
+        ("gap", (0, 0), 1 << 40, "and below"),
+        ("source_byte_offset", -1, 1 << 20, "is read"),
+        ("source_chunk", 0, -1, "not a consistent manifest"),
+        ("source_stop", 0, 1, "not a consistent manifest"),
+        ("source_start", 0, 1, "not a consistent manifest"),
+        ("source_item_bytes", 0, 1, "not a consistent manifest"),
+        ("source_file", 0, 2, "in file|there are"),
+        ("target_chunk", -1, 1 << 40, "are written twice"),
+        ("target_stop", -1, 1 << 61, "not a consistent manifest"),
+        ("target_start", 0, -5, "a negative number"),
+        ("target_byte_offset", 0, 1 << 30, "but byte"),
+    ],
+)
+def test_columns_that_do_not_add_up_are_refused(column, row, change, message, tmp_path):
+    folder = made(tmp_path, "zero3-dp3", "dp=2,zero=3")
+    columns = dict(np.load(folder / COLUMNS_FILE))
+    columns[column][row] += change
+    content = pack(columns)
+    (folder / COLUMNS_FILE).write_bytes(content)
+    value = json.loads((folder / MANIFEST_FILE).read_text())
+    value["columns_sha256"] = hashlib.sha256(content).hexdigest()
     (folder / MANIFEST_FILE).write_text(json.dumps(value))
     with pytest.raises(CorruptSourceError, match=message):
         decode(folder)

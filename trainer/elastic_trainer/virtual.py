@@ -59,7 +59,7 @@ def opened(commit: Path, *, ranks: range, scratch: Path = Path("/dev/shm")) -> I
     """
     manifest = decode(commit, num_threads=default_num_threads())
     base = _private_folder(scratch)
-    identity = f"{commit.resolve()} {manifest.plan.fingerprint} {ranks}"
+    identity = f"{commit.resolve()} {manifest.fingerprint} {ranks}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     _remove_stale(base, name)
     lock = _lock(base / f"{name}.lock", base / name / _READY)
