@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import os
 import resource
 import shutil
 import time
@@ -23,6 +22,8 @@ from reshard.commit import (
     read_commit,
     source_of,
     sync_folder,
+    taken,
+    vacant,
     write_commit,
 )
 from reshard.contract import ExitCode, ReshardReport
@@ -31,7 +32,6 @@ from reshard.errors import (
     CorruptSourceError,
     SourceError,
     TargetError,
-    TargetTakenError,
     UncommittedError,
     UsageError,
     VerificationError,
@@ -338,18 +338,14 @@ def already_done(wanted: Conversion, plan: Plan, *, crc: bool = False) -> Commit
     Raises:
         TargetTakenError: there is something else.
     """
-    if not os.path.lexists(wanted.target):
+    if vacant(wanted.target):
         return None
     with contextlib.suppress(SourceError):
         commit = read_commit(wanted.target)
         if commit.options == {**wanted.options, _PLAN: plan.fingerprint}:
             check_files(wanted.target, commit, crc=crc)
             return commit
-    raise TargetTakenError(
-        "exists and is not the result of this conversion",
-        path=str(wanted.target),
-        hint="choose another folder or remove this one",
-    )
+    raise taken(wanted.target)
 
 
 def _check_source_digests(plan: Plan, outcome: Outcome) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 from reshard import seal
 from reshard.contract import COMMIT_FILE, CommitRef
-from reshard.errors import CorruptSourceError, ReshardError, TargetError, UncommittedError
+from reshard.errors import CorruptSourceError, ReshardError, TargetError, TargetTakenError, UncommittedError
 from reshard.topology import Topology
 
 COMMIT_VERSION = 1
@@ -284,6 +284,35 @@ def source_of(folder: Path, commit: Commit) -> Path:
     raise CorruptSourceError(f"leads through more than {_LONGEST_CHAIN} virtual commits", path=str(folder))
 
 
+def vacant(folder: Path) -> bool:
+    """Nothing is there, or an empty folder, which a rename replaces."""
+    if not os.path.lexists(folder):
+        return True
+    try:
+        return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
+    except OSError:  # who may not look does not know
+        return False
+
+
+def taken(folder: Path) -> TargetTakenError:
+    """What to raise where something else is there than the result that was asked for; says what it is."""
+    what = ""
+    try:
+        commit = read_commit(folder)
+        check_files(folder, commit)
+        origin = f", from {commit.source}" if commit.source else ""
+        what = f": it holds step {commit.step} as {commit.format} {commit.topology}{origin}, made at {commit.created}"
+    except UncommittedError:
+        what = ": it has no " + COMMIT_FILE
+    except CorruptSourceError as error:
+        what = f": {error.message}"
+    return TargetTakenError(
+        f"exists and is not the result of this conversion{what}",
+        path=str(folder),
+        hint="choose another folder or remove this one",
+    )
+
+
 def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> None:
     """Check every file that the commit lists: present, of the exact size and, with `crc`, of the exact content.
 
@@ -306,7 +335,7 @@ def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> Non
             problems.append(f"{file.path}: CRC-32 {file.crc32:08x} was committed, the content has {actual:08x}")
     if problems:
         raise CorruptSourceError(
-            f"{len(problems)} of {len(commit.files)} files are damaged",
+            f"{len(problems)} of {len(commit.files)} files {'is' if len(problems) == 1 else 'are'} damaged",
             path=str(folder),
             problems=problems[:20],
             hint="use an earlier commit",

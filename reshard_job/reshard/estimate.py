@@ -28,6 +28,7 @@ from reshard.layout import Int64Array, LogicalTensor, ShardTable
 from reshard.limits import format_bytes, format_seconds
 from reshard.plan import Plan
 from reshard.remote import RemotePath
+from reshard.staging import above
 
 READ_BYTES = 64 << 20
 WRITE_BYTES = 32 << 20
@@ -244,11 +245,6 @@ def _read_local(descriptor: int, view: Bytes, position: int) -> _Read:
         if os.preadv(descriptor, [view.data], position, os.RWF_NOWAIT) == len(view):
             return _Read(len(view), cached=True)
     return _Read(os.preadv(descriptor, [view.data], position), cached=False)
-
-
-def above(target: Path) -> Path:
-    """The nearest folder above a path that exists."""
-    return next(parent for parent in target.absolute().parents if parent.is_dir())
 
 
 def measure_write(target: Path, *, clock: Clock = time.monotonic) -> Rate:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from reshard import api, virtual
 from reshard.commit import VIRTUAL
-from reshard.errors import ReshardError, TargetError
-from reshard.estimate import above
+from reshard.errors import ReshardError
 from reshard.plan import Plan
-from reshard.staging import check_free
+from reshard.staging import above, check_free, forbidden
 
 
 def refusal(wanted: api.Conversion, plan: Plan, mode: str) -> ReshardError | None:
@@ -45,5 +44,5 @@ def _check_room(target: Path, num_bytes: int) -> None:
     """
     folder = above(target)
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-        raise TargetError("no folder may be made here: no permission, or a read-only file system", path=str(folder))
+        raise forbidden(folder)
     check_free(folder, num_bytes)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from reshard.contract import COMMIT_FILE
-from reshard.errors import NotACheckpointError, TargetError, UsageError
+from reshard.errors import NotACheckpointError, ReshardError, TargetError, UsageError
 from reshard.formats import known_formats, recognise
 from reshard.staging import unfinished
 
@@ -22,19 +22,26 @@ def check_source(path: Path) -> None:
     Raises:
         NotACheckpointError: missing, a file, unreadable, or the folder above the checkpoints; says what is there.
     """
+    try:
+        _check_source(path)
+    except ReshardError:
+        raise
+    except OSError as error:
+        raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+
+
+def _check_source(path: Path) -> None:
     if not _exists(path):
-        above = next((parent for parent in path.absolute().parents if _exists(parent)), None)
-        hint = f"of this path, {above} is there" if above is not None and above != Path(above.anchor) else ""
-        raise NotACheckpointError("there is no such folder", path=str(path), hint=hint)
+        if os.path.islink(path):  # noqa: PTH114  (takes names of any length)
+            raise NotACheckpointError(
+                f"is a symbolic link to {path.readlink()}, which is not there", path=str(path), hint=_nearest(path)
+            )
+        raise NotACheckpointError("there is no such folder", path=str(path), hint=_nearest(path))
     if not path.is_dir():
         raise NotACheckpointError(
             "is a file: expected the folder of one checkpoint", path=str(path), hint=f"name its folder: {path.parent}"
         )
-    try:
-        empty = not any(path.iterdir())
-    except OSError as error:
-        raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
-    if empty:
+    if not any(path.iterdir()):
         raise NotACheckpointError("is empty", path=str(path))
     if (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
         return
@@ -53,6 +60,12 @@ def check_source(path: Path) -> None:
         problems=[f"{name}: {reason}" for name, reason in recognise(path)],
         hint=f"the formats are {known_formats()}",
     )
+
+
+def _nearest(path: Path) -> str:
+    """A hint that tells where in a path the first name is that is not there."""
+    above = next((parent for parent in path.absolute().parents if _exists(parent)), None)
+    return f"of this path, {above} is there" if above is not None and above != Path(above.anchor) else ""
 
 
 def checkpoints_in(path: Path) -> list[str]:
@@ -120,9 +133,26 @@ def check_target(source: Path, target: Path) -> None:
 
     Raises:
         UsageError: source and target are the same, or one lies in the other.
-        TargetError: the target is a file, or below one, or its name is too long.
+        TargetError: the target is a file, or below one, or a mounted volume, or its name is too long, or it may not be
+            looked at.
     """
     _check_names(target)
+    try:
+        _check_place(source, target)
+    except OSError as error:
+        raise TargetError(
+            f"cannot be looked at: {error.strerror or error}", path=error.filename or str(target)
+        ) from error
+
+
+def _check_place(source: Path, target: Path) -> None:
+    for path in (target, *target.absolute().parents):
+        if path.exists():
+            if not path.is_dir():
+                raise TargetError("is a file: no folder can be made there", path=str(path))
+            break
+        if path.is_symlink():
+            raise TargetError(f"is a symbolic link to {path.readlink()}, which is not there", path=str(path))
     here, there = source.resolve(), target.resolve()
     if here == there:
         raise UsageError("source and target are the same folder", path=str(target), hint="name a new folder")
@@ -136,8 +166,9 @@ def check_target(source: Path, target: Path) -> None:
         raise UsageError(
             f"the target holds the source {source}", path=str(target), hint="name a new folder beside the source"
         )
-    for path in (target, *target.absolute().parents):
-        if path.exists():
-            if not path.is_dir():
-                raise TargetError("is a file: no folder can be made there", path=str(path))
-            return
+    if target.is_mount():
+        raise TargetError(
+            "is where a volume is mounted: a result appears by a rename, which cannot replace that",
+            path=str(target),
+            hint=f"name a folder in it, for instance {target / source.name}",
+        )

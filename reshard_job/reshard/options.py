@@ -148,7 +148,7 @@ def _add_plan(verb: Parser) -> None:
 def _add_run(verb: Parser) -> None:
     verb.add_argument("source", metavar="SRC", help="folder of one checkpoint")
     verb.add_argument(
-        "target", metavar="DST", help="folder to make; must not exist, unless as this conversion's result"
+        "target", metavar="DST", help="folder to make; must not exist, unless empty or as this conversion's result"
     )
     _add_conversion(verb)
     _add_resources(verb)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.errors import CorruptSourceError, StorageFullError, TargetError, TargetTakenError, VerificationError
+from reshard.limits import format_bytes
 from reshard.writing import free_bytes, target_errors
 
 FINISH_FILE = ".finish"
@@ -52,7 +54,7 @@ def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) ->
     """
     parent = target.parent
     folder = unfinished(target, os.urandom(4).hex() if sharing is Sharing.ALONE else fingerprint)
-    with target_errors(target, num_bytes):
+    with _permission(target), target_errors(target, num_bytes):
         parent.mkdir(parents=True, exist_ok=True)
         for stale in parent.glob(f".{target.name}.partial-*"):
             if stale != folder:
@@ -76,6 +78,31 @@ def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) ->
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def _permission(target: Path) -> Iterator[None]:
+    """Say which folder it is that may not be written."""
+    try:
+        yield
+    except TargetError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise forbidden(above(target)) from error
+        raise
+
+
+def above(path: Path) -> Path:
+    """The nearest folder above a path that exists."""
+    return next(parent for parent in path.absolute().parents if parent.is_dir())
+
+
+def forbidden(folder: Path) -> TargetError:
+    """What to raise where no folder can be made for want of permission."""
+    return TargetError(
+        "no folder may be made here: no permission, or a read-only file system",
+        path=str(folder),
+        hint="a result grows in a hidden folder beside its place: the folder that holds both must be writable",
+    )
+
+
 def _lock(descriptor: int, folder: Path, *, shared: bool) -> None:
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -96,7 +123,7 @@ def check_free(parent: Path, num_bytes: int) -> None:
     free = free_bytes(parent)
     if free < num_bytes:
         raise StorageFullError(
-            f"{num_bytes} bytes are needed, {free} bytes are free",
+            f"{format_bytes(num_bytes)} are needed, {format_bytes(free)} are free",
             path=str(parent),
             hint="free space on the volume, or keep fewer commits; nothing was written",
         )

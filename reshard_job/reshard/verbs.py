@@ -24,7 +24,7 @@ from reshard.locate import check_source, check_target
 from reshard.plan import Plan
 from reshard.progress import ProgressLine
 from reshard.remote import location
-from reshard.staging import Sharing
+from reshard.staging import Sharing, above
 from reshard.streams import tell
 from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
@@ -83,11 +83,14 @@ def _plan(options: argparse.Namespace) -> Result:
     mode = _mode(options, plan)
     refused = None if target is None else foresight.refusal(wanted, plan, mode.mode)
     rates = estimate.assumed(plan) if options.no_measure else estimate.measure(plan, None if refused else target)
+    if refused is not None and target is not None and not options.no_measure:
+        nowhere = dataclasses.replace(rates.write, detail="nothing was written where the target is refused")
+        rates = dataclasses.replace(rates, write=nowhere)
     estimated = estimate.estimate(plan, rates)
     requests = estimate.count_requests(plan)
     value = render.plan_value(plan, estimated, requests, (mode.mode, mode.reason), files=options.files)
     if target is not None:
-        value["target_free_bytes"] = free_bytes(estimate.above(target))
+        value["target_free_bytes"] = free_bytes(above(target))
         value["already_done"] = refused is None and foresight.is_done(wanted, plan, mode.mode)
         value["refused"] = None if refused is None else render.error_value(refused, refused.exit_code, str(refused))
     code = ExitCode.OK if refused is None else refused.exit_code

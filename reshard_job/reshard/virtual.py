@@ -16,9 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from reshard.api import Conversion, peak_rss_bytes, plan_conversion
-from reshard.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit, sync_folder, write_commit
+from reshard.commit import (
+    VIRTUAL,
+    Commit,
+    CommittedFile,
+    check_files,
+    read_commit,
+    sync_folder,
+    taken,
+    vacant,
+    write_commit,
+)
 from reshard.contract import ExitCode, ReshardReport
-from reshard.errors import SourceError, TargetError, TargetTakenError, UnsupportedError
+from reshard.errors import SourceError, TargetError, UnsupportedError
 from reshard.layout import Int64Array
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
 from reshard.staging import Sharing, staging
@@ -151,7 +161,7 @@ def already_done(wanted: Conversion) -> Commit | None:
     Raises:
         TargetTakenError: there is something else.
     """
-    if not os.path.lexists(wanted.target):
+    if vacant(wanted.target):
         return None
     with contextlib.suppress(SourceError):
         commit = read_commit(wanted.target)
@@ -159,11 +169,7 @@ def already_done(wanted: Conversion) -> Commit | None:
         if same and {**commit.options, "plan": ""} == {**_options(wanted), "plan": ""}:
             check_files(wanted.target, commit, crc=True)
             return commit
-    raise TargetTakenError(
-        "exists and is not the result of this conversion",
-        path=str(wanted.target),
-        hint="choose another folder or remove this one",
-    )
+    raise taken(wanted.target)
 
 
 def _commit(plan: Plan, wanted: Conversion, contents: dict[str, bytes]) -> Commit:

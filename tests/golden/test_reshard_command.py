@@ -133,7 +133,7 @@ def test_a_full_volume_is_known_before_a_byte_is_written(tmp_path: Path, monkeyp
     report = tmp_path / "report"
     code = main(["run", str(SOURCE), str(tmp_path / "out"), "--to", TO, "--report", str(report)])
     assert code == ExitCode.STORAGE_FULL
-    assert "bytes are needed, 10000 bytes are free" in reports(report).message
+    assert "KiB are needed, 9.8 KiB are free" in reports(report).message
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 

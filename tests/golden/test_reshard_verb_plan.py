@@ -34,7 +34,7 @@ def test_room_at_the_target_is_told(tmp_path: Path, say: Answer, monkeypatch: py
     assert say.json(*words, code=ExitCode.STORAGE_FULL)["target_free_bytes"] == 10_000
     text = say(*words, code=ExitCode.STORAGE_FULL)
     assert re.search(r"free +9\.8 KiB on the target's file system", text)
-    assert re.search(r"refused +StorageFullError \(21\): .* bytes are needed, 10000 bytes are free", text)
+    assert re.search(r"refused +StorageFullError \(21\): .* KiB are needed, 9\.8 KiB are free", text)
     say("run", *words[1:], code=ExitCode.STORAGE_FULL)
 
 

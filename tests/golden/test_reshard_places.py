@@ -1,0 +1,103 @@
+"""Folders that a user names and that cannot be what they are named for: what is said of them, and by which verb."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reshard.commit import read_commit
+from reshard.contract import ExitCode
+from tests.golden.command import PIPELINE, ZERO2, Answer
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """As a user who owns nothing."""
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Path:
+    """A folder that nobody else may look into."""
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    (tmp_path / "closed").mkdir(0o700)
+    return tmp_path / "closed"
+
+
+@as_root
+@pytest.mark.parametrize("words", [["inspect"], ["verify"], ["plan", "--to", "dp=2"], ["explain", "x"]])
+def test_a_source_behind_a_closed_door_is_named(closed: Path, say: Answer, words: list[str]) -> None:
+    verb, *more = words
+    with nobody():
+        found = say.json(verb, closed / "ckpt", *more, code=ExitCode.SOURCE_INVALID)
+    assert found["error"]["message"] == "cannot be read: Permission denied"
+    assert found["error"]["path"] == str(closed / "ckpt")
+
+
+@as_root
+def test_a_target_behind_a_closed_door_is_named(closed: Path, say: Answer) -> None:
+    for verb in ("plan", "run"):
+        with nobody():
+            found = say.json(verb, PIPELINE, closed / "out", "--to", "dp=2", code=ExitCode.TARGET_FAILED)
+        assert found["error"]["message"] == "cannot be looked at: Permission denied"
+        assert str(closed) in found["error"]["path"]
+
+
+@as_root
+def test_run_refuses_what_may_not_be_written_as_plan_foresees_it(closed: Path, say: Answer) -> None:
+    closed.chmod(0o555)
+    with nobody():
+        planned = say.json("plan", PIPELINE, closed / "new/out", "--to", "dp=2", code=ExitCode.TARGET_FAILED)
+        refused = say.json("run", PIPELINE, closed / "new/out", "--to", "dp=2", code=ExitCode.TARGET_FAILED)
+    assert planned["refused"]["message"] == refused["error"]["message"]
+    assert planned["refused"]["path"] == refused["error"]["path"] == str(closed)
+    assert planned["estimate"]["rates"]["write"]["detail"] == "nothing was written where the target is refused"
+
+
+def test_a_link_that_leads_nowhere_says_where_it_leads(tmp_path: Path, say: Answer) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    for name, goal in (("link", "nowhere"), ("loop", "loop")):
+        told = f"{tmp_path}/{name}: is a symbolic link to {goal}, which is not there"
+        assert told in say("inspect", tmp_path / name, code=ExitCode.SOURCE_INVALID)
+        for target in (tmp_path / name, tmp_path / name / "out"):
+            assert told in say("run", ZERO2, target, "--to", "dp=2", code=ExitCode.TARGET_FAILED)
+
+
+@pytest.mark.parametrize("mode", ["materialize", "virtual"])
+def test_an_empty_folder_is_as_good_as_none(tmp_path: Path, say: Answer, mode: str) -> None:
+    (tmp_path / "out").mkdir()
+    words = [PIPELINE, tmp_path / "out", "--to", "dp=2", "--mode", mode]
+    assert say.json("plan", *words)["refused"] is None
+    say("run", *words)
+    assert read_commit(tmp_path / "out").step == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_mounted_volume_cannot_be_the_result(say: Answer) -> None:
+    found = say.json("run", PIPELINE, "/proc", "--to", "dp=2", code=ExitCode.TARGET_FAILED)
+    assert "is where a volume is mounted" in found["error"]["message"]
+    assert found["error"]["hint"].endswith(f"/proc/{PIPELINE.name}")
+
+
+def test_what_is_in_the_way_is_told(tmp_path: Path, say: Answer) -> None:
+    target = tmp_path / "out"
+    say("run", PIPELINE, target, "--to", "dp=2")
+
+    def told() -> str:
+        return say("run", PIPELINE, target, "--to", "dp=3", code=ExitCode.TARGET_FAILED)
+
+    assert f"it holds step 2 as deepspeed tp=1,pp=1,dp=2,zero=1, from {PIPELINE}, made at 20" in told()
+    next(target.glob("*.pt")).unlink()
+    assert "this conversion: 1 of 7 files is damaged" in told()
+    (target / "COMMIT.json").unlink()
+    assert "this conversion: it has no COMMIT.json" in told()
