@@ -53,9 +53,8 @@ def target_kind(source: Source, stage: int) -> Kind:
     if stage == source.topology.zero:
         return found
     if stage > 0:
-        types = source.config.get("data_types")
-        wide = isinstance(types, Mapping) and types.get("grad_accum_dtype") in _FLOAT32
-        return Kind.BF16 if stage == 1 and source.half_type == "bfloat16" and wide else Kind.ZERO12
+        bf16 = stage == 1 and source.half_type == "bfloat16" and is_wide(source.config)
+        return Kind.BF16 if bf16 else Kind.ZERO12
     if source.half_type == "float16":
         raise UnsupportedError("fp16 training is not laid out for ZeRO stage 0", path=str(source.folder))
     groups = base_state(source, 0, 0).get("param_groups") or [{}]
@@ -78,17 +77,32 @@ def base_state(source: Source, mp: int, dp: int) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
+def scaling_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Loss scaling as a state has it, else as DeepSpeed starts."""
+    return {
+        "loss_scaler": state.get("loss_scaler", Inert("new", _SCALER, (), {"cur_scale": 1.0, "dynamic": False})),
+        "dynamic_loss_scale": state.get("dynamic_loss_scale", False),
+        "overflow": state.get("overflow", False),
+    }
+
+
+def clipping_of(state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Gradient clipping as a state has it, else as it is configured."""
+    return {"clip_grad": state.get("clip_grad", config.get("gradient_clipping", _CLIP_GRAD))}
+
+
+def is_wide(config: Mapping[str, Any]) -> bool:
+    """Gradients are gathered in fp32, for which DeepSpeed takes BF16_Optimizer at stage 1."""
+    types = config.get("data_types")
+    return isinstance(types, Mapping) and types.get("grad_accum_dtype") in _FLOAT32
+
+
 def fields_for(kind: Kind, source: Source, mp: int, dp: int) -> dict[str, Any]:
     """Fields in DeepSpeed's order for a kind, with the source's values; None where the layout decides."""
     state = source.optimizer(mp, dp)
     if kind is kind_of(state):
         return {key: value for key, value in state.items() if key != "base_optimizer_state_step"}
-    scaling = {
-        "loss_scaler": state.get("loss_scaler", Inert("new", _SCALER, (), {"cur_scale": 1.0, "dynamic": False})),
-        "dynamic_loss_scale": state.get("dynamic_loss_scale", False),
-        "overflow": state.get("overflow", False),
-    }
-    clip = {"clip_grad": state.get("clip_grad", source.config.get("gradient_clipping", _CLIP_GRAD))}
+    scaling, clip = scaling_of(state), clipping_of(state, source.config)
     version = {"ds_version": source.models[0, 0].value.get("ds_version")}
     flat = {"base_optimizer_state": None, "single_partition_of_fp32_groups": None}
     layout = {"group_paddings": None, "param_alignment_paddings": None, "partition_count": None}

@@ -139,7 +139,7 @@ def describe(source: Source, patterns: Patterns, pipeline: PipelineInfo | None) 
     return Model(
         params=params,
         stages=stages,
-        groups=_canonical(stages, num_groups, source, pipeline),
+        groups=canonical_groups(stages, num_groups, str(source.folder), pipeline),
         patterns=patterns,
         pipeline=pipeline,
         tied_layers=_tied_layers(source, params, pipeline),
@@ -242,12 +242,15 @@ def _hyper(group: Mapping[str, Any]) -> str:
     return repr(sorted((str(key), repr(value)) for key, value in group.items() if key != "params"))
 
 
-def _canonical(
-    stages: Sequence[Stage], num_groups: int, source: Source, pipeline: PipelineInfo | None
+def canonical_groups(
+    stages: Sequence[Stage], num_groups: int, where: str, pipeline: PipelineInfo | None
 ) -> tuple[tuple[str, ...], ...]:
     """Order of names in each group of the whole model.
 
     One stage's order is the order. Stages are merged by what PipelineModule registers: tied modules first, then layers.
+
+    Raises:
+        UnsupportedError: a stage orders them otherwise; `where` is the checkpoint.
     """
     if len(stages) == 1:
         return stages[0].groups
@@ -260,7 +263,7 @@ def _canonical(
                 if None in ranks or ranks != sorted(rank for rank in ranks if rank is not None):
                     raise UnsupportedError(
                         f"stage {pp} orders the parameters of group {group} otherwise than tied modules, then layers",
-                        path=str(source.folder),
+                        path=where,
                         hint="pass parameters to the optimizer in the order of model.parameters()",
                     )
                 names.update(dict.fromkeys(own))

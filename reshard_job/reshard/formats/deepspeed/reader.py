@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from reshard.commit import Commit
 from reshard.formats.deepspeed import patterns, pipeline
@@ -48,6 +48,19 @@ class Extra:
     commit_model: Mapping[str, Any]
     element_bytes: int
     aliases: Mapping[str, str]
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """`Index.extra` of another format whose files say all that native ones hold besides tensors."""
+
+    def native(self) -> Extra:
+        """The same in the words of a native checkpoint.
+
+        Raises:
+            UnsupportedError: naming the fact that is not told.
+        """
+        ...
 
 
 def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | None = None) -> Index:

@@ -66,10 +66,15 @@ class Template:
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             self._budget.spend(value, str(self._file.path))
-            data = read_tensor_bytes(self._file.path, value, limit_bytes=MAX_INLINE_BYTES)
+            data = self._bytes(value)
             storage = Storage(dtype=value.dtype, num_elements=value.num_elements, location="cpu", data=data)
             return dataclasses.replace(value, storage=storage, offset=0, stride=contiguous_stride(value.shape))
         return rebuilt(value, self.copy)
+
+    def _bytes(self, tensor: Tensor) -> bytes:
+        if tensor.storage.data is None:
+            return read_tensor_bytes(self._file.path, tensor, limit_bytes=MAX_INLINE_BYTES)
+        return tensor.storage.data  # a copy already, which is contiguous and alone in its storage
 
     def copy_except(self, value: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """A dict in the same order with some values replaced; replacements for keys that are absent come last."""

@@ -17,7 +17,7 @@ from reshard.formats.deepspeed.names import NAME
 from reshard.formats.deepspeed.optimizer_files import buffers_of, write_optimizer
 from reshard.formats.deepspeed.origins import TargetRows
 from reshard.formats.deepspeed.progress import Progress
-from reshard.formats.deepspeed.reader import Extra
+from reshard.formats.deepspeed.reader import Describes, Extra
 from reshard.formats.deepspeed.stages import target_stages
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.zero3 import write_zero3
@@ -42,7 +42,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     rows = TargetRows(index, extra.aliases)
     result = Target(
         extra=extra,
-        progress=None if extra is index.extra else Progress.of(index, extra.aliases),
+        progress=None if request.like is None else Progress.of(index, extra.aliases),
         topology=target,
         kind=target_kind(extra.source, target.zero),
         stages=stages,
@@ -75,6 +75,8 @@ def _template(index: Index, request: Request) -> Extra:
     found = index.extra if request.like is None else request.like.extra
     if isinstance(found, Extra):
         return found
+    if isinstance(found, Describes):
+        return found.native()
     if request.like is not None:
         raise UnsupportedError(
             f"--like names a checkpoint of the format {request.like.format}, expected {NAME}",

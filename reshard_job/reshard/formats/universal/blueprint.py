@@ -7,16 +7,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed import pipeline
 from reshard.formats.deepspeed.fields import base_state
 from reshard.formats.deepspeed.groups import group_holder, group_state
-from reshard.formats.deepspeed.logical import Param, param_groups
+from reshard.formats.deepspeed.logical import Model, Param, layer_weights, param_groups
 from reshard.formats.deepspeed.patterns import Patterns
 from reshard.formats.deepspeed.reader import Extra as NativeExtra
+from reshard.formats.deepspeed.source import Source
 from reshard.formats.deepspeed.template import Template
 from reshard.formats.pt.reader import PtFile
 from reshard.formats.universal.hints import IS_EXPERT, Hints, for_param, for_stack
 from reshard.formats.universal.names import MASTER
+from reshard.formats.universal.native import weights_of
 from reshard.formats.universal.reader import Extra
+from reshard.formats.universal.weights import MODULE, Weights
 from reshard.layout import Index
 
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
@@ -57,6 +61,7 @@ class Blueprint:
         cut_is_known: somebody said how tensor parallelism cuts every parameter.
         aliases: second name of a tied weight -> its first.
         commit_model: `Commit.model`.
+        weights_of_module: names and types of the module's weights; None where they are not known.
     """
 
     model: PtFile
@@ -71,6 +76,7 @@ class Blueprint:
     cut_is_known: bool
     aliases: Mapping[str, str]
     commit_model: Mapping[str, Any]
+    weights_of_module: Weights | None
 
 
 def blueprint_of(index: Index) -> Blueprint | None:
@@ -82,7 +88,7 @@ def blueprint_of(index: Index) -> Blueprint | None:
     if isinstance(index.extra, NativeExtra):
         return _of_native(index.extra)
     if isinstance(index.extra, Extra):
-        return _of_universal(index.extra, index.topology.tp)
+        return _of_universal(index.extra)
     return None
 
 
@@ -111,7 +117,35 @@ def _of_native(extra: NativeExtra) -> Blueprint:
         cut_is_known=known,
         aliases=extra.aliases,
         commit_model=extra.commit_model,
+        weights_of_module=_native_weights(source, model),
     )
+
+
+def _native_weights(source: Source, model: Model) -> Weights:
+    """Names and types of the module's weights, and which files of a native checkpoint hold some of them."""
+    experts = {at: tuple(file.value) for at, file in source.expert_files.items()}
+    dtypes = {name: tensor.dtype for file in source.expert_files.values() for name, tensor in file.value.items()}
+    if not source.pipeline:
+        file = source.models[0, 0]
+        module = file.value["module"]
+        return Weights(
+            dtypes={name: tensor.dtype for name, tensor in module.items()} | dtypes,
+            experts=experts,
+            attributes=_attributes({MODULE: module}, file),
+        )
+    layers: dict[int, tuple[str, ...]] = {}
+    attributes: dict[int, Any] = {}
+    for layer in sorted({layer for layer, _ in source.layers}):
+        found = layer_weights(source, model, layer)
+        layers[layer] = tuple(found)
+        dtypes |= {name: shards[0].dtype for name, shards in found.items()}
+        attributes |= _attributes({layer: source.layers[layer, 0].value}, source.layers[layer, 0])
+    return Weights(dtypes=dtypes, layers=layers, attributes=attributes, model_axis=source.model_axis)
+
+
+def _attributes(found: Mapping[int, Any], file: PtFile) -> dict[int, Any]:
+    states = {at: getattr(value, "state", None) for at, value in found.items()}
+    return {at: Template(file).copy(state) for at, state in states.items() if state is not None}
 
 
 def _buffers(models: Iterable[PtFile], weights: Mapping[str, Param]) -> tuple[str, ...]:
@@ -134,11 +168,10 @@ def _native_group(extra: NativeExtra, number: int) -> Group:
     )
 
 
-def _of_universal(extra: Extra, tp: int) -> Blueprint:
+def _of_universal(extra: Extra) -> Blueprint:
     source = extra.source
     patterns = source.patterns
     ours = source.made_for is not None
-    degree = tp if ours else source.tp
     known = ours or (patterns.declared and (source.tp > 1 or patterns.tells_rows))
     template = Template(source.optimizer)
     return Blueprint(
@@ -158,11 +191,23 @@ def _of_universal(extra: Extra, tp: int) -> Blueprint:
         ),
         scaling={key: template.copy(value) for key, value in source.optimizer.value.items() if key in _SCALING},
         patterns=patterns,
-        tp=degree,
+        tp=extra.tp,
         cut_is_known=known,
         aliases=source.aliases,
         commit_model=extra.commit_model,
+        weights_of_module=_universal_weights(extra),
     )
+
+
+def _universal_weights(extra: Extra) -> Weights | None:
+    """The same, as far as the folder tells."""
+    info = pipeline.parse(extra.commit_model.get("pipeline", extra.source.model.value.get("pipeline_layout")))
+    try:
+        found = weights_of(extra, info)
+    except UnsupportedError:
+        return None  # only a native target needs them
+    file = extra.source.model if extra.source.own_weights is None else extra.source.optimizer
+    return dataclasses.replace(found, attributes=Template(file).copy(dict(found.attributes)))
 
 
 def _known_hints(extra: Extra, name: str, *, cut_is_known: bool) -> Hints:

@@ -14,6 +14,9 @@ OPTIMIZER_FILE = f"{ZERO}/optimizer_state.pt"
 MADE_FOR = "reshard_topology"
 """Our own key in the optimizer file: what the folder was laid out for. DeepSpeed takes no notice of it."""
 
+WEIGHTS = "reshard_weights"
+"""Our own key there: types of the module's weights, and which native files some of them have."""
+
 STEP = "step"
 MASTER = "fp32"
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")

@@ -12,6 +12,7 @@ from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed.groups import plain
 from reshard.formats.deepspeed.logical import Param
+from reshard.formats.deepspeed.reader import Extra as NativeExtra
 from reshard.formats.deepspeed.rows import Place, Rows
 from reshard.formats.deepspeed.rules import WHOLE
 from reshard.formats.deepspeed.states import same_scalar
@@ -54,6 +55,7 @@ class Extra:
         weights: what is not optimized (frozen, buffers).
         groups: states of each parameter group.
         commit_model: `Commit.model` of the source.
+        tp: degree that the folder was laid out for, which the description of the vocabulary is true for.
     """
 
     source: Source
@@ -62,6 +64,13 @@ class Extra:
     weights: Mapping[str, Param]
     groups: tuple[GroupState, ...]
     commit_model: Mapping[str, Any]
+    tp: int
+
+    def native(self) -> NativeExtra:
+        """See `reshard.formats.deepspeed.reader.Describes`."""
+        from reshard.formats.universal.native import native_extra  # only a native target needs it
+
+        return native_extra(self)
 
 
 def read_index(folder: Path, commit: Commit | None) -> Index:
@@ -87,10 +96,11 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
             hint="the conversion that made it did not end, or two are mixed in one folder: convert again",
         )
     found = source.model.value
+    topology = commit.topology if commit is not None else source.made_for or TOPOLOGY
     return Index(
         root=folder,
         format=NAME,
-        topology=commit.topology if commit is not None else source.made_for or TOPOLOGY,
+        topology=topology,
         step=int(found["global_steps"]),
         samples=commit.samples if commit is not None else _int(found.get("global_samples")),
         tensors=tuple(rows.tensors),
@@ -105,6 +115,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
             weights=weights,
             groups=groups,
             commit_model=dict(commit.model) if commit is not None else {},
+            tp=source.tp if source.made_for is None else topology.tp,
         ),
     )
 

@@ -11,10 +11,13 @@ from typing import Any
 from reshard.errors import CorruptSourceError, TopologyError, UnsupportedError
 from reshard.formats.deepspeed import names as native_names
 from reshard.formats.deepspeed import patterns
+from reshard.formats.deepspeed.opening import zero_stage
 from reshard.formats.deepspeed.patterns import Patterns
 from reshard.formats.pt.objects import Size, Tensor
 from reshard.formats.pt.reader import PtFile, read
-from reshard.formats.universal.names import MADE_FOR, MODEL_FILES, OPTIMIZER_FILE
+from reshard.formats.universal import weights
+from reshard.formats.universal.names import MADE_FOR, MODEL_FILES, OPTIMIZER_FILE, WEIGHTS
+from reshard.formats.universal.weights import Weights
 from reshard.topology import Topology
 
 Shape = tuple[int, ...]
@@ -27,9 +30,10 @@ class Source:
 
     Attributes:
         folder: where it is.
-        model: model file of rank 0.
+        models: model files of the ranks of the run that saved, `[pp * tp]`; of one rank where the folder is ours.
         optimizer: the optimizer file.
         groups: names of each parameter group.
+        stages: the same for each pipeline stage, `[pp][groups]`.
         first_states: for each group the key of its states in the optimizer file of ZeRO-3 (its first sub-group).
         shapes: parameter -> shape of each tensor-parallel rank's shard when it was saved, `[tp]`.
         others: names of frozen parameters and buffers, as far as the model files tell.
@@ -39,12 +43,14 @@ class Source:
         patterns: `universal_checkpoint_info`.
         tp: tensor-parallel degree of the run that saved.
         made_for: topology that reshard laid the folder out for; None for a folder of DeepSpeed's own converter.
+        own_weights: the module's weights, as reshard noted them; None for a folder of DeepSpeed's own converter.
     """
 
     folder: Path
-    model: PtFile
+    models: tuple[PtFile, ...]
     optimizer: PtFile
     groups: tuple[tuple[str, ...], ...]
+    stages: tuple[tuple[tuple[str, ...], ...], ...]
     first_states: tuple[int, ...]
     shapes: Mapping[str, tuple[Shape, ...]]
     others: tuple[str, ...]
@@ -54,6 +60,12 @@ class Source:
     patterns: Patterns
     tp: int
     made_for: Topology | None
+    own_weights: Weights | None
+
+    @property
+    def model(self) -> PtFile:
+        """Model file of rank 0."""
+        return self.models[0]
 
     @property
     def settings(self) -> list[Mapping[str, Any]]:
@@ -93,20 +105,25 @@ def open_source(folder: Path) -> Source:
     stages = _stages(per_rank, folder)
     groups: list[dict[str, None]] = [{} for _ in settings]
     firsts: tuple[int, ...] = ()
+    per_stage = []
     for stage in stages:
         firsts, merged = _merge_sub_groups(stage[0], settings, folder)
+        per_stage.append(tuple(map(tuple, merged)))
         for group, names in zip(groups, merged, strict=True):
             group.update(dict.fromkeys(names))
     made_for = _made_for(optimizer)
+    if made_for is None:
+        _refuse_round_robin(models[0], optimizer, folder)
     params = {name for group in groups for name in group}
     tensors = _module(models[0])
     aliases = _aliases(models[0], tensors, params)
     others = _others(models[0], tensors, params | aliases.keys())
     return Source(
         folder=folder,
-        model=models[0],
+        models=tuple(models),
         optimizer=optimizer,
         groups=tuple(tuple(group) for group in groups),
+        stages=tuple(per_stage),
         first_states=firsts,
         shapes=_shapes(stages, folder),
         others=others,
@@ -116,7 +133,24 @@ def open_source(folder: Path) -> Source:
         patterns=patterns.parse(models[0].value.get("universal_checkpoint_info")),
         tp=len(stages[0]),
         made_for=made_for,
+        own_weights=_own_weights(optimizer),
     )
+
+
+def _refuse_round_robin(model: PtFile, optimizer: PtFile, folder: Path) -> None:
+    """DeepSpeed 0.19.8 states other positions than round-robin partitions have, and its converter goes by them."""
+    config = model.value.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    if not isinstance(zero, Mapping) or not zero.get("round_robin_gradients"):
+        return
+    counts = optimizer.value.get("partition_count")
+    if zero_stage(optimizer.value) < 3 and (not isinstance(counts, list) or any(count != 1 for count in counts)):
+        raise UnsupportedError(
+            "was made by DeepSpeed's converter of a run with round_robin_gradients: its atoms hold values of other"
+            " parameters",
+            path=str(folder),
+            hint="convert from the native checkpoint with reshard, which reads it right",
+        )
 
 
 def _made_for(optimizer: PtFile) -> Topology | None:
@@ -125,6 +159,11 @@ def _made_for(optimizer: PtFile) -> Topology | None:
         return None if value is None else Topology.from_dict(value)
     except (TopologyError, TypeError) as error:
         raise CorruptSourceError(f"its {MADE_FOR} is {value!r:.100}: {error}", path=optimizer.path) from error
+
+
+def _own_weights(optimizer: PtFile) -> Weights | None:
+    value = optimizer.value.get(WEIGHTS)
+    return None if value is None else weights.parse(value, optimizer.path)
 
 
 def _model_files(folder: Path) -> list[PtFile]:

@@ -30,6 +30,7 @@ from reshard.formats.universal.names import (
     NAME,
     OPTIMIZER_FILE,
     STEP,
+    WEIGHTS,
     atom_file,
     check_names,
 )
@@ -150,6 +151,7 @@ def _model_file(
     """The model file of rank 0 as for one rank; weights are in the atoms."""
     like = blueprint.model.value
     frozen = [name for name in weights if name not in blueprint.buffers]
+    untold = None if like.get("frozen_param_shapes") is None else StatefulDict()
     replaced: dict[str, Any] = {
         "module": None,
         "buffer_names": list(blueprint.buffers),
@@ -157,7 +159,7 @@ def _model_file(
         "param_shapes": [
             StatefulDict((name, Size(params[name].shape)) for name in group.names) for group in blueprint.groups
         ],
-        "frozen_param_shapes": StatefulDict((name, Size(weights[name].shape)) for name in frozen),
+        "frozen_param_shapes": StatefulDict((name, Size(weights[name].shape)) for name in frozen) or untold,
         "frozen_param_fragments": None,
         "shared_params": dict(blueprint.aliases),
         "dp_world_size": 1,
@@ -189,6 +191,7 @@ def _optimizer_file(blueprint: Blueprint, target: Topology) -> dict[str, Any]:
         "param_groups": groups,
         "optimizer_state_dict": inner,
         MADE_FOR: target.to_dict(),
+        **({} if blueprint.weights_of_module is None else {WEIGHTS: blueprint.weights_of_module.to_dict()}),
     }
 
 
