@@ -55,6 +55,7 @@ from reshard.working import NOTHING, Moved, Resumed, Work, do, kept
 from reshard.writing import target_errors
 
 _REMOTE_THREADS = 8
+_BY_ANOTHER = "converted by another run, which was faster; what this one had done is removed"
 _PLAN = "plan"
 """Key of `Commit.options`: fingerprint of the plan that made the commit."""
 
@@ -304,6 +305,7 @@ def convert(
             shutil.rmtree(folder, ignore_errors=True)
             named = _name_latest(pointer, wanted.target, sharing)
             what = f"converted together with other workers: {work.share(plan)} by this one"
+            what = what if sharing is Sharing.TOGETHER else _BY_ANOTHER
             return _report(done, wanted, started, message=what, moved=work.moved, latest=named)
     message = f"converted {_what(plan)}, {len(outcome.digests)} tensors verified{work.resumed}"
     moved = Moved(outcome.bytes_read, outcome.bytes_written).less(work.before)

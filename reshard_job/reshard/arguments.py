@@ -10,7 +10,7 @@ from reshard.errors import UsageError
 from reshard.formats import FORMATS, known_formats
 from reshard.latest import check_format
 from reshard.limits import buffer_bytes, format_bytes, parse_bytes
-from reshard.remote import RemotePath, location
+from reshard.remote import local
 from reshard.topology import Topology
 
 MOST_THREADS = 256
@@ -158,6 +158,7 @@ def new_folder(text: str) -> Path:
     Raises:
         UsageError: it would be in an object store.
     """
-    if isinstance(location(text), RemotePath):
+    path = local(text)
+    if path is None:
         raise UsageError(f"{text}: object stores are read, not written", hint="name a folder of a file system")
-    return Path(text).absolute()
+    return path.absolute()

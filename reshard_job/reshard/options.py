@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from typing import Never
@@ -95,11 +96,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         UsageError: it makes no sense.
     """
-    return build().parse_args(arguments)
+    parser, verbs = _build()
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        raise _unknown(verbs.choices[options.verb], rest)
+    return options
+
+
+def _unknown(verb: Parser, words: Sequence[str]) -> UsageError:
+    """What to raise for words that a verb knows nothing of."""
+    word = next((word for word in words if word.startswith("-")), None)
+    if word is None:
+        return UsageError(f"one argument too many: {words[0]!r}", hint=f"{verb.prog} --help")
+    import difflib
+
+    name = word.partition("=")[0]
+    known = sorted(set(re.findall(r"--[a-z-]+", verb.format_usage())))
+    close = (
+        difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        or [option for option in known if option.startswith(name)][:1]
+    )
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return UsageError(f"{verb.prog} has no option {name}{meant}", hint=f"{verb.prog} --help")
 
 
 def build() -> Parser:
     """The parser of all verbs."""
+    return _build()[0]
+
+
+def _build() -> tuple[Parser, argparse._SubParsersAction[Parser]]:
     parser = Parser(
         prog="reshard",
         description="Convert training checkpoints between topologies and formats, exactly, without a GPU or torch.",
@@ -114,7 +140,7 @@ def build() -> Parser:
     _add_run(_verb(verbs, "run", "convert, verify, publish"))
     _add_verify(_verb(verbs, "verify", "check one checkpoint against its commit, or two against each other"))
     _add_explain(_verb(verbs, "explain", "where every box of a tensor lies and goes, as text or picture"))
-    return parser
+    return parser, verbs
 
 
 def _verb(verbs: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:

@@ -25,6 +25,16 @@ from reshard.errors import StoreError, UsageError
 
 _URL = re.compile(r"^([a-z][a-z0-9+.-]+)://")
 _COLLAPSED = re.compile(r"^([a-z][a-z0-9+.-]+):/")
+_FILE = "file://"
+_LIBRARIES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+}
 _BLOCK_BYTES = 64 << 10  # a reader of metadata asks for neighbouring bits: one request for all of them
 
 
@@ -48,16 +58,37 @@ REQUESTS = Requests()
 
 
 def location(text: str) -> Path:
-    """The path that a user names: a folder of this machine, or a URL.
+    """The path that a user names: a folder of this machine (also as `file:///folder`), or a URL.
 
     Raises:
-        UsageError: a URL of a store for which no library is installed.
+        UsageError: a URL that names no bucket, or of a store for which no library is installed.
     """
-    if _URL.match(text) is None:
-        return Path(text)
+    path = local(text)
+    if path is not None:
+        return path
+    if text == (_URL.match(text) or [""])[0]:
+        raise UsageError(f"{text} names no bucket: write for instance {text}bucket/folder")
     path = RemotePath(text)
     path.filesystem()
     return path
+
+
+def local(text: str) -> Path | None:
+    """The path of this machine that a user names, or None for a URL of a store.
+
+    Raises:
+        UsageError: a URL of another machine's file.
+    """
+    if _URL.match(text) is None:
+        return Path(text)
+    if not text.startswith(_FILE):
+        return None
+    path = text.removeprefix(_FILE).removeprefix("localhost")
+    if not path.startswith("/"):
+        raise UsageError(f"{text}: expected an absolute path after file://", hint="write file:///folder, or the path")
+    from urllib.parse import unquote
+
+    return Path(unquote(path))
 
 
 @functools.cache
@@ -67,10 +98,10 @@ def _filesystem(scheme: str) -> Any:
     except ImportError as error:
         raise UsageError(
             f"{scheme}:// needs a library that is not installed: {error}",
-            hint="pip install 'elastic-training-operator[s3]', or the fsspec implementation of that store",
+            hint=f"pip install {_LIBRARIES.get(scheme, 'the fsspec implementation of that store')}",
         ) from error
     except ValueError as error:
-        raise UsageError(f"{scheme}://: {error}") from error
+        raise UsageError(f"{scheme}:// is of no store that fsspec knows: {error}") from error
 
 
 class RemotePath(PosixPath):

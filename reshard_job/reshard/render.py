@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.contract import ReshardReport
 from reshard.errors import ReshardError
-from reshard.layout import Index
+from reshard.layout import PADDING, Index
 from reshard.limits import format_bytes
 from reshard.plan import Plan
 
@@ -57,7 +57,9 @@ def inspect_value(found: Inspection) -> dict[str, Any]:
 
 def _index_value(index: Index) -> dict[str, Any]:
     copies, boxes = _counts(index)
+    num_weights, num_elements = _weights(index)
     return {
+        "weights": {"tensors": num_weights, "elements": num_elements},
         "states": {
             state: {"dtypes": dtypes, "tensors": count, "bytes": num_bytes}
             for state, (dtypes, count, num_bytes) in _states(index).items()
@@ -92,6 +94,16 @@ def _states(index: Index) -> dict[str, tuple[list[str], int, int]]:
     return dict(sorted(found.items()))
 
 
+def _weights(index: Index) -> tuple[int, int]:
+    """Tensors of the model and their elements: some are there as master weights alone, some as weights alone."""
+    shapes = {
+        tensor.key.name: tensor.num_elements
+        for tensor in index.tensors
+        if tensor.key.state in ("fp32", "weight") and not tensor.key.name.endswith(PADDING)
+    }
+    return len(shapes), sum(shapes.values())
+
+
 def _counts(index: Index) -> tuple[list[int], list[int]]:
     """Copies and boxes of every tensor."""
     copies = np.zeros(len(index.tensors), dtype=np.int64)
@@ -105,16 +117,16 @@ def inspect_text(found: Inspection, *, tensors: bool) -> str:
     told = index or commit
     lines = [str(found.path), f"  format    {found.format or 'not recognised'}"]
     if told is not None:
-        lines += [
-            f"  topology  {told.topology}",
-            f"  step      {told.step} ({told.samples} samples)",
-        ]
+        samples = f" ({told.samples} samples)" if told.samples else ""
+        lines += [f"  topology  {told.topology}", f"  step      {told.step or '0, or not recorded'}{samples}"]
     lines += [f"  files     {found.num_files}, {format_bytes(found.file_bytes)}", f"  commit    {_commit_text(found)}"]
     if index is not None:
         rows = [
             (state, ", ".join(dtypes), counted(count, "tensor"), format_bytes(num_bytes))
             for state, (dtypes, count, num_bytes) in _states(index).items()
         ]
+        count, num_elements = _weights(index)
+        lines += [f"  weights   {counted(count, 'tensor')}, {num_elements:,} elements"]
         lines += [f"  state     {line}" for line in table(rows, right=(2, 3))] if rows else []
         lines += [f"  group {at:<3} {_group_text(index, at)}" for at in range(len(index.groups))]
         lines += [f"  tied      {alias} = {name}" for alias, name in index.aliases.items()]
@@ -228,8 +240,7 @@ def plan_text(value: Mapping[str, Any], estimated: Estimate) -> str:
 
 def report_text(report: ReshardReport) -> str:
     """`reshard run`."""
-    moved = report.bytes_read + report.bytes_written
-    rate = f", {format_bytes(moved / report.seconds)}/s" if report.seconds and moved else ""
+    rate = f", {format_bytes(report.bytes_read / report.seconds)}/s" if report.seconds and report.bytes_read else ""
     return "\n".join(
         (
             f"{report.target}: {report.message}",

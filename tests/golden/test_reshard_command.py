@@ -181,8 +181,9 @@ def test_two_runs_of_one_conversion_do_not_hurt_each_other(tmp_path: Path) -> No
         assert main(["run", str(SOURCE), str(target), "--to", TO]) == ExitCode.OK
         assert len(hidden(tmp_path)) == 1
         process.send_signal(signal.SIGCONT)
-        _, errors = process.communicate()
+        told, errors = process.communicate()
         assert process.returncode == ExitCode.OK, errors
+        assert "converted by another run, which was faster" in told
     assert main(["verify", str(SOURCE), str(target)]) == ExitCode.OK
     assert hidden(tmp_path) == []
 

@@ -87,6 +87,34 @@ def test_every_verb_reads_a_store(tmp_path: Path, say: Answer) -> None:
     assert "store://" in say("inspect", "store://nowhere", code=ExitCode.USAGE)
 
 
+def test_urls_that_cannot_be_meant_are_told_apart(tmp_path: Path, say: Answer) -> None:
+    url = f"file://{ZERO2.as_posix().replace('golden', '%67olden')}"
+    assert say.json("run", url, f"file://{tmp_path}/out", "--to", "dp=2")["source"] == str(ZERO2)
+    for words, message, hint in (
+        (["inspect", "s3://"], "s3:// names no bucket", ""),
+        (["inspect", "file://ckpt/global_step2"], "expected an absolute path after file://", "write file:///folder"),
+        (["inspect", "gs://bucket/ckpt"], "gs:// needs a library that is not installed", "pip install gcsfs"),
+        (["run", ZERO2, "nosuch://bucket/out", "--to", "dp=2"], "object stores are read, not written", "name a folder"),
+    ):
+        error = say.json(*words, code=ExitCode.USAGE)["error"]
+        assert message in error["message"] and hint in error["hint"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "a", "b", "--dtpye", "x"], "reshard run has no option --dtpye; did you mean --dtype?"),
+        (["plan", "a", "--t=tp=2"], "reshard plan has no option --t; did you mean --threads?"),
+        (["inspect", "a", "--frob"], "reshard inspect has no option --frob\n"),
+        (["inspect", "a", "b"], "one argument too many: 'b'"),
+    ],
+)
+def test_what_a_verb_does_not_know_is_named_with_what_may_be_meant(words: list[str], message: str, say: Answer) -> None:
+    found = say(*words, code=ExitCode.USAGE)
+    assert message in found
+    assert f"hint: reshard {words[0]} --help" in found
+
+
 def run_command(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "reshard.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)

@@ -1,5 +1,6 @@
 """`reshard inspect` on real checkpoints: what it says of good ones and of damaged ones, in words and in JSON."""
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from reshard import api
 from reshard.commit import read_commit, write_commit
 from reshard.contract import ExitCode
-from tests.golden.command import EVERY, ZERO2, ZERO3, Answer
+from tests.golden.command import EVERY, HERE, ZERO2, ZERO3, Answer
 
 
 @pytest.mark.parametrize("path", EVERY, ids=lambda path: path.parent.name)
@@ -21,6 +22,18 @@ def test_a_good_checkpoint_of_any_format_has_no_problems(path: Path, say: Answer
     assert sum(state["tensors"] for state in value["states"].values()) == len(value["tensors"]) == len(index.tensors)
     assert sum(tensor["boxes"] for tensor in value["tensors"]) == len(index.shards.boxes())
     assert [group["names"] for group in value["groups"]] == [list(group.names) for group in index.groups]
+
+
+def test_the_size_of_the_model_is_told_whatever_holds_its_weights(say: Answer) -> None:
+    shapes = {tensor["name"]: tensor["shape"] for tensor in say.json("inspect", ZERO3)["tensors"]}  # one has no master
+    size = sum(math.prod(shape) for shape in shapes.values())
+    assert say.json("inspect", ZERO3)["weights"] == {"tensors": 8, "elements": size} == {"tensors": 8, "elements": 152}
+    assert f"weights   8 tensors, {size} elements" in say("inspect", ZERO3)
+
+
+def test_a_step_that_nobody_recorded_is_not_told_as_one(say: Answer) -> None:
+    assert "step      2 (24 samples)\n" in say("inspect", ZERO2)
+    assert "step      0, or not recorded\n" in say("inspect", HERE / "safetensors/bloom")
 
 
 def test_the_table_of_tensors_has_a_line_for_each(say: Answer) -> None:
