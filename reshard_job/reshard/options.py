@@ -112,11 +112,9 @@ def _unknown(verb: Parser, words: Sequence[str]) -> UsageError:
 
     name = word.partition("=")[0]
     known = sorted(set(re.findall(r"--[a-z-]+", verb.format_usage())))
-    close = (
-        difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-        or [option for option in known if option.startswith(name)][:1]
-    )
-    meant = f"; did you mean {close[0]}?" if close else ""
+    begun = [option for option in known if option.startswith(name)]
+    close = begun or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    meant = f"; did you mean {' or '.join(close)}?" if close else ""
     return UsageError(f"{verb.prog} has no option {name}{meant}", hint=f"{verb.prog} --help")
 
 

@@ -104,7 +104,7 @@ def test_urls_that_cannot_be_meant_are_told_apart(tmp_path: Path, say: Answer) -
     ("words", "message"),
     [
         (["run", "a", "b", "--dtpye", "x"], "reshard run has no option --dtpye; did you mean --dtype?"),
-        (["plan", "a", "--t=tp=2"], "reshard plan has no option --t; did you mean --threads?"),
+        (["plan", "a", "--t=tp=2"], "reshard plan has no option --t; did you mean --threads or --to?"),
         (["inspect", "a", "--frob"], "reshard inspect has no option --frob\n"),
         (["inspect", "a", "b"], "one argument too many: 'b'"),
     ],
