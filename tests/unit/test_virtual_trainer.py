@@ -78,8 +78,8 @@ def test_a_damaged_source_ends_the_attempt_and_tells_the_operator(prepared, tmp_
         path = source / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
         content = bytearray(path.read_bytes())
         found = virtual.decode(folder).plan.index
-        row = next(at for at in range(len(found.shards)) if found.files[int(found.shards.file[at])].path == path.name)
-        content[int(found.shards.byte_offset[row])] ^= 4
+        shards, paths = found.shards.boxes(), [file.path for file in found.files]
+        content[int(shards.byte_offset[shards.file.tolist().index(paths.index(path.name))])] ^= 4
         path.write_bytes(content)
     session, scratch = session_of(tmp_path, folder)
     session.start()
