@@ -5,7 +5,7 @@ numpy has no bfloat16, so elements travel as their bits in unsigned integers of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Unsigned type by bytes of an element."""
+UNSIGNED: Mapping[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""Type by bytes of an element, unsigned where numpy has one of that width: copies of it keep all bits."""
 
 _QUIET_NAN = np.uint16(0x7FC0)
 

@@ -50,7 +50,7 @@ def box_term(data: npt.NDArray[np.generic], box: Box, shape: tuple[int, ...], *,
         dim -= 1
         inner *= box.size[dim]
     if len(flat) == inner:
-        value = crc.crc32(flat.data.cast("B")) if known_crc32 is None else known_crc32
+        value = crc.crc32(flat.view(np.uint8).data) if known_crc32 is None else known_crc32
         return crc.combine(value ^ crc.zeros(flat.nbytes), 0, behind)
     runs = _remainders(flat.reshape(-1, inner)).reshape(box.size[:dim])
     for stride in reversed(strides[:dim]):
@@ -77,7 +77,7 @@ def _remainders(rows: npt.NDArray[Any]) -> UInt32Array:
         for word in np.ascontiguousarray(words.T):
             state = _times(state ^ word, words.dtype.itemsize)
         return state
-    flat, crc32 = rows.reshape(-1).data.cast("B"), crc.crc32
+    flat, crc32 = rows.reshape(-1).view(np.uint8).data, crc.crc32
     values = [crc32(flat[start : start + run_bytes]) for start in range(0, len(flat), run_bytes)]
     return np.array(values, dtype=np.uint32) ^ np.uint32(crc.zeros(run_bytes))
 

@@ -58,6 +58,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "bool": 1,
     "complex32": 4,
     "complex64": 8,
+    "complex128": 16,
 }
 """Bytes of one element, by torch's name of the type. The resharder moves bits and never converts them."""
 

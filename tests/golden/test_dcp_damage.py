@@ -67,8 +67,8 @@ METADATA = {
         CorruptSourceError, "holds float32 [3, 4], .metadata says float64"),
     "an unknown type": (
         lambda s: s["state_dict_metadata"][UP].state["properties"].__setattr__(
-            "state", (Global("torch", "complex128"), *s["state_dict_metadata"][UP].state["properties"].state[1:])),
-        UnsupportedError, f"{UP}: type complex128"),
+            "state", (Global("torch", "quint8"), *s["state_dict_metadata"][UP].state["properties"].state[1:])),
+        UnsupportedError, f"{UP}: type quint8"),
     "a sparse tensor": (
         lambda s: s["state_dict_metadata"][UP].state["properties"].__setattr__(
             "state", (Global("torch", "float32"), Inert("reduce", Global("torch.serialization", "_get_layout"),

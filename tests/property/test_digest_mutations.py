@@ -8,10 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard import crc
+from reshard import cast, crc
 from reshard.digest import box_term, finished
 from reshard.geometry import Box, flat_interval_to_boxes, tiles, whole
 
+WIDE = cast.UNSIGNED[16]
 UNSIGNED = (np.uint8, np.uint16, np.uint32, np.uint64)
 POLYNOMIAL = 0x104C11DB7
 ORDER = 2**32 - 1
@@ -58,6 +59,14 @@ def parts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
         return columns(shape, draw(st.integers(1, shape[-1])))
     edges = [0, *sorted(draw(st.sets(st.integers(0, count), max_size=4))), count]
     return [box for low, high in itertools.pairwise(edges) for box, _ in flat_interval_to_boxes(shape, low, high)]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 3))
+def test_elements_of_16_bytes_have_the_digest_of_their_bytes(seed, width, cut):
+    """No unsigned type is as wide: not-a-number and negative zero must not lose a bit on the way."""
+    content = np.random.default_rng(seed).bytes(6 * width * 16)
+    full = np.frombuffer(content, dtype=WIDE).reshape(2, 3, width)
+    assert digest_of(full, columns(full.shape, min(cut, width))) == zlib.crc32(content)
 
 
 @given(tensors(), st.data())

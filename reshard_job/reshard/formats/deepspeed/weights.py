@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed import autoep, flat
 from reshard.formats.deepspeed.logical import Model, Param, layer_weights, make_param
 from reshard.formats.deepspeed.rows import Place, Rows
@@ -14,7 +14,6 @@ from reshard.formats.deepspeed.slots import held_runs
 from reshard.formats.deepspeed.source import Source
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
-from reshard.layout import ITEM_BYTES
 
 
 def add_layers(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:
@@ -150,8 +149,6 @@ def _module(file: PtFile) -> Mapping[str, Tensor]:
 def _weight(name: str, shards: list[Tensor], model: Model, source: Source, weights: dict[str, Param]) -> Param:
     """The parameter that a stored weight belongs to; buffers and frozen parameters get one of their own."""
     shapes = [tensor.shape for tensor in shards]
-    if unknown := {tensor.dtype for tensor in shards} - set(ITEM_BYTES):
-        raise UnsupportedError(f"weight {name} is of type {', '.join(unknown)}", path=str(source.folder))
     param = model.params.get(name) or weights.get(name)
     if param is None:
         param = weights[name] = make_param(name, shapes, model.patterns, source.topology.tp)

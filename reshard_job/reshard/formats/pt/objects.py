@@ -13,9 +13,8 @@ from typing import Any
 
 from reshard import layout
 
-ITEM_BYTES = {**layout.ITEM_BYTES, "complex128": 16}
-"""Bytes of one element of each dtype that torch saves; `complex128` is read, not converted. Of `float4_e2m1fn_x2` an
-element is two numbers."""
+ITEM_BYTES = layout.ITEM_BYTES
+"""Bytes of one element of each dtype that torch saves. Of `float4_e2m1fn_x2` an element is two numbers."""
 
 STORAGE_DTYPES = {
     "DoubleStorage": "float64",

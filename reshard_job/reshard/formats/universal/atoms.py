@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.rules import WHOLE
 from reshard.formats.pt.objects import Tensor
@@ -17,7 +17,6 @@ from reshard.formats.universal.hints import IS_EXPERT, NUM_EXPERTS, VOCABULARY, 
 from reshard.formats.universal.names import MASTER, STEP, ZERO, atom_file, state_of
 from reshard.formats.universal.source import Shape, Source
 from reshard.geometry import strides_of
-from reshard.layout import ITEM_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +69,6 @@ def read_atoms(folder: Path, name: str) -> Atoms:
                 step = file.value, file
                 continue
             tensor, hints = parse(file.value, str(folder / path))
-            if tensor.dtype not in ITEM_BYTES:
-                raise UnsupportedError(f"is of type {tensor.dtype}", path=str(folder / path))
             states[state] = Atom(file=file, path=path, tensor=tensor, hints=hints)
         except CorruptSourceError as error:
             problems.append(f"{path}: {error.message}")

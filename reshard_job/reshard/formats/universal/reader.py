@@ -22,7 +22,7 @@ from reshard.formats.universal.atoms import Atom, Atoms, check_shape, param_of, 
 from reshard.formats.universal.hints import Hints
 from reshard.formats.universal.names import MASTER, NAME, STEP, ZERO, atom_file, check_names
 from reshard.formats.universal.source import Source, open_source
-from reshard.layout import ITEM_BYTES, Checksum, Index, ParamGroup, SourceFile
+from reshard.layout import Checksum, Index, ParamGroup, SourceFile
 from reshard.topology import Topology
 
 TOPOLOGY = Topology(zero=1)
@@ -149,8 +149,6 @@ def _read_all(source: Source) -> tuple[dict[str, Atoms], list[str]]:
 def _in_model_file(source: Source, name: str) -> Atoms:
     """A buffer of ZeRO-3, which DeepSpeed's converter leaves where it was."""
     tensor = source.module[name]
-    if tensor.dtype not in ITEM_BYTES:
-        raise UnsupportedError(f"buffer {name} is of type {tensor.dtype}", path=source.model.path)
     path = Path(source.model.path).name
     return Atoms(states={MASTER: Atom(file=source.model, path=path, tensor=tensor, hints={})}, step=None)
 
