@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import overload
 
@@ -37,6 +38,14 @@ class Stencil:
     def places(self) -> tuple[tuple[int, int], ...]:
         """Position and length of every piece."""
         return tuple((position, len(content)) for position, content in self.pieces)
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of pieces and gaps."""
+        found = hashlib.sha256(self.gaps.astype("<i8").tobytes())
+        for position, content in self.pieces:
+            found.update(position.to_bytes(8, "little") + len(content).to_bytes(8, "little") + content)
+        return found.digest()
 
     def stamped(self, text: bytes) -> tuple[Piece, ...]:
         """The pieces with a text of the right length in all gaps."""
@@ -79,6 +88,15 @@ class Stamped(Sequence[Piece]):
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+
+def identity(fixed: Sequence[Piece]) -> Iterator[bytes]:
+    """Bytes that tell these pieces from others; of a stencil and a text without making the pieces."""
+    if isinstance(fixed, Stamped):
+        yield fixed.stencil.digest + fixed.text
+        return
+    for position, content in fixed:
+        yield position.to_bytes(8, "little") + content
 
 
 def places(fixed: Sequence[Piece]) -> tuple[tuple[int, int], ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import PlanError
+from reshard.fixed import identity
 from reshard.geometry import Box, tiles
 from reshard.layout import Index, Int64Array, LogicalTensor, ShardTable, TargetLayout
 from reshard.remote import RemotePath
@@ -134,8 +135,8 @@ class Plan:
             found.update(f"{source.path} {source.num_bytes} {source.checksums}".encode(errors="surrogateescape"))
         for target in self.layout.files:
             found.update(f"{target.path} {target.num_bytes}".encode())
-            for position, content in target.fixed:
-                found.update(position.to_bytes(8, "little") + content)
+            for part in identity(target.fixed):
+                found.update(part)
         for tensor in self.target_tensors:
             found.update(f"{tensor.key} {tensor.shape} {tensor.dtype}".encode())
         shards = self.layout.shards
