@@ -1,7 +1,6 @@
 """What the operator remembers between looks at the cluster: nodes, and when heartbeats changed by its own clock.
 
-Lists are not mirrored: a watch that was cut may miss deletions, and a ghost of a pod would block a launch for ever.
-Nodes are, as listing thousands of them for every job would be too slow; `refresh` drops the ghosts.
+Jobs, pods and the rest are in `remembered`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_operator.monitors import NO_RULES, Rules
-from elastic_operator.observation import NodeView, node_view
+from elastic_operator.observation import NodeView, PodView, node_view
 from elastic_operator.wire import parse_time
 
 
@@ -27,6 +26,15 @@ class Renewals:
         if known is None or known[0] != value:
             self._seen[key] = known = (value, now)
         return known[1]
+
+    def of(self, lease: Mapping[str, Any], now: float) -> float:
+        """Time at which a Lease was first seen as it is."""
+        meta, spec = lease["metadata"], lease.get("spec") or {}
+        return self.seen(f"{meta['namespace']}/{meta['name']}", spec.get("renewTime") or "", now)
+
+    def forget(self, key: str) -> None:
+        """It does not exist any more."""
+        self._seen.pop(key, None)
 
 
 class Nodes:
@@ -57,15 +65,6 @@ class Nodes:
         for table in (self._views, self._leases, self._skews):
             table.pop(name, None)
         self._forget_merged()
-
-    def refresh(self, nodes: Iterable[Mapping[str, Any]], now: float) -> None:
-        """Replace all by a fresh list."""
-        names = set()
-        for node in nodes:
-            names.add(node["metadata"]["name"])
-            self.update(node, now)
-        for name in set(self._views) - names:
-            self.remove(name)
 
     def renew(self, lease: Mapping[str, Any], now: float) -> None:
         """Take up the Lease that a kubelet renews."""
@@ -98,6 +97,14 @@ class Nodes:
                 name: node for name, node in self.views().items() if node.capacity.get(resource, 0) > 0
             }
         return self._offering[resource]
+
+    def around(self, resource: str, pods: Iterable[PodView]) -> Mapping[str, NodeView]:
+        """Those that have devices of one kind or run one of these pods: the same mapping for almost every job."""
+        offering, views = self.offering(resource), self.views()
+        more = {
+            pod.node: views[pod.node] for pod in pods if pod.node not in offering and pod.node in views and pod.node
+        }
+        return {**offering, **more} if more else offering
 
     def _with_lease(self, view: NodeView) -> NodeView:
         if view.name not in self._leases:

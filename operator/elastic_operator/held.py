@@ -2,34 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_operator.observation import pod_requests
 from reshard.contract import Label
 
-Held = dict[str, dict[str, dict[str, int]]]
-"""Extended resources held on each node, by job (`namespace/name`; empty for pods that are not ours), by name."""
+PodId = tuple[str, str]
+"""Namespace and name of a pod."""
+
+_Claim = tuple[str, str, Mapping[str, int]]
+"""Node, job (`namespace/name`; empty for pods that are not ours), and extended resources by name."""
 
 
-def add_held(used: Held, pod: Mapping[str, Any]) -> None:
-    """Count what a live pod holds."""
-    node = (pod.get("spec") or {}).get("nodeName")
-    requests = pod_requests(pod["spec"]) if node else {}
-    if not node or not requests:
-        return
-    meta = pod["metadata"]
+class Held:
+    """Extended resources that live pods hold, kept up to date pod by pod: a change costs the same in any cluster.
+
+    Attributes:
+        version: grows with every change.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._claims: dict[PodId, _Claim] = {}
+        self._totals: dict[str, dict[str, int]] = {}
+        self._shares: dict[tuple[str, str], dict[str, int]] = {}
+
+    def put(self, pod: Mapping[str, Any]) -> None:
+        """Take up a core/v1 Pod as it is now."""
+        meta, claim = pod["metadata"], _claim(pod)
+        key = (meta["namespace"], meta["name"])
+        if claim == self._claims.get(key):
+            return
+        self._release(key)
+        if claim is not None:
+            self._claims[key] = claim
+            self._add(claim, 1)
+
+    def drop(self, pod: PodId, *, ours: bool) -> None:
+        """The pod is gone from those of jobs (`ours`) or from the others; one that changed sides was put anew."""
+        known = self._claims.get(pod)
+        if known is not None and bool(known[1]) == ours:
+            self._release(pod)
+
+    def totals(self, resource: str) -> Mapping[str, int]:
+        """Accelerators that anybody holds, by node."""
+        return self._totals.get(resource, {})
+
+    def by_others(self, namespace: str, job: str, resource: str) -> Mapping[str, int]:
+        """Accelerators on each node that are held by other pods than those of one job. A view: it follows changes."""
+        return Others(self.totals(resource), self._shares.get((f"{namespace}/{job}", resource), {}))
+
+    def _release(self, pod: PodId) -> None:
+        claim = self._claims.pop(pod, None)
+        if claim is not None:
+            self._add(claim, -1)
+
+    def _add(self, claim: _Claim, sign: int) -> None:
+        node, job, requests = claim
+        self.version += 1
+        for resource, count in requests.items():
+            _change(self._totals.setdefault(resource, {}), node, sign * count)
+            if job:
+                shares = self._shares.setdefault((job, resource), {})
+                _change(shares, node, sign * count)
+                if not shares:
+                    del self._shares[job, resource]
+
+
+class Others(Mapping[str, int]):
+    """What is held on each node, less one job's share: nodes where nothing is left are missing."""
+
+    def __init__(self, totals: Mapping[str, int], share: Mapping[str, int]) -> None:
+        self.totals = totals
+        self.share = share
+
+    def __getitem__(self, node: str) -> int:
+        left = self.totals[node] - self.share.get(node, 0)
+        if not left:
+            raise KeyError(node)
+        return left
+
+    def __iter__(self) -> Iterator[str]:
+        return (node for node, total in self.totals.items() if total != self.share.get(node, 0))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _change(counts: dict[str, int], node: str, by: int) -> None:
+    left = counts.get(node, 0) + by
+    if left:
+        counts[node] = left
+    else:
+        counts.pop(node, None)
+
+
+def _claim(pod: Mapping[str, Any]) -> _Claim | None:
+    """What a pod holds; None for nothing."""
+    spec, meta = pod.get("spec") or {}, pod["metadata"]
+    node = spec.get("nodeName")
+    if not node or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        return None
+    requests = pod_requests(spec)
     job = (meta.get("labels") or {}).get(Label.JOB)
-    holder = used.setdefault(node, {}).setdefault(f"{meta['namespace']}/{job}" if job else "", {})
-    for name, count in requests.items():
-        holder[name] = holder.get(name, 0) + count
-
-
-def held_by_others(used: Held, namespace: str, job: str, resource: str) -> dict[str, int]:
-    """Accelerators on each node that are held by other pods than those of one job."""
-    mine = f"{namespace}/{job}"
-    return {
-        node: total
-        for node, holders in used.items()
-        if (total := sum(count.get(resource, 0) for owner, count in holders.items() if owner != mine))
-    }
+    return (node, f"{meta['namespace']}/{job}" if job else "", requests) if requests else None

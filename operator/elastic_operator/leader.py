@@ -1,6 +1,5 @@
-"""Leader election with a Lease, before kopf starts. Whoever loses the Lease ends the process at once.
+"""Leader election with a Lease, before anything else starts. Whoever loses the Lease ends the process at once.
 
-kopf has no election of its own (its peering needs 60 s to notice a dead peer, and freezes operators of equal priority).
 Times are those of client-go's default: a leader renews every 2 s and gives up after 10 s without success; others take
 over once a Lease has not changed for 15 s by their own clock.
 

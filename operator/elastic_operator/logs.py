@@ -10,7 +10,7 @@ from elastic_operator.settings import Settings
 
 
 def configure_logging(settings: Settings) -> None:
-    """One handler, on stderr; only this package and kopf's warnings."""
+    """One handler, on stderr; this package, and warnings of others."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if settings.json_logs else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

@@ -8,28 +8,29 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
-import kopf
 from lightkube import AsyncClient
 from lightkube.config.kubeconfig import KubeConfig
 
 from elastic_operator import metrics, probes
 from elastic_operator.apply import Applier
-from elastic_operator.caches import Nodes
-from elastic_operator.handlers import make_registry
+from elastic_operator.caches import Nodes, Renewals
 from elastic_operator.leader import LOST, Leader
 from elastic_operator.logs import configure_logging
+from elastic_operator.mirror import Mirror
 from elastic_operator.observe import Observer
+from elastic_operator.remembered import Remembered
 from elastic_operator.settings import Settings, read
+from elastic_operator.stream import connect
 from elastic_operator.worker import Workers
 
 NODE_LEASE_SECONDS = 5.0
 """How often the kubelets' Leases are read."""
 
-NODE_REFRESH_SECONDS = 60.0
-"""How often all nodes are listed, to drop those whose deletion was missed."""
+FIRST_LISTS_SECONDS = 120.0
+"""How long the first look at a job waits until everything has been listed once."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,28 +76,38 @@ async def _work(
     settings: Settings, client: AsyncClient, leader: Leader | None, stop: asyncio.Event, started: asyncio.Event
 ) -> None:
     """Watch, decide and act as the leader."""
-    nodes = Nodes(settings.unhealthy_nodes)
-    observer = Observer(client, nodes, settings.namespaces)
+    nodes, renewals = Nodes(settings.unhealthy_nodes), Renewals()
+    remembered = Remembered(nodes, renewals, settings.namespaces)
+    observer = Observer(client, nodes, renewals, remembered, settings.namespaces)
     fence = leader.must_lead if leader is not None else lambda: None
     workers = Workers(observer, Applier(client, observer, fence), settings.limits, settings.reshard_image)
+    remembered.listener = workers
     background = [_in_background(leader.hold(), "leader")] if leader is not None else []
+    http = connect(client.config)
     try:
-        await observer.refresh_nodes()
         await observer.refresh_node_leases()
+        background += [_in_background(mirror.follow(http), str(mirror.source)) for mirror in remembered.world]
+        await _listed(remembered.world, stop)
+        background += [_in_background(mirror.follow(http), str(mirror.source)) for mirror in remembered.jobs]
         background.append(_in_background(_keep_looking(observer, workers), "nodes"))
-        await kopf.operator(
-            registry=make_registry(settings, workers, nodes),
-            standalone=True,
-            clusterwide=not settings.namespaces,
-            namespaces=settings.namespaces,
-            stop_flag=stop,
-            ready_flag=started,
-        )
+        started.set()
+        await stop.wait()
     finally:
         await workers.stop()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
+        await http.aclose()
+
+
+async def _listed(mirrors: Sequence[Mirror], stop: asyncio.Event) -> None:
+    """Wait for the first lists: without them every job would be looked at by requests of its own.
+
+    That is better than never, so after a while it has to do.
+    """
+    lists = asyncio.gather(*(mirror.listed.wait() for mirror in mirrors))
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(_unless_stopped(stop, lists), timeout=FIRST_LISTS_SECONDS)
 
 
 def _in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -113,27 +124,22 @@ def _in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[N
 
 
 async def _keep_looking(observer: Observer, workers: Workers) -> None:
-    """Poll what is not worth a watch: the kubelets' Leases, and all nodes now and then."""
-    loop = asyncio.get_running_loop()
-    refreshed = loop.time()
+    """Poll what is not worth a watch: the kubelets' Leases, which change hundreds of times a second."""
     while True:
         await asyncio.sleep(NODE_LEASE_SECONDS)
         try:
             await observer.refresh_node_leases()
-            if loop.time() - refreshed > NODE_REFRESH_SECONDS:
-                await observer.refresh_nodes()
-                refreshed = loop.time()
         except Exception as error:
             # The next round tries again; the workers' own looks at the cluster report persistent trouble.
-            logger.warning("reading nodes failed: %s", error)
+            logger.warning("reading the nodes' Leases failed: %s", error)
             continue
         for node in observer.stale_nodes():
             workers.wake_node(node)
 
 
-async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+async def _unless_stopped(stop: asyncio.Event, work: Awaitable[Any]) -> bool:
     """Run `work` to its end; False if the process was told to stop first."""
-    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    task, stopped = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not task.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from lightkube.operators import exists, not_in
 
 from elastic_operator.batching import Batch, Key
 from elastic_operator.caches import Nodes, Renewals
-from elastic_operator.held import Held, add_held, held_by_others
+from elastic_operator.held import Held
 from elastic_operator.observation import (
     JobView,
     Observation,
@@ -23,7 +24,10 @@ from elastic_operator.observation import (
     lease_view,
     pod_view,
 )
-from elastic_operator.resources import JOB, LEASE, NODE, POD, TRAINING_JOB
+from elastic_operator.record import Record
+from elastic_operator.remembered import Remembered
+from elastic_operator.resources import JOB, LEASE, POD, TRAINING_JOB
+from elastic_operator.spec import SpecError
 from reshard.contract import Label
 
 NODE_LEASES = "kube-node-lease"
@@ -48,9 +52,13 @@ _T = TypeVar("_T")
 class Observer:
     """All reading. Holds caches, decides nothing."""
 
-    def __init__(self, client: AsyncClient, nodes: Nodes, namespaces: Sequence[str] = ()) -> None:
+    def __init__(
+        self, client: AsyncClient, nodes: Nodes, renewals: Renewals, remembered: Remembered, namespaces: Sequence[str]
+    ) -> None:
         self._client = client
         self._nodes = nodes
+        self._renewals = renewals
+        self._remembered = remembered
         self._namespaces = tuple(namespaces) or ("*",)
         self._training_jobs: Batch[dict[str, Any] | None] = Batch(
             self._one_training_job, self._all_training_jobs, _none
@@ -58,8 +66,7 @@ class Observer:
         self._pods: Batch[tuple[PodView, ...]] = Batch(self._pods_of, self._all_pods, tuple)
         self._jobs: Batch[tuple[JobView, ...]] = Batch(self._jobs_of, self._all_jobs, tuple)
         self._leases: Batch[tuple[Mapping[str, Any], ...]] = Batch(self._leases_of, self._all_leases, tuple)
-        self._renewals = Renewals()
-        self._used: Held = {}
+        self._used = Held()
         self._used_at = 0.0
         self._used_lock = asyncio.Lock()
         self._leases_lock = asyncio.Lock()
@@ -68,9 +75,25 @@ class Observer:
         """A fresh copy of the resource, None if it does not exist."""
         return await self._training_jobs.get((namespace, name))
 
-    def heartbeat(self, lease: Mapping[str, Any]) -> None:
-        """A watch has brought a Lease: remember when it changed, though nobody looks at its job now."""
-        self._renewed(lease, time.time())
+    async def recall(self, namespace: str, job: str) -> tuple[Record, Observation | None] | None:
+        """What is remembered about one job, without requests; None where only a fresh look will do.
+
+        There is no world where the spec names no resource.
+        """
+        key = (namespace, job)
+        record = self._remembered.record(key)
+        if record is None or record.deleting:
+            return None
+        if isinstance(record.spec, SpecError):
+            return record, None
+        resource = record.spec.accelerator.resource
+        used = (
+            None if self._remembered.knows_held else await self._used_by_others(namespace, job, resource, USED_SECONDS)
+        )
+        world = self._remembered.look(key, resource)
+        if any(world.nodes[pod.node].ready != "True" for pod in world.pods if pod.node and pod.node in world.nodes):
+            return None  # a node that looks lost deserves a second opinion at once: see `look`
+        return record, world if used is None else dataclasses.replace(world, used=used)
 
     async def pods(self, namespace: str, job: str) -> list[Mapping[str, Any]]:
         """All pods of one job, straight from the API."""
@@ -85,26 +108,19 @@ class Observer:
             self._leases.get(key),
             self._used_by_others(namespace, job, resource, FRESH_SECONDS if fresh else USED_SECONDS),
         )
-        held = {item.node for item in pods if item.node}
         nodes = self._nodes.views()
-        if any(name in nodes and nodes[name].ready != "True" for name in held):
+        if any(nodes[pod.node].ready != "True" for pod in pods if pod.node and pod.node in nodes):
             # A second opinion about a node that looks lost, at once.
             await self.refresh_node_leases(max_age_seconds=SECOND_OPINION_SECONDS)
         now = time.time()
-        nodes = self._nodes.views()
         return Observation(
-            nodes={**self._nodes.offering(resource), **{name: nodes[name] for name in held if name in nodes}},
+            nodes=self._nodes.around(resource, pods),
             pods=pods,
             jobs=jobs,
-            leases={attempt_of(item["metadata"]): lease_view(item, self._renewed(item, now)) for item in leases},
+            leases={attempt_of(item["metadata"]): lease_view(item, self._renewals.of(item, now)) for item in leases},
             used=used,
-            capacity_fresh=fresh or now - self._used_at <= FRESH_SECONDS,
+            capacity_fresh=fresh or self._remembered.knows_held or now - self._used_at <= FRESH_SECONDS,
         )
-
-    async def refresh_nodes(self) -> None:
-        """List all nodes: at the start, and now and then to drop ghosts."""
-        items = [item async for item in self._client.list(NODE, chunk_size=_CHUNK)]
-        self._nodes.refresh(items, time.time())
 
     async def refresh_node_leases(self, *, max_age_seconds: float = 0.0) -> None:
         """List all kubelets' Leases, if the last look is older: one request, whatever the number of jobs."""
@@ -123,10 +139,6 @@ class Observer:
             for name, node in self._nodes.views().items()
             if node.lease_age_seconds is not None and node.lease_age_seconds > node.lease_duration_seconds / 2
         ]
-
-    def _renewed(self, lease: Mapping[str, Any], now: float) -> float:
-        meta, spec = lease["metadata"], lease.get("spec") or {}
-        return self._renewals.seen(f"{meta['namespace']}/{meta['name']}", spec.get("renewTime") or "", now)
 
     async def _one_training_job(self, key: Key) -> dict[str, Any] | None:
         try:
@@ -176,15 +188,17 @@ class Observer:
             async for item in self._client.list(kind, namespace=place, labels=labels, chunk_size=_CHUNK):
                 yield item
 
-    async def _used_by_others(self, namespace: str, job: str, resource: str, max_age: float) -> dict[str, int]:
+    async def _used_by_others(self, namespace: str, job: str, resource: str, max_age: float) -> Mapping[str, int]:
+        if self._remembered.knows_held:
+            return self._remembered.held.by_others(namespace, job, resource)
         async with self._used_lock:
             if time.time() - self._used_at > max_age:
-                used: Held = {}
+                used = Held()
                 # One at a time: all pods of a large cluster at once are hundreds of megabytes.
                 async for item in self._client.list(POD, namespace="*", fields=LIVE, chunk_size=_CHUNK):
-                    add_held(used, item)
+                    used.put(item)
                 self._used, self._used_at = used, time.time()
-        return held_by_others(self._used, namespace, job, resource)
+        return self._used.by_others(namespace, job, resource)
 
 
 def _none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -19,13 +20,13 @@ from elastic_operator.batching import Key
 from elastic_operator.decide import decide, refuse
 from elastic_operator.gauges import job_gauges
 from elastic_operator.limits import Limits
-from elastic_operator.manifests import DRAIN_REQUESTED, JobRef
+from elastic_operator.observation import Observation
 from elastic_operator.observe import Observer
+from elastic_operator.record import Record, is_quiet, read_record
 from elastic_operator.reshardpod import ReshardImage
-from elastic_operator.spec import Spec, SpecError, parse_spec
+from elastic_operator.spec import Spec, SpecError
 from elastic_operator.status import Status
 from elastic_operator.transitions import Sample, increments, reshard_samples
-from elastic_operator.wire import from_wire
 from reshard.contract import LeaseKey
 
 DEBOUNCE_SECONDS = 0.05
@@ -70,7 +71,11 @@ class Workers:
     """All tasks, by resource."""
 
     def __init__(
-        self, observer: Observer, applier: Applier, limits: Limits, reshard_image: ReshardImage | None = None
+        self,
+        observer: Observer,
+        applier: Applier,
+        limits: Limits,
+        reshard_image: ReshardImage | None = None,
     ) -> None:
         self._observer = observer
         self._applier = applier
@@ -108,9 +113,13 @@ class Workers:
             seconds = SECONDS_PER_JOB * len(self._tasks)
             self._waking_all = asyncio.get_running_loop().call_later(seconds, self._wake_all)
 
+    def node_changed(self, name: str) -> None:
+        """A node has come, gone or changed: it matters to its pods' jobs now, and to all others soon."""
+        self.wake_node(name)
+        self.wake_all()
+
     def heartbeat(self, key: Key, lease: Mapping[str, Any]) -> None:
         """The mailbox of one of a job's attempts has changed: look at the job if it says more than "one more step"."""
-        self._observer.heartbeat(lease)
         name, said = lease["metadata"]["name"], _said(lease)
         boxes = self._mail.setdefault(key, {})
         if boxes.get(name) != said or not self.crowded:
@@ -153,11 +162,11 @@ class Workers:
             if seconds is None:
                 self._forget(key)
                 return
-            try:
-                await asyncio.wait_for(waker.wait(), timeout=self._on_the_tick(seconds))
+            # Not `wait_for`: Python 3.11's can lose a cancellation that comes together with the wake.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._on_the_tick(seconds)):
+                    await waker.wait()
                 await asyncio.sleep(CROWD_DEBOUNCE_SECONDS if self.crowded else DEBOUNCE_SECONDS)
-            except TimeoutError:
-                pass
 
     def _on_the_tick(self, seconds: float) -> float:
         if seconds < TICK_SECONDS or not self.crowded:
@@ -170,51 +179,51 @@ class Workers:
         metrics.forget(key)
 
     async def _reconcile(self, key: Key) -> float | None:
-        """One pass; seconds until the next, None if the resource is gone."""
-        namespace, name = key
-        resource = await self._observer.training_job(namespace, name)
+        """One pass; seconds until the next, None if the resource is gone.
+
+        What is remembered is enough to see that there is nothing to do. Whatever is done is decided from a fresh look.
+        """
+        recalled = await self._observer.recall(*key)
+        if recalled is not None:
+            record, world = recalled
+            found = self._judge(key, record, world)
+            if is_quiet(record.status, found.decision):
+                _show(key, found)
+                return found.decision.requeue_seconds
+        resource = await self._observer.training_job(*key)
         if resource is None:
             return None
-        if resource["metadata"].get("deletionTimestamp"):
+        record = read_record(resource)
+        if record.deleting:
             return self._limits.resync_seconds
-        found = await self._decide(key, resource)
+        found = await self._decide(key, record)
         await self._apply(key, resource, found)
         return found.decision.requeue_seconds
 
-    async def _decide(self, key: Key, resource: Mapping[str, Any]) -> Pass:
-        namespace, name = key
-        meta = resource["metadata"]
-        job = JobRef(
-            name=name,
-            namespace=namespace,
-            uid=meta["uid"],
-            generation=meta.get("generation") or 0,
-            labels=meta.get("labels") or {},
-            drain_request=(meta.get("annotations") or {}).get(DRAIN_REQUESTED, ""),
-        )
-        status = from_wire(Status, resource.get("status") or {})
-        try:
-            spec = parse_spec(resource["spec"])
-        except SpecError as error:
-            return Pass(before=status, decision=refuse(job, error, status, limits=self._limits, now=time.time()))
-        fresh = not status.launched
+    async def _decide(self, key: Key, record: Record) -> Pass:
+        if isinstance(record.spec, SpecError):
+            return self._judge(key, record, None)
+        resource, fresh = record.spec.accelerator.resource, not record.status.launched
         while True:
-            world = await self._observer.look(namespace, name, spec.accelerator.resource, fresh=fresh)
-            self._nodes[key] = frozenset(pod.node for pod in world.pods if pod.node)
-            decision = decide(
-                job,
-                spec,
-                status,
-                world,
-                limits=self._limits,
-                now=time.time(),
-                reshard_image=self._reshard_image,
-            )
-            if not decision.needs_fresh_capacity:
-                lease = world.leases.get(decision.status.attempt)
-                heartbeat = lease.renewed_at if lease else None
-                return Pass(before=status, decision=decision, spec=spec, heartbeat_time=heartbeat)
+            world = await self._observer.look(*key, resource, fresh=fresh)
+            found = self._judge(key, record, world)
+            if not found.decision.needs_fresh_capacity:
+                return found
             fresh = True
+
+    def _judge(self, key: Key, record: Record, world: Observation | None) -> Pass:
+        """What to do about a job in a world; what to say about a spec that makes no sense, in any."""
+        status, limits, now = record.status, self._limits, time.time()
+        if isinstance(record.spec, SpecError) or world is None:
+            assert isinstance(record.spec, SpecError)
+            return Pass(before=status, decision=refuse(record.job, record.spec, status, limits=limits, now=now))
+        self._nodes[key] = frozenset(pod.node for pod in world.pods if pod.node)
+        decision = decide(
+            record.job, record.spec, status, world, limits=limits, now=now, reshard_image=self._reshard_image
+        )
+        lease = world.leases.get(decision.status.attempt)
+        heartbeat = lease.renewed_at if lease else None
+        return Pass(before=status, decision=decision, spec=record.spec, heartbeat_time=heartbeat)
 
     async def _apply(self, key: Key, resource: Mapping[str, Any], found: Pass) -> None:
         """Status first: what is done next can then be derived from it by whoever comes after us."""

@@ -57,7 +57,8 @@ def test_an_unchanged_node_is_no_news_and_fewer_devices_are() -> None:
 
 def test_views_follow_every_change_and_keep_what_offers_a_resource_apart() -> None:
     nodes = Nodes()
-    nodes.refresh([node("n1"), node("n2")], NOW)
+    nodes.update(node("n1"), NOW)
+    nodes.update(node("n2"), NOW)
     assert set(nodes.offering("amd.com/gpu")) == {"n1", "n2"}
     assert not nodes.offering("nvidia.com/gpu")
     assert nodes.views() is nodes.views(), "made once"
@@ -66,13 +67,6 @@ def test_views_follow_every_change_and_keep_what_offers_a_resource_apart() -> No
     nodes.renew({**lease(NOW - 7), "metadata": {"name": "n2"}}, NOW - 7)
     nodes.polled(NOW)
     assert nodes.views()["n2"].lease_age_seconds == nodes.offering("amd.com/gpu")["n2"].lease_age_seconds == 7
-
-
-def test_a_refresh_drops_nodes_whose_deletion_was_missed() -> None:
-    nodes = Nodes()
-    nodes.refresh([node("n1"), node("n2")], NOW)
-    nodes.refresh([node("n2")], NOW)
-    assert list(nodes.views()) == ["n2"]
 
 
 def test_a_heartbeat_counts_from_when_it_was_seen_to_change() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ class Resting(Workers):
     """Tasks that look at nothing."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(Silent(), None, Limits())  # type: ignore[arg-type]
+        super().__init__(None, None, Limits())  # type: ignore[arg-type]
         self.keys = [("ns", str(number)) for number in range(count)]
         for key in self.keys:
             self.wake(key)
@@ -34,13 +33,6 @@ class Resting(Workers):
 
     def awake(self) -> set[Key]:
         return {key for key, waker in self._wakers.items() if waker.is_set()}
-
-
-class Silent:
-    """Remembers nothing."""
-
-    def heartbeat(self, lease: Mapping[str, Any]) -> None:
-        del lease
 
 
 def lease(**notes: str) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from elastic_operator.signals import KINDS
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "operator/elastic_operator"
 EDGES = {
-    "kopf": {"handlers", "main"},
-    "lightkube": {"handlers", "observe", "apply", "leader", "main", "resources", "worker"},
+    "httpx2": {"leader", "mirror", "stream"},
+    "lightkube": {"observe", "apply", "inquiries", "leader", "main", "resources", "stream", "worker"},
+    "msgspec": {"stream"},
     "prometheus_client": {"metrics"},
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic_operator.context import Context, capacity
-from elastic_operator.held import Held, add_held, held_by_others
+from elastic_operator.held import Held
 from elastic_operator.observation import NodeView, Observation, attempt_of, node_view, pod_view
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.spec import Spec
@@ -56,10 +56,10 @@ def observe(
     Args:
         pods: live pods of all namespaces.
     """
-    used: Held = {}
+    held_by_pods = Held()
     mine = []
     for item in pods:
-        add_held(used, item)
+        held_by_pods.put(item)
         meta = item["metadata"]
         if meta["namespace"] == namespace and (meta.get("labels") or {}).get(Label.JOB) == job and attempt_of(meta):
             mine.append(pod_view(item))
@@ -68,7 +68,7 @@ def observe(
     return Observation(
         nodes={view.name: view for view in views if view.name in held or view.capacity.get(resource, 0) > 0},
         pods=tuple(mine),
-        used=held_by_others(used, namespace, job, resource),
+        used=held_by_pods.by_others(namespace, job, resource),
     )
 
 

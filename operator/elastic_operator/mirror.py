@@ -1,0 +1,98 @@
+"""Keeps a copy of a collection true: a list, then what changes, and a list again wherever changes may have been missed.
+
+What is kept of an object is the business of `put` and `drop`. After a list, whatever is not on it any more is dropped:
+there are no ghosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+
+from elastic_operator.stream import ExpiredError, Object, Source, events, pages
+
+FIRST_BACKOFF_SECONDS = 0.5
+LAST_BACKOFF_SECONDS = 30.0
+
+Id = tuple[str, str]
+"""Namespace and name of an object; the namespace of a cluster's object is empty."""
+
+logger = logging.getLogger(__name__)
+
+
+class Mirror:
+    """One collection.
+
+    Args:
+        put: take up an object that is new or may have changed.
+        drop: forget one that is gone.
+
+    Attributes:
+        live: it has been listed and is being watched now.
+    """
+
+    def __init__(self, source: Source, put: Callable[[Object], None], drop: Callable[[Id], None]) -> None:
+        self.source = source
+        self.live = False
+        self.listed = asyncio.Event()
+        self._put = put
+        self._drop = drop
+        self._known: set[Id] = set()
+        self._version = ""
+
+    async def follow(self, http: httpx2.AsyncClient) -> None:
+        """Never ends. While the API server cannot be reached, `live` is False and everything is kept."""
+        backoff = FIRST_BACKOFF_SECONDS
+        while True:
+            try:
+                if not self._version:
+                    await self._list(http)
+                async for event in events(http, self.source, self._version):
+                    self.live, backoff = True, FIRST_BACKOFF_SECONDS
+                    if event is not None:
+                        self.take(*event)
+            except ExpiredError:
+                self.live, self._version = False, ""
+            except Exception as error:
+                # Whatever it was: until this works again, nobody believes this copy. An object that cannot be taken up
+                # is not passed over: then the list that follows would not hold it either.
+                self.live = False
+                if not isinstance(error, httpx2.HTTPError):
+                    self._version = ""
+                logger.warning("watching %s: %s: again in %g s", self.source, error or repr(error), backoff)
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+
+    async def _list(self, http: httpx2.AsyncClient) -> None:
+        seen: set[Id] = set()
+        version = ""
+        async for items, version in pages(http, self.source):  # noqa: B007  # that of the last page
+            for item in items:
+                seen.add(identity(item))
+                self.take("ADDED", item)
+        for gone in self._known - seen:
+            self._drop(gone)
+        self._known &= seen
+        self._version = version
+        self.listed.set()
+
+    def take(self, change: str, item: Object) -> None:
+        """One event of the watch."""
+        if change in ("ADDED", "MODIFIED"):
+            self._known.add(identity(item))
+            self._put(item)
+        elif change == "DELETED":
+            self._known.discard(identity(item))
+            self._drop(identity(item))
+        if self._version:
+            self._version = item["metadata"]["resourceVersion"]
+
+
+def identity(item: Object) -> Id:
+    """Namespace and name."""
+    meta: dict[str, Any] = item["metadata"]
+    return meta.get("namespace") or "", meta["name"]

@@ -1,0 +1,198 @@
+"""What the watches have told: every job's objects, all nodes and what their pods hold, as views and without requests.
+
+Good enough to see that nothing is to be done. What is to be done is decided from a fresh look (`observe`): a watch may
+lag, or be cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from elastic_operator.batching import Key
+from elastic_operator.caches import Nodes, Renewals
+from elastic_operator.held import Held
+from elastic_operator.mirror import Id, Mirror
+from elastic_operator.observation import JobView, LeaseView, Observation, PodView, job_view, lease_view, pod_view
+from elastic_operator.record import Record, read_record
+from elastic_operator.resources import JOB, LEASE, NODE, POD, TRAINING_JOB
+from elastic_operator.stream import Object, Source
+from reshard.contract import Label
+
+OURS = str(Label.JOB)
+"""Label selector of what belongs to some job."""
+
+OTHERS = f"!{Label.JOB}"
+LIVE = "status.phase!=Succeeded,status.phase!=Failed"
+
+_T = TypeVar("_T")
+
+
+class ByJob(Generic[_T]):
+    """Views of one kind, by the job that their objects belong to."""
+
+    def __init__(self, view: Callable[[Object], _T]) -> None:
+        self._view = view
+        self._views: dict[Key, dict[str, _T]] = {}
+        self._owners: dict[Id, Key] = {}
+
+    def of(self, key: Key) -> Sequence[_T]:
+        """Views of one job's objects."""
+        return tuple(self._views.get(key, {}).values())
+
+    def put(self, item: Object) -> bool:
+        """Take up one object; True if its view has changed."""
+        meta = item["metadata"]
+        key, view = (meta["namespace"], meta["labels"][OURS]), self._view(item)
+        if self._owners.setdefault((meta["namespace"], meta["name"]), key) != key:
+            self.drop((meta["namespace"], meta["name"]))
+            self._owners[meta["namespace"], meta["name"]] = key
+        views = self._views.setdefault(key, {})
+        if views.get(meta["name"]) == view:
+            return False
+        views[meta["name"]] = view
+        return True
+
+    def drop(self, name: Id) -> Key | None:
+        """Forget one object; the job that it belonged to, None if it was not known."""
+        key = self._owners.pop(name, None)
+        if key is not None:
+            self._views[key].pop(name[1], None)
+            if not self._views[key]:
+                del self._views[key]
+        return key
+
+
+class Listener(Protocol):
+    """Who wants to know what has changed."""
+
+    def wake(self, key: Key) -> None:
+        """Something of a job has changed."""
+
+    def node_changed(self, name: str) -> None:
+        """A node has changed, come or gone."""
+
+    def heartbeat(self, key: Key, lease: Mapping[str, Any]) -> None:
+        """A Lease of a job has come or changed."""
+
+
+class Remembered:
+    """All that is remembered, and the watches that keep it true: `world` first, then `jobs`, which are then looked at.
+
+    Args:
+        namespaces: the only ones served; empty for all.
+
+    Attributes:
+        listener: is told of every change; set before the watches begin.
+        held: what is remembered of pods, whoever they belong to.
+    """
+
+    listener: Listener
+
+    def __init__(self, nodes: Nodes, renewals: Renewals, namespaces: Sequence[str] = ()) -> None:
+        self.held = Held()
+        self._nodes = nodes
+        self._renewals = renewals
+        self._records: dict[Key, Record | None] = {}
+        self._pods: ByJob[PodView] = ByJob(pod_view)
+        self._jobs: ByJob[JobView] = ByJob(job_view)
+        self._leases: ByJob[LeaseView] = ByJob(self._lease_view)
+        places = tuple(namespaces) or ("",)
+
+        def mirrors(kind: Any, put: Callable[[Object], None], drop: Callable[[Id], None], labels: str) -> list[Mirror]:
+            return [Mirror(Source(kind=kind, namespace=place, labels=labels), put, drop) for place in places]
+
+        self.world = [
+            Mirror(Source(kind=NODE), self._put_node, self._drop_node),
+            *mirrors(JOB, self._put_job, self._drop_job, OURS),
+            *mirrors(LEASE, self._put_lease, self._drop_lease, OURS),
+            *mirrors(POD, self._put_pod, self._drop_pod, OURS),
+        ]
+        self._sees_all_pods = not namespaces
+        if self._sees_all_pods:
+            source = Source(kind=POD, labels=OTHERS, fields=LIVE)
+            self.world.append(Mirror(source, self.held.put, lambda pod: self.held.drop(pod, ours=False)))
+        self.jobs = mirrors(TRAINING_JOB, self._put_record, self._drop_record, "")
+
+    @property
+    def live(self) -> bool:
+        """Everything has been listed and is being watched."""
+        return all(mirror.live for mirror in (*self.world, *self.jobs))
+
+    @property
+    def knows_held(self) -> bool:
+        """`held` is true now. Where single namespaces are served, pods elsewhere may be listed, but not watched."""
+        return self._sees_all_pods and all(mirror.live for mirror in self.world)
+
+    def record(self, key: Key) -> Record | None:
+        """A job, None where a fresh look is needed to know."""
+        return self._records.get(key) if self.live else None
+
+    def look(self, key: Key, resource: str) -> Observation:
+        """What is remembered about one job; `used` counts only what `knows_held` says."""
+        pods = tuple(self._pods.of(key))
+        return Observation(
+            nodes=self._nodes.around(resource, pods),
+            pods=pods,
+            jobs=tuple(self._jobs.of(key)),
+            leases={lease.attempt: lease for lease in self._leases.of(key)},
+            used=self.held.by_others(*key, resource),
+            capacity_fresh=self.knows_held,
+        )
+
+    def _lease_view(self, lease: Object) -> LeaseView:
+        return lease_view(lease, self._renewals.of(lease, time.time()))
+
+    def _put_node(self, node: Object) -> None:
+        if self._nodes.update(node, time.time()):
+            self.listener.node_changed(node["metadata"]["name"])
+
+    def _drop_node(self, node: Id) -> None:
+        self._nodes.remove(node[1])
+        self.listener.node_changed(node[1])
+
+    def _put_job(self, job: Object) -> None:
+        if self._jobs.put(job):
+            self.listener.wake(_owner(job))
+
+    def _drop_job(self, job: Id) -> None:
+        self._woken(self._jobs.drop(job))
+
+    def _put_pod(self, pod: Object) -> None:
+        self.held.put(pod)
+        if self._pods.put(pod):
+            self.listener.wake(_owner(pod))
+
+    def _drop_pod(self, pod: Id) -> None:
+        self.held.drop(pod, ours=True)
+        self._woken(self._pods.drop(pod))
+
+    def _put_lease(self, lease: Object) -> None:
+        self._leases.put(lease)
+        self.listener.heartbeat(_owner(lease), lease)
+
+    def _drop_lease(self, lease: Id) -> None:
+        self._renewals.forget("/".join(lease))
+        self._woken(self._leases.drop(lease))
+
+    def _put_record(self, resource: Object) -> None:
+        key = (resource["metadata"]["namespace"], resource["metadata"]["name"])
+        try:
+            self._records[key] = read_record(resource, self._records.get(key))
+        except TypeError:
+            self._records[key] = None  # the fresh look says what is wrong with it
+        self.listener.wake(key)
+
+    def _drop_record(self, key: Id) -> None:
+        self._records.pop(key, None)
+        self.listener.wake(key)
+
+    def _woken(self, key: Key | None) -> None:
+        if key is not None:
+            self.listener.wake(key)
+
+
+def _owner(item: Object) -> Key:
+    meta = item["metadata"]
+    return meta["namespace"], meta["labels"][OURS]

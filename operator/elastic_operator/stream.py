@@ -1,0 +1,187 @@
+"""Lists and watches of the Kubernetes API as pages and events of plain objects. Keeps nothing but connections.
+
+lightkube's own watch knows no bookmarks and waits for ever on a connection that has died.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx2
+import msgspec
+from lightkube.config.client_adapter import user_auth, verify_cluster
+from lightkube.config.kubeconfig import SingleConfig
+from lightkube.config.models import User
+from lightkube.core.resource import api_info
+
+SERVER_SECONDS = 290
+"""How long the API server keeps one watch open; the next one goes on where it ended."""
+
+SILENCE_SECONDS = 90.0
+"""A watch that brings nothing for so long has died: the API server sends a bookmark about once a minute."""
+
+_CONNECT_SECONDS = 10.0
+_LIST_SECONDS = 60.0
+_CHUNK = 500
+_EXPIRED = 410
+
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
+]
+"""A server that lost its power says nothing: the kernel finds out within 20 s."""
+
+Object = Mapping[str, Any]
+
+
+class ExpiredError(Exception):
+    """The API server does not know this version any more: list again."""
+
+
+class WatchError(Exception):
+    """The API server ended a watch with an error."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What to list and watch.
+
+    Attributes:
+        kind: of `resources`.
+        namespace: empty for all.
+        labels: label selector.
+        fields: field selector.
+    """
+
+    kind: Any
+    namespace: str = ""
+    labels: str = ""
+    fields: str = ""
+
+    @property
+    def path(self) -> str:
+        """Path of the collection."""
+        info = api_info(self.kind)
+        api = f"apis/{info.resource.group}" if info.resource.group else "api"
+        place = f"/namespaces/{self.namespace}" if self.namespace else ""
+        return f"{api}/{info.resource.version}{place}/{info.plural}"
+
+    @property
+    def params(self) -> dict[str, str]:
+        """Selectors of the request."""
+        found = {"labelSelector": self.labels, "fieldSelector": self.fields}
+        return {name: text for name, text in found.items() if text}
+
+    def __str__(self) -> str:
+        return f"{self.path} {' '.join(self.params.values())}".rstrip()
+
+
+class _Metadata(msgspec.Struct):
+    resourceVersion: str = ""  # noqa: N815
+    continue_: str = msgspec.field(name="continue", default="")
+
+
+class _Page(msgspec.Struct):
+    metadata: _Metadata
+    items: list[dict[str, Any]] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: dict[str, Any]
+
+
+def connect(config: SingleConfig) -> httpx2.AsyncClient:
+    """A client for `pages` and `events`, with the same credentials as lightkube's; the caller closes it.
+
+    Long lists travel uncompressed: in one network, packing them costs the API server more than sending them.
+    """
+    user = config.user or User()
+    verify = verify_cluster(config.cluster, user, config.abs_file, trust_env=False)
+    return httpx2.AsyncClient(
+        base_url=config.cluster.server,
+        auth=user_auth(user),
+        transport=httpx2.AsyncHTTPTransport(verify=verify, socket_options=_KEEPALIVE),
+        headers={"Accept": "application/json", "Accept-Encoding": "identity"},
+        timeout=httpx2.Timeout(_CONNECT_SECONDS, read=_LIST_SECONDS),
+        trust_env=False,
+    )
+
+
+async def pages(http: httpx2.AsyncClient, source: Source) -> AsyncIterator[tuple[list[dict[str, Any]], str]]:
+    """All objects, some hundreds at a time, each time with the version of the collection that they belong to.
+
+    Raises:
+        ExpiredError: the list took longer than the API server remembers.
+        httpx2.HTTPError: there was no good answer.
+    """
+    params = {**source.params, "limit": str(_CHUNK)}
+    while True:
+        answer = await http.get(source.path, params=params)
+        _check(answer)
+        page = _PAGE.decode(answer.content)
+        yield page.items or [], page.metadata.resourceVersion
+        if not page.metadata.continue_:
+            return
+        params["continue"] = page.metadata.continue_
+
+
+async def events(
+    http: httpx2.AsyncClient, source: Source, version: str
+) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
+    """Changes since `version`: ADDED, MODIFIED, DELETED or BOOKMARK with the object. None once the watch is open.
+
+    Ends when the API server does.
+
+    Raises:
+        ExpiredError: `version` is too old.
+        WatchError: the API server says that something else is wrong.
+        httpx2.HTTPError: there was no good answer, or silence.
+    """
+    params = {
+        **source.params,
+        "watch": "1",
+        "allowWatchBookmarks": "true",
+        "resourceVersion": version,
+        "timeoutSeconds": str(SERVER_SECONDS),
+    }
+    timeout = httpx2.Timeout(_CONNECT_SECONDS, read=SILENCE_SECONDS)
+    async with http.stream("GET", source.path, params=params, timeout=timeout) as answer:
+        _check(answer)
+        yield None
+        async for line in lines(answer.aiter_raw()):
+            event = _EVENT.decode(line)
+            if event.type == "ERROR":
+                if event.object.get("code") == _EXPIRED:
+                    raise ExpiredError(str(event.object.get("message")))
+                raise WatchError(str(event.object.get("message")))
+            yield event.type, event.object
+
+
+async def lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Whole lines of what comes in parts; what follows the last line break is not one."""
+    rest: list[bytes] = []
+    async for part in parts:
+        *whole, last = part.split(b"\n")
+        for line in whole:
+            rest.append(line)
+            if text := b"".join(rest):
+                yield text
+            rest = []
+        rest.append(last)
+
+
+def _check(answer: httpx2.Response) -> None:
+    if answer.status_code == _EXPIRED:
+        raise ExpiredError(f"{answer.url.path}: the version is too old")
+    answer.raise_for_status()
+
+
+_PAGE = msgspec.json.Decoder(_Page)
+_EVENT = msgspec.json.Decoder(_Event)
