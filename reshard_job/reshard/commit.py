@@ -274,13 +274,17 @@ def source_of(folder: Path, commit: Commit) -> Path:
             return folder
         if not commit.source:
             raise CorruptSourceError("is a virtual commit that names no source", path=str(folder))
-        folder = _as_path(commit.source)
+        virtual, folder = folder, _as_path(commit.source)
         try:
             commit = read_commit(folder)
-        except UncommittedError:
+        except UncommittedError as error:
             if folder.is_dir():  # a checkpoint that nobody committed, as frameworks write them
                 return folder
-            raise
+            raise UncommittedError(
+                f"is a virtual commit whose bytes are in {folder}, which is not there",
+                path=str(virtual),
+                hint="a virtual commit lives no longer than its source: put that back, or use another commit",
+            ) from error
     raise CorruptSourceError(f"leads through more than {_LONGEST_CHAIN} virtual commits", path=str(folder))
 
 

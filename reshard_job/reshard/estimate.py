@@ -97,6 +97,7 @@ class Estimate:
                 f"{name:<6} {format_seconds(seconds):>8} at {format_bytes(rate.bytes_per_second)}/s"
                 f" ({'measured' if rate.measured else 'assumed'}: {rate.detail})"
                 for name, seconds, rate in parts
+                if seconds  # not at all, of a virtual commit
             ),
         ]
 
@@ -110,6 +111,14 @@ def estimate(plan: Plan, rates: Rates) -> Estimate:
     busy = read + write + check if plan.num_threads == 1 else max(read + write, check)
     return Estimate(
         seconds=_START_SECONDS + busy, read_seconds=read, write_seconds=write, check_seconds=check, rates=rates
+    )
+
+
+def estimate_manifest(num_bytes: int, rates: Rates) -> Estimate:
+    """Seconds for a virtual commit of so many bytes: nothing of the source is read but metadata."""
+    write = num_bytes / rates.write.bytes_per_second
+    return Estimate(
+        seconds=_START_SECONDS + write, read_seconds=0.0, write_seconds=write, check_seconds=0.0, rates=rates
     )
 
 

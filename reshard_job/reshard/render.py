@@ -209,18 +209,30 @@ def plan_value(
     }
 
 
+def manifest_value(
+    plan: Plan, estimated: Estimate, sizes: Mapping[str, int], mode: tuple[str, str], *, files: bool
+) -> dict[str, Any]:
+    """`reshard plan --mode virtual --json`; `sizes` are those of the files of the manifest."""
+    value = plan_value(plan, estimated, (0, len(sizes)), mode, files=False)
+    return {
+        **value,
+        "bytes_to_read": 0,
+        "bytes_to_load": plan.bytes_to_read,
+        "bytes_to_write": sum(sizes.values()),
+        "files_to_write": len(sizes),
+        **({"files": [{"path": path, "bytes": size} for path, size in sizes.items()]} if files else {}),
+    }
+
+
 def plan_text(value: Mapping[str, Any], estimated: Estimate) -> str:
     """`reshard plan`."""
     first, *rates = estimated.lines()
-    writes = f"{counted(value['files_to_write'], 'file')}, {counted(value['write_requests'], 'request')}"
     lines = [
         f"{value['source']} (step {value['step']})",
         f"  {value['source_format']} {value['from']}  ->  {value['format']} {value['to']}",
         f"  mode      {value['mode']}: {value['mode_reason']}",
         f"  tensors   {value['tensors']}: {value['source_shards']} -> {value['target_shards']} boxes",
-        f"  read      {format_bytes(value['bytes_to_read'])} in {counted(value['read_requests'], 'request')}",
-        f"  write     {format_bytes(value['bytes_to_write'])} in {writes}",
-        f"  memory    {format_bytes(value['memory_bytes'])} of buffers, {counted(value['threads'], 'thread')}",
+        *_moves(value),
         f"  time      {first}",
         *(f"            {rate}" for rate in rates),
         *(f"  note      {note}" for note in value["notes"]),
@@ -236,6 +248,23 @@ def plan_text(value: Mapping[str, Any], estimated: Estimate) -> str:
     if "files" in value:
         lines += [f"  file      {item['path']}  {format_bytes(item['bytes'])}" for item in value["files"]]
     return "\n".join([*lines, "  exact: every element of every copy is written once"])
+
+
+def _moves(value: Mapping[str, Any]) -> list[str]:
+    """What is read and written, and when."""
+    files = counted(value["files_to_write"], "file")
+    if "bytes_to_load" in value:
+        return [
+            "  read      nothing but metadata",
+            f"  write     {format_bytes(value['bytes_to_write'])} in {files}: where the bytes are",
+            f"  load      {format_bytes(value['bytes_to_load'])} of the source, by the ranks, when they load",
+        ]
+    requests = counted(value["write_requests"], "request")
+    return [
+        f"  read      {format_bytes(value['bytes_to_read'])} in {counted(value['read_requests'], 'request')}",
+        f"  write     {format_bytes(value['bytes_to_write'])} in {files}, {requests}",
+        f"  memory    {format_bytes(value['memory_bytes'])} of buffers, {counted(value['threads'], 'thread')}",
+    ]
 
 
 def report_text(report: ReshardReport) -> str:

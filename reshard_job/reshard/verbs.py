@@ -18,7 +18,15 @@ import numpy as np
 from reshard import api, arguments, render
 from reshard.commit import VIRTUAL, check_files, read_commit, source_of
 from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
-from reshard.errors import SourceError, TargetError, UncommittedError, UsageError, VerificationError
+from reshard.errors import (
+    ReshardError,
+    SourceError,
+    TargetError,
+    UncommittedError,
+    UnsupportedError,
+    UsageError,
+    VerificationError,
+)
 from reshard.layout import Index
 from reshard.locate import check_source, check_target
 from reshard.plan import Plan
@@ -34,6 +42,7 @@ from reshard.writing import free_bytes
 
 if TYPE_CHECKING:
     from reshard.agree import Agreement
+    from reshard.estimate import Estimate
     from reshard.explain import Explanation
     from reshard.virtual import Choice
 
@@ -73,7 +82,7 @@ def _bytes_of(path: Path) -> tuple[Path, str]:
 
 
 def _plan(options: argparse.Namespace) -> Result:
-    from reshard import estimate, foresight
+    from reshard import foresight
 
     target = None if options.target is None else arguments.new_folder(options.target)
     wanted = _conversion(options, target)
@@ -82,13 +91,7 @@ def _plan(options: argparse.Namespace) -> Result:
     plan = api.plan_conversion(wanted, memory_bytes=arguments.memory_bytes(options.memory), num_threads=options.threads)
     mode = _mode(options, plan)
     refused = None if target is None else foresight.refusal(wanted, plan, mode.mode)
-    rates = estimate.assumed(plan) if options.no_measure else estimate.measure(plan, None if refused else target)
-    if refused is not None and target is not None and not options.no_measure:
-        nowhere = dataclasses.replace(rates.write, detail="nothing was written where the target is refused")
-        rates = dataclasses.replace(rates, write=nowhere)
-    estimated = estimate.estimate(plan, rates)
-    requests = estimate.count_requests(plan)
-    value = render.plan_value(plan, estimated, requests, (mode.mode, mode.reason), files=options.files)
+    value, estimated = _priced(options, plan, mode, target, refused)
     if target is not None:
         value["target_free_bytes"] = free_bytes(above(target))
         value["already_done"] = refused is None and foresight.is_done(wanted, plan, mode.mode)
@@ -96,6 +99,25 @@ def _plan(options: argparse.Namespace) -> Result:
     code = ExitCode.OK if refused is None else refused.exit_code
     told = {"ok": refused is None, **({} if refused is None else {"exit_code": int(code)}), **value}
     return Result(told, render.plan_text(value, estimated), code)
+
+
+def _priced(
+    options: argparse.Namespace, plan: Plan, mode: Choice, target: Path | None, refused: ReshardError | None
+) -> tuple[dict[str, Any], Estimate]:
+    """A plan's facts, and what it costs here."""
+    from reshard import estimate, virtual
+
+    rates = estimate.assumed(plan) if options.no_measure else estimate.measure(plan, None if refused else target)
+    if refused is not None and not options.no_measure:
+        nowhere = dataclasses.replace(rates.write, detail="nothing was written where the target is refused")
+        rates = dataclasses.replace(rates, write=nowhere)
+    chosen = (mode.mode, mode.reason)
+    if mode.mode == VIRTUAL and not isinstance(refused, UnsupportedError):
+        sizes = {name: len(content) for name, content in virtual.manifest_files(plan).items()}
+        estimated = estimate.estimate_manifest(sum(sizes.values()), rates)
+        return render.manifest_value(plan, estimated, sizes, chosen, files=options.files), estimated
+    estimated = estimate.estimate(plan, rates)
+    return render.plan_value(plan, estimated, estimate.count_requests(plan), chosen, files=options.files), estimated
 
 
 def _run(options: argparse.Namespace) -> Result:
@@ -278,6 +300,8 @@ def _conversion(options: argparse.Namespace, target: Path | None) -> api.Convers
     topology = arguments.topology(options.to)
     check_source(source)
     like = None if options.like is None else location(options.like).absolute()
+    if like is not None:
+        check_source(like)
     return api.Conversion(
         source=source,
         target=target if target is not None else source,

@@ -109,13 +109,7 @@ def prepare(
         return _report(commit, wanted, started, 0, "already prepared and committed")
     if planned is not None:
         planned(plan)
-    manifest = Manifest(
-        plan=plan,
-        fingerprint=plan.fingerprint,
-        ranks=ranks_of(plan),
-        source_commit=commit_crc32(plan.index.root),
-    )
-    contents = encode(manifest)
+    contents = manifest_files(plan)
     num_bytes = sum(map(len, contents.values()))
     with staging(wanted.target, plan.fingerprint, num_bytes, Sharing.ALONE) as folder:
         commit = _commit(plan, wanted, contents)
@@ -129,6 +123,16 @@ def prepare(
         _publish(folder, wanted)
     what = f"prepared {plan.index.topology} to {plan.layout.topology}; its bytes are read where they are, when loaded"
     return _report(commit, wanted, started, num_bytes, what)
+
+
+def manifest_files(plan: Plan) -> dict[str, bytes]:
+    """Names and contents of all that a virtual commit consists of, besides its marker.
+
+    Raises:
+        UnsupportedError: see `ranks_of`.
+    """
+    source_commit = commit_crc32(plan.index.root)
+    return encode(Manifest(plan=plan, fingerprint=plan.fingerprint, ranks=ranks_of(plan), source_commit=source_commit))
 
 
 def ranks_of(plan: Plan) -> tuple[Int64Array, ...]:

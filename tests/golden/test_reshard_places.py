@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,22 @@ def test_a_mounted_volume_cannot_be_the_result(say: Answer) -> None:
     found = say.json("run", PIPELINE, "/proc", "--to", "dp=2", code=ExitCode.TARGET_FAILED)
     assert "is where a volume is mounted" in found["error"]["message"]
     assert found["error"]["hint"].endswith(f"/proc/{PIPELINE.name}")
+
+
+def test_a_template_that_is_not_there_is_named(tmp_path: Path, say: Answer) -> None:
+    found = say("plan", ZERO2, "--to", "dp=2", "--like", tmp_path / "gone", code=ExitCode.SOURCE_INVALID)
+    assert f"{tmp_path}/gone: there is no such folder" in found
+
+
+def test_a_virtual_commit_that_has_lost_its_source_says_so(tmp_path: Path, say: Answer) -> None:
+    source, target = tmp_path / "source", tmp_path / "virtual"
+    shutil.copytree(ZERO2, source)
+    say("run", source, target, "--to", "dp=2", "--mode", "virtual")
+    source.rename(tmp_path / "elsewhere")
+    for words in (["inspect", target], ["verify", target], ["run", target, tmp_path / "out", "--to", "dp=3"]):
+        error = say.json(*words, code=ExitCode.SOURCE_INVALID)["error"]
+        assert error["path"] == str(target)
+        assert error["message"] == f"is a virtual commit whose bytes are in {source}, which is not there"
 
 
 def test_what_is_in_the_way_is_told(tmp_path: Path, say: Answer) -> None:

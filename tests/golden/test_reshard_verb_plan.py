@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.contract import ExitCode
+from reshard.contract import COMMIT_FILE, ExitCode
 from tests.golden.command import PIPELINE, ZERO2, ZERO3, Answer
 
 
@@ -38,6 +38,25 @@ def test_room_at_the_target_is_told(tmp_path: Path, say: Answer, monkeypatch: py
     say("run", *words[1:], code=ExitCode.STORAGE_FULL)
 
 
+def test_a_plan_of_a_manifest_is_what_its_run_does(tmp_path: Path, say: Answer) -> None:
+    target = tmp_path / "virtual"
+    words = [PIPELINE, target, "--to", "dp=3", "--mode", "virtual"]
+    planned, text = say.json("plan", *words, "--files"), say("plan", *words)
+    report = say.json("run", *words)
+    for promised, done in (("bytes_to_read", "bytes_read"), ("bytes_to_write", "bytes_written")):
+        assert planned[promised] == report[done]
+    made = {path.name: path.stat().st_size for path in target.iterdir() if path.name != COMMIT_FILE}
+    assert {item["path"]: item["bytes"] for item in planned["files"]} == made
+    assert planned["bytes_to_load"] == say.json("plan", PIPELINE, "--to", "dp=3")["bytes_to_read"] > 0
+    assert planned["estimate"]["read_seconds"] == planned["estimate"]["check_seconds"] == 0
+    assert re.search(r"read +nothing but metadata\n +write +\S+ KiB in 2 files", text)
+    assert "refused" not in text and not re.search(r"read +\d.* at", text)
+
+
+def test_a_plan_of_a_manifest_that_nobody_can_load_is_refused(say: Answer) -> None:
+    say("plan", PIPELINE, "--format", "dcp", "--mode", "virtual", code=ExitCode.UNSUPPORTED)
+
+
 @pytest.mark.parametrize("mode", ["materialize", "virtual"])
 def test_a_plan_says_that_its_run_would_be_refused(tmp_path: Path, say: Answer, mode: str) -> None:
     target = tmp_path / "out"
@@ -48,7 +67,7 @@ def test_a_plan_says_that_its_run_would_be_refused(tmp_path: Path, say: Answer, 
     refused = say.json("run", *words, code=ExitCode.TARGET_FAILED)
     assert value["refused"]["message"] == refused["error"]["message"]
     assert value["refused"]["exit_code"] == value["exit_code"] == refused["exit_code"]
-    assert value["bytes_to_read"] > 0  # the plan is told all the same
+    assert value["bytes_to_write"] > 0  # the plan is told all the same
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.tex"]
 
 
