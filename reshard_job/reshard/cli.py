@@ -10,8 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, a polite kill, a closed terminal: a run is undone."""
+from reshard.endings import heeded
 
 _INTERRUPTED = 130  # `reshard.contract.ExitCode.INTERRUPTED`, which would have to be imported
 _MESSAGE = b"reshard: interrupted before anything was done\n"
@@ -29,11 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(words)
 
 
-def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Of these signals those that nobody has told this process to ignore, as `nohup` and a shell's `&` do."""
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-
-
 @contextlib.contextmanager
 def _quiet_start() -> Iterator[None]:
     """Let `ENDINGS` end the process at once: in an import, an exception could come out anywhere."""
@@ -46,7 +40,7 @@ def _quiet_start() -> Iterator[None]:
             os.write(2, _MESSAGE)
         os._exit(_INTERRUPTED)
 
-    before = {number: signal.signal(number, leave) for number in heeded(*ENDINGS)}
+    before = {number: signal.signal(number, leave) for number in heeded()}
     try:
         yield
     finally:

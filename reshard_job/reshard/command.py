@@ -18,8 +18,8 @@ from typing import Any
 
 from reshard import api
 from reshard.arguments import check
-from reshard.cli import ENDINGS, heeded
 from reshard.contract import ExitCode
+from reshard.endings import heeded
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.options import parse
 from reshard.render import error_value
@@ -100,7 +100,7 @@ def _endings_as_interrupt() -> Iterator[None]:
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in heeded(*ENDINGS)}
+    before = {number: signal.signal(number, interrupt) for number in heeded()}
     try:
         yield
     finally:
