@@ -96,10 +96,14 @@ def read_source(source: Path, commit: Commit | None, patterns: Path | None = Non
     if patterns is None:
         return read_checkpoint(source, commit)
     from reshard.formats.deepspeed import pattern_file
+    from reshard.formats.universal import FORMAT as UNIVERSAL  # most commands name no patterns
 
+    told = pattern_file.load(patterns)
+    if UNIVERSAL.sniff(source) is None:
+        return UNIVERSAL.read(source, commit, told)
     if (reason := DEEPSPEED.sniff(source)) is not None:
-        raise UsageError(f"patterns are for native DeepSpeed checkpoints: {reason}", path=str(source))
-    return DEEPSPEED.read(source, commit, pattern_file.load(patterns))
+        raise UsageError(f"patterns are for DeepSpeed's checkpoints: {reason}", path=str(source))
+    return DEEPSPEED.read(source, commit, told)
 
 
 def plan_of(
@@ -299,7 +303,7 @@ def convert(
                     if done is None:
                         records = work.records if sharing is Sharing.ALONE else Journal(folder).records()
                         outcome = mover.finish(records, fresh=sharing is Sharing.ALONE)
-                        _check_source_digests(plan, outcome)
+                        _check_source_digests(plan, outcome, told=wanted.patterns is not None)
                         done = _publish(folder, wanted, plan, _commit(plan, wanted, outcome), pointer, reread=reread)
         if outcome is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -350,8 +354,13 @@ def already_done(wanted: Conversion, plan: Plan, *, crc: bool = False) -> Commit
     raise taken(wanted.target)
 
 
-def _check_source_digests(plan: Plan, outcome: Outcome) -> None:
+def _check_source_digests(plan: Plan, outcome: Outcome, *, told: bool) -> None:
     """What was read must be what the source's own commit says, where it says so and the tensor kept name and type.
+
+    Args:
+        plan: what was done.
+        outcome: and found.
+        told: by a file of patterns, which may tell padding rows of a vocabulary apart that the commit does not.
 
     Raises:
         CorruptSourceError: with every tensor that is not.
@@ -360,6 +369,10 @@ def _check_source_digests(plan: Plan, outcome: Outcome) -> None:
         committed = read_commit(plan.index.root).digests
     except SourceError:
         return
+    if told:
+        padding = {str(tensor.key) for tensor in plan.index.tensors if tensor.key.name.endswith(PADDING)}
+        apart = {key.removesuffix(PADDING) for key in padding - committed.keys()}
+        committed = {key: value for key, value in committed.items() if key not in apart}
     problems = []
     for tensor, origin in zip(plan.target_tensors, plan.origins.tolist(), strict=True):
         source, found = plan.index.tensors[origin], outcome.digests.get(str(tensor.key))

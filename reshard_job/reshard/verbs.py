@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from reshard.agree import Agreement
     from reshard.estimate import Estimate
     from reshard.explain import Explanation
-    from reshard.virtual import Choice
+    from reshard.modes import Choice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,12 +143,10 @@ def _run(options: argparse.Namespace) -> Result:
         note(f"--resume: {before}")
         line.expect(expected[0] - before.num_bytes)
 
-    if options.mode == "virtual":
-        from reshard import virtual
-
-        report = virtual.prepare(wanted, memory_bytes=arguments.memory_bytes(options.memory), planned=planned)
-        write_report(options.report, report)
-        return Result(json.loads(report.to_json()), render.report_text(report))
+    prepared, why = _prepared(options, wanted, planned)
+    if prepared is not None:
+        write_report(options.report, prepared)
+        return Result(json.loads(prepared.to_json()), render.report_text(prepared))
     try:
         report = api.convert(
             wanted,
@@ -166,17 +164,35 @@ def _run(options: argparse.Namespace) -> Result:
         )
     finally:
         line.close()
+    report = dataclasses.replace(report, mode_reason=why)
     write_report(options.report, report)
     return Result(json.loads(report.to_json()), render.report_text(report))
 
 
 def _mode(options: argparse.Namespace, plan: Plan) -> Choice:
-    """The mode and why. A command line cannot know who will load the target: `auto` writes files for anybody."""
-    from reshard import virtual
+    """The mode and why."""
+    from reshard import modes, virtual
 
     if options.mode != "auto":
-        return virtual.Choice(options.mode, "asked for")
-    return virtual.choose_mode(plan, loader_is_elastic=False)
+        return modes.Choice(mode=options.mode, reason="asked for")
+    return virtual.choose_mode(plan, modes.parse_loader(options.loader))
+
+
+def _prepared(options: argparse.Namespace, wanted: api.Conversion, planned: Callable[[Plan], None]) -> tuple[
+    ReshardReport | None, str
+]:
+    """The report of a virtual commit if there is to be one, and why the mode was chosen."""
+    if options.mode == "materialize" or (options.mode == "auto" and options.loader is None):
+        return None, ""
+    from reshard import virtual
+
+    memory_bytes = arguments.memory_bytes(options.memory)
+    plan = api.plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
+    found = _mode(options, plan)
+    if found.mode != VIRTUAL:
+        return None, found.reason
+    report = virtual.prepare(wanted, memory_bytes=memory_bytes, planned=planned, plan=plan)
+    return dataclasses.replace(report, mode_reason=found.reason), found.reason
 
 
 def _verify(options: argparse.Namespace) -> Result:
@@ -189,7 +205,8 @@ def _verify(options: argparse.Namespace) -> Result:
     line = ProgressLine(quiet=options.quiet)
     line.expect(sum(map(_stored_bytes, seen)))
     try:
-        digests = [_digests(index, line, renamed=at == 0 and names is not None) for at, index in enumerate(seen)]
+        told = names is not None or options.patterns is not None
+        digests = [_digests(index, line, told=at == 0 and told) for at, index in enumerate(seen)]
     finally:
         line.close()
     value = {"ok": True, "first": options.first, "tensors": len(digests[0]), "digest": total(digests[0])}
@@ -217,9 +234,9 @@ def _compare(seen: Sequence[Index], digests: Sequence[dict[str, str]]) -> Agreem
     )
 
 
-def _digests(index: Index, line: ProgressLine, *, renamed: bool) -> dict[str, str]:
-    """Read everything. Under other names, the marker's checksums of files are compared, its digests of tensors not."""
-    if not renamed:
+def _digests(index: Index, line: ProgressLine, *, told: bool) -> dict[str, str]:
+    """Read everything. Told of other names or cuts, the marker's checksums of files are compared, not its digests."""
+    if not told:
         return verify_commit(index, progress=line)
     with contextlib.suppress(UncommittedError):
         check_files(index.root, read_commit(index.root), crc=True)

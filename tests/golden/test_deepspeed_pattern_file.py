@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import plan_of
+from reshard.api import plan_of, reshard
 from reshard.errors import UnsupportedError
 from reshard.execute import execute
 from reshard.formats.deepspeed import FORMAT
 from reshard.formats.deepspeed.pattern_file import load
 from reshard.formats.pt.reader import read
 from reshard.topology import Topology
+from tests.golden.command import Answer
 from tests.golden.files import MODEL, PATTERNS, STEP, assemble, edit, golden
 
 
@@ -51,3 +52,16 @@ def test_parameter_that_no_pattern_matches_is_refused(tmp_path, told):
     told = {**told, "parameter_with_row_parallelism_patterns": []}
     with pytest.raises(UnsupportedError, match=r"1.out: no pattern matches it"):
         FORMAT.read(stripped("pipeline-tp2-pp2", tmp_path), None, told)
+
+
+def test_a_committed_checkpoint_is_verified_when_a_file_tells_its_padding_rows(tmp_path, capsys):
+    """Its commit knows the vocabulary as one tensor: the checksums of its files prove it all the same."""
+    folder, target = stripped("pipeline-dp2", tmp_path), tmp_path / "committed" / STEP
+    (tmp_path / "patterns.yaml").write_text(PATTERNS)
+    reshard(folder, target, Topology(dp=2, zero=1))
+    answer = Answer(capsys)
+    answer("verify", target, "--patterns", tmp_path / "patterns.yaml")
+    answer("run", target, tmp_path / "tp2", "--to", "tp=2", "--patterns", tmp_path / "patterns.yaml")
+    (path,) = target.glob("layer_01-*.pt")
+    path.write_bytes(path.read_bytes()[:-200] + bytes([path.read_bytes()[-200] ^ 1]) + path.read_bytes()[-199:])
+    assert "layer_01" in answer("verify", target, "--patterns", tmp_path / "patterns.yaml", code=10)

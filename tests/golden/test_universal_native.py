@@ -1,5 +1,6 @@
 """Native checkpoints from a universal folder alone: what the folder does not say in atoms, its other files do."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from reshard.api import Conversion, convert, index_of
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.topology import Topology
-from tests.golden.files import STEP, assemble, edit, golden
+from tests.golden.files import PATTERNS, STEP, assemble, edit, golden
 from tests.golden.universal_files import converted, universal, value_of
 
 NATIVE = {
@@ -109,6 +110,31 @@ def test_layers_need_no_commit(tmp_path):
     expected = contents(native(folder, tmp_path / "first", "dp=3"))
     (folder / "COMMIT.json").unlink()
     assert contents(native(folder, tmp_path / "second", "dp=3")) == expected
+
+
+@pytest.mark.parametrize("target_format", ["deepspeed", "universal"])
+def test_a_file_of_patterns_says_what_a_folder_does_not(tmp_path, target_format):
+    """Told of a folder it has the same result as told of the native checkpoint that the folder was made of."""
+    source = Path(shutil.copytree(golden("pipeline-dp2"), tmp_path / "source" / STEP))
+    edit(source, "mp_rank_00_model_states.pt", lambda value: value.pop("universal_checkpoint_info"))
+    (tmp_path / "patterns.yaml").write_text(PATTERNS)
+    wanted = Conversion(
+        source=universal(source, tmp_path / "universal" / STEP),
+        target=tmp_path / "over",
+        topology=Topology.parse("tp=2,pp=2" if target_format == "deepspeed" else "tp=2"),
+        target_format=target_format,
+    )
+    with pytest.raises(UnsupportedError, match=r"(?s)how tensor parallelism cuts .*--patterns"):
+        convert(wanted, sync=False)
+    wanted = dataclasses.replace(wanted, patterns=tmp_path / "patterns.yaml")
+    convert(wanted, reread=True, sync=False)
+    direct = dataclasses.replace(wanted, source=source, target=tmp_path / "direct")
+    convert(direct, reread=True, sync=False)
+    found, expected = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.pt")}
+        for folder in (wanted.target, direct.target)
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ What is read, written and refused: docs/universal-format.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from reshard.commit import Commit
 from reshard.formats.base import Request, refuse_options, understood
@@ -28,12 +30,12 @@ class UniversalFormat:
             return f"no file {OPTIMIZER_FILE}"
         return None
 
-    def read(self, path: Path, commit: Commit | None) -> Index:
-        """Index the checkpoint, see `read_index`."""
+    def read(self, path: Path, commit: Commit | None, patterns: Mapping[str, Any] | None = None) -> Index:
+        """Index the checkpoint, see `read_index`; `patterns` are from `pattern_file.load`."""
         from reshard.formats.universal.reader import read_index  # a sniff needs no reader
 
         with understood(path, "DeepSpeed", instead=_INSTEAD):
-            return read_index(path, commit)
+            return read_index(path, commit, patterns)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out tensors as a universal checkpoint, see `lay_out`."""

@@ -16,7 +16,7 @@ from reshard.formats.deepspeed.reader import Extra as NativeExtra
 from reshard.formats.deepspeed.source import Source
 from reshard.formats.deepspeed.template import Template
 from reshard.formats.pt.reader import PtFile
-from reshard.formats.universal.hints import IS_EXPERT, Hints, for_param, for_stack
+from reshard.formats.universal.hints import IS_EXPERT, Hints, for_param, for_stack, says_unknown
 from reshard.formats.universal.names import MASTER
 from reshard.formats.universal.native import weights_of
 from reshard.formats.universal.reader import Extra
@@ -171,8 +171,10 @@ def _native_group(extra: NativeExtra, number: int) -> Group:
 def _of_universal(extra: Extra) -> Blueprint:
     source = extra.source
     patterns = source.patterns
-    ours = source.made_for is not None
-    known = ours or (patterns.declared and (source.tp > 1 or patterns.tells_rows))
+    if source.made_for is not None and not source.told:
+        known = not any(says_unknown(hints) for hints in extra.hints.values() if hints is not None)
+    else:
+        known = patterns.declared and (source.tp > 1 or patterns.tells_rows)
     template = Template(source.optimizer)
     return Blueprint(
         model=source.model,
@@ -213,7 +215,7 @@ def _universal_weights(extra: Extra) -> Weights | None:
 def _known_hints(extra: Extra, name: str, *, cut_is_known: bool) -> Hints:
     """What the atoms say, where they say something that can be relied on."""
     found, source = extra.hints[name], extra.source
-    if found is not None and (cut_is_known or IS_EXPERT in found):
+    if found is not None and ((cut_is_known and not source.told) or IS_EXPERT in found):
         return found
     rule, _ = source.patterns.resolve(name, source.shapes[name])
     return for_param(dataclasses.replace(extra.params[name], rule=rule), cut_is_known=cut_is_known)

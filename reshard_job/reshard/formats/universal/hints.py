@@ -91,6 +91,13 @@ def for_param(param: Param, *, cut_is_known: bool) -> dict[str, Any]:
     return {_PARTS: _sub_param_shape(param.name, shape, rule.dim + len(runs))}
 
 
+def says_unknown(hints: Hints) -> bool:
+    """They are those of `for_param` for a parameter of which nobody said how it is cut."""
+    found = hints.get(_PARTS)
+    shape = found.state.get("shape") if found is not None and isinstance(found.state, Mapping) else None
+    return isinstance(shape, tuple) and bool(shape) and shape[0] == (1,)
+
+
 def for_stack(num_experts: int) -> dict[str, Any]:
     """Hints for a stack of experts `[experts, ...]` (AutoEP), which expert parallelism cuts along dim 0."""
     return {IS_EXPERT: True, NUM_EXPERTS: num_experts}

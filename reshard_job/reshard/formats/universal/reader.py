@@ -73,14 +73,19 @@ class Extra:
         return native_extra(self)
 
 
-def read_index(folder: Path, commit: Commit | None) -> Index:
+def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | None = None) -> Index:
     """Index the checkpoint in `folder`.
+
+    Args:
+        folder: of the checkpoint.
+        commit: its commit marker, if it has one.
+        told: how tensors are cut (`pattern_file.load`), instead of what the checkpoint says about it.
 
     Raises:
         CorruptSourceError: atoms are missing, left over, damaged or of different steps; all of them are named.
         UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
-    source = open_source(folder)
+    source = open_source(folder, told)
     check_names((*source.shapes, *source.others), str(folder))
     atoms, problems = _read_all(source)
     problems += _left_over(source)

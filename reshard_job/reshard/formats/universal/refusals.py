@@ -70,8 +70,8 @@ def _refuse_cut(blueprint: Blueprint, target: Topology, where: str) -> None:
             f"{target}: it is not said how tensor parallelism cuts {some}, ... (Megatron-DeepSpeed leaves out"
             " row-parallel parameters at tp=1)",
             path=where,
-            hint="say it with --patterns FILE where the source is a native checkpoint, or save with"
-            " client_state={'universal_checkpoint_info': ...}, and all patterns filled in at tp=1 too",
+            hint="say it with --patterns FILE, or save with client_state={'universal_checkpoint_info': ...}, and all"
+            " patterns filled in at tp=1 too",
         )
     for param in blueprint.params.values():
         if not param.rule.vocabulary:

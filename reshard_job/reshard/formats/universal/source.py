@@ -40,7 +40,8 @@ class Source:
         stored: those of them that must have an atom (DeepSpeed makes none from a pipeline's files, and from ZeRO-3's).
         module: weights that the model file holds.
         aliases: second name of a tied weight -> its first.
-        patterns: `universal_checkpoint_info`.
+        patterns: `universal_checkpoint_info`, or what a file of patterns says instead.
+        told: there is such a file, so that what the atoms say about cuts is not asked.
         tp: tensor-parallel degree of the run that saved.
         made_for: topology that reshard laid the folder out for; None for a folder of DeepSpeed's own converter.
         own_weights: the module's weights, as reshard noted them; None for a folder of DeepSpeed's own converter.
@@ -58,6 +59,7 @@ class Source:
     module: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     patterns: Patterns
+    told: bool
     tp: int
     made_for: Topology | None
     own_weights: Weights | None
@@ -89,8 +91,12 @@ def is_vocabulary(patterns: Patterns, name: str) -> bool:
     return any(isinstance(pattern, str) and re.match(pattern, name) for pattern in found)
 
 
-def open_source(folder: Path) -> Source:
+def open_source(folder: Path, told: Mapping[str, Any] | None = None) -> Source:
     """Read and check the files of `folder` that are not atoms.
+
+    Args:
+        folder: of the checkpoint.
+        told: how tensors are cut (`pattern_file.load`), instead of what the checkpoint says about it.
 
     Raises:
         CorruptSourceError: files are missing, damaged, or contradict each other.
@@ -130,7 +136,8 @@ def open_source(folder: Path) -> Source:
         stored=frozenset(others if made_for is not None else _copied(models[0], tensors, others)),
         module=tensors,
         aliases=aliases,
-        patterns=patterns.parse(models[0].value.get("universal_checkpoint_info")),
+        patterns=patterns.parse(models[0].value.get("universal_checkpoint_info") if told is None else told),
+        told=told is not None,
         tp=len(stages[0]),
         made_for=made_for,
         own_weights=_own_weights(optimizer),
