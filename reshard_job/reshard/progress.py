@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
 from typing import TextIO
 
 from reshard.limits import format_bytes, format_seconds
-from reshard.streams import tell
+from reshard.streams import overwrites, tell
 
 _RECENT_SECONDS = 10.0  # the rate is that of about this long, so that the time left follows a storage that slows down
 
@@ -33,7 +34,7 @@ class ProgressLine:
     ) -> None:
         self._total = max(1, total_bytes)
         self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
+        self._terminal = overwrites(self._stream)
         self._every = 0.2 if self._terminal else every_seconds
         self._quiet = quiet
         self._started = self._printed = time.monotonic()
@@ -75,4 +76,7 @@ class ProgressLine:
             self._print("")
 
     def _print(self, text: str) -> None:
-        tell(f"\r\x1b[K{text}" if self._terminal else f"reshard: {text}\n", self._stream)
+        if self._terminal:  # a longer line would begin a new one, which the next could not clear
+            tell(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", self._stream)
+        else:
+            tell(f"reshard: {text}\n", self._stream)

@@ -38,6 +38,11 @@ def _legible(error: UnicodeError) -> tuple[str | bytes, int]:
         return codecs.backslashreplace_errors(error)
 
 
+def overwrites(stream: TextIO) -> bool:
+    """It is a terminal on which a line can be written again."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def tell(text: str, stream: TextIO | None = None) -> None:
     """Log or progress, on stderr if no other stream is named; where it cannot be written, it is not."""
     stream = sys.stderr if stream is None else stream

@@ -1,6 +1,7 @@
 """What the resharder says on stderr while it works, and how sizes are read and written."""
 
 import io
+import itertools
 import os
 from pathlib import Path
 
@@ -24,6 +25,24 @@ def test_a_log_gets_plain_lines_and_a_terminal_one_living_line() -> None:
     assert log.getvalue().startswith("reshard:  25.0 %  1.0 KiB")
     assert "\r" not in log.getvalue()
     assert "\n" not in terminal.getvalue()
+
+
+def test_a_narrow_terminal_gets_what_fits_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr("reshard.progress.time.monotonic", itertools.count().__next__)
+    terminal = Terminal()
+    line = ProgressLine(4096, stream=terminal)
+    line(1024)
+    assert terminal.getvalue() == "\r\x1b[K 25.0 %  1.0 KiB  1"
+
+
+def test_a_terminal_that_knows_no_codes_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal()
+    line = ProgressLine(4096, stream=terminal, every_seconds=0.0)
+    line(1024)
+    line.close()
+    assert terminal.getvalue().startswith("reshard:  25.0 %") and "\x1b" not in terminal.getvalue()
 
 
 def test_a_log_is_not_flooded() -> None:
