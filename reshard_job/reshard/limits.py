@@ -41,11 +41,16 @@ def threads_for(processors: int, quota: float | None) -> int:
     return max(1, min(MAX_THREADS, usable))
 
 
-def buffer_bytes() -> int:
-    """Bytes of buffers that suit this process on this machine."""
+def free_memory_bytes() -> int | None:
+    """Memory that this process may take besides what it has, as its groups and the machine say; None: not known."""
     found = [parse_free_memory(version, files) for version, files in _read_groups("memory", MEMORY_FILES)]
     found.append(parse_available(_text("/proc/meminfo")))
-    return buffers_for(min((value for value in found if value is not None), default=None))
+    return min((value for value in found if value is not None), default=None)
+
+
+def buffer_bytes() -> int:
+    """Bytes of buffers that suit this process on this machine."""
+    return buffers_for(free_memory_bytes())
 
 
 def default_num_threads() -> int:

@@ -1,50 +1,54 @@
 """What `.metadata` says: entries of the state dict, how each is cut, and where every piece lies.
 
-The pickle is read by our own machine: its classes become inert recipes, whose fields are checked one by one here.
+The pickle is read by our own machine: its classes become inert recipes, whose fields are checked one by one here, and
+records that repeat become columns, which are checked all at once.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py (`_StorageInfo`) of torch 2.13.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.pt import machine
+from reshard.formats.dcp.chunks import Piece, Pieces, Place
+from reshard.formats.dcp.joined import join
+from reshard.formats.dcp.listed import (
+    MAX_DIMS,
+    METADATA_FILE,
+    Rows,
+    WrongError,
+    add_records,
+    box_of,
+    chunk_columns,
+    fields_of,
+    item_columns,
+    item_of,
+    place_of,
+)
+from reshard.formats.pt import columns, machine
+from reshard.formats.pt.columns import Run
 from reshard.formats.pt.objects import Global, Inert, Size
-from reshard.geometry import Box
 from reshard.layout import ITEM_BYTES
+from reshard.limits import format_bytes, free_memory_bytes
 
-METADATA_FILE = ".metadata"
+__all__ = ["METADATA_FILE", "VERSION", "Entry", "Path_", "Place", "read_metadata"]
+
 VERSION = "1.0.0"
 """`CURRENT_DCP_VERSION` of torch 2.13; earlier releases write no version."""
+
+_MEMORY_SHARE = 4
+"""Memory to index a checkpoint, in bytes for each byte of `.metadata` (measured, and something more)."""
 
 _CHUNK_BYTES = 145
 """Of the file that torch writes, for each chunk of a tensor (measured)."""
 
-_FILE_NAME = re.compile(r"^[^/\\\0]+$")
-_Places = dict[str, dict[tuple[int, ...] | None, "Place"]]
-"""Items by key and by the offset of their chunk; None for what is not a tensor."""
+_MAX_SIZE = 1 << 62
 
 Path_ = tuple[str | int, ...]
 """Keys and list positions that lead to a value in the state dict."""
-
-
-class Place(NamedTuple):
-    """Where an item lies: one complete `.pt` archive inside a file.
-
-    Attributes:
-        file: name of the file.
-        offset: first byte.
-        length: bytes.
-    """
-
-    file: str
-    offset: int
-    length: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ class Entry:
     path: Path_
     shape: tuple[int, ...] | None
     dtype: str
-    chunks: tuple[tuple[Box | None, Place], ...]
+    chunks: Sequence[Piece]
 
     @property
     def is_tensor(self) -> bool:
@@ -71,33 +75,54 @@ class Entry:
         return self.shape is not None
 
 
-def read_metadata(folder: Path) -> tuple[Entry, ...]:
+def read_metadata(folder: Path, *, in_columns: bool = True) -> tuple[Entry, ...]:
     """All entries, in the order of the file.
+
+    Args:
+        folder: of the checkpoint.
+        in_columns: chunks never are objects, as long as the file is laid out like what torch writes.
 
     Raises:
         UnsafePickleError: the pickle wants more than data.
         CorruptSourceError: truncated, or contradicts itself.
-        UnsupportedError: of another version, or with entries that this version does not read.
+        UnsupportedError: of another version, with entries that this version does not read, or too large for memory.
     """
     path = folder / METADATA_FILE
     try:
         num_bytes = path.stat().st_size
-        if num_bytes > machine.MAX_PICKLE_BYTES:
-            raise _too_large(num_bytes, path)
+        _check_memory(num_bytes, path)
         data = path.read_bytes()
     except OSError as error:
         raise CorruptSourceError(f"cannot be read: {error.strerror}", path=str(path)) from error
-    root = machine.load(data, persistent_load=_refuse_persistent, rebuild=machine.rebuild_containers, path=str(path))
+    has_runs = False
+    if in_columns:
+        root, has_runs = columns.load_columns(
+            data, persistent_load=_refuse_persistent, rebuild=machine.rebuild_containers, path=str(path)
+        )
+        small = len(data) <= machine.MAX_PICKLE_BYTES
+        if not has_runs or not small:
+            del data
+        try:
+            return _Parser(str(path)).entries(root)
+        except (CorruptSourceError, UnsupportedError):
+            if not has_runs or not small:
+                raise
+    root = columns.load_objects(
+        data, persistent_load=_refuse_persistent, rebuild=machine.rebuild_containers, path=str(path)
+    )
     return _Parser(str(path)).entries(root)
 
 
-def _too_large(num_bytes: int, path: Path) -> UnsupportedError:
-    limit = machine.MAX_PICKLE_BYTES
-    return UnsupportedError(
-        f"has {num_bytes} bytes, at most {limit} are read: about {limit // _CHUNK_BYTES} chunks",
+def _check_memory(num_bytes: int, path: Path) -> None:
+    free = free_memory_bytes()
+    if num_bytes <= machine.MAX_PICKLE_BYTES or free is None or num_bytes * _MEMORY_SHARE <= free:
+        return
+    raise UnsupportedError(
+        f"has {num_bytes} bytes, which are about {num_bytes // _CHUNK_BYTES} chunks: to index them takes about "
+        f"{format_bytes(num_bytes * _MEMORY_SHARE)} of memory, {format_bytes(free)} is free",
         path=str(path),
-        hint="save each parameter in fewer chunks, for instance sharded within a group of ranks and replicated over"
-        " the groups (HSDP), or load and save it again with torch.distributed.checkpoint on fewer ranks",
+        hint="give the process more memory, or save each parameter in fewer chunks, for instance sharded within a group"
+        " of ranks and replicated over the groups (HSDP)",
     )
 
 
@@ -105,8 +130,14 @@ def _refuse_persistent(identifier: Any) -> Any:
     raise ValueError(f"a persistent id {identifier!r:.80}")
 
 
-class _WrongError(Exception):
-    """Something about one entry."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Header:
+    """What an entry is but for its chunks."""
+
+    key: str
+    path: Path_
+    shape: tuple[int, ...] | None
+    dtype: str
 
 
 class _Parser:
@@ -116,11 +147,15 @@ class _Parser:
         self.path = path
         self.problems: list[str] = []
         self.unsupported: list[str] = []
+        self.items = Rows()
+        self.boxes = Rows()
+        self.numbers: dict[str, int] = {}
+        self.files: dict[str, int] = {}
 
     def entries(self, root: Any) -> tuple[Entry, ...]:
         try:
-            fields = _fields(root, "Metadata")
-        except _WrongError as error:
+            fields = fields_of(root, "Metadata")
+        except WrongError as error:
             raise CorruptSourceError(f"is not the metadata of a DCP checkpoint: {error}", path=self.path) from error
         version = fields.get("version")
         if version not in (None, VERSION):
@@ -129,14 +164,21 @@ class _Parser:
         paths = fields.get("planner_data")
         if not isinstance(described, Mapping) or not isinstance(stored, Mapping):
             raise CorruptSourceError("has no state_dict_metadata or no storage_data", path=self.path)
-        places = self._places(stored)
+        self.numbers = {key: at for at, key in enumerate(described) if isinstance(key, str)}
+        strings = self._items(stored)
         if not isinstance(paths, Mapping):
             paths = {}
-        found = [self._entry(key, value, paths.get(key), places) for key, value in described.items()]
-        for key, own in places.items():
-            for offset in own:
-                where = "" if offset is None else f" at {list(offset)}"
-                self.problems.append(f"{key}: storage_data has an item{where} that state_dict_metadata does not have")
+        headers = [self._entry(at, key, value, paths.get(key)) for at, (key, value) in enumerate(described.items())]
+        joined = join(
+            self.boxes,
+            self.items,
+            shapes=[None if header is None else header.shape for header in headers],
+            left_out={at for at, header in enumerate(headers) if header is None},
+            numbers=self.numbers,
+            files=self.files,
+            strings=strings,
+        )
+        self.problems += joined.problems
         if self.problems:
             raise CorruptSourceError(
                 f"contradicts itself ({len(self.problems)} problems)",
@@ -146,63 +188,96 @@ class _Parser:
             )
         if self.unsupported:
             raise UnsupportedError("has entries that are not read", path=self.path, problems=self.unsupported[:20])
-        return tuple(entry for entry in found if entry is not None)
+        bounds = joined.bounds.tolist()
+        return tuple(
+            Entry(
+                key=header.key,
+                path=header.path,
+                shape=header.shape,
+                dtype=header.dtype,
+                chunks=Pieces(
+                    chunks=joined.chunks,
+                    first=bounds[at],
+                    last=bounds[at + 1],
+                    ndim=None if header.shape is None else len(header.shape),
+                ),
+            )
+            for at, header in enumerate(headers)
+            if header is not None
+        )
 
-    def _places(self, stored: Mapping[Any, Any]) -> _Places:
-        places: _Places = {}
+    def _items(self, stored: Mapping[Any, Any]) -> list[str]:
+        """Collect all items; strings that the columns refer to."""
+        strings: list[str] = []
+        for run in stored.runs if isinstance(stored, columns.Table) else ():
+            strings = run.strings
+            add_records(
+                self.items, run, -1, lambda template: item_columns(template) is not None, lambda pair: self._item(*pair)
+            )
         for index, value in stored.items():
-            try:
-                name = _fields(index, "MetadataIndex")
-                key, offset = name.get("fqn"), name.get("offset")
-                if not isinstance(key, str) or not (offset is None or isinstance(offset, Size)):
-                    raise _WrongError(f"an index {key!r:.80} at {offset!r:.80}")
-                at = None if offset is None else tuple(offset)
-                if at in places.setdefault(key, {}):
-                    raise _WrongError(f"{key}: two items at {offset!r:.80}")
-                info = _fields(value, "_StorageInfo")
-                places[key][at] = _place(key, info)
-            except _WrongError as error:
-                self.problems.append(f"storage_data: {error}")
-                continue
-            if wrapped := info.get("transform_descriptors"):
-                self.unsupported.append(f"{key}: written through {wrapped!r:.80}, expected plain torch.save")
-        return places
+            self._item(index, value)
+        return strings
 
-    def _entry(self, key: Any, value: Any, path: Any, places: _Places) -> Entry | None:
+    def _item(self, index: Any, value: Any) -> None:
+        try:
+            key, offset = item_of(index)
+            info = fields_of(value, "_StorageInfo")
+            place = place_of(key, info)
+        except WrongError as error:
+            self.problems.append(f"storage_data: {error}")
+            return
+        number = self.numbers.setdefault(key, len(self.numbers))
+        self.items.add(number, offset, (self.files.setdefault(place.file, len(self.files)), place.offset, place.length))
+        if wrapped := info.get("transform_descriptors"):
+            self.unsupported.append(f"{key}: written through {wrapped!r:.80}, expected plain torch.save")
+
+    def _entry(self, at: int, key: Any, value: Any, path: Any) -> _Header | None:
         try:
             if not isinstance(key, str):
-                raise _WrongError(f"state_dict_metadata has the key {key!r:.80}")
+                raise WrongError(f"state_dict_metadata has the key {key!r:.80}")
             way = _way(key, path)
             if isinstance(value, Inert) and value.target.name == "BytesStorageMetadata":
-                chunks: tuple[tuple[Box | None, Place], ...] = ((None, _taken(places, key, None)),)
-                return Entry(key=key, path=way, shape=None, dtype="", chunks=chunks)
-            fields = _fields(value, "TensorStorageMetadata")
-            shape, dtype = fields.get("size"), _dtype(fields.get("properties"))
-            if not isinstance(shape, Size):
-                raise _WrongError(f"size {shape!r:.80}")
+                self.boxes.add(at, None, ())
+                return _Header(key, way, None, "")
+            fields = fields_of(value, "TensorStorageMetadata")
+            size, dtype = fields.get("size"), _dtype(fields.get("properties"))
+            if not isinstance(size, Size) or len(size) > MAX_DIMS or any(part >= _MAX_SIZE for part in size):
+                raise WrongError(f"size {size!s:.80}")
             if dtype not in ITEM_BYTES:
                 self.unsupported.append(f"{key}: type {dtype}, expected one of {', '.join(ITEM_BYTES)}")
-            # A replica that was not left out when it was saved is listed twice, and stored once.
-            boxes = dict.fromkeys(_box(chunk, tuple(shape)) for chunk in _list(fields.get("chunks")))
-            chunks = tuple((box, _taken(places, key, box.offset)) for box in boxes)
-            return Entry(key=key, path=way, shape=tuple(shape), dtype=dtype, chunks=chunks)
-        except _WrongError as error:
+            shape = tuple(size)
+            for item in _list(fields.get("chunks")):
+                self._boxes(at, item, shape)
+        except WrongError as error:
             self.problems.append(f"{key}: {error}" if isinstance(key, str) else str(error))
-            if isinstance(key, str):
-                places.pop(key, None)  # the entry is reported once
             return None
+        return _Header(key, way, shape, dtype)
+
+    def _boxes(self, at: int, item: Any, shape: tuple[int, ...]) -> None:
+        """Collect a chunk, or a run of them."""
+        if isinstance(item, Run):
+            add_records(
+                self.boxes,
+                item,
+                at,
+                lambda template: (found := chunk_columns(template)) is not None and len(found[0]) == len(shape),
+                lambda record: self.boxes.add(at, *_inside(record[0], shape)),
+            )
+        else:
+            self.boxes.add(at, *_inside(item, shape))
 
 
-def _fields(value: Any, name: str) -> Mapping[str, Any]:
-    """State of a recipe for torch's class `name`, wherever torch keeps it: the modules differ between releases."""
-    if not isinstance(value, Inert) or value.target.name != name or not isinstance(value.state, Mapping):
-        raise _WrongError(f"expected a {name}, found {value!r:.100}")
-    return value.state
+def _inside(chunk: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and size, if they can be."""
+    offset, size = box_of(chunk, shape)
+    if any(part >= _MAX_SIZE for part in (*offset, *size)):
+        raise WrongError(f"a chunk at {list(offset)!s:.80} lies outside of the tensor {list(shape)}")
+    return offset, size
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise _WrongError(f"expected a list of chunks, found {value!r:.80}")
+        raise WrongError(f"expected a list of chunks, found {value!r:.80}")
     return value
 
 
@@ -210,9 +285,9 @@ def _way(key: str, path: Any) -> Path_:
     if path is None:
         return (key,)
     if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
-        raise _WrongError(f"planner_data has the path {path!r:.80}")
+        raise WrongError(f"planner_data has the path {path!r:.80}")
     if ".".join(map(str, path)) != key:
-        raise _WrongError(f"planner_data has the path {path!r:.200}, which is another key")
+        raise WrongError(f"planner_data has the path {path!r:.200}, which is another key")
     return path
 
 
@@ -220,38 +295,10 @@ def _dtype(properties: Any) -> str:
     """`TensorProperties` are a tuple (dtype, layout, requires_grad, memory_format, pin_memory)."""
     state = properties.state if isinstance(properties, Inert) else None
     if not isinstance(state, tuple) or len(state) < 2:
-        raise _WrongError(f"properties {state!r:.80}")
+        raise WrongError(f"properties {state!r:.80}")
     if not isinstance(state[0], Global) or state[0].module != "torch":
-        raise _WrongError(f"a dtype {state[0]!r:.80}")
+        raise WrongError(f"a dtype {state[0]!r:.80}")
     layout = state[1].args if isinstance(state[1], Inert) else state[1]
     if layout not in (("torch.strided",), Global("torch", "strided")):
-        raise _WrongError(f"layout {layout!r:.80}: expected torch.strided")
+        raise WrongError(f"layout {layout!r:.80}: expected torch.strided")
     return state[0].name
-
-
-def _box(chunk: Any, shape: tuple[int, ...]) -> Box:
-    fields = _fields(chunk, "ChunkStorageMetadata")
-    offset, size = fields.get("offsets"), fields.get("sizes")
-    if not isinstance(offset, Size) or not isinstance(size, Size) or not len(offset) == len(size) == len(shape):
-        raise _WrongError(f"a chunk at {offset!r:.80} of {size!r:.80}, the tensor is {list(shape)}")
-    box = Box(tuple(offset), tuple(size))
-    if any(end > limit for end, limit in zip(box.end, shape, strict=True)):
-        raise _WrongError(f"chunk {box} lies outside of the tensor {list(shape)}")
-    return box
-
-
-def _taken(places: _Places, key: str, offset: tuple[int, ...] | None) -> Place:
-    place = places.get(key, {}).pop(offset, None)
-    if place is None:
-        at = "" if offset is None else f" at {list(offset)}"
-        raise _WrongError(f"storage_data has no item for it{at}")
-    return place
-
-
-def _place(key: str, fields: Mapping[str, Any]) -> Place:
-    name, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
-    if not isinstance(name, str) or not _FILE_NAME.match(name) or name in (".", "..", METADATA_FILE):
-        raise _WrongError(f"{key}: file name {name!r:.80} is not that of a file in the folder")
-    if type(offset) is not int or type(length) is not int or offset < 0 or length < 1:
-        raise _WrongError(f"{key}: bytes {offset!r:.40} + {length!r:.40} of {name}")
-    return Place(name, offset, length)

@@ -22,7 +22,8 @@ MAX_PICKLE_BYTES = 256 << 20
 _MAX_INTEGER_BYTES = 1 << 10  # longer ones take Python quadratic time to print
 _MAX_KEY_BITS = 60  # integers up to 2**61 - 1 differ in their hashes; larger ones can be made to collide
 _MAX_NAME = 1 << 10
-_MARK = object()
+MARK = object()
+"""What stands on the stack for a mark."""
 _UINT2 = struct.Struct("<H")
 _UINT4 = struct.Struct("<I")
 _SCALARS = (str, int, float, bool, bytes, type(None))
@@ -111,7 +112,7 @@ def load(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebuild, path
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise UnsafePickleError(f"its pickle has {len(data)} bytes: at most {MAX_PICKLE_BYTES} are read", path=path)
-    machine = _Machine(data, persistent_load, rebuild, path)
+    machine = Machine(data, persistent_load, rebuild, path)
     try:
         value = machine.run()
     except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError, KeyError, AttributeError) as error:
@@ -122,7 +123,7 @@ def load(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebuild, path
     return value
 
 
-class _Machine:
+class Machine:
     """Stack, memo and position of one run."""
 
     def __init__(self, data: bytes, persistent_load: PersistentLoad, rebuild: Rebuild, path: str) -> None:
@@ -136,7 +137,7 @@ class _Machine:
 
     def run(self) -> Any:
         """Most opcodes of a large pickle are handled here: a call for each would double the time."""
-        data, table, stack, memo, position = self.data, _TABLE, self.stack, self.memo, 0
+        data, table, stack, memo, position = self.data, TABLE, self.stack, self.memo, 0
         try:
             while True:  # with a condition here, CPython 3.11 would not specialize the loop of one long run
                 opcode = data[position]
@@ -171,6 +172,7 @@ class _Machine:
         return value
 
     def unwanted(self, opcode: int, position: int) -> UnsafePickleError:
+        """The error for an opcode that data does not need."""
         return UnsafePickleError(
             f"pickle opcode {bytes([opcode])!r} at byte {position} is not used for plain data",
             path=self.path,
@@ -178,6 +180,7 @@ class _Machine:
         )
 
     def take(self, count: int) -> bytes:
+        """The next bytes."""
         start, end = self.position, self.position + count
         if count < 0 or end > len(self.data):
             raise ValueError(f"{count} bytes are announced, {len(self.data) - start} are left")
@@ -185,29 +188,34 @@ class _Machine:
         return self.data[start:end]
 
     def uint(self, count: int) -> int:
+        """The next bytes, as a number."""
         return int.from_bytes(self.take(count), "little")
 
     def integer(self, count: int) -> int:
+        """The next bytes, as a signed number."""
         if count > _MAX_INTEGER_BYTES:
             raise ValueError(f"an integer of {count} bytes: at most {_MAX_INTEGER_BYTES} are read")
         return int.from_bytes(self.take(count), "little", signed=True)
 
     def line(self) -> str:
+        """Up to the next end of a line."""
         end = self.data.index(b"\n", self.position)
         text = self.data[self.position : end].decode("utf-8")
         self.position = end + 1
         return text
 
     def since_mark(self) -> list[Any]:
+        """Take everything down to the mark, and the mark."""
         stack = self.stack
         for index in range(len(stack) - 1, -1, -1):
-            if stack[index] is _MARK:
+            if stack[index] is MARK:
                 items = stack[index + 1 :]
                 del stack[index:]
                 return items
         raise ValueError("no mark on the stack")
 
     def apply(self, kind: str, target: Any, args: Any) -> Any:
+        """What the pickle calls, as data or as a recipe."""
         if not isinstance(target, Global):
             raise UnsafePickleError(f"it calls a {type(target).__name__}, not a name", path=self.path)
         if not isinstance(args, tuple):
@@ -231,7 +239,8 @@ def _check_key(key: Any) -> Any:
     return key
 
 
-def _set_items(machine: _Machine, pairs: list[Any]) -> None:
+def set_items(machine: Machine, pairs: list[Any]) -> None:
+    """Put keys and values, in turn, into the dict on top of the stack."""
     if len(pairs) % 2:
         raise ValueError("a key without a value")
     target = machine.stack[-1]
@@ -244,7 +253,8 @@ def _set_items(machine: _Machine, pairs: list[Any]) -> None:
         raise ValueError(f"items are set on a {type(target).__name__}")
 
 
-def _append(machine: _Machine, items: list[Any]) -> None:
+def append(machine: Machine, items: list[Any]) -> None:
+    """Put items at the end of the list on top of the stack."""
     target = machine.stack[-1]
     if isinstance(target, list):
         target.extend(items)
@@ -254,7 +264,7 @@ def _append(machine: _Machine, items: list[Any]) -> None:
         raise ValueError(f"items are appended to a {type(target).__name__}")
 
 
-def _build(machine: _Machine) -> None:
+def _build(machine: Machine) -> None:
     state = machine.stack.pop()
     target = machine.stack[-1]
     if not isinstance(target, Inert | StatefulDict):
@@ -262,18 +272,18 @@ def _build(machine: _Machine) -> None:
     target.state = state
 
 
-def _pop_item(machine: _Machine) -> None:
+def _pop_item(machine: Machine) -> None:
     value = machine.stack.pop()
-    _append(machine, [value])
+    append(machine, [value])
 
 
-def _pop_pair(machine: _Machine) -> None:
+def _pop_pair(machine: Machine) -> None:
     value = machine.stack.pop()
     key = machine.stack.pop()
-    _set_items(machine, [key, value])
+    set_items(machine, [key, value])
 
 
-def _name(machine: _Machine, module: str, name: str) -> None:
+def _name(machine: Machine, module: str, name: str) -> None:
     """Push a name; refuse those that only serve to break out."""
     if len(module) + len(name) > _MAX_NAME:
         raise ValueError(f"a name of {len(module) + len(name)} characters")
@@ -287,37 +297,37 @@ def _name(machine: _Machine, module: str, name: str) -> None:
     machine.stack.append(Global(module, name))
 
 
-def _global(machine: _Machine) -> None:
+def _global(machine: Machine) -> None:
     module = machine.line()
     _name(machine, module, machine.line())
 
 
-def _stack_global(machine: _Machine) -> None:
+def _stack_global(machine: Machine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         raise ValueError("a name is not a string")
     _name(machine, module, name)
 
 
-def _reduce(machine: _Machine) -> None:
+def _reduce(machine: Machine) -> None:
     args = machine.stack.pop()
     machine.stack.append(machine.apply("reduce", machine.stack.pop(), args))
 
 
-def _new_object(machine: _Machine) -> None:
+def _new_object(machine: Machine) -> None:
     args = machine.stack.pop()
     machine.stack.append(machine.apply("new", machine.stack.pop(), args))
 
 
-def _persistent(machine: _Machine) -> None:
+def _persistent(machine: Machine) -> None:
     machine.stack.append(machine.persistent_load(machine.stack.pop()))
 
 
-def _tuple_of(count: int) -> Callable[[_Machine], None]:
-    def operation(machine: _Machine) -> None:
+def _tuple_of(count: int) -> Callable[[Machine], None]:
+    def operation(machine: Machine) -> None:
         stack = machine.stack
         found = tuple(stack[-count:])
-        if len(found) < count or _MARK in found:
+        if len(found) < count or MARK in found:
             raise ValueError("a tuple reaches over the mark")
         del stack[-count:]
         stack.append(found)
@@ -325,28 +335,29 @@ def _tuple_of(count: int) -> Callable[[_Machine], None]:
     return operation
 
 
-def _put(width: int) -> Callable[[_Machine], None]:
-    def operation(machine: _Machine) -> None:
+def _put(width: int) -> Callable[[Machine], None]:
+    def operation(machine: Machine) -> None:
         machine.memo[machine.uint(width)] = machine.stack[-1]
 
     return operation
 
 
-def _push(read: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+def _push(read: Callable[[Machine], Any]) -> Callable[[Machine], None]:
     return lambda machine: machine.stack.append(read(machine))
 
 
-def _protocol(machine: _Machine) -> None:
+def _protocol(machine: Machine) -> None:
     found = machine.uint(1)
     if not 2 <= found <= 5:
         raise ValueError(f"pickle protocol {found}: expected 2 to 5")
 
 
-_TABLE: list[Callable[[_Machine], None] | None] = [None] * 256
+TABLE: list[Callable[[Machine], None] | None] = [None] * 256
+"""What each opcode does, but for those that `Machine.run` does itself."""
 for _code, _operation in {
     b"\x80": _protocol,
     b"\x95": lambda m: m.take(8) and None,  # FRAME: a hint about buffering
-    b"(": lambda m: m.stack.append(_MARK),
+    b"(": lambda m: m.stack.append(MARK),
     b"0": lambda m: m.stack.pop() and None,
     b"1": lambda m: m.since_mark() and None,
     b"2": lambda m: m.stack.append(m.stack[-1]),
@@ -370,10 +381,10 @@ for _code, _operation in {
     b"\x87": _tuple_of(3),
     b"]": _push(lambda m: []),
     b"a": _pop_item,
-    b"e": lambda m: _append(m, m.since_mark()),
+    b"e": lambda m: append(m, m.since_mark()),
     b"}": _push(lambda m: {}),
     b"s": _pop_pair,
-    b"u": lambda m: _set_items(m, m.since_mark()),
+    b"u": lambda m: set_items(m, m.since_mark()),
     b"q": _put(1),
     b"r": _put(4),
     b"c": _global,
@@ -383,7 +394,7 @@ for _code, _operation in {
     b"b": _build,
     b"Q": _persistent,
 }.items():
-    _TABLE[_code[0]] = _operation
+    TABLE[_code[0]] = _operation
 
 
 def rebuild_containers(target: Global, args: tuple[Any, ...]) -> Any:

@@ -1,0 +1,383 @@
+"""Templates of records that a pickle repeats: learned from one, then decoded for hundreds at a time, without objects.
+
+The pickle of five million chunks is ten million records that differ in a few integers and names. A template is a
+record's opcodes with holes for these. Records that fit it are decoded in lockstep by numpy: what they are is what the
+pickle machine would have made of them, byte for byte. Source of the opcodes: Lib/pickletools.py of CPython 3.11.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import ReshardError
+from reshard.formats.pt.machine import MARK, TABLE, Machine, rebuild_containers
+from reshard.formats.pt.objects import Global, Inert, Size, rebuilt
+from reshard.intervals import Int64Array
+
+MIN_PREFIX_BYTES = 6
+"""Records are found by the bytes that all begin with."""
+
+MAX_RECORD_BYTES = 1 << 12
+_LITERAL, _INT, _TEXT, _REF, _PUT = range(5)
+_BININT1, _BININT2, _BININT, _LONG1 = b"KMJ\x8a"
+_SHORT_TEXT, _WIDE_TEXT = b"\x8cX"
+_GET, _LONG_GET, _MEMOIZE, _SHORT_PUT, _LONG_PUT = b"hj\x94qr"
+_PLAIN = frozenset(b")}(\x81R\x85\x86\x87tusbN\x88\x89")
+"""Opcodes without arguments that stay as they are."""
+
+_WIDTHS = np.zeros(256, dtype=np.uint64)
+_WIDTHS[[_BININT1, _BININT2, _BININT]] = 1, 2, 4
+_WORD = 8
+_LOW32 = np.uint64((1 << 32) - 1)
+
+
+class IntHole(int):
+    """An integer that every record has its own of; its value is the column's number."""
+
+
+class TextHole(str):
+    """A string that every record has its own of; its value is the column's number, in digits."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """What records of one kind are.
+
+    Attributes:
+        tokens: (kind, bytes of a literal) in the order of the pickle.
+        tree: the objects that a record pushes, with holes.
+        num_ints: integers of a record.
+        num_texts: strings of a record.
+        num_memos: objects of a record that the memo gets.
+        text_memos: (string, how many objects of the record are in the memo before it) of strings that the memo gets.
+        put_index: of each number that the record gives an object, how many of the record the memo has before it.
+        sizes: integers that are part of a `torch.Size`, which are not negative.
+    """
+
+    tokens: tuple[tuple[int, bytes], ...]
+    tree: tuple[Any, ...]
+    num_ints: int
+    num_texts: int
+    num_memos: int
+    text_memos: tuple[tuple[int, int], ...]
+    put_index: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def prefix(self) -> bytes:
+        """What every record begins with."""
+        return self.tokens[0][1]
+
+
+class Lanes(NamedTuple):
+    """Records that fit a template, before anyone has looked at the memo.
+
+    Attributes:
+        lane: number of each record among those that were tried, [records].
+        end: position behind each, [records].
+        ints: [records, integers].
+        text_start: first byte of each string that stands in the record, else 0, [records, strings].
+        text_length: bytes of each such string, [records, strings].
+        ref: memo number of each string that does not, else -1, [records, strings].
+        put: memo numbers that the record names itself, [records, puts].
+    """
+
+    lane: Int64Array
+    end: Int64Array
+    ints: Int64Array
+    text_start: Int64Array
+    text_length: Int64Array
+    ref: Int64Array
+    put: Int64Array
+
+
+class Source:
+    """Bytes of a pickle, and the eight bytes at every position as one number."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.bytes = np.frombuffer(data, dtype=np.uint8)
+        self.words: npt.NDArray[np.uint64] = np.ndarray(
+            (max(0, len(data) - _WORD + 1),), dtype="<u8", buffer=data, strides=(1,)
+        )
+
+
+def learn(data: bytes, start: int, end: int, num_items: int, memo: Mapping[int, Any]) -> Template | None:
+    """The template of the record at `start:end`, which pushes `num_items` objects; None if it has opcodes besides.
+
+    Args:
+        data: the pickle.
+        start: first byte of the record.
+        end: byte behind it.
+        num_items: objects that it pushes.
+        memo: of the machine that has run the record.
+    """
+    if end - start > MAX_RECORD_BYTES:
+        return None
+    try:
+        return _Probe(data, start, end, memo).template(num_items)
+    except (ReshardError, IndexError, TypeError, ValueError, KeyError, AttributeError):
+        return None
+
+
+class _Probe:
+    """Runs one record with holes in the place of integers and strings."""
+
+    def __init__(self, data: bytes, start: int, end: int, memo: Mapping[int, Any]) -> None:
+        self.data, self.start, self.end, self.memo = data, start, end, memo
+        self.machine = Machine(data, _no_persistent, _rebuild, "")
+        self.machine.position = start
+        self.tokens: list[tuple[int, bytes]] = []
+        self.texts: dict[int, str] = {}
+        self.num_ints = self.num_memos = 0
+        self.text_memos: dict[int, int] = {}
+        self.put_index: list[int] = []
+
+    def template(self, num_items: int) -> Template | None:
+        machine = self.machine
+        while machine.position < self.end:
+            if not self.step():
+                return None
+        if machine.position != self.end or len(machine.stack) != num_items or MARK in machine.stack:
+            return None
+        keys: set[int] = set()
+        tree = tuple(self.keyed(item, keys) for item in machine.stack)
+        kept = {old: new for new, old in enumerate(number for number in self.texts if number not in keys)}
+        tree = tuple(_renumbered(item, kept) for item in tree)
+        tokens = _joined([(_LITERAL if at in keys else kind, data) for at, (kind, data) in enumerate(self.tokens)])
+        if tokens[0][0] != _LITERAL or len(tokens[0][1]) < MIN_PREFIX_BYTES:
+            return None
+        return Template(
+            tokens=tokens,
+            tree=tree,
+            num_ints=self.num_ints,
+            num_texts=len(kept),
+            num_memos=self.num_memos,
+            text_memos=tuple((kept[at], number) for at, number in self.text_memos.items() if at in kept),
+            put_index=tuple(self.put_index),
+            sizes=tuple(sorted({int(hole) for item in tree for hole in _size_holes(item)})),
+        )
+
+    def step(self) -> bool:
+        machine, first = self.machine, self.machine.position
+        opcode = self.data[first]
+        machine.position += 1
+        kind = _LITERAL
+        if opcode in (_BININT1, _BININT2, _BININT, _LONG1):
+            kind = _INT
+            machine.take(self.data[first + 1] + 1 if opcode == _LONG1 else int(_WIDTHS[opcode]))
+            machine.stack.append(IntHole(self.num_ints))
+            self.num_ints += 1
+        elif opcode in (_SHORT_TEXT, _WIDE_TEXT):
+            text = machine.take(machine.uint(1 if opcode == _SHORT_TEXT else 4))
+            kind = _TEXT
+            self.text(text.decode("utf-8", "surrogatepass"))
+        elif opcode in (_GET, _LONG_GET):
+            found = self.memo[machine.uint(1 if opcode == _GET else 4)]
+            if type(found) is str:
+                kind = _REF
+                self.text(found)
+            elif type(found) is Global:
+                machine.stack.append(found)
+            else:
+                return False
+        elif opcode in (_MEMOIZE, _SHORT_PUT, _LONG_PUT):
+            if opcode != _MEMOIZE:
+                kind = _PUT
+                self.put_index.append(self.num_memos)
+                machine.take(1 if opcode == _SHORT_PUT else 4)
+            if self.tokens and self.tokens[-1][0] == _TEXT:
+                self.text_memos[len(self.tokens) - 1] = self.num_memos
+            self.num_memos += 1
+        elif opcode in _PLAIN and (operation := TABLE[opcode]) is not None:
+            operation(machine)
+        else:
+            return False
+        self.tokens.append((kind, self.data[first : machine.position]))
+        return True
+
+    def text(self, value: str) -> None:
+        self.texts[len(self.tokens)] = value
+        self.machine.stack.append(TextHole(len(self.tokens)))
+
+    def keyed(self, value: Any, keys: set[int]) -> Any:
+        """The tree with the keys of dicts as they are: these are the same in every record."""
+        if type(value) is dict:
+            copied: dict[Any, Any] = {}
+            for key, item in value.items():
+                name = key
+                if type(key) is TextHole:
+                    keys.add(int(key))
+                    name = self.texts[int(key)]
+                copied[name] = self.keyed(item, keys)
+            return copied
+        return rebuilt(value, lambda item: self.keyed(item, keys))
+
+
+def _no_persistent(_identifier: Any) -> Any:
+    raise ValueError("a persistent id")
+
+
+def _rebuild(target: Global, args: tuple[Any, ...]) -> Any:
+    if target == Global("torch", "Size") and len(args) == 1 and type(args[0]) is tuple:
+        if all(type(part) is IntHole for part in args[0]):
+            return Size(args[0])
+        raise ValueError("a torch.Size of other things than integers")
+    return rebuild_containers(target, args)
+
+
+def _renumbered(value: Any, numbers: Mapping[int, int]) -> Any:
+    if type(value) is TextHole:
+        return TextHole(numbers[int(value)])
+    return rebuilt(value, lambda item: _renumbered(item, numbers))
+
+
+def _size_holes(value: Any) -> list[int]:
+    if type(value) is Size:
+        return list(value)
+    if isinstance(value, dict):
+        return [hole for item in value.values() for hole in _size_holes(item)]
+    if isinstance(value, list | tuple):
+        return [hole for item in value for hole in _size_holes(item)]
+    return _size_holes([value.args, value.state]) if isinstance(value, Inert) else []
+
+
+def _joined(tokens: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
+    joined: list[tuple[int, bytes]] = []
+    for kind, data in tokens:
+        if kind == _LITERAL and joined and joined[-1][0] == _LITERAL:
+            joined[-1] = (_LITERAL, joined[-1][1] + data)
+        else:
+            joined.append((kind, data if kind == _LITERAL else b""))
+    return tuple(joined)
+
+
+def filled(value: Any, ints: Sequence[int], texts: Sequence[str]) -> Any:
+    """The object that a record stands for: the tree with its integers and strings."""
+    if type(value) is IntHole:
+        return ints[value]
+    if type(value) is TextHole:
+        return texts[int(value)]
+    if type(value) is Size:
+        return Size(ints[hole] for hole in value)
+    return rebuilt(value, lambda item: filled(item, ints, texts))
+
+
+def decode(source: Source, template: Template, starts: Int64Array) -> Lanes:
+    """Decode the records at `starts`; those that do not fit, or end too close to the pickle's end, are left out."""
+    decoder = _Decoder(source, starts)
+    for kind, literal in template.tokens:
+        if not len(decoder.lane):
+            break
+        decoder.token(kind, literal)
+    return decoder.lanes(template)
+
+
+class _Decoder:
+    """Positions of all records, which move on together; records that do not fit leave."""
+
+    def __init__(self, source: Source, starts: Int64Array) -> None:
+        self.source = source
+        self.at = starts
+        self.lane: Int64Array = np.arange(len(starts))
+        self.ints: list[Int64Array] = []
+        self.text_starts: list[Int64Array] = []
+        self.text_lengths: list[Int64Array] = []
+        self.refs: list[Int64Array] = []
+        self.puts: list[Int64Array] = []
+        self.last = len(source.words) - 2 * _WORD  # from here on all that a token reads is inside
+
+    def token(self, kind: int, literal: bytes) -> None:
+        if kind == _LITERAL:
+            self.literal(literal)
+            return
+        self.keep(self.at <= self.last)
+        if kind == _INT:
+            self.integer()
+        elif kind == _PUT:
+            self.puts.append(self.number(_SHORT_PUT, _LONG_PUT))
+        elif kind == _REF:
+            self.text_starts.append(np.zeros_like(self.at))
+            self.text_lengths.append(np.zeros_like(self.at))
+            self.refs.append(self.number(_GET, _LONG_GET))
+        else:
+            self.text()
+
+    def keep(self, good: npt.NDArray[np.bool_]) -> None:
+        if good.all():
+            return
+        self.at, self.lane = self.at[good], self.lane[good]
+        for columns in (self.ints, self.text_starts, self.text_lengths, self.refs, self.puts):
+            columns[:] = [column[good] if len(column) == len(good) else column for column in columns]
+
+    def literal(self, literal: bytes) -> None:
+        self.keep(self.at <= self.last - len(literal))
+        for first in range(0, len(literal), _WORD):
+            part = literal[first : first + _WORD]
+            word = self.source.words[self.at + first]
+            if len(part) < _WORD:
+                word &= np.uint64((1 << 8 * len(part)) - 1)
+            self.keep(word == np.uint64(int.from_bytes(part, "little")))
+        self.at = self.at + len(literal)
+
+    def integer(self) -> None:
+        opcode = self.source.bytes[self.at]
+        width, long = _WIDTHS[opcode], opcode == _LONG1
+        if any_long := bool(long.any()):
+            width = np.where(long, self.source.bytes[self.at + 1], width)
+        good = (width > 0) & (width <= _WORD)
+        if not good.all():
+            opcode, width, long = opcode[good], width[good], long[good]
+            self.keep(good)
+        skip = np.where(long, 2, 1) if any_long else 1
+        shift = np.uint64(64) - np.uint64(8) * width.astype(np.uint64)
+        high = self.source.words[self.at + skip] << shift
+        signed = high.view(np.int64) >> shift.view(np.int64)
+        unsigned = (high >> shift).view(np.int64)
+        self.ints.append(np.where((opcode == _BININT1) | (opcode == _BININT2), unsigned, signed))
+        self.at = self.at + skip + width.astype(np.int64)
+
+    def number(self, short: int, long: int) -> Int64Array:
+        """A memo number, in one byte or in four."""
+        opcode, word = self.source.bytes[self.at], self.source.words[self.at + 1]
+        is_short = opcode == short
+        value: Int64Array = np.where(is_short, word & np.uint64(0xFF), word & _LOW32).astype(np.int64)
+        self.at = self.at + np.where(is_short, 2, 5)
+        good = is_short | (opcode == long)
+        self.keep(good)
+        kept: Int64Array = value[good]
+        return kept
+
+    def text(self) -> None:
+        opcode, word = self.source.bytes[self.at], self.source.words[self.at + 1]
+        is_short = opcode == _SHORT_TEXT
+        length: Int64Array = np.where(is_short, word & np.uint64(0xFF), word & _LOW32).astype(np.int64)
+        start = self.at + np.where(is_short, 2, 5)
+        self.refs.append(np.full_like(start, -1))
+        self.text_starts.append(start)
+        self.text_lengths.append(length)
+        self.at = start + length
+        self.keep(is_short | (opcode == _WIDE_TEXT))
+
+    def lanes(self, template: Template) -> Lanes:
+        def matrix(columns: list[Int64Array], count: int) -> Int64Array:
+            if not count or not len(self.lane):
+                return np.zeros((len(self.lane), count), dtype=np.int64)
+            return np.stack(columns, axis=1)
+
+        return Lanes(
+            lane=self.lane,
+            end=self.at,
+            ints=matrix(self.ints, template.num_ints),
+            text_start=matrix(self.text_starts, template.num_texts),
+            text_length=matrix(self.text_lengths, template.num_texts),
+            ref=matrix(self.refs, template.num_texts),
+            put=matrix(self.puts, len(template.put_index)),
+        )
