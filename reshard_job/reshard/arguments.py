@@ -10,6 +10,7 @@ from reshard.errors import UsageError
 from reshard.formats import FORMATS, known_formats
 from reshard.latest import check_format
 from reshard.limits import buffer_bytes, format_bytes, parse_bytes
+from reshard.modes import parse_loader
 from reshard.remote import local
 from reshard.topology import Topology
 
@@ -58,6 +59,8 @@ def _check_resources(options: argparse.Namespace) -> None:
         raise UsageError(f"--threads {options.threads}: expected 1 to {MOST_THREADS}, or 0 for the default")
     if options.memory != "auto":
         memory_bytes(options.memory)
+    if parse_loader(options.loader) is not None and options.mode != "auto":
+        raise UsageError(f"--loader: only --mode auto asks for it, not {options.mode}", hint="leave it out")
     if options.target is not None:
         new_folder(options.target)
 
@@ -71,6 +74,10 @@ def _check_run(options: argparse.Namespace) -> None:
         _refuse_idle(options, _OF_FILES, "--mode virtual moves no bytes, so it does nothing")
         if options.latest:
             raise UsageError("--latest: DeepSpeed does not load what --mode virtual writes", hint="leave it out")
+    if options.loader is not None:
+        _refuse_idle(
+            options, (*_OF_FILES, "latest"), "with --loader a manifest may be written, which knows nothing of it"
+        )
     if options.latest and options.format:
         check_format(options.format)
 

@@ -78,6 +78,8 @@ class LeaseKey(enum.StrEnum):
     """Rank 0 writes the newest commit as JSON: `CommitRef.to_json`."""
     RESUME_ERROR = f"{GROUP}/resume-error"
     """Rank 0 writes why ETJ_RESUME could not be used; the operator falls back to the previous commit."""
+    LOADER = f"{GROUP}/loader"
+    """Rank 0 writes what `restore()` can load besides files, as JSON: `VirtualLoader.to_json`."""
     REQUEST = f"{GROUP}/request"
     """The operator writes a `Request`; rank 0 sees it in the answer to its own renewal."""
     REQUEST_SEEN = f"{GROUP}/request-seen"
@@ -162,6 +164,37 @@ class CommitRef:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualLoader:
+    """That a training script restores through `elastic_trainer`, which loads virtual commits, and with what memory.
+
+    Attributes:
+        manifests: versions of the manifest that it reads.
+        memory_bytes: free for it on rank 0's node as it restores.
+    """
+
+    manifests: tuple[int, ...]
+    memory_bytes: int
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> VirtualLoader:
+        """Inverse of `to_json`; keys that this version does not know are ignored.
+
+        Raises:
+            ValueError: not JSON, or a field is missing or of another type.
+        """
+        found = _from_wire(cls, text)
+        try:
+            manifests = tuple(int(version) for version in found.manifests)
+            return cls(manifests=manifests, memory_bytes=int(found.memory_bytes))
+        except TypeError as error:
+            raise ValueError(f"VirtualLoader: expected integers, found {text[:80]!r}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardReport:
     """What a reshard pod says at its end: the termination message, at most 4096 bytes.
 
@@ -174,6 +207,7 @@ class ReshardReport:
         step: optimizer steps done in that commit.
         samples: global samples consumed in that commit.
         mode: `materialize` or `virtual`.
+        mode_reason: why, where it was chosen.
         bytes_read: bytes read from storage.
         bytes_written: bytes written to storage.
         num_files: target files.
@@ -194,6 +228,7 @@ class ReshardReport:
     step: int = 0
     samples: int = 0
     mode: str = "materialize"
+    mode_reason: str = ""
     bytes_read: int = 0
     bytes_written: int = 0
     num_files: int = 0
@@ -228,7 +263,7 @@ TERMINATION_MESSAGE_LIMIT_BYTES = 4096
 """Kubernetes keeps no more (core/v1, terminationMessagePath)."""
 
 
-_Wire = TypeVar("_Wire", CommitRef, ReshardReport)
+_Wire = TypeVar("_Wire", CommitRef, VirtualLoader, ReshardReport)
 
 
 def _from_wire(cls: type[_Wire], text: str) -> _Wire:

@@ -246,6 +246,12 @@ def _add_patterns(verb: Parser) -> None:
 
 def _add_resources(verb: Parser) -> None:
     verb.add_argument(
+        "--loader",
+        metavar="WHO",
+        help="who will load the target, for --mode auto to choose by: elastic_trainer,ranks-per-node=8,"
+        "node-memory=512GiB (what is free of a node's memory while it loads); by default anybody: files are written",
+    )
+    verb.add_argument(
         "--memory", default="auto", metavar="SIZE", help="for buffers (128MiB); auto: 96MiB, less where less is free"
     )
     verb.add_argument(

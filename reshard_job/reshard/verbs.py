@@ -178,9 +178,9 @@ def _mode(options: argparse.Namespace, plan: Plan) -> Choice:
     return virtual.choose_mode(plan, modes.parse_loader(options.loader))
 
 
-def _prepared(options: argparse.Namespace, wanted: api.Conversion, planned: Callable[[Plan], None]) -> tuple[
-    ReshardReport | None, str
-]:
+def _prepared(
+    options: argparse.Namespace, wanted: api.Conversion, planned: Callable[[Plan], None]
+) -> tuple[ReshardReport | None, str]:
     """The report of a virtual commit if there is to be one, and why the mode was chosen."""
     if options.mode == "materialize" or (options.mode == "auto" and options.loader is None):
         return None, ""

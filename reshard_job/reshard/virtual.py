@@ -30,56 +30,32 @@ from reshard.commit import (
 from reshard.contract import ExitCode, ReshardReport
 from reshard.errors import SourceError, TargetError, UnsupportedError
 from reshard.layout import Int64Array
+from reshard.modes import Choice, Loader, choose
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
 from reshard.staging import Sharing, staging
 from reshard.virtual_manifest import Manifest, commit_crc32, encode
+from reshard.virtual_needs import needs_of
 from reshard.virtual_ranks import FORMATS, files_by_rank
 from reshard.writing import target_errors
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """A mode, and why."""
-
-    mode: str
-    reason: str
-
-
-def choose_mode(
-    plan: Plan,
-    *,
-    loader_is_elastic: bool,
-    source_stays: bool = True,
-    num_loads: int = 1,
-    read_bytes_per_second: float = 500e6,
-    write_bytes_per_second: float = 500e6,
-) -> Choice:
-    """What `--mode auto` means for a conversion. Pure.
+def choose_mode(plan: Plan, loader: Loader | None) -> Choice:
+    """What `--mode auto` means for a conversion.
 
     Args:
         plan: of the conversion.
-        loader_is_elastic: the target is loaded by `elastic_trainer`; nobody else can load a virtual commit.
-        source_stays: the source will not be removed while the target is needed.
-        num_loads: how often the target will be loaded.
-        read_bytes_per_second: of the source's storage.
-        write_bytes_per_second: of the target's storage.
+        loader: who will load the target, or None for anybody.
     """
     if plan.layout.format not in FORMATS:
-        return Choice("materialize", f"virtual is refused: a rank may open any file of the format {plan.layout.format}")
-    if not loader_is_elastic:
-        return Choice("materialize", "any unmodified framework loads the files; only elastic_trainer loads a manifest")
-    if not source_stays:
-        return Choice("materialize", "the source may be removed soon, and a virtual commit lives no longer than it")
-    virtual = num_loads * plan.bytes_to_read / read_bytes_per_second
-    written = (
-        plan.bytes_to_read / read_bytes_per_second + (1 + num_loads) * plan.bytes_to_write / write_bytes_per_second
-    )
-    costs = (
-        f"reading {virtual:.1f} s of the source while loading, against {written:.1f} s to read, write and load files"
-    )
-    if virtual > written:
-        return Choice("materialize", f"the source's storage is slow: {costs}")
-    return Choice("virtual", costs)
+        why = f"virtual is refused: a rank may open any file of the format {plan.layout.format}"
+        return choose(loader, None, refused=why)
+    if loader is None:
+        return choose(None, None)
+    try:
+        ranks = ranks_of(plan)
+    except UnsupportedError as error:
+        return choose(loader, None, refused=f"virtual is refused: {error}")
+    return choose(loader, needs_of(plan, ranks, loader.ranks_per_node))
 
 
 def prepare(
@@ -87,6 +63,7 @@ def prepare(
     *,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     planned: Callable[[Plan], None] | None = None,
+    plan: Plan | None = None,
 ) -> ReshardReport:
     """Write a virtual commit: `reshard run --mode virtual`.
 
@@ -96,13 +73,14 @@ def prepare(
         wanted: source, target and what to do.
         memory_bytes: for buffers of a plan; nothing is read but metadata.
         planned: shown the plan before the manifest is written.
+        plan: of the conversion, where it is known already.
 
     Raises:
         UnsupportedError: a target whose ranks have no files of their own.
         ReshardError: see `reshard.errors`.
     """
     started = time.monotonic()
-    plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
+    plan = plan or plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
     wanted = settled(wanted, plan)
     commit = already_done(wanted)
     if commit is not None:

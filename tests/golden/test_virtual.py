@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from reshard.commit import read_commit
 from reshard.contract import MANIFEST_VERSIONS, ExitCode
 from reshard.errors import CorruptSourceError, TargetError, UnsupportedError, UsageError
 from reshard.files import LocalFile
+from reshard.modes import Loader
 from reshard.topology import Topology
 from reshard.virtual import choose_mode, prepare, ranks_of
 from reshard.virtual_columns import pack
 from reshard.virtual_load import check_source, load_files, prove
 from reshard.virtual_manifest import COLUMNS_FILE, MANIFEST_FILE, decode, encode
+from reshard.virtual_needs import needs_of
 from reshard.virtual_ranks import files_by_rank
 from tests.golden.files import TARGETS, golden
 
@@ -289,24 +292,45 @@ def test_a_format_whose_ranks_open_any_file_is_refused(tmp_path):
     assert not (tmp_path / "v").exists()
 
 
-def test_auto_is_virtual_only_where_it_can_be_loaded_and_pays():
+NODE = Loader(ranks_per_node=2, memory_bytes=1 << 30)
+
+
+def test_auto_writes_files_of_what_is_small_and_says_so():
     plan = plan_of(index_of(golden("zero2-dp3")), Topology.parse("dp=2,zero=2"), num_threads=1)
-    assert choose_mode(plan, loader_is_elastic=False).mode == "materialize"
-    assert choose_mode(plan, loader_is_elastic=True).mode == "virtual"
-    assert choose_mode(plan, loader_is_elastic=True, source_stays=False).mode == "materialize"
-    slow = choose_mode(plan, loader_is_elastic=True, num_loads=5, read_bytes_per_second=1e6)
-    assert slow.mode == "materialize"
-    assert "slow" in slow.reason
+    assert "(--loader)" in choose_mode(plan, None).reason
+    assert re.search("less than 5.0 s are saved", choose_mode(plan, NODE).reason)
+    assert "free" in choose_mode(plan, dataclasses.replace(NODE, memory_bytes=1000)).reason
 
 
 def test_auto_does_not_speak_of_loading_a_manifest_where_none_can_be_made(tmp_path):
     wanted = Conversion(
         source=golden("zero2-dp3"), target=tmp_path / "v", topology=Topology(dp=2), target_format="universal"
     )
-    for elastic in (False, True):
-        choice = choose_mode(plan_conversion(wanted), loader_is_elastic=elastic)
+    for loader in (None, NODE):
+        choice = choose_mode(plan_conversion(wanted), loader)
         assert choice.mode == "materialize"
         assert choice.reason == "virtual is refused: a rank may open any file of the format universal"
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 3, 8])
+def test_what_nodes_need_is_what_they_then_read(per_node, tmp_path):
+    manifest = decode(made(tmp_path, "zero3-dp3", "dp=8,zero=3"))
+    found = needs_of(manifest.plan, manifest.ranks, per_node)
+    loads = []
+    for first in range(0, 8, per_node):
+        folder = tmp_path / str(first)
+        folder.mkdir()
+        own = range(first, min(8, first + per_node))
+        loads.append((load_files(manifest, own, folder), sum(path.stat().st_size for path in folder.iterdir())))
+    assert found.node_files == max(size for _, size in loads)
+    assert found.all_files == sum(size for _, size in loads)
+    assert found.write == manifest.plan.bytes_to_write
+    assert found.read == manifest.plan.bytes_to_read
+    if len(loads) <= 4:  # else some were looked at
+        assert found.node_source == max(loaded.bytes_read for loaded, _ in loads)
+        assert found.all_source == sum(loaded.bytes_read for loaded, _ in loads)
+    else:
+        assert found.all_source == pytest.approx(sum(loaded.bytes_read for loaded, _ in loads), rel=0.2)
 
 
 def test_a_source_of_links_to_a_download_cache_is_not_made_virtual():
