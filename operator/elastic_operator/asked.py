@@ -1,8 +1,9 @@
-"""What a person has asked for by hand: commit now, exit, start again (`kubectl etj drain`).
+"""What a person has asked for by hand: commit now, exit, start again (`kubectl etj drain`), or try once more after the
+job has Failed (`kubectl etj retry`).
 
-The request is an annotation on the resource. Its value is a token that means nothing; one that differs from the token
-in `status.drainRequest` is a new request. So the operator needs no right to write the resource, and a request is
-answered once, whoever answers it and however often it is looked at.
+A request is an annotation on the resource. Its value is a token that means nothing; one that differs from the token in
+`status.drainRequest` or `status.retryRequest` is a new request. So the operator needs no right to write the resource,
+and a request is answered once, whoever answers it and however often it is looked at.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 
 from elastic_operator import running
 from elastic_operator.context import Context
-from elastic_operator.status import Status
+from elastic_operator.status import Phase, RestartBudget, Status, edit_last_recovery
 from reshard.contract import TrainerPhase
 
 CAUSE = "ManualDrain"
@@ -37,3 +38,32 @@ def take_up(context: Context, status: Status) -> Status:
         context.emit("DrainNotPossible", f"a drain was requested by hand, but {text}", warning=True)
         return status
     return running.start_drain(context, status, CAUSE, "a drain was requested by hand")
+
+
+def revive(context: Context, status: Status) -> Status:
+    """Take a job that has Failed up again, where a person asks for it: from its newest commit, with a fresh budget.
+
+    The recovery that ended in Failed goes on, so that its record and the goodput hold all the time without training.
+    """
+    request = context.job.retry_request
+    if not request or request == status.retry_request:
+        return status
+    status = dataclasses.replace(status, retry_request=request)
+    if status.phase != Phase.FAILED:
+        # Nothing has failed yet: a manifest came with the annotation in it, or the job runs, or is Complete.
+        return status
+    last = status.recoveries[-1] if status.recoveries else None
+    if last is not None and last.first_step_time is None:
+        status = edit_last_recovery(status, to="", to_attempt=0, plan_time=None)
+    context.emit("RetryRequested", f"asked for by hand after {status.reason}: going on with a fresh restart budget")
+    return dataclasses.replace(
+        status,
+        phase=Phase.PENDING,
+        reason="",
+        message="",
+        current=None,
+        reshard=None,
+        pinned={},
+        restart_budget=RestartBudget(),
+        finish_time=None,
+    )

@@ -21,6 +21,8 @@ class Type(enum.StrEnum):
     """A topology was found for the nodes at hand."""
     RESUMED = "Resumed"
     """The current attempt continues from a commit; False: it starts from nothing."""
+    LAUNCHED = "Launched"
+    """All pods of the current attempt have begun; False: why not."""
     RUNNING = "Running"
     """The training loop makes steps."""
     DRAINING = "Draining"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import absorbing, asked, ledger, planning, preparing, recovering, running
+from elastic_operator import absorbing, asked, ledger, planning, preparing, recovering, running, trouble
 from elastic_operator.actions import Decision, Event
 from elastic_operator.conditions import Type, find, set_condition
 from elastic_operator.context import Context, stopped_pods
@@ -106,6 +106,7 @@ def _finished(status: Status, now: float) -> Status:
 
 def _step(context: Context, status: Status) -> Status | None:
     """One step; the same status if there is none to take, None if the cluster's capacity has to be read first."""
+    status = asked.revive(context, status)
     if status.terminal:
         return status
     status = absorbing.absorb(context, status)
@@ -166,6 +167,8 @@ def _wake(context: Context, status: Status) -> float:
         if pod.deleted_at is not None and not pod.terminal
     ]
     if current is not None and current.launch_time is not None:
+        if current.schedule_time is None:
+            moments.append(now + trouble.PATIENCE_SECONDS)
         verdict = running.judge(context, status, current)
         moments += [] if verdict.wake_at is None else [verdict.wake_at]
         if verdict.suspects:

@@ -17,6 +17,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from elastic_operator import metrics, probes
 from elastic_operator.apply import Applier
 from elastic_operator.caches import Nodes, Renewals
+from elastic_operator.inquiries import Inquiries
 from elastic_operator.leader import LOST, Leader
 from elastic_operator.logs import configure_logging
 from elastic_operator.mirror import Mirror
@@ -80,7 +81,8 @@ async def _work(
     remembered = Remembered(nodes, renewals, settings.namespaces)
     observer = Observer(client, nodes, renewals, remembered, settings.namespaces)
     fence = leader.must_lead if leader is not None else lambda: None
-    workers = Workers(observer, Applier(client, observer, fence), settings.limits, settings.reshard_image)
+    applier = Applier(client, observer, fence)
+    workers = Workers(observer, applier, Inquiries(client, applier), settings.limits, settings.reshard_image)
     remembered.listener = workers
     background = [_in_background(leader.hold(), "leader")] if leader is not None else []
     http = connect(client.config)

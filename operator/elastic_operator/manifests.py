@@ -14,7 +14,6 @@ from typing import Any
 
 from elastic_operator.reshardpod import ReshardImage, reshard_template
 from elastic_operator.spec import Spec
-from elastic_operator.spectypes import VIRTUAL
 from elastic_operator.status import Current, short
 from reshard.contract import GROUP, KIND, VERSION, Env, Label
 from reshard.topology import Topology
@@ -24,6 +23,8 @@ MASTER_PORT = 29500
 MANAGER = "elastic-training-operator"
 DRAIN_REQUESTED = f"{GROUP}/drain-requested"
 """Annotation of an ElasticTrainingJob by which a person asks it to commit, exit and start again."""
+RETRY_REQUESTED = f"{GROUP}/retry-requested"
+"""Annotation by which a person asks a job that has Failed to go on from its newest commit."""
 _VOLUME = "etj-checkpoint"
 _SCRATCH_VOLUME = "etj-scratch"
 SCRATCH_MOUNT = "/etj-scratch"
@@ -37,6 +38,7 @@ class JobRef:
 
     Attributes:
         drain_request: value of the annotation DRAIN_REQUESTED, empty for none; see `asked`.
+        retry_request: value of the annotation RETRY_REQUESTED, likewise.
     """
 
     name: str
@@ -45,6 +47,7 @@ class JobRef:
     generation: int = 0
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     drain_request: str = ""
+    retry_request: str = ""
 
 
 def attempt_name(job: str, attempt: int) -> str:
@@ -102,7 +105,7 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     pod["automountServiceAccountToken"] = True
     _mount_claim(pod, spec.checkpoint.claim_name)
     _avoid_nodes(pod, current.avoid)
-    if spec.reshard.mode == VIRTUAL:
+    if spec.reshard.may_be_virtual:
         _add_scratch(pod)
     main = pod["containers"][0]
     resources = main.setdefault("resources", {})
@@ -135,13 +138,13 @@ def reshard_job(
     current: Current,
     image: ReshardImage | None = None,
     *,
-    virtual: bool = False,
+    mode: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """The Job that converts `current.resume.source` into `current.resume.uri`.
 
     Args:
         image: the operator's, if any.
-        virtual: write where the bytes are, instead of the bytes.
+        mode: arguments that may have it write where the bytes are, instead of the bytes.
     """
     template = _template(reshard_template(spec, image, current.resume.source), _labels(job, attempt, "reshard"))
     pod = template["spec"]
@@ -162,9 +165,9 @@ def reshard_job(
         "--attempt",
         str(attempt),
         "--require-commit",
-        *(["--mode", "virtual"] if virtual else []),
+        *mode,
     ]
-    count = 1 if virtual else spec.reshard.parallelism
+    count = 1 if mode else spec.reshard.parallelism
     if count > 1:
         main["args"] += ["--worker", f"$(JOB_COMPLETION_INDEX)/{count}"]
     return {

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_operator.monitors import NO_RULES, Rules, complaints
 from elastic_operator.wire import parse_time
-from reshard.contract import CommitRef, Label, LeaseKey, ReshardReport
+from reshard.contract import CommitRef, Label, LeaseKey, ReshardReport, VirtualLoader
 
 WORKER = "worker"
 RESHARD = "reshard"
@@ -153,6 +153,17 @@ class LeaseView:
         return parse_time(self.get(LeaseKey.STEP_TIME))
 
     @property
+    def loader(self) -> VirtualLoader | None:
+        """What rank 0 says that it can load besides files."""
+        text = self.get(LeaseKey.LOADER)
+        if not text:
+            return None
+        try:
+            return VirtualLoader.from_json(text)
+        except ValueError:
+            return None
+
+    @property
     def commit(self) -> CommitRef | None:
         """The newest commit that rank 0 published."""
         text = self.get(LeaseKey.COMMIT)
@@ -165,6 +176,20 @@ class LeaseView:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What keeps an attempt from getting its pods; see `trouble`.
+
+    Attributes:
+        reason: one word of `trouble`.
+        message: of whoever says so.
+    """
+
+    attempt: int
+    reason: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """Everything that `decide` may know about the world.
 
@@ -172,6 +197,7 @@ class Observation:
         nodes: all nodes that offer the accelerator or run a pod of the job.
         used: accelerators taken on each node by pods that are not this job's.
         capacity_fresh: `used` was read just now; no plan is made from an old one.
+        trouble: why an attempt does not get its pods, where somebody says so.
     """
 
     nodes: Mapping[str, NodeView] = dataclasses.field(default_factory=dict)
@@ -180,6 +206,7 @@ class Observation:
     leases: Mapping[int, LeaseView] = dataclasses.field(default_factory=dict)
     used: Mapping[str, int] = dataclasses.field(default_factory=dict)
     capacity_fresh: bool = True
+    trouble: Trouble | None = None
 
     def workers(self, attempt: int) -> tuple[PodView, ...]:
         """Training pods of one attempt."""

@@ -7,12 +7,18 @@ import dataclasses
 from elastic_operator.conditions import Type, generation_of, set_condition
 from elastic_operator.context import Context, stopped_pods
 from elastic_operator.manifests import attempt_name, selector
+from elastic_operator.observation import Trouble
+from elastic_operator.signals import pod_signals
 from elastic_operator.status import Current, Phase, Status, short
+from elastic_operator.trouble import LAUNCH_REFUSED
 
 
 def present(context: Context, status: Status) -> Status:
     """Fill everything that follows from the rest."""
     phase, reason, message = _phase(context, status)
+    trouble = _trouble(context, status)
+    if trouble is not None and reason == trouble.reason != status.reason:
+        context.emit(reason, trouble.message, warning=True)
     current = status.current
     shown = current if current is not None and not status.terminal else None
     if status.phase == Phase.COMPLETE:
@@ -62,9 +68,34 @@ def _phase(context: Context, status: Status) -> tuple[str, str, str]:
         return _preparing(context, status, current, len(running), cause)
     name = attempt_name(context.job.name, status.attempt)
     if current.first_step_time is None:
+        reason, why = _waits(context, status)
         ready = sum(pod.phase == "Running" for pod in context.world.workers(status.attempt))
-        return Phase.STARTING, "Launched", f"{name}: {ready} of {current.num_nodes} pods run, no step yet"
+        text = f"{name}: {ready} of {current.num_nodes} pods run, no step yet"
+        return Phase.STARTING, reason or "Launched", f"{text}; {why}" if why else text
     return Phase.RUNNING, "Training", f"{name}: {short(current.topology)} on {current.num_nodes} nodes"
+
+
+def _trouble(context: Context, status: Status) -> Trouble | None:
+    """What keeps the current attempt from getting its pods, as far as it is still so."""
+    found, current = context.world.trouble, status.current
+    if found is None or current is None or found.attempt != status.attempt:
+        return None
+    launched = found.reason == LAUNCH_REFUSED and current.launch_time is not None and bool(current.job_uid)
+    return None if launched else found
+
+
+def _waits(context: Context, status: Status) -> tuple[str, str]:
+    """Reason and sentence for what a launched attempt without a step waits for; empty where all is in order.
+
+    What ends the attempt once it has lasted for its grace is told from its first moment on: a person need not wait.
+    """
+    trouble = _trouble(context, status)
+    if trouble is not None:
+        return trouble.reason, trouble.message
+    for pod in context.world.workers(status.attempt):
+        for signal in pod_signals(pod, context.now):
+            return signal.kind, signal.message
+    return "", ""
 
 
 def _preparing(context: Context, status: Status, current: Current, running: int, cause: str) -> tuple[str, str, str]:
@@ -72,6 +103,9 @@ def _preparing(context: Context, status: Status, current: Current, running: int,
         known = status.reshard
         if known is not None and known.retry_time is not None and known.retry_time > context.now:
             return Phase.RESHARDING, "ReshardRetry", f"retrying after: {known.message}"
+        trouble = _trouble(context, status)
+        if trouble is not None:
+            return Phase.RESHARDING, trouble.reason, trouble.message
         return Phase.RESHARDING, cause or "TopologyChanged", current.resume.reason
     if running:
         return Phase.STOPPING, cause or "Stopping", f"{running} pods of older attempts are being stopped"
@@ -91,6 +125,7 @@ def _conditions(context: Context, status: Status, phase: str, reason: str, messa
     put(Type.SPEC_VALID, True, "Valid", "the spec makes sense")
     if status.current is not None:
         _resumed(put, status.current)
+    put(Type.LAUNCHED, *_launched(context, status, phase, reason, message))
     for type_, wanted in (
         (Type.RUNNING, Phase.RUNNING),
         (Type.DRAINING, Phase.DRAINING),
@@ -104,6 +139,16 @@ def _conditions(context: Context, status: Status, phase: str, reason: str, messa
         else:
             put(type_, False, phase, f"the job is {phase}")
     return dataclasses.replace(status, conditions=generation_of(conditions, generation))
+
+
+def _launched(context: Context, status: Status, phase: str, reason: str, message: str) -> tuple[bool, str, str]:
+    """Status, reason and message of the condition Launched."""
+    current, name = status.current, attempt_name(context.job.name, status.attempt)
+    if current is not None and current.schedule_time is not None and not status.terminal:
+        return True, "PodsBegan", f"all pods of {name} have begun"
+    if phase == Phase.STARTING or _trouble(context, status) is not None:
+        return False, reason, message
+    return False, phase, f"the job is {phase}"
 
 
 def _resumed(put, current: Current) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001

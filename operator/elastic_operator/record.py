@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_operator.actions import Decision
-from elastic_operator.manifests import DRAIN_REQUESTED, JobRef
+from elastic_operator.manifests import DRAIN_REQUESTED, RETRY_REQUESTED, JobRef
 from elastic_operator.spec import Spec, SpecError, parse_spec
 from elastic_operator.status import Status
 from elastic_operator.wire import from_wire
@@ -42,6 +42,7 @@ def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Re
         generation=meta.get("generation") or 0,
         labels=meta.get("labels") or {},
         drain_request=(meta.get("annotations") or {}).get(DRAIN_REQUESTED, ""),
+        retry_request=(meta.get("annotations") or {}).get(RETRY_REQUESTED, ""),
     )
     known = before is not None and (before.job.uid, before.job.generation) == (job.uid, job.generation)
     return Record(

@@ -170,6 +170,7 @@ class ReshardStatus:
     job_name: str = ""
     attempt: int = 0
     mode: str = ""
+    mode_reason: str = ""
     bytes_read: int = 0
     bytes_written: int = 0
     seconds: float = 0.0
@@ -180,6 +181,19 @@ class ReshardStatus:
     retry_time: Time | None = None
     failed_uid: str = ""
     message: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """What an attempt has said that it can load besides files (`reshard.contract.VirtualLoader`).
+
+    Attributes:
+        spec_hash: of the spec that the attempt was made from; another one may have another image.
+    """
+
+    manifests: tuple[int, ...] = ()
+    memory_bytes: int = 0
+    spec_hash: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +324,9 @@ class Status:
         ettr_text: effective training time ratio in percent; empty before the first step.
         drain: a planned change is on its way.
         growth: a better topology has room, but not long enough yet.
+        loader: what the training last said that it can load.
         drain_request: the last request for a drain by hand that was answered (`asked`).
+        retry_request: the last request to try a failed job again that was answered.
         first_step_time: when the first of all attempts made its first step.
         pinned: the only topology allowed, because resharding out of it failed for good.
         queue_time: since when the job has wanted an attempt and had none, not even a planned one; None otherwise.
@@ -334,11 +350,13 @@ class Status:
     drain: Drain | None = None
     growth: Growth | None = None
     drain_request: str = ""
+    retry_request: str = ""
     pinned: Mapping[str, int] = dataclasses.field(default_factory=dict)
     plan: Plan | None = None
     progress: Progress | None = None
     checkpoint: Checkpoint = Checkpoint()
     reshard: ReshardStatus | None = None
+    loader: Loader | None = None
     recoveries: tuple[Recovery, ...] = ()
     excluded_nodes: tuple[ExcludedNode, ...] = ()
     restart_budget: RestartBudget = RestartBudget()

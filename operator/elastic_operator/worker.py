@@ -19,6 +19,7 @@ from elastic_operator.apply import Applier, ConflictError
 from elastic_operator.batching import Key
 from elastic_operator.decide import decide, refuse
 from elastic_operator.gauges import job_gauges
+from elastic_operator.inquiries import Inquiries, RefusedError
 from elastic_operator.limits import Limits
 from elastic_operator.observation import Observation
 from elastic_operator.observe import Observer
@@ -74,6 +75,7 @@ class Workers:
         self,
         observer: Observer,
         applier: Applier,
+        inquiries: Inquiries,
         limits: Limits,
         reshard_image: ReshardImage | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class Workers:
         self._nodes: dict[Key, frozenset[str]] = {}
         self._mail: dict[Key, dict[str, Mapping[str, Any]]] = {}
         self._waking_all: asyncio.TimerHandle | None = None
+        self._inquiries = inquiries
 
     @property
     def crowded(self) -> bool:
@@ -151,6 +154,11 @@ class Workers:
                 logger.debug("%s/%s: looking again: %s", *key, error)
                 _count_pass("conflict", begin)
                 seconds = 0.2
+            except RefusedError as error:
+                if error.new:
+                    logger.warning("%s/%s: %s", *key, error)
+                _count_pass("error", begin)
+                seconds, backoff = backoff, min(2 * backoff, _LAST_BACKOFF_SECONDS)
             except asyncio.CancelledError:
                 raise
             except Exception as error:
@@ -176,6 +184,7 @@ class Workers:
     def _forget(self, key: Key) -> None:
         for table in (self._tasks, self._wakers, self._nodes, self._mail):
             table.pop(key, None)
+        self._inquiries.forget(key)
         metrics.forget(key)
 
     async def _reconcile(self, key: Key) -> float | None:
@@ -186,6 +195,8 @@ class Workers:
         recalled = await self._observer.recall(*key)
         if recalled is not None:
             record, world = recalled
+            if world is not None:
+                world = await self._inquiries.seen(key, record.status, world)
             found = self._judge(key, record, world)
             if is_quiet(record.status, found.decision):
                 _show(key, found)
@@ -196,7 +207,7 @@ class Workers:
         record = read_record(resource)
         if record.deleting:
             return self._limits.resync_seconds
-        found = await self._decide(key, record)
+        found = await self._decide(key, await self._inquiries.tried(record))
         await self._apply(key, resource, found)
         return found.decision.requeue_seconds
 
@@ -206,6 +217,7 @@ class Workers:
         resource, fresh = record.spec.accelerator.resource, not record.status.launched
         while True:
             world = await self._observer.look(*key, resource, fresh=fresh)
+            world = await self._inquiries.seen(key, record.status, world)
             found = self._judge(key, record, world)
             if not found.decision.needs_fresh_capacity:
                 return found
@@ -237,11 +249,14 @@ class Workers:
                 logging.WARNING if event.warning else logging.INFO, "%s", event.message, extra={"fields": record}
             )
             metrics.count([Sample(family=families.EVENTS, labels=(event.reason,))])
-        for action in decision.actions:
-            logger.debug("%s/%s: %s", *key, json.dumps(type(action).__name__))
-            await self._applier.act(*key, action)
-        for event in decision.events:
-            await self._applier.post_event(resource, event, time.time())
+        try:
+            for action in decision.actions:
+                logger.debug("%s/%s: %s", *key, json.dumps(type(action).__name__))
+                await self._inquiries.act(key, decision.status.attempt, action)
+        finally:
+            # The status is written: the next pass does what is left to do, but would not tell of this again.
+            for event in decision.events:
+                await self._applier.post_event(resource, event, time.time())
 
 
 def _said(lease: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -138,7 +138,7 @@ def test_a_spec_that_makes_no_sense_is_told_by_its_problems() -> None:
     resource = copy.deepcopy(RECORDED["running"]["job"])
     resource["spec"]["nodes"] = {"min": 3, "max": 1}
     job = report(resource, RECORDED["running"]["time"])
-    assert job.now.doing.startswith("the spec makes no sense: ")
+    assert job.now.doing.startswith("the spec cannot be used: ")
     assert "nodes" in job.now.doing
 
 

@@ -31,7 +31,7 @@
   verbs: [get, list, watch, delete]
 - apiGroups: [""]
   resources: [events]
-  verbs: [get, create, patch]
+  verbs: [get, list, create, patch]
 {{- end -}}
 
 {{/* What it has to read outside of them. */}}

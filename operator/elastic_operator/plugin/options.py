@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     _waits(_verb(verbs, "drain", "commit now, exit cleanly, start again in the best topology", name=True))
     _waits(_verb(verbs, "suspend", "commit, exit, and give the nodes back until `resume`", name=True))
     _waits(_verb(verbs, "resume", "go on from the newest commit", name=True))
+    _waits(_verb(verbs, "retry", "take a job that has Failed up again, from its newest commit", name=True))
     _logs(_verb(verbs, "logs", "the log that matters: rank 0 of what runs, else the pod that failed", name=True))
     return top
 

@@ -1,4 +1,4 @@
-"""`drain`, `suspend`, `resume`: one small patch of the resource each, and waiting until the operator has answered."""
+"""`drain`, `suspend`, `resume`, `retry`: one small patch of the resource each, and waiting for the answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_operator import asked
-from elastic_operator.manifests import DRAIN_REQUESTED
+from elastic_operator.manifests import DRAIN_REQUESTED, RETRY_REQUESTED
 from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.report import read_status
@@ -25,7 +25,7 @@ class Steered:
     Attributes:
         changed: False where it was so already.
         attempt: at the time of the request.
-        request: token of a drain.
+        request: token of a drain or a retry.
         commit_step: newest commit; after `--wait` that of the drain.
         text: the same for people.
     """
@@ -49,6 +49,8 @@ def ask(cluster: Cluster, verb: str, name: str) -> Steered:
     """
     resource = cluster.job(name)
     status = read_status(resource)
+    if verb == "retry":
+        return _retry(cluster, resource, status)
     if status.terminal:
         raise PluginError(Exit.REFUSED, f"{name} cannot {verb}: it is {status.phase} ({status.message})")
     if verb == "drain":
@@ -68,7 +70,7 @@ def wait(cluster: Cluster, done: Steered, *, timeout_seconds: float) -> Steered:
         if text := reached(done, status):
             step = status.checkpoint.step if status.checkpoint.uri else None
             return dataclasses.replace(done, text=text, phase=status.phase, commit_step=step)
-        if status.terminal:
+        if status.terminal and not _unseen(done, status):
             raise PluginError(Exit.REFUSED, f"{done.name} is {status.phase} now: {status.message}")
         if time.monotonic() >= deadline:
             where = f"{done.name} is {status.phase} after {timeout_seconds:.0f} s: {status.message}"
@@ -86,11 +88,16 @@ def reached(done: Steered, status: Status) -> str:
     match done.verb:
         case "suspend":
             return f"{done.name} is suspended: nothing runs, {commit}" if status.phase == Phase.SUSPENDED else ""
-        case "resume":
-            running = status.phase == Phase.RUNNING
+        case "resume" | "retry":
+            running = status.phase == Phase.RUNNING and not _unseen(done, status)
             return f"{done.name} trains again, in attempt {status.attempt} as {status.topology_text}" if running else ""
         case _:
             return _drained(done, status)
+
+
+def _unseen(done: Steered, status: Status) -> bool:
+    """The operator has not answered a retry yet."""
+    return done.verb == "retry" and status.retry_request != done.request
 
 
 def _drained(done: Steered, status: Status) -> str:
@@ -121,6 +128,18 @@ def _drain(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> Ste
     cluster.patch(name, {"metadata": {"annotations": {DRAIN_REQUESTED: request}}})
     text = f"{name}: attempt {status.attempt} is asked to commit, exit and start again (--wait waits for it)"
     return _steered(resource, status, "drain", text, changed=True, request=request)
+
+
+def _retry(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> Steered:
+    name = resource["metadata"]["name"]
+    if status.phase != Phase.FAILED:
+        state = status.phase if resource.get("status") else "not seen by any operator"
+        raise PluginError(Exit.REFUSED, f"{name} cannot retry: it is {state}, and only what has Failed is tried again")
+    request = format_time(time.time())
+    cluster.patch(name, {"metadata": {"annotations": {RETRY_REQUESTED: request}}})
+    start = f"from the commit of step {status.checkpoint.step}" if status.checkpoint.uri else "from nothing"
+    text = f"{name} is tried again {start}, with a fresh restart budget (--wait waits for it)"
+    return _steered(resource, status, "retry", text, changed=True, request=request)
 
 
 def _suspend(cluster: Cluster, resource: Mapping[str, Any], status: Status, *, suspend: bool) -> Steered:

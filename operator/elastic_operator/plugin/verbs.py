@@ -108,5 +108,6 @@ _VERBS: Mapping[str, Callable[[Cluster, argparse.Namespace], Answer]] = {
     "drain": _steer,
     "suspend": _steer,
     "resume": _steer,
+    "retry": _steer,
     "logs": _logs,
 }

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_operator.conditions import Type, find
 from elastic_operator.plugin.text import age, count, size
 from elastic_operator.spec import Spec
 from elastic_operator.status import Phase, Status
@@ -45,13 +46,23 @@ def waits_for(resource: Mapping[str, Any], spec: Spec | None, problem: str, stat
             waits_for="the operator",
             advice=advice,
         )
+    problem = problem or _objection(meta, status)
     if problem and not status.terminal:
-        return Waiting(doing=f"the spec makes no sense: {problem}", waits_for="an edit of the spec")
+        left = "; what runs goes on, but is not recovered until the spec is edited" if status.launched else ""
+        return Waiting(doing=f"the spec cannot be used: {problem}{left}", waits_for="an edit of the spec")
     found = _by_phase(meta["name"], spec, status, now)
     unseen = meta.get("generation", 0) > status.observed_generation and not status.terminal
     if unseen:
         return dataclasses.replace(found, advice="the spec was edited and the operator has not looked at it yet")
     return found
+
+
+def _objection(meta: Mapping[str, Any], status: Status) -> str:
+    """What the operator has heard against the present spec; empty for nothing."""
+    found = find(status.conditions, Type.SPEC_VALID)
+    if found is None or found.status == "True" or found.observed_generation != meta.get("generation", 0):
+        return ""
+    return found.message
 
 
 def _by_phase(name: str, spec: Spec | None, status: Status, now: float) -> Waiting:
@@ -80,7 +91,9 @@ def _by_phase(name: str, spec: Spec | None, status: Status, now: float) -> Waiti
         case Phase.COMPLETE:
             return Waiting(doing=status.message)
         case Phase.FAILED:
-            advice = f"`kubectl etj logs {name}`; after the fix create the job anew: its checkpoints are kept"
+            advice = (
+                f"`kubectl etj logs {name}`; after the fix `kubectl etj retry {name}` goes on from its newest commit"
+            )
             return Waiting(doing=status.message, advice=advice)
         case _:
             return Waiting(doing=status.message or "waiting for a plan", waits_for="the operator")
