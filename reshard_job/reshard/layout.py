@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -22,6 +22,7 @@ __all__ = [
     "PADDING",
     "Checksum",
     "ChecksumField",
+    "Checksums",
     "Index",
     "Int64Array",
     "LogicalTensor",
@@ -123,6 +124,42 @@ class Checksum:
     crc32: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Checksums(Sequence[Checksum]):
+    """Checksums in columns, for files with thousands; each is made when it is asked for.
+
+    Attributes:
+        start: first byte of each range, [ranges].
+        num_bytes: length of each, [ranges].
+        crc32: of each, [ranges].
+    """
+
+    start: Int64Array
+    num_bytes: Int64Array
+    crc32: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @overload
+    def __getitem__(self, at: int) -> Checksum: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Checksum, ...]: ...
+    def __getitem__(self, at: int | slice) -> Checksum | tuple[Checksum, ...]:
+        if isinstance(at, slice):
+            return tuple(self[number] for number in range(*at.indices(len(self))))
+        return Checksum(start=int(self.start[at]), num_bytes=int(self.num_bytes[at]), crc32=int(self.crc32[at]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
     """A file of the source.
@@ -135,7 +172,7 @@ class SourceFile:
 
     path: str
     num_bytes: int
-    checksums: tuple[Checksum, ...] = ()
+    checksums: Sequence[Checksum] = ()
 
 
 Plain = int | float | str | bool | None | Sequence["Plain"] | Mapping[str, "Plain"]

@@ -64,6 +64,15 @@ class Chunks:
             length=self.length[rows],
         )
 
+    def place(self, row: int) -> Place:
+        """Where one item lies."""
+        return Place(self.names[self.file[row]], int(self.start[row]), int(self.length[row]))
+
+    def piece(self, row: int, ndim: int) -> tuple[Box, Place]:
+        """One chunk, with the tensor's own number of dims."""
+        box = Box(tuple(self.offset[row, :ndim].tolist()), tuple(self.size[row, :ndim].tolist()))
+        return box, self.place(row)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces(Sequence[Piece]):
@@ -91,24 +100,16 @@ class Pieces(Sequence[Piece]):
     def __getitem__(self, at: int | slice) -> Piece | tuple[Piece, ...]:
         if isinstance(at, slice):
             return tuple(self[number] for number in range(*at.indices(len(self))))
-        row, found = self.first + (at if at >= 0 else at + len(self)), self.chunks
+        row = self.first + (at if at >= 0 else at + len(self))
         if not self.first <= row < self.last:
             raise IndexError(at)
-        place = Place(found.names[found.file[row]], int(found.start[row]), int(found.length[row]))
-        if self.ndim is None:
-            return None, place
-        return Box(tuple(found.offset[row, : self.ndim].tolist()), tuple(found.size[row, : self.ndim].tolist())), place
+        return (None, self.chunks.place(row)) if self.ndim is None else self.chunks.piece(row, self.ndim)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
-
-    @property
-    def own(self) -> Chunks:
-        """Their rows."""
-        return self.chunks.take(slice(self.first, self.last))
 
 
 def in_columns(pieces: Iterable[Sequence[Piece]]) -> Chunks:

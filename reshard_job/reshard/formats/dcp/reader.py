@@ -7,13 +7,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from reshard.commit import Commit
 from reshard.errors import UnsupportedError
+from reshard.formats.dcp.chunks import in_columns
 from reshard.formats.dcp.groups import find_groups
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, Path_, read_metadata
 from reshard.formats.dcp.naming import Naming, find_names
-from reshard.formats.dcp.tables import Part, check_files, make_table, num_ranks
+from reshard.formats.dcp.tables import Parts, check_files, make_table, names_of, num_ranks
 from reshard.layout import (
     Index,
     LogicalTensor,
@@ -52,19 +55,19 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     """
     entries = read_metadata(folder)
     check_files(folder, entries)
-    naming = find_names(entries, str(folder))
+    naming, names = find_names(entries, str(folder)), names_of(entries)
     with Items(folder) as items:
         scalars = _scalars(items, entries, naming)
         groups = _groups(items, entries, naming, scalars)
         moved = _moved(entries, naming, scalars, groups)
         tensors, parts = _logical(entries, moved)
-        files, shards = make_table(items, entries, tensors, parts)
+        files, shards = make_table(items, names, tensors, parts)
     carried = _carried(entries, set(moved), naming, folder)
     return Index(
         root=folder,
         format=NAME,
         # DCP records no mesh: as many data-parallel ranks as have files, cut like FSDP.
-        topology=Topology(dp=num_ranks(entries), zero=3) if commit is None else commit.topology,
+        topology=Topology(dp=num_ranks(names), zero=3) if commit is None else commit.topology,
         step=_step(scalars) if commit is None else commit.step,
         samples=0 if commit is None else commit.samples,
         tensors=tensors,
@@ -143,17 +146,14 @@ def _moved(
     }
 
 
-def _logical(entries: Iterable[Entry], moved: Mapping[str, TensorKey]) -> tuple[tuple[LogicalTensor, ...], list[Part]]:
+def _logical(entries: Iterable[Entry], moved: Mapping[str, TensorKey]) -> tuple[tuple[LogicalTensor, ...], Parts]:
     """Logical tensors, one for each entry that is one, and their chunks."""
     chosen = [entry for entry in entries if entry.key in moved]
     tensors = tuple(LogicalTensor(key=moved[entry.key], shape=entry.shape or (), dtype=entry.dtype) for entry in chosen)
-    parts = [
-        Part(tensor=at, box=box, entry=entry, chunk=box, place=place)
-        for at, entry in enumerate(chosen)
-        for box, place in entry.chunks
-        if box is not None
-    ]
-    return tensors, parts
+    number = np.repeat(np.arange(len(chosen)), [len(entry.chunks) for entry in chosen])
+    chunks = in_columns(entry.chunks for entry in chosen)
+    nothing = np.zeros(len(chosen), dtype=np.int64)
+    return tensors, Parts(tensor=number, entry=number, entries=chosen, chunks=chunks, drop=nothing)
 
 
 def _carried(entries: Iterable[Entry], moved: set[str], naming: Naming, folder: Path) -> tuple[Entry, ...]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+
+import numpy as np
 
 from reshard.errors import UnsupportedError
-from reshard.formats.dcp.metadata import Entry, Place
-from reshard.geometry import Box
+from reshard.formats.dcp.chunks import Chunks
+from reshard.formats.dcp.metadata import Entry
 from reshard.layout import TensorKey
 
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
@@ -85,8 +87,8 @@ def find_names(entries: Iterable[Entry], where: str) -> Named:
     )
 
 
-def layers_of(entry: Entry, name: str, where: str) -> Iterator[tuple[str, int, tuple[tuple[Box, Place], ...]]]:
-    """(name, leading dims that are no dims of the tensor, chunks) of each tensor that the entry is.
+def layers_of(entry: Entry, name: str, chunks: Chunks, where: str) -> tuple[int, tuple[str, ...]]:
+    """Leading dims of the entry that are no dims of its tensors (0 or 1), and the name of each tensor that it is.
 
     `decoder.layers.mlp.linear_fc1.weight` of shape [layers, ...] is one tensor for each layer, called
     `decoder.layers.<layer>.mlp.linear_fc1.weight`; Megatron-Core puts a chunk's layer in front as a dim of size 1.
@@ -95,15 +97,13 @@ def layers_of(entry: Entry, name: str, where: str) -> Iterator[tuple[str, int, t
         UnsupportedError: chunks of several layers, which Megatron-Core does not write.
     """
     match = _STACKED.match(name)
-    chunks = tuple((box, place) for box, place in entry.chunks if box is not None)
     if match is None or not entry.shape:
-        yield name, 0, chunks
-        return
-    if wide := [box for box, _ in chunks if box.size[0] != 1]:
+        return 0, (name,)
+    wide = np.flatnonzero(chunks.size[:, 0] != 1)
+    if len(wide):
+        box, _ = chunks.piece(int(wide[0]), len(entry.shape))
         raise UnsupportedError(
-            f"{entry.key} {list(entry.shape)}: chunk {wide[0]} is of {wide[0].size[0]} layers, expected one layer each",
+            f"{entry.key} {list(entry.shape)}: chunk {box} is of {box.size[0]} layers, expected one layer each",
             path=where,
         )
-    for layer in range(entry.shape[0]):
-        own = tuple((box, place) for box, place in chunks if box.offset[0] == layer)
-        yield f"{match['head']}{layer}.{match['tail']}", 1, own
+    return 1, tuple(f"{match['head']}{layer}.{match['tail']}" for layer in range(entry.shape[0]))

@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.dcp.chunks import in_columns
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, read_metadata
-from reshard.formats.dcp.tables import CONFIG_FILE, Part, backend_of, check_files, make_table, num_ranks
+from reshard.formats.dcp.tables import (
+    CONFIG_FILE,
+    Parts,
+    backend_of,
+    check_files,
+    make_table,
+    names_of,
+    num_ranks,
+)
 from reshard.formats.megatron.common import COMMON_KEY, Common, differing, find_groups, read_common
 from reshard.formats.megatron.example import Extra, Home
 from reshard.formats.megatron.names import Named, find_names, layers_of
-from reshard.geometry import Box
 from reshard.layout import Index, LogicalTensor, TensorKey
 from reshard.topology import Topology
 
@@ -40,14 +50,14 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     with Items(folder) as items:
         common = read_common(folder, entries, items)
         tensors, parts, homes = _logical(entries, named, str(folder))
-        files, shards = make_table(items, entries, tensors, parts)
+        files, shards = make_table(items, names_of(entries), tensors, parts)
     if not tensors:
         raise CorruptSourceError("holds no weights", path=str(folder))
     trained = [tensor.key.name for tensor in tensors if tensor.key.state == "fp32"]
     if commit is not None:
         topology, step, samples = commit.topology, commit.step, commit.samples
     else:
-        topology = common.topology or Topology(dp=num_ranks(entries), zero=0)
+        topology = common.topology or Topology(dp=num_ranks(names_of(entries)), zero=0)
         step, samples = common.step or 0, common.samples
     return Index(
         root=folder,
@@ -72,36 +82,39 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
 
 def _logical(
     entries: Iterable[Entry], named: Named, where: str
-) -> tuple[tuple[LogicalTensor, ...], list[Part], dict[TensorKey, Home]]:
+) -> tuple[tuple[LogicalTensor, ...], Parts, dict[TensorKey, Home]]:
     """Logical tensors, their chunks, and where each is in the folder."""
     tensors: list[LogicalTensor] = []
-    parts: list[Part] = []
     homes: dict[TensorKey, Home] = {}
-    for entry in entries:
-        key = named.tensors.get(entry.key)
-        if key is None:
-            continue
-        for layer, (name, drop, chunks) in enumerate(layers_of(entry, key.name, where)):
-            shape = (entry.shape or ())[drop:]
-            parts += [
-                Part(
-                    tensor=len(tensors),
-                    box=Box(box.offset[drop:], box.size[drop:]),
-                    entry=entry,
-                    chunk=box,
-                    place=place,
-                )
-                for box, place in chunks
-            ]
+    chosen = [entry for entry in entries if entry.key in named.tensors]
+    drops: list[int] = []
+    numbers = [np.zeros(0, dtype=np.int64)]
+    for entry in chosen:
+        key = named.tensors[entry.key]
+        chunks = in_columns((entry.chunks,))
+        drop, names = layers_of(entry, key.name, chunks, where)
+        layer = chunks.offset[:, 0] if drop else np.zeros(len(chunks), dtype=np.int64)
+        drops.append(drop)
+        numbers.append(len(tensors) + layer)
+        shape = (entry.shape or ())[drop:]
+        for at, name in enumerate(names):
+            own = chunks.offset[layer == at][:, drop : drop + len(shape)]
             found = LogicalTensor(key=TensorKey(key.state, name), shape=shape, dtype=entry.dtype)
             tensors.append(found)
             homes[found.key] = Home(
                 key=entry.key,
-                layer=layer if drop else None,
+                layer=at if drop else None,
                 shape=shape,
                 dtype=entry.dtype,
-                counts=tuple(len({box.offset[drop + dim] for box, _ in chunks}) for dim in range(len(shape))),
+                counts=tuple(len(set(column.tolist())) for column in own.T),
             )
+    parts = Parts(
+        tensor=np.concatenate(numbers),
+        entry=np.repeat(np.arange(len(chosen)), [len(entry.chunks) for entry in chosen]),
+        entries=chosen,
+        chunks=in_columns(entry.chunks for entry in chosen),
+        drop=np.array(drops, dtype=np.int64),
+    )
     return tuple(tensors), parts, homes
 
 
