@@ -8,9 +8,11 @@ from elastic_operator import commits, ledger
 from elastic_operator.context import Context
 from elastic_operator.observation import LeaseView
 from elastic_operator.recovering import charge, refresh_exclusions
-from elastic_operator.status import Commit, Current, Progress, Recovery, Status, edit_last_recovery
+from elastic_operator.status import Commit, Current, Loader, Progress, Recovery, Status, edit_last_recovery
 from elastic_operator.wire import Time
 from reshard.contract import LeaseKey
+
+_MOST_VERSIONS = 16
 
 
 def absorb(context: Context, status: Status) -> Status:
@@ -23,7 +25,7 @@ def absorb(context: Context, status: Status) -> Status:
     status = _job_seen(context, status, status.current)
     if lease is None:
         return status
-    status = _commit(status, lease)
+    status = _loader(_commit(status, lease), lease)
     return _progress(context, status, lease)
 
 
@@ -49,6 +51,19 @@ def _commit(status: Status, lease: LeaseView) -> Status:
     if checkpoint == status.checkpoint:
         return status
     return dataclasses.replace(status, checkpoint=checkpoint, pinned={})
+
+
+def _loader(status: Status, lease: LeaseView) -> Status:
+    """What the training says that it can load; one that has another spec and says nothing yet leaves what is known."""
+    found = lease.loader
+    if found is None or status.current is None:
+        return status
+    loader = Loader(
+        manifests=found.manifests[:_MOST_VERSIONS],
+        memory_bytes=max(0, found.memory_bytes),
+        spec_hash=status.current.spec_hash,
+    )
+    return dataclasses.replace(status, loader=loader)
 
 
 def _progress(context: Context, status: Status, lease: LeaseView) -> Status:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic_operator import commits
+from elastic_operator import modes
 from elastic_operator.actions import Action, Create, DeleteJob, DeletePod, LaunchAttempt, RequestDrain, RevokeAttempt
 from elastic_operator.context import Context, lost_nodes
 from elastic_operator.manifests import attempt_name, attempt_objects, reshard_job
 from elastic_operator.observation import RESHARD, WORKER, JobView, PodView
-from elastic_operator.spectypes import VIRTUAL
 from elastic_operator.status import Current, Phase, Status
 from reshard.contract import LeaseKey, Request
 
@@ -104,9 +103,6 @@ def _reshard(context: Context, status: Status, current: Current) -> Iterator[Act
     if known is not None and known.retry_time is not None and context.now < known.retry_time:
         return
     if context.world.job(status.attempt, RESHARD) is None:
-        again = commits.virtual_was_refused(status.checkpoint, step=current.resume.step)
-        virtual = context.spec.reshard.mode == VIRTUAL and not again
-        manifest = reshard_job(
-            context.job, context.spec, status.attempt, current, context.reshard_image, virtual=virtual
-        )
+        asked = modes.ask(context.spec, status, current).arguments
+        manifest = reshard_job(context.job, context.spec, status.attempt, current, context.reshard_image, mode=asked)
         yield Create(manifest=manifest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import commits, recovering
+from elastic_operator import commits, modes, recovering
 from elastic_operator.actions import ReshardOutcome
 from elastic_operator.capacity import Capacity
 from elastic_operator.conditions import Type, set_condition
@@ -115,7 +115,11 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
     """Record the start and the report of the reshard Job."""
     known = status.reshard
     if known is None or known.attempt != status.attempt:
-        known = ReshardStatus(job_name=reshard_name(context.job.name, status.attempt), attempt=status.attempt)
+        known = ReshardStatus(
+            job_name=reshard_name(context.job.name, status.attempt),
+            attempt=status.attempt,
+            mode_reason=modes.ask(context.spec, status, current).reason,
+        )
         status = dataclasses.replace(status, reshard=known)
         if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
             status = edit_last_recovery(status, reshard_start_time=Time(context.now))
@@ -141,6 +145,7 @@ def _resharded(
         known = dataclasses.replace(
             known,
             mode=report.mode,
+            mode_reason=report.mode_reason or known.mode_reason,
             bytes_read=report.bytes_read,
             bytes_written=report.bytes_written,
             seconds=report.seconds,

@@ -11,8 +11,8 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-VIRTUAL = "Virtual"
-"""`spec.reshard.mode`: the reshard Job writes where the bytes are, and the training reads them there."""
+AUTO, VIRTUAL = "Auto", "Virtual"
+"""`spec.reshard.mode`: as it pays; or the reshard Job writes where the bytes are, and the training reads them there."""
 
 
 class Strategy(enum.StrEnum):
@@ -130,12 +130,17 @@ class CheckpointSpec:
 class ReshardSpec:
     """`spec.reshard`. `template` is a PodTemplateSpec, or None to derive one from the training container."""
 
-    mode: str = "Auto"
+    mode: str = AUTO
     timeout_seconds: int = 3600
     parallelism: int = 1
     backoff_limit: int = 3
     on_failure: str = "RetainTopology"
     template: Mapping[str, Any] | None = None
+
+    @property
+    def may_be_virtual(self) -> bool:
+        """Some conversion may be: the training needs a place in memory."""
+        return self.mode == VIRTUAL or (self.mode == AUTO and self.parallelism == 1 and self.template is None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

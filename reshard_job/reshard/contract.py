@@ -23,6 +23,9 @@ CONTRACT_VERSION = 1
 MANIFEST_VERSIONS = (1, 2)
 """Versions of a virtual commit's manifest that this release reads; it writes the last."""
 
+ELASTIC_TRAINER = "elastic_trainer"
+"""Who loads virtual commits: `reshard run --loader elastic_trainer,ranks-per-node=N,node-memory=BYTES`."""
+
 COMMIT_FILE = "COMMIT.json"
 """Written last; a checkpoint folder without it does not exist."""
 
@@ -45,7 +48,7 @@ class Env(enum.StrEnum):
     HEARTBEAT_SECONDS = "ETJ_HEARTBEAT_SECONDS"
     SCRATCH = "ETJ_SCRATCH"
     """Folder in memory for the files of a virtual commit. The user may set it; by default the operator does, where
-    `spec.reshard.mode` is Virtual."""
+    `spec.reshard.mode` is Virtual or may come to it."""
     MAILBOX = "ETJ_MAILBOX"
     """Path of a JSON file that stands in for the Lease where there is no cluster."""
 

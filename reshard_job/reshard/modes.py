@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from reshard.contract import ELASTIC_TRAINER
 from reshard.errors import UsageError
 from reshard.limits import format_bytes, format_seconds, parse_bytes
 
 MATERIALIZE, VIRTUAL = "materialize", "virtual"
-ELASTIC_TRAINER = "elastic_trainer"
 LEAST_SAVING_SECONDS = 5.0
 """For less, files that any framework loads, and that need no source, are worth more."""
 

@@ -100,13 +100,14 @@ def test_accelerators_replace_what_the_template_asks_for_and_nothing_else() -> N
 
 def test_the_claim_is_mounted_once_and_never_owned() -> None:
     pod = job()["spec"]["template"]["spec"]
-    assert pod["containers"][0]["volumeMounts"] == [{"name": "etj-checkpoint", "mountPath": "/checkpoint"}]
+    mounts = [item for item in pod["containers"][0]["volumeMounts"] if item["name"] != "etj-scratch"]
+    assert mounts == [{"name": "etj-checkpoint", "mountPath": "/checkpoint"}]
     own = {
         "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "ckpt"}}],
         "containers": [{"name": "t", "image": "i", "volumeMounts": [{"name": "v", "mountPath": "/data/"}]}],
     }
     found = job(**own)["spec"]["template"]["spec"]
-    assert len(found["volumes"]) == 1
+    assert [item["name"] for item in found["volumes"]] == ["v", "etj-scratch"]
     assert environment(found["containers"][0])[Env.CHECKPOINT_ROOT] == "/data/gpt"
     assert checkpoint_root(spec(**own)) == "/data/gpt"
 
@@ -205,30 +206,50 @@ def test_reshard_pods_that_share_a_conversion_end_with_the_first_that_is_done() 
     assert "--worker" not in reshard_job(JOB, spec(), 4, CURRENT)["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
-def virtual(**container: Any) -> Any:
+def resharding(reshard: dict[str, Any], **container: Any) -> Any:
     value = copy.deepcopy(SPEC)
-    value["reshard"] = {"mode": "Virtual"}
+    value["reshard"] = reshard
     value["template"]["spec"]["containers"][0] |= container
     return parse_spec(value)
 
 
-def test_virtual_mode_asks_the_resharder_and_gives_the_training_memory_for_what_it_will_read() -> None:
-    args = reshard_job(JOB, virtual(), 4, CURRENT, virtual=True)["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert args[args.index("--mode") + 1] == "virtual"
-    assert "--mode" not in reshard_job(JOB, virtual(), 4, CURRENT)["spec"]["template"]["spec"]["containers"][0]["args"]
-    pod = training_job(JOB, virtual(), 4, CURRENT, 5.0)["spec"]["template"]["spec"]
+def test_the_resharder_gets_its_mode_and_is_then_one_pod() -> None:
+    for asked in (("--mode", "virtual"), ("--loader", "elastic_trainer,ranks-per-node=2,node-memory=9")):
+        job = reshard_job(JOB, resharding({"parallelism": 3}), 4, CURRENT, mode=asked)["spec"]
+        args = job["template"]["spec"]["containers"][0]["args"]
+        assert tuple(args[-2:]) == asked
+        assert job.get("completions", 1) == 1
+    (container,) = reshard_job(JOB, spec(), 4, CURRENT)["spec"]["template"]["spec"]["containers"]
+    assert not {"--mode", "--loader"} & set(container["args"])
+
+
+@pytest.mark.parametrize(
+    ("reshard", "given"),
+    [
+        ({"mode": "Virtual"}, True),
+        ({"mode": "Auto"}, True),
+        ({}, True),
+        ({"mode": "Materialize"}, False),
+        ({"parallelism": 2}, False),
+        ({"template": {"spec": {"containers": [{"name": "r"}]}}}, False),
+        ({"mode": "Virtual", "template": {"spec": {"containers": [{"name": "r"}]}}}, True),
+    ],
+)
+def test_the_training_gets_memory_for_what_it_may_read_virtually(reshard: dict[str, Any], given: bool) -> None:
+    pod = training_job(JOB, resharding(reshard), 4, CURRENT, 5.0)["spec"]["template"]["spec"]
     container = pod["containers"][0]
-    mounts = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
-    assert environment(container)[Env.SCRATCH] == mounts["etj-scratch"]
-    assert {"name": "etj-scratch", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert (Env.SCRATCH in environment(container)) == given
+    assert ({"name": "etj-scratch", "emptyDir": {"medium": "Memory"}} in pod["volumes"]) == given
+    if given:
+        mounts = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
+        assert environment(container)[Env.SCRATCH] == mounts["etj-scratch"]
 
 
 def test_a_scratch_folder_of_the_users_is_left_alone() -> None:
     given = [{"name": "ETJ_SCRATCH", "value": "/dev/shm"}]
-    pod = training_job(JOB, virtual(env=given), 4, CURRENT, 5.0)["spec"]["template"]["spec"]
+    pod = training_job(JOB, resharding({"mode": "Virtual"}, env=given), 4, CURRENT, 5.0)["spec"]["template"]["spec"]
     assert environment(pod["containers"][0])[Env.SCRATCH] == "/dev/shm"
     assert "etj-scratch" not in {item["name"] for item in pod["volumes"]}
-    assert Env.SCRATCH not in environment(job()["spec"]["template"]["spec"]["containers"][0]), "mode is not Virtual"
 
 
 def test_the_schema_refuses_the_variables_that_the_operator_sets() -> None:
@@ -239,7 +260,7 @@ def test_the_schema_refuses_the_variables_that_the_operator_sets() -> None:
         for item in pod["properties"]["spec"]["x-kubernetes-validations"]
         if "sets a variable" in item["message"]
     ]
-    set_always = set(environment(job()["spec"]["template"]["spec"]["containers"][0])) - {"A"}
+    set_always = set(environment(job()["spec"]["template"]["spec"]["containers"][0])) - {"A", Env.SCRATCH}
     assert set(re.findall(r"'([A-Z_]+)'", rule)) == set_always
 
 

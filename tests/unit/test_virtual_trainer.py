@@ -14,7 +14,7 @@ from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
 from reshard.api import Conversion, reshard
 from reshard.commit import Commit, read_commit, source_of, write_commit
-from reshard.contract import LeaseKey
+from reshard.contract import MANIFEST_VERSIONS, LeaseKey, VirtualLoader
 from reshard.errors import CorruptSourceError, TargetError
 from reshard.topology import Topology
 from reshard.virtual import prepare
@@ -186,3 +186,17 @@ def test_the_bytes_of_a_chain_of_virtual_commits_are_found(tmp_path):
     circle = committed(tmp_path, 4, 1, format="virtual", source=str(tmp_path / "a4/step-00000001"))
     with pytest.raises(CorruptSourceError, match="more than 8"):
         source_of(circle, read_commit(circle))
+
+
+def test_restore_says_what_it_can_load_at_a_first_start_too(tmp_path):
+    session, scratch = session_of(tmp_path, "")
+    session.start()
+    session.restore(lambda path: None)
+    session.finish()
+    told = VirtualLoader.from_json(json.loads((tmp_path / "mailbox.json").read_text())[LeaseKey.LOADER])
+    assert told.manifests == MANIFEST_VERSIONS
+    assert 0 < told.memory_bytes <= shutil.disk_usage(scratch).total
+
+
+def test_memory_for_loading_is_what_is_free_of_the_machine_where_there_is_no_scratch_folder(tmp_path):
+    assert virtual.loader(tmp_path / "none").memory_bytes > 0

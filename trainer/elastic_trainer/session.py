@@ -151,6 +151,7 @@ class Session:
         earlier one.
         """
         folder = self.settings.resume
+        self._tell({LeaseKey.LOADER: virtual.loader(self.settings.scratch).to_json()})
         if folder is None:
             return self.position
         self._tell({LeaseKey.PHASE: TrainerPhase.RESTORING})

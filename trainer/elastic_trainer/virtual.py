@@ -18,8 +18,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from reshard.contract import MANIFEST_VERSIONS, VirtualLoader
 from reshard.errors import ReshardError, TargetError
-from reshard.limits import default_num_threads
+from reshard.limits import default_num_threads, free_memory_bytes
 from reshard.virtual_load import Loaded, Ranges, check_source, load_files, prove
 from reshard.virtual_manifest import Manifest, decode
 
@@ -80,6 +81,14 @@ def opened(commit: Path, *, ranks: range, scratch: Path = Path("/dev/shm")) -> I
         yield Opened(folder=folder, manifest=manifest, loaded=loaded)
     finally:
         _remove_if_last(base / name, lock)
+
+
+def loader(scratch: Path) -> VirtualLoader:
+    """That this trainer loads virtual commits, and with how much memory on this node as it is now."""
+    free = [] if (known := free_memory_bytes()) is None else [known]
+    with contextlib.suppress(OSError):
+        free.append(shutil.disk_usage(scratch).free)
+    return VirtualLoader(manifests=MANIFEST_VERSIONS, memory_bytes=min(free, default=0))
 
 
 def damage(manifest: Manifest, read: Sequence[Ranges]) -> list[str]:
