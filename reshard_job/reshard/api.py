@@ -270,7 +270,7 @@ def convert(
         bytes_per_second: read no faster than that, all threads together.
         sharing: alone, resumable after a failure, or together with other workers.
         worker: which of how many workers, from 0.
-        latest: let the file that DeepSpeed looks for without a tag name the target, see `_name_latest`.
+        latest: let the file in which the framework looks for a checkpoint name the target, see `_name_latest`.
         progress: told about bytes moved.
         planned: shown the plan before a byte moves.
         resumed: told what an earlier run had done, where a run may go on with that.

@@ -9,6 +9,7 @@ from pathlib import Path
 from reshard.contract import COMMIT_FILE
 from reshard.errors import NotACheckpointError, ReshardError, TargetError, UsageError
 from reshard.formats import known_formats, recognise
+from reshard.latest import named_in
 from reshard.staging import unfinished
 
 _MOST_TAGS = 20
@@ -80,13 +81,8 @@ def checkpoints_in(path: Path) -> list[str]:
 
 
 def _latest(path: Path, tags: list[str]) -> str:
-    """The tag that DeepSpeed's file `latest` names, else the last."""
-    latest = path / "latest"
-    if latest.is_file() and latest.stat().st_size < 4096:
-        name = latest.read_text(encoding="utf-8", errors="replace").strip()
-        if name in tags:
-            return name
-    return tags[-1]
+    """The folder that the framework's own file names, else the last."""
+    return next((name for name in named_in(path) if name in tags), tags[-1])
 
 
 def _natural(name: str) -> tuple[int, str]:

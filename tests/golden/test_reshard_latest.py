@@ -14,6 +14,7 @@ from reshard.staging import FINISH_FILE
 
 GOLDEN = Path(__file__).parent
 ZERO2 = GOLDEN / "deepspeed-0.19.8/zero2-dp3/step-00000002"
+MEGATRON = GOLDEN / "megatron-0.16.1/iter_0000003"
 DCP = GOLDEN / "dcp-2.13/fsdp2-flat/step-00000002"
 
 
@@ -127,3 +128,38 @@ def test_a_file_that_cannot_be_written_leaves_the_target_published(tmp_path: Pat
     with pytest.raises(latest.TargetError, match="out itself is published") as failure:
         latest.point(latest.latest_file(target, "deepspeed"), target)
     assert failure.value.exit_code == ExitCode.TARGET_FAILED
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("iter_0000003", "3"), ("iter_0123456", "123456"), ("iter_12345678", "12345678"), ("release", "release")],
+)
+def test_megatron_finds_the_iteration_in_its_own_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("2")
+    assert main(["run", str(MEGATRON), str(tmp_path / name), "--to", "tp=1", "--latest", "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["latest"] == str(tracker)
+    assert tracker.read_text() == text
+    assert main(["inspect", str(tmp_path)]) != ExitCode.OK
+    assert str(tmp_path / name) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["iter_3", "iter_0000000", "iter_00000003", "step-3", "iter_000000x", "Release"])
+def test_folders_that_megatron_would_not_look_for_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["run", str(MEGATRON), str(tmp_path / name), "--to", "tp=1", "--latest"]) == ExitCode.USAGE
+    assert re.search(r"Megatron-LM would not look for a folder .*\n.*iter_0000100", capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_several_checkpoints_the_one_that_the_file_names_is_offered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("iter_0000003", "iter_0000009"):
+        (tmp_path / name).symlink_to(MEGATRON)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3\n")
+    assert main(["inspect", str(tmp_path)]) != ExitCode.OK
+    assert f"for instance {tmp_path / 'iter_0000003'}" in capsys.readouterr().err
