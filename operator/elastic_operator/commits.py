@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from elastic_operator.manifests import commit_uri
-from elastic_operator.status import MAX_COMMITS, Checkpoint, Commit, Resume, short
+from elastic_operator.status import MAX_COMMITS, Checkpoint, Commit, Current, Resume, short
 from reshard.topology import Topology
 
 
@@ -36,6 +36,12 @@ def newest(checkpoint: Checkpoint, *, below: int) -> Commit | None:
 def virtual_was_refused(checkpoint: Checkpoint, *, step: int) -> bool:
     """A conversion of this step could not be loaded: the next one is to write files, which proves the source or not."""
     return any(item.invalid and item.writer == "reshard" and item.step == step for item in checkpoint.history)
+
+
+def is_virtual(checkpoint: Checkpoint, current: Current) -> bool:
+    """The attempt resumes from a conversion that moved no bytes: those alone are not compared with their source."""
+    found = (item for item in checkpoint.history if item.uri == current.resume.uri)
+    return any(item.writer == "reshard" and not item.verified for item in found)
 
 
 def choose_resume(checkpoint: Checkpoint, *, attempt: int, topology: Mapping[str, int], root: str) -> Resume:

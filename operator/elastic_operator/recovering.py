@@ -61,7 +61,7 @@ def recover(
     else:
         status = dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
     lease = context.world.leases.get(status.attempt)
-    refusal = lease.get(LeaseKey.RESUME_ERROR) if lease else ""
+    refusal = (lease.get(LeaseKey.RESUME_ERROR) if lease else "") or _out_of_memory(context, status)
     # Whatever else has happened to the attempt, a commit that rank 0 could not load is not offered again.
     if refusal and status.current is not None and status.current.resume.uri:
         status = refuse_commit(context, status, status.current.resume.uri, refusal)
@@ -79,6 +79,15 @@ def recover(
             status, phase=Phase.FAILED, reason="RestartBudgetExceeded", message=f"{text}. Last cause: {message}"
         )
     return status
+
+
+def _out_of_memory(context: Context, status: Status) -> str:
+    """What speaks against a virtual commit: loading it takes memory that files on storage would not."""
+    current = status.current
+    if current is None or current.first_step_time is not None or not commits.is_virtual(status.checkpoint, current):
+        return ""
+    killed = [pod.name for pod in context.world.workers(status.attempt) if pod.exit_reason == "OOMKilled"]
+    return f"{killed[0]} ran out of memory before the first step, maybe as it loaded it virtually" if killed else ""
 
 
 def pause(context: Context, status: Status) -> Status:

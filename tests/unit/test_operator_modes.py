@@ -16,7 +16,19 @@ from elastic_operator.status import Checkpoint, Commit, Current, Loader, Resume,
 from reshard.contract import MANIFEST_VERSIONS, LeaseKey, VirtualLoader
 from reshard.modes import Loader as ReshardLoader
 from reshard.modes import parse_loader
-from tests.unit.test_decide_phases import COMMIT, SPEC, WORLD, look, lost_node, resharded, settled, training
+from tests.unit.test_decide_phases import (
+    COMMIT,
+    SPEC,
+    WORLD,
+    lease,
+    look,
+    lost_node,
+    resharded,
+    settled,
+    training,
+    worker_job,
+    workers,
+)
 
 TOPOLOGY = {"tp": 1, "pp": 1, "dp": 4, "ep": 1, "cp": 1, "zero": 1}
 CURRENT = Current(
@@ -123,3 +135,34 @@ def test_a_job_whose_training_has_not_said_so_gets_files_and_the_reason_in_its_s
     assert done.reshard is not None
     assert done.reshard.mode_reason == lost.status.reshard.mode_reason
     assert done.checkpoint.history[0].step == COMMIT.step
+
+
+@pytest.mark.parametrize(
+    ("mode", "verified", "reason", "steps", "again"),
+    [
+        ("virtual", False, "OOMKilled", "", False),
+        ("virtual", False, "Error", "", True),
+        ("virtual", False, "OOMKilled", "12", True),
+        ("materialize", True, "OOMKilled", "", True),
+    ],
+)
+def test_a_virtual_commit_that_memory_ran_out_for_is_not_tried_again(
+    mode: str, verified: bool, reason: str, steps: str, again: bool
+) -> None:
+    lost = look(settled(), lost_node())
+    job, pod = resharded(mode=mode, verified=verified)
+    ready = look(lost.status, Observation(nodes=lost_node().nodes, pods=(pod,), jobs=(job,))).status
+    assert ready.current is not None
+    uri = ready.current.resume.uri
+    leases = lease(2, PHASE="Restoring", **({"STEP": steps} if steps else {}))
+    dead = dataclasses.replace(workers(2, count=1)[0], phase="Failed", exit_code=137, exit_reason=reason)
+    world = Observation(
+        nodes=lost_node().nodes, jobs=(worker_job(2),), leases=leases, pods=(dead, *workers(2, count=2)[1:])
+    )
+    if steps:  # it has loaded well
+        ready = look(ready, dataclasses.replace(world, pods=workers(2, count=2))).status
+    after = look(ready, world).status
+    assert after.attempt == 3
+    assert after.current is not None
+    assert (after.current.resume.source == uri) == again
+    assert next(item.invalid for item in after.checkpoint.history if item.uri == uri) != again
