@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
-import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from reshard.commit import (
     vacant,
     write_commit,
 )
-from reshard.contract import ExitCode, ReshardReport
+from reshard.contract import ReshardReport
 from reshard.digest import finished, to_hex
 from reshard.errors import (
     CorruptSourceError,
@@ -47,11 +47,12 @@ from reshard.layout import PADDING, Index
 from reshard.limits import default_num_threads
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
 from reshard.remote import RemotePath
+from reshard.reports import done_report
 from reshard.staging import FINISH_FILE, Sharing, only_one, staging
 from reshard.topology import Topology
-from reshard.verify import compare, digests, total
+from reshard.verify import compare, digests
 from reshard.views import select_states
-from reshard.working import NOTHING, Moved, Resumed, Work, do, kept
+from reshard.working import Moved, Resumed, Work, do, kept
 from reshard.writing import target_errors
 
 _REMOTE_THREADS = 8
@@ -278,17 +279,17 @@ def convert(
     Raises:
         ReshardError: see `reshard.errors`.
     """
-    started = time.monotonic()
+    report = functools.partial(done_report, source=wanted.source, target=wanted.target, started=time.monotonic())
     if not wanted.source.exists() and (done := _committed_from(wanted)) is not None:
         named = _name_latest(latest_file(wanted.target, done.format) if latest else None, wanted.target, sharing)
         what = "already converted and committed; the source is gone"
-        return _report(done, wanted, started, message=what, latest=named)
+        return report(done, message=what, latest=named)
     plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=num_threads)
     pointer = latest_file(wanted.target, plan.layout.format) if latest else None
     done = already_done(wanted, plan, crc=reread)
     if done is not None:
         named = _name_latest(pointer, wanted.target, sharing)
-        return _report(done, wanted, started, message="already converted and committed", latest=named)
+        return report(done, message="already converted and committed", latest=named)
     if planned is not None:
         planned(plan)
     with staging(wanted.target, plan.fingerprint, plan.bytes_to_write, sharing) as folder, kept(folder, plan, sharing):
@@ -310,10 +311,10 @@ def convert(
             named = _name_latest(pointer, wanted.target, sharing)
             what = f"converted together with other workers: {work.share(plan)} by this one"
             what = what if sharing is Sharing.TOGETHER else _BY_ANOTHER
-            return _report(done, wanted, started, message=what, moved=work.moved, latest=named)
+            return report(done, message=what, moved=work.moved, latest=named)
     message = f"converted {_what(plan)}, {len(outcome.digests)} tensors verified{work.resumed}"
     moved = Moved(outcome.bytes_read, outcome.bytes_written).less(work.before)
-    return _report(done, wanted, started, moved=moved, message=message, latest="" if pointer is None else str(pointer))
+    return report(done, moved=moved, message=message, latest="" if pointer is None else str(pointer))
 
 
 def _what(plan: Plan) -> str:
@@ -467,44 +468,3 @@ def _name_latest(pointer: Path | None, target: Path, sharing: Sharing) -> str:
     point(pointer, target)
     (target / FINISH_FILE).unlink(missing_ok=True)
     return str(pointer)
-
-
-def _report(
-    commit: Commit, wanted: Conversion, started: float, *, message: str, moved: Moved = NOTHING, latest: str = ""
-) -> ReshardReport:
-    return ReshardReport(
-        ok=True,
-        exit_code=ExitCode.OK,
-        message=message,
-        source=str(wanted.source),
-        target=str(wanted.target),
-        step=commit.step,
-        samples=commit.samples,
-        bytes_read=moved.bytes_read,
-        bytes_written=moved.bytes_written,
-        num_files=len(commit.files),
-        seconds=round(time.monotonic() - started, 3),
-        peak_rss_bytes=peak_rss_bytes(),
-        num_tensors=len(commit.digests),
-        digest=total(commit.digests),
-        verified=True,
-        latest=latest,
-    )
-
-
-def failure_report(exit_code: ExitCode, message: str, source: Path, target: Path, seconds: float) -> ReshardReport:
-    """The report of a conversion that failed."""
-    return ReshardReport(
-        ok=False,
-        exit_code=exit_code,
-        message=message,
-        source=str(source),
-        target=str(target),
-        seconds=round(seconds, 3),
-        peak_rss_bytes=peak_rss_bytes(),
-    )
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident set of this process so far (ru_maxrss is in KiB on Linux)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

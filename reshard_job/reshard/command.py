@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard import api
 from reshard.arguments import check
 from reshard.contract import ExitCode
 from reshard.endings import heeded
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.options import parse
 from reshard.render import error_value
+from reshard.reports import failure_report
 from reshard.streams import open_streams, say, tell
 from reshard.verbs import VERBS, check_report, write_report
 
@@ -82,7 +82,7 @@ def _failed(
     value: dict[str, Any] = {"ok": False, "exit_code": int(exit_code)}
     if options.verb == "run":
         source, target = (Path(getattr(options, name, "")) for name in ("source", "target"))
-        report = api.failure_report(exit_code, message, source, target, time.monotonic() - started)
+        report = failure_report(exit_code, message, source, target, time.monotonic() - started)
         with contextlib.suppress(TargetError, UsageError):
             check_report(options.report, *(path.absolute() for path in (source, target) if path.parts))
             write_report(options.report, report)

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from reshard.api import Conversion, peak_rss_bytes, plan_conversion
+from reshard.api import Conversion, plan_conversion
 from reshard.commit import (
     VIRTUAL,
     Commit,
@@ -32,6 +32,7 @@ from reshard.errors import SourceError, TargetError, UnsupportedError
 from reshard.layout import Int64Array
 from reshard.modes import Choice, Loader, choose
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
+from reshard.reports import peak_rss_bytes
 from reshard.staging import Sharing, staging
 from reshard.virtual_manifest import Manifest, commit_crc32, encode
 from reshard.virtual_needs import needs_of
