@@ -57,7 +57,7 @@ def test_patterns_for_a_checkpoint_that_does_not_say_how_it_is_cut(tmp_path: Pat
     say("explain", source, "2.qkv", "--to", "dp=3", "--patterns", patterns)
     say("verify", source, out, "--patterns", patterns)
     safetensors = HERE / "safetensors/llama"
-    assert "are for native DeepSpeed" in say("inspect", safetensors, "--patterns", patterns, code=ExitCode.USAGE)
+    assert "are for DeepSpeed's checkpoints" in say("inspect", safetensors, "--patterns", patterns, code=ExitCode.USAGE)
 
 
 def test_a_limited_rate_and_no_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
