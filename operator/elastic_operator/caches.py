@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from elastic_operator.fleet import Fleet
 from elastic_operator.monitors import NO_RULES, Rules
 from elastic_operator.observation import NodeView, PodView, node_view
 from elastic_operator.wire import parse_time
@@ -46,7 +47,7 @@ class Nodes:
         self._leases: dict[str, tuple[float, float]] = {}
         self._skews: dict[str, float] = {}
         self._merged: dict[str, NodeView] | None = None
-        self._offering: dict[str, dict[str, NodeView]] = {}
+        self._offering: dict[str, Fleet] = {}
         self.polled_at = 0.0
 
     def update(self, node: Mapping[str, Any], now: float) -> bool:
@@ -90,12 +91,11 @@ class Nodes:
             self._merged = {name: self._with_lease(view) for name, view in self._views.items()}
         return self._merged
 
-    def offering(self, resource: str) -> Mapping[str, NodeView]:
+    def offering(self, resource: str) -> Fleet:
         """Those of `views` that have devices of one kind."""
         if resource not in self._offering:
-            self._offering[resource] = {
-                name: node for name, node in self.views().items() if node.capacity.get(resource, 0) > 0
-            }
+            offering = {name: node for name, node in self.views().items() if node.capacity.get(resource, 0) > 0}
+            self._offering[resource] = Fleet(resource, offering)
         return self._offering[resource]
 
     def around(self, resource: str, pods: Iterable[PodView]) -> Mapping[str, NodeView]:

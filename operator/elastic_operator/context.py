@@ -8,9 +8,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_operator import signals, usable
+from elastic_operator import counting, signals
 from elastic_operator.actions import Event, ReshardOutcome
 from elastic_operator.capacity import Capacity
+from elastic_operator.fleet import Fleet
 from elastic_operator.limits import Limits
 from elastic_operator.manifests import JobRef
 from elastic_operator.observation import Observation, PodView
@@ -80,13 +81,9 @@ def avoided_nodes(context: Context, status: Status) -> frozenset[str]:
 
     The scheduler knows neither of the last two, so they have to be kept out of its choice.
     """
-    excluded = {item.name for item in status.excluded_nodes}
-    suspect = {
-        name
-        for name, node in context.world.nodes.items()
-        if node.unhealthy or signals.node_signals(node, name, context.limits, context.now)
-    }
-    return frozenset(excluded | suspect)
+    nodes = context.world.nodes
+    fleet = nodes if isinstance(nodes, Fleet) else Fleet(context.spec.accelerator.resource, nodes)
+    return fleet.suspects(context.limits, context.now) | {item.name for item in status.excluded_nodes}
 
 
 def capacity(context: Context, status: Status, *, forgive: bool = False) -> Capacity:
@@ -94,7 +91,7 @@ def capacity(context: Context, status: Status, *, forgive: bool = False) -> Capa
     avoid = avoided_nodes(context, status)
     if forgive:
         avoid -= {item.name for item in status.excluded_nodes if item.until is not None}
-    return usable.capacity(context.world, context.spec.accelerator.resource, context.spec.template, avoid)
+    return counting.capacity(context.world, context.spec.accelerator.resource, context.spec.template, avoid)
 
 
 def stopped_pods(context: Context, status: Status) -> tuple[PodView, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,19 +12,17 @@ from reshard.contract import Label
 PodId = tuple[str, str]
 """Namespace and name of a pod."""
 
+_VERSIONS = itertools.count(1)
+
 _Claim = tuple[str, str, Mapping[str, int]]
 """Node, job (`namespace/name`; empty for pods that are not ours), and extended resources by name."""
 
 
 class Held:
-    """Extended resources that live pods hold, kept up to date pod by pod: a change costs the same in any cluster.
-
-    Attributes:
-        version: grows with every change.
-    """
+    """Extended resources that live pods hold, kept up to date pod by pod: a change costs the same in any cluster."""
 
     def __init__(self) -> None:
-        self.version = 0
+        self._version = next(_VERSIONS)
         self._claims: dict[PodId, _Claim] = {}
         self._totals: dict[str, dict[str, int]] = {}
         self._shares: dict[tuple[str, str], dict[str, int]] = {}
@@ -49,9 +48,10 @@ class Held:
         """Accelerators that anybody holds, by node."""
         return self._totals.get(resource, {})
 
-    def by_others(self, namespace: str, job: str, resource: str) -> Mapping[str, int]:
-        """Accelerators on each node that are held by other pods than those of one job. A view: it follows changes."""
-        return Others(self.totals(resource), self._shares.get((f"{namespace}/{job}", resource), {}))
+    def by_others(self, namespace: str, job: str, resource: str) -> Others:
+        """Accelerators on each node that are held by other pods than those of one job."""
+        share = self._shares.get((f"{namespace}/{job}", resource), {})
+        return Others(self.totals(resource), share, self._version)
 
     def _release(self, pod: PodId) -> None:
         claim = self._claims.pop(pod, None)
@@ -60,7 +60,7 @@ class Held:
 
     def _add(self, claim: _Claim, sign: int) -> None:
         node, job, requests = claim
-        self.version += 1
+        self._version = next(_VERSIONS)
         for resource, count in requests.items():
             _change(self._totals.setdefault(resource, {}), node, sign * count)
             if job:
@@ -71,11 +71,20 @@ class Held:
 
 
 class Others(Mapping[str, int]):
-    """What is held on each node, less one job's share: nodes where nothing is left are missing."""
+    """What is held on each node, less one job's share: nodes where nothing is left are missing.
 
-    def __init__(self, totals: Mapping[str, int], share: Mapping[str, int]) -> None:
+    A view of what `Held` knows, for the time until that changes.
+
+    Attributes:
+        totals: what anybody holds, by node.
+        share: what the job holds of it.
+        version: another one wherever `totals` are others.
+    """
+
+    def __init__(self, totals: Mapping[str, int], share: Mapping[str, int], version: int) -> None:
         self.totals = totals
         self.share = share
+        self.version = version
 
     def __getitem__(self, node: str) -> int:
         left = self.totals[node] - self.share.get(node, 0)

@@ -91,17 +91,22 @@ class PlanResult:
 
     Attributes:
         best: what to run; None if nothing can.
-        node_names: usable nodes for `best`, in the capacity's order; at least as many as it needs.
+        capacity: what it was found on.
         candidates: all that can run, best first.
         rejected: what cannot run on the largest permitted number of nodes.
         reason: one sentence for people.
     """
 
     best: Candidate | None
-    node_names: tuple[str, ...]
+    capacity: Capacity
     candidates: tuple[Candidate, ...]
     rejected: tuple[Rejection, ...]
     reason: str
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Usable nodes for `best`, in the capacity's order; at least as many as it needs."""
+        return () if self.best is None else self.capacity.usable(self.best.per_node)
 
 
 def plan(spec: Spec, capacity: Capacity, current: Topology | None = None) -> PlanResult:
@@ -114,7 +119,7 @@ def plan(spec: Spec, capacity: Capacity, current: Topology | None = None) -> Pla
     best = candidates[0] if candidates else None
     return PlanResult(
         best=best,
-        node_names=() if best is None else capacity.usable(best.per_node),
+        capacity=capacity,
         candidates=candidates,
         rejected=rejected,
         reason=_reason(capacity, candidates, rejected),

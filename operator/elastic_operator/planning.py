@@ -107,7 +107,7 @@ def _sick_nodes(context: Context, status: Status, per_node: int) -> frozenset[st
     The scheduler learns of a sick device a second later than the pod's status does, and would place the next pod there.
     """
     sick = {pod.node for pod in context.world.pods if pod.unhealthy_devices and not pod.terminal and pod.node}
-    return frozenset(sick - set(capacity(context, status).usable(per_node)))
+    return frozenset(sick - set(capacity(context, status).usable(per_node))) if sick else frozenset()
 
 
 def _wait(context: Context, status: Status, plan: Plan) -> Status:

@@ -1,37 +1,27 @@
-"""Which nodes a job may be planned on, and how much of each."""
+"""Which nodes a pod may be placed on, and how many devices of each work."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_operator.capacity import Capacity, NodeCapacity
-from elastic_operator.observation import NodeView, Observation, Taint
+from elastic_operator.observation import NodeView, Taint
 
 
-def capacity(world: Observation, resource: str, template: Mapping[str, Any], avoid: Collection[str]) -> Capacity:
-    """Free accelerators on every node that could take a pod of the job.
-
-    What the job itself holds counts as free: it is given back before the next attempt starts.
-
-    Args:
-        template: PodTemplateSpec of the training pods; its tolerations, node selector and required node affinity
-            count.
-        avoid: nodes that are lost, suspect or excluded.
-    """
-    pod = template.get("spec") or {}
-    nodes = [
-        NodeCapacity(name=node.name, free=free)
-        for node in world.nodes.values()
-        if node.name not in avoid
-        and node.ready == "True"
+def accepts(node: NodeView, pod: Mapping[str, Any]) -> bool:
+    """The scheduler would place a pod with this spec there, and it would stay, as far as devices do not matter."""
+    return (
+        node.ready == "True"
         and not node.unschedulable
         and all(tolerates(pod.get("tolerations") or (), taint) for taint in node.taints if taint.effect != _SOFT)
         and matches(node, pod)
-        and (free := _free(node, resource, world)) > 0
-    ]
-    # Fullest nodes first: they take the largest pods. The name decides ties, so that plans are stable.
-    return Capacity(nodes=tuple(sorted(nodes, key=lambda node: (-node.free, node.name))))
+    )
+
+
+def healthy(node: NodeView, resource: str, num_unhealthy: int = 0) -> int:
+    """Devices that work. One may be reported Unhealthy in a pod a moment before the node's allocatable shrinks."""
+    offered = node.allocatable.get(resource, 0)
+    return min(offered, node.capacity.get(resource, offered) - num_unhealthy)
 
 
 def tolerates(tolerations: Sequence[Mapping[str, Any]], taint: Taint) -> bool:
@@ -61,14 +51,6 @@ def matches(node: NodeView, pod: Mapping[str, Any]) -> bool:
 
 
 _SOFT = "PreferNoSchedule"
-
-
-def _free(node: NodeView, resource: str, world: Observation) -> int:
-    # A device may be reported Unhealthy in a pod a moment before the node's allocatable shrinks.
-    unhealthy = sum(pod.unhealthy_devices for pod in world.pods if pod.node == node.name and not pod.terminal)
-    offered = node.allocatable.get(resource, 0)
-    healthy = min(offered, node.capacity.get(resource, offered) - unhealthy)
-    return max(0, healthy - world.used.get(node.name, 0))
 
 
 def _matches(requirement: Mapping[str, Any], value: str | None) -> bool:

@@ -108,7 +108,7 @@ def _limited(context: Context, status: Status, num_gpus: int) -> Observation:
     hosts = {pod.node for pod in world.pods if pod.attempt == status.attempt and not pod.terminal}
     left = num_gpus
     for node in sorted(
-        capacity(context, status).nodes, key=lambda node: (-node.free, node.name not in hosts, node.name)
+        capacity(context, status).in_order(), key=lambda node: (-node.free, node.name not in hosts, node.name)
     ):
         take = min(left, node.free)
         left -= take
