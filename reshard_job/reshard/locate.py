@@ -10,9 +10,10 @@ from reshard.contract import COMMIT_FILE
 from reshard.errors import NotACheckpointError, ReshardError, TargetError, UsageError
 from reshard.formats import known_formats, recognise
 from reshard.latest import named_in
-from reshard.staging import unfinished
+from reshard.staging import is_unfinished, unfinished
 
 _MOST_TAGS = 20
+_RESUME = "the command that made it, with --resume, goes on with what is done, and without it begins again"
 _MOST_NAME_BYTES = 255  # of Linux' file systems
 _MOST_PATH_BYTES = 3800  # PATH_MAX is 4096; the files of the result have names too
 
@@ -42,6 +43,10 @@ def _check_source(path: Path) -> None:
         raise NotACheckpointError(
             "is a file: expected the folder of one checkpoint", path=str(path), hint=f"name its folder: {path.parent}"
         )
+    if is_unfinished(path):
+        raise NotACheckpointError(
+            "is the unfinished result of a run that was killed, or that still works on it", path=str(path), hint=_RESUME
+        )
     if not any(path.iterdir()):
         raise NotACheckpointError("is empty", path=str(path))
     if (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
@@ -59,7 +64,10 @@ def _check_source(path: Path) -> None:
         "holds no checkpoint that this version knows",
         path=str(path),
         problems=[f"{name}: {reason}" for name, reason in recognise(path)],
-        hint=f"the formats are {known_formats()}",
+        hint=next(
+            (f"{child.name} in it is unfinished: {_RESUME}" for child in path.iterdir() if is_unfinished(child)),
+            f"the formats are {known_formats()}",
+        ),
     )
 
 

@@ -7,6 +7,7 @@ import enum
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from reshard.writing import free_bytes, target_errors
 
 FINISH_FILE = ".finish"
 """Locked by the worker that completes a shared result."""
+
+_UNFINISHED = re.compile(r"\..+\.partial-[0-9a-f]{1,16}", re.DOTALL)
 
 
 class Sharing(enum.Enum):
@@ -33,6 +36,11 @@ class Sharing(enum.Enum):
 def unfinished(target: Path, name: str) -> Path:
     """The hidden folder of an unfinished result, by a name of its own (at most 16 characters)."""
     return target.parent / f".{target.name}.partial-{name}"
+
+
+def is_unfinished(path: Path) -> bool:
+    """It has the name of such a folder: what lies in it looks like a checkpoint, and holes in it look like zeros."""
+    return _UNFINISHED.fullmatch(path.absolute().name) is not None
 
 
 @contextlib.contextmanager

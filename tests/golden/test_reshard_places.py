@@ -1,8 +1,12 @@
 """Folders that a user names and that cannot be what they are named for: what is said of them, and by which verb."""
 
 import contextlib
+import importlib
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +15,10 @@ import pytest
 from reshard.commit import read_commit
 from reshard.contract import ExitCode
 from tests.golden.command import PIPELINE, ZERO2, Answer
+
+# A user who owns nothing may not read Python's library everywhere: what a verb imports later is imported now.
+for module in ("command", "estimate", "explain", "foresight", "inspection", "virtual"):
+    importlib.import_module(f"reshard.{module}")
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 
@@ -88,6 +96,21 @@ def test_a_mounted_volume_cannot_be_the_result(say: Answer) -> None:
     found = say.json("run", PIPELINE, "/proc", "--to", "dp=2", code=ExitCode.TARGET_FAILED)
     assert "is where a volume is mounted" in found["error"]["message"]
     assert found["error"]["hint"].endswith(f"/proc/{PIPELINE.name}")
+
+
+def test_an_unfinished_result_is_no_source(tmp_path: Path, say: Answer) -> None:
+    # Its files have their names and sizes, and zeros where nothing was written yet: safetensors could not tell.
+    command = [sys.executable, "-m", "reshard.cli", "run", PIPELINE, tmp_path / "out", "--format", "safetensors"]
+    process = subprocess.Popen([*command, "--limit-rate", "100", "--quiet"])
+    while not (left := list(tmp_path.glob(".out.partial-*/*.safetensors"))):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    folder = left[0].parent
+    for words in (["inspect", folder], ["verify", folder], ["run", folder, tmp_path / "x", "--format", "dcp"]):
+        assert "is the unfinished result of a run" in say(*words, code=ExitCode.SOURCE_INVALID)
+    assert f"{folder.name} in it is unfinished" in say("inspect", tmp_path, code=ExitCode.SOURCE_INVALID)
 
 
 def test_a_template_that_is_not_there_is_named(tmp_path: Path, say: Answer) -> None:
