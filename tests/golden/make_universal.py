@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.golden.files import STEP, golden
 
 HERE = Path(__file__).parent / "universal-0.19.8"
-CASES = ("pipeline-tp2-pp2", "zero2-dp3", "zero3-dp3")
+CASES = ("autoep-dp2-ep2", "pipeline-tp2-pp2", "zero2-dp3", "zero3-dp3")
 
 
 def main() -> None:

@@ -100,8 +100,12 @@ def weights_of(extra: Extra, info: PipelineInfo | None) -> Weights:
     module = source.model.value.get("module")
     if isinstance(module, Mapping):
         state = getattr(module, "state", None)
+        experts = _autoep_files(source)
+        names = (name for found in experts.values() for name in found)
+        dtypes = {str(name): tensor.dtype for name, tensor in module.items()}
         return Weights(
-            dtypes={str(name): tensor.dtype for name, tensor in module.items()},
+            dtypes=dtypes | dict.fromkeys(names, _configured_type(source)),
+            experts=experts,
             attributes={} if state is None else {MODULE: state},
         )
     if source.made_for is not None:
@@ -138,8 +142,6 @@ def _pipeline_weights(extra: Extra, info: PipelineInfo | None) -> Weights:
             path=where,
             hint="convert from the native checkpoint",
         )
-    config = source.model.value.get("ds_config")
-    dtype = _configured_type(config if isinstance(config, Mapping) else {})
     names = (*source.shapes, *extra.weights)
     layers = {
         at: tuple(
@@ -147,11 +149,26 @@ def _pipeline_weights(extra: Extra, info: PipelineInfo | None) -> Weights:
         )
         for at in range(info.num_layers)
     }
-    return Weights(dtypes=dict.fromkeys(names, dtype), layers=layers, model_axis=source.tp > 1)
+    return Weights(dtypes=dict.fromkeys(names, _configured_type(source)), layers=layers, model_axis=source.tp > 1)
 
 
-def _configured_type(config: Mapping[str, Any]) -> str:
+def _autoep_files(source: Source) -> dict[tuple[int, int], tuple[str, ...]]:
+    """Names in each expert's file: slices of the stacks, as DeepSpeed's own converter puts them together."""
+    layers = autoep.layers_of(source.model.value)
+    if not layers:
+        return {}
+    counts, prefixes, _ = autoep.stacked_names(layers, str(source.folder))
+    return {
+        (layer, expert): tuple(f"{prefix}.{weight}.{expert}" for weight in autoep.WEIGHTS)
+        for layer, prefix in prefixes.items()
+        for expert in range(counts[f"{prefix}.{autoep.WEIGHTS[0]}"])
+    }
+
+
+def _configured_type(source: Source) -> str:
     """The type that DeepSpeed turns a module into (runtime/config.py, `get_bfloat16_config`, `get_float16_config`)."""
+    found = source.model.value.get("ds_config")
+    config = found if isinstance(found, Mapping) else {}
     for keys, dtype in ((("bf16", "bfloat16"), "bfloat16"), (("fp16",), "float16")):
         if any(isinstance(config.get(key), Mapping) and config[key].get("enabled") for key in keys):
             return dtype

@@ -13,7 +13,7 @@ from reshard.formats.deepspeed import names as native_names
 from reshard.formats.deepspeed import patterns
 from reshard.formats.deepspeed.opening import zero_stage
 from reshard.formats.deepspeed.patterns import Patterns
-from reshard.formats.pt.objects import Size, Tensor
+from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile, read
 from reshard.formats.universal import weights
 from reshard.formats.universal.names import MADE_FOR, MODEL_FILES, OPTIMIZER_FILE, WEIGHTS
@@ -212,7 +212,7 @@ def _param_shapes(file: PtFile) -> list[dict[str, Shape]]:
         raise CorruptSourceError("has no list param_shapes", path=file.path)
     for group in value:
         for name, shape in group.items():
-            if not isinstance(name, str) or not isinstance(shape, Size):
+            if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
                 raise CorruptSourceError(f"param_shapes: {name!r:.80} has the shape {shape!r:.80}", path=file.path)
     return [{name: tuple(shape) for name, shape in group.items()} for group in value]
 
