@@ -137,8 +137,8 @@ def test_field_of_another_kind_never_ends_in_another_error(tmp_path, name, seed)
     [
         ("zero2-dp3", "tp=2,zero=1", "nothing is said about how tensor parallelism cuts"),
         ("zero2-dp3", "pp=2,zero=1", "without a PipelineModule"),
-        ("pipeline-dp2", "dp=2,zero=3", "no ZeRO-3 with a PipelineModule"),
-        ("pipeline-dp2", "dp=2,zero=0", "cannot be told apart with a PipelineModule"),
+        ("pipeline-dp2", "dp=2,zero=2", "neither ZeRO-2 nor ZeRO-3 with a PipelineModule"),
+        ("pipeline-dp2", "dp=2,zero=3", "neither ZeRO-2 nor ZeRO-3 with a PipelineModule"),
         ("pipeline-dp2", "tp=3", "not divisible by tp=3"),
         ("pipeline-dp2", "pp=8", "no parameters"),
         ("pipeline-dp2", "dp=2,ep=2", "expert"),

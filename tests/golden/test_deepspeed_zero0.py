@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import plan_of
+from reshard.api import index_of, plan_of, reshard
+from reshard.commit import read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats import read_checkpoint
 from reshard.formats.pt.objects import new_tensor
 from reshard.topology import Topology
-from tests.golden.files import MODEL, assemble, edit, golden
+from tests.golden.files import MODEL, STEP, assemble, edit, golden
 
 GROUPS = [
     ("embed.weight", "up.weight", "down.weight"),
@@ -129,3 +130,51 @@ def test_fused_optimizer_in_bf16_is_not_laid_out_for_zero_0(tmp_path):
         edit(folder, f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", fused)
     with pytest.raises(UnsupportedError, match="flat master weights for fused optimizers"):
         plan_of(read_checkpoint(folder, None), Topology(zero=0))
+
+
+def pipeline(tmp_path: Path, topology: str = "tp=2,pp=2,zero=0") -> Path:
+    """A pipeline without ZeRO, made of one with it."""
+    reshard(golden("pipeline-tp2-pp2"), tmp_path / STEP, Topology.parse(topology))
+    (tmp_path / STEP / "COMMIT.json").unlink()
+    return tmp_path / STEP
+
+
+@pytest.mark.parametrize("topology", ["tp=2,pp=2,zero=0", "pp=3,zero=0", "dp=2,zero=0"])
+def test_a_pipeline_numbers_the_parameters_of_each_stage_and_is_read_by_its_layers(tmp_path, topology):
+    """Tied modules on two stages, three layers of the same shapes, and norms in a group of their own."""
+    source = golden("pipeline-tp2-pp2")
+    found, expected = read_checkpoint(pipeline(tmp_path, topology), None), read_checkpoint(source, None)
+    assert found.groups == expected.groups
+    tensors, wanted = assemble(found), assemble(expected)
+    assert tensors.keys() == {key for key in wanted if not key.startswith("fp32/")}
+    assert all((value == wanted[key]).all() for key, value in tensors.items())
+    reshard(tmp_path / STEP, tmp_path / "back" / STEP, Topology.parse("tp=2,pp=2,zero=1"))
+    back = assemble(read_checkpoint(tmp_path / "back" / STEP, None))
+    assert back.keys() == wanted.keys()
+    assert all((value == wanted[key]).all() for key, value in back.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (lambda value: value.pop("pipeline_layout"), UnsupportedError, "which layers each stage has"),
+        (lambda value: value["pipeline_layout"].pop("tied"), UnsupportedError, "which of them are tied"),
+        (lambda value: value["pipeline_layout"].pop("parts"), UnsupportedError, "which layers each stage has"),
+        (lambda value: value["pipeline_layout"].update(parts=[0, 5]), CorruptSourceError, "has 2 pipeline stages"),
+        (lambda value: value["pipeline_layout"].update(parts=[0, 2, 5]), UnsupportedError, "no assignment"),
+    ],
+)
+def test_a_pipeline_that_does_not_say_its_layers_is_refused(tmp_path, change, kind, text):
+    folder = pipeline(tmp_path)
+    for rank in range(4):
+        edit(folder, MODEL.format(rank), change)
+    with pytest.raises(kind, match=text):
+        read_checkpoint(folder, None)
+
+
+def test_a_commit_says_the_layers_too(tmp_path):
+    reshard(golden("pipeline-tp2-pp2"), tmp_path / STEP, Topology.parse("tp=2,pp=2,zero=0"))
+    groups = index_of(tmp_path / STEP).groups
+    for rank in range(4):
+        edit(tmp_path / STEP, MODEL.format(rank), lambda value: value.pop("pipeline_layout"))
+    assert read_checkpoint(tmp_path / STEP, read_commit(tmp_path / STEP)).groups == groups

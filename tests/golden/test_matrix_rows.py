@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from reshard.api import Conversion, convert, index_of, plan_conversion
+from reshard.commit import read_commit
 from reshard.errors import TargetError, UnsupportedError
 from reshard.plan import Plan
 from reshard.topology import Topology
+from reshard.verify import digests
 from tests.golden.files import STEP, golden
 from tests.golden.matrix import PAGE
 from tests.golden.universal_files import converted
@@ -73,3 +75,33 @@ def test_every_test_that_the_page_names_is_there():
     for path, function in names:
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (path, function)
+
+
+def test_a_plain_model_becomes_a_pipeline_with_a_map_and_a_checkpoint_of_it(tmp_path):
+    """What the refusal of pp > 1 says to do: names of layers by --names, everything else by --like."""
+    rules = {
+        "embed": "from: tied_modules.embed.weight, to: embed.weight",
+        "layers": 'from: "{layer}.{w:attention_norm|ffn_norm|qkv|out|gate_up|down}", to: "blocks.{layer-1}.{w}"',
+        "norm": 'from: "3.norm", to: norm.norm',
+    }
+    there, back = tmp_path / "there.yaml", tmp_path / "back.yaml"
+    there.write_text("version: 1\nrules:\n" + "".join(f"  - {{{rule}}}\n" for rule in rules.values()))
+    back.write_text(
+        "version: 1\nrules:\n  - {from: embed.weight, to: tied_modules.embed.weight}\n"
+        '  - {from: "blocks.{layer}.{w:word}", to: "{layer+1}.{w}"}\n  - {from: norm.norm, to: 3.norm}\n'
+    )
+    pipeline, flat = golden("pipeline-tp2-pp2"), tmp_path / "flat"
+    convert(Conversion(source=pipeline, target=flat, topology=Topology(), target_format="dcp", names=there), sync=False)
+    wanted = Conversion(
+        source=flat,
+        target=tmp_path / STEP,
+        topology=Topology(pp=2, dp=2),
+        target_format="deepspeed",
+        names=back,
+        like=golden("pipeline-dp2"),
+    )
+    convert(wanted, reread=True, sync=False)
+    found, expected = read_commit(wanted.target).digests, digests(index_of(pipeline))
+    compared = {key for key in found if not key.endswith("#padding")}
+    assert {key: found[key] for key in compared} == {key: expected[key] for key in compared}
+    assert len(compared) == 56

@@ -35,7 +35,7 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[Buffer]) -> None
     else:
         replaced["module"], own = _module(target, like.value["module"], template, tp)
         replaced |= _frozen(target, like.value, replaced["module"], tp)
-    optimizer = unpartitioned_optimizer(target, tp) if target.topology.zero == 0 else None
+    optimizer = unpartitioned_optimizer(target, pp, tp) if target.topology.zero == 0 else None
     if optimizer is not None:
         replaced["optimizer"] = optimizer.value
     value = template.copy_except(like.value, replaced)
@@ -43,7 +43,7 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[Buffer]) -> None
     for param, tensor in own.values():
         file.add_weight(param, tensor, tp, 0)
     for param, state, tensor in optimizer.tensors if optimizer is not None else ():
-        file.add_state(state, param, tensor, tp)
+        file.add_state(state, param, tensor, tp, target.copy_of(param.name, pp))
 
 
 def write_layers(target: Target) -> None:

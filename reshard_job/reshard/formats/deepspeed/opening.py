@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.deepspeed import autoep, names
+from reshard.formats.deepspeed import autoep, names, pipeline
 from reshard.formats.deepspeed.experts import Experts, find_experts, is_native
 from reshard.formats.deepspeed.source import Source, mapping_of
-from reshard.formats.deepspeed.unpartitioned import named_groups
+from reshard.formats.deepspeed.unpartitioned import named_groups, stage_module
 from reshard.formats.pt.objects import Global, Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read
 from reshard.formats.pt.twins import Twins
@@ -20,8 +20,8 @@ from reshard.topology import Topology
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
 
-def open_source(folder: Path) -> Source:
-    """Read and check all files of `folder`.
+def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> Source:
+    """Read and check all files of `folder`; `commit_model` is what its commit says about the model.
 
     Raises:
         CorruptSourceError: files are missing, left over, of different steps, or damaged.
@@ -71,7 +71,7 @@ def open_source(folder: Path) -> Source:
     )
     _check_contents(source)
     source = _with_experts(source)
-    return source if source.optimizers else _with_names(source)
+    return source if source.optimizers else _with_names(source, commit_model or {})
 
 
 def _with_experts(source: Source) -> Source:
@@ -100,17 +100,14 @@ def _with_experts(source: Source) -> Source:
     return dataclasses.replace(source, experts=experts, topology=dataclasses.replace(topology, ep=ep))
 
 
-def _with_names(source: Source) -> Source:
+def _with_names(source: Source, commit_model: Mapping[str, Any]) -> Source:
     """ZeRO-0: find out which parameters the optimizer's numbers mean."""
-    if source.pipeline:
-        raise UnsupportedError(
-            "ZeRO-0 with a PipelineModule: its optimizer numbers parameters and does not say which layers they are of",
-            path=str(source.folder),
-            hint="train with zero_optimization.stage 1",
-        )
     found = {}
+    layers = commit_model.get("pipeline", source.models[0, 0].value.get("pipeline_layout"))
+    info = pipeline.parse(layers) if source.pipeline else None
     for (mp, _), file in source.models.items():
-        module = mapping_of(file, "module")
+        pp, tp = divmod(mp, source.topology.tp)
+        module = stage_module(source, info, pp, tp) if source.pipeline else mapping_of(file, "module")
         tensors = {name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor)}
         found[mp] = named_groups(mapping_of(file, "optimizer"), tensors, file)
     return dataclasses.replace(source, named=found)

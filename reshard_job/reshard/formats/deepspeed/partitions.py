@@ -21,16 +21,18 @@ from reshard.formats.pt.objects import Inert
 def add_unpartitioned(rows: Rows, source: Source, model: Model, files: Mapping[str, int]) -> None:
     """ZeRO-0: every state has the shape of its parameter's shard."""
     topology = source.topology
-    for (tp, _), file in source.models.items():
-        states = param_states(source.optimizer(tp, 0), file.path)
-        for group, own in zip(source.named[tp], states, strict=True):
+    copies = _copies(model)
+    for (mp, _), file in source.models.items():
+        pp, tp = divmod(mp, topology.tp)
+        states = param_states(source.optimizer(mp, 0), file.path)
+        for group, own in zip(source.named[mp], states, strict=True):
             for name, state in zip(group, own, strict=True):
                 for key, tensor in state.tensors.items():
                     if tensor.shape != group[name]:
                         raise CorruptSourceError(
                             f"{key} of {name} has the shape {tensor.shape}, expected {group[name]}", path=file.path
                         )
-                    place = Place(topology.tp, tp, 0, files[file.path], tensor.file_offset)
+                    place = Place(topology.tp, tp, copies[name].index(pp), files[file.path], tensor.file_offset)
                     rows.add_shard(key, model.params[name], place, dtype=tensor.dtype, strides=tensor.stride)
 
 

@@ -74,10 +74,10 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
     Raises:
         CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
-    source = open_source(folder)
+    commit_model = dict(commit.model) if commit is not None else {}
+    source = open_source(folder, commit_model)
     check_scalars(source)
     first = source.models[0, 0].value
-    commit_model = dict(commit.model) if commit is not None else {}
     info = first.get("universal_checkpoint_info") if told is None else told
     layers = commit_model.get("pipeline", first.get("pipeline_layout"))
     model = describe(source, patterns.parse(info), pipeline.parse(layers))

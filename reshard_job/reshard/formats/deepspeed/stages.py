@@ -25,7 +25,8 @@ def target_stages(source: Source, model: Model, target: Topology) -> tuple[tuple
         raise UnsupportedError(
             f"{target}: the checkpoint was written without a PipelineModule, its parameters belong to no layer",
             path=str(source.folder),
-            hint="train with a PipelineModule at pp=1 too: its names do not depend on pp",
+            hint="train with a PipelineModule at pp=1 too, as its names do not depend on pp; or name a checkpoint of"
+            " the pipeline with --like, and a map to its names with --names",
         )
     if target.pp == 1:
         return (_stage(model, None),), ()

@@ -252,9 +252,9 @@ class File:
         place = self.place(tensor, tp, copy)
         self.target.rows.add_shard("weight", param, place, dtype=tensor.dtype, strides=tensor.stride)
 
-    def add_state(self, state: str, param: Param, tensor: Tensor, tp: int) -> None:
+    def add_state(self, state: str, param: Param, tensor: Tensor, tp: int, copy: int) -> None:
         """The tensor is a state of the shape of a parameter's shard."""
-        place = self.place(tensor, tp, 0)
+        place = self.place(tensor, tp, copy)
         self.target.rows.add_shard(state, param, place, dtype=tensor.dtype, strides=tensor.stride)
 
     def add_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, tp: int, copy: int) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.pt.objects import Tensor
+from reshard.formats.deepspeed.pipeline import PipelineInfo
+from reshard.formats.deepspeed.source import Source
+from reshard.formats.pt.objects import Storage, Tensor
 from reshard.formats.pt.reader import PtFile
 
 Shape = tuple[int, ...]
@@ -172,3 +174,38 @@ def named_groups(optimizer: Mapping[str, Any], module: Mapping[str, Tensor], fil
     known = [[shape for shape in group if shape is not None] for group in shapes]
     names = match_names(known, candidates, file.path)
     return [dict(zip(own, found, strict=True)) for own, found in zip(names, known, strict=True)]
+
+
+def stage_module(source: Source, info: PipelineInfo | None, pp: int, tp: int) -> dict[str, Tensor]:
+    """Weights of a pipeline stage under the names and in the order of its PipelineModule: tied modules, then layers.
+
+    Raises:
+        UnsupportedError: which layers the stage has, or which of them are tied, is not known.
+        CorruptSourceError: there is no such stage.
+    """
+    parts = () if info is None else info.parts or ((0, info.num_layers) if source.topology.pp == 1 else ())
+    if info is None or info.tied is None or not parts:
+        raise UnsupportedError(
+            "ZeRO-0 with a PipelineModule: its optimizer numbers parameters, and which layers each stage has, and which"
+            " of them are tied, is not known",
+            path=str(source.folder),
+            hint="save with client_state={'pipeline_layout': {num_layers, partition_method, tied, parts}}, or train"
+            " with zero_optimization.stage 1",
+        )
+    if len(parts) != source.topology.pp + 1:
+        raise CorruptSourceError(
+            f"has {source.topology.pp} pipeline stages, its pipeline_layout has the parts {list(parts)}",
+            path=str(source.folder),
+        )
+    tied: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+    keys = {layer: key for key, layers in info.tied.items() for layer in layers}
+    for layer in range(parts[pp], parts[pp + 1]):
+        found, prefix = (own, f"{layer}.") if layer not in keys else (tied, f"tied_modules.{keys[layer]}.")
+        places = info.tied[keys[layer]] if layer in keys else (layer,)  # one with a forward_fn has no file of its own
+        file = next((source.layers[at, tp] for at in places if (at, tp) in source.layers), None)
+        storages: dict[int, Storage] = {}  # files that are alike share theirs
+        for name, tensor in ({} if file is None else file.value).items():
+            storage = storages.setdefault(id(tensor.storage), dataclasses.replace(tensor.storage))
+            found.setdefault(prefix + name, dataclasses.replace(tensor, storage=storage))
+    return tied | own

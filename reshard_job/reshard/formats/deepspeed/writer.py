@@ -85,7 +85,8 @@ def _template(index: Index, request: Request) -> Extra:
     raise UnsupportedError(
         f"the source is of the format {index.format}, which does not say what else DeepSpeed files hold",
         path=str(index.root),
-        hint="name a DeepSpeed checkpoint of the same model with --like",
+        hint="name a DeepSpeed checkpoint of the same model, native or universal, with --like: one that the new run"
+        " saves after a step will do, but its learning-rate schedule goes on",
     )
 
 
@@ -169,6 +170,7 @@ def _refuse_experts(experts: Experts, target: Topology, where: str) -> None:
             f"{target}: a model with experts is laid out at tp=1 and ZeRO stages 1 and 2 (DeepSpeed has no other for"
             " native experts than stage 0)",
             path=where,
+            hint="choose zero=1 or 2 without tp, such as --to dp=4,ep=2,zero=1",
         )
     experts.check(target.ep)
 
@@ -177,11 +179,15 @@ def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
     """Stages that DeepSpeed has not, or that need what was not saved."""
     source = extra.source
     change = f"from ZeRO stage {source.topology.zero} to {target.zero}"
-    if source.pipeline and target.zero == 3:
-        raise UnsupportedError(f"{change}: DeepSpeed has no ZeRO-3 with a PipelineModule", path=where)
-    if source.pipeline and target.zero == 0:
+    if source.pipeline and target.zero > 1:
         raise UnsupportedError(
-            f"{change}: ZeRO-0 numbers its parameters and cannot be told apart with a PipelineModule", path=where
+            f"{change}: DeepSpeed has neither ZeRO-2 nor ZeRO-3 with a PipelineModule", path=where, hint="choose zero=1"
+        )
+    if source.pipeline and target.zero == 0 and source.half_type:
+        raise UnsupportedError(
+            f"{change}: DeepSpeed takes BF16_Optimizer for a PipelineModule in {source.half_type} at stage 0 too",
+            path=where,
+            hint="choose zero=1, whose files are the same",
         )
     if not base_state(source, 0, 0).get("param_groups"):
         raise UnsupportedError(

@@ -25,11 +25,11 @@ class Optimizer:
     tensors: tuple[tuple[Param, str, Tensor], ...]
 
 
-def unpartitioned_optimizer(target: Target, tp: int) -> Optimizer:
-    """Lay out the optimizer of one tensor-parallel rank."""
-    mp = target.like(0, tp)
+def unpartitioned_optimizer(target: Target, pp: int, tp: int) -> Optimizer:
+    """Lay out the optimizer of one model-parallel rank."""
+    mp = target.like(pp, tp)
     template = Template(target.source.optimizer_file(mp, 0), target.budget)
-    stage = target.stages[0]
+    stage = target.stages[pp]
     tensors: list[tuple[Param, str, Tensor]] = []
     states: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
