@@ -312,7 +312,8 @@ def convert(
             what = f"converted together with other workers: {work.share(plan)} by this one"
             what = what if sharing is Sharing.TOGETHER else _BY_ANOTHER
             return report(done, message=what, moved=work.moved, latest=named)
-    message = f"converted {_what(plan)}, {len(outcome.digests)} tensors verified{work.resumed}"
+    tensors = "1 tensor" if len(outcome.digests) == 1 else f"{len(outcome.digests)} tensors"
+    message = f"converted {_what(plan)}, {tensors} verified{work.resumed}"
     moved = Moved(outcome.bytes_read, outcome.bytes_written).less(work.before)
     return report(done, moved=moved, message=message, latest="" if pointer is None else str(pointer))
 

@@ -23,7 +23,7 @@ from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.options import parse
 from reshard.render import error_value
 from reshard.reports import failure_report
-from reshard.streams import open_streams, say, tell
+from reshard.streams import harmless, open_streams, say, tell
 from reshard.verbs import VERBS, check_report, write_report
 
 
@@ -78,7 +78,7 @@ def _failed(
     options: argparse.Namespace, error: BaseException, exit_code: ExitCode, message: str, started: float
 ) -> int:
     """Say why on stderr, in the report, and as JSON."""
-    tell(f"reshard: {message}\n")
+    tell(harmless(f"reshard: {message}\n"))
     value: dict[str, Any] = {"ok": False, "exit_code": int(exit_code)}
     if options.verb == "run":
         source, target = (Path(getattr(options, name, "")) for name in ("source", "target"))

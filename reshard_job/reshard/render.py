@@ -126,7 +126,7 @@ def inspect_text(found: Inspection, *, tensors: bool) -> str:
             for state, (dtypes, count, num_bytes) in _states(index).items()
         ]
         count, num_elements = _weights(index)
-        lines += [f"  weights   {counted(count, 'tensor')}, {num_elements:,} elements"]
+        lines += [f"  weights   {counted(count, 'tensor')}, {num_elements:,} element{'' if num_elements == 1 else 's'}"]
         lines += [f"  state     {line}" for line in table(rows, right=(2, 3))] if rows else []
         lines += [f"  group {at:<3} {_group_text(index, at)}" for at in range(len(index.groups))]
         lines += [f"  tied      {alias} = {name}" for alias, name in index.aliases.items()]

@@ -15,6 +15,7 @@ from typing import TextIO
 from reshard.errors import TargetError
 
 _LEGIBLE = "reshard.legible"
+_CODES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def open_streams() -> None:
@@ -36,6 +37,11 @@ def _legible(error: UnicodeError) -> tuple[str | bytes, int]:
         return error.object[error.start : error.end].encode("ascii", "surrogateescape"), error.end
     except UnicodeEncodeError:
         return codecs.backslashreplace_errors(error)
+
+
+def harmless(text: str) -> str:
+    """Text without what a terminal obeys: names in a checkpoint are chosen by others."""
+    return text.translate(_CODES)
 
 
 def overwrites(stream: TextIO) -> bool:
@@ -60,7 +66,7 @@ def say(text: str) -> None:
         TargetError: it cannot be written, and that is not because the reader has left.
     """
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(harmless(text) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
         _let_go(sys.stdout)

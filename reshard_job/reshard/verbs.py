@@ -33,7 +33,7 @@ from reshard.plan import Plan
 from reshard.progress import ProgressLine
 from reshard.remote import location
 from reshard.staging import Sharing, above
-from reshard.streams import tell
+from reshard.streams import harmless, tell
 from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
 from reshard.views import keep_tensors
@@ -132,7 +132,7 @@ def _run(options: argparse.Namespace) -> Result:
     expected: list[int] = []
 
     def note(*texts: str) -> None:
-        tell("".join(f"reshard: note: {text}\n" for text in texts if not options.quiet))
+        tell(harmless("".join(f"reshard: note: {text}\n" for text in texts if not options.quiet)))
 
     def planned(plan: Plan) -> None:
         note(*plan.summary()["notes"])

@@ -1,5 +1,6 @@
 """What happens to those who listen to `reshard` does not decide what becomes of a conversion."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from reshard.api import index_of
 from reshard.commit import read_commit
 from reshard.contract import ExitCode
-from tests.golden.command import PIPELINE, ZERO2
+from tests.golden.command import PIPELINE, ZERO2, Answer
 
 RESHARD = (sys.executable, "-m", "reshard.cli")
 
@@ -68,6 +69,18 @@ def test_names_that_are_no_text_are_told_as_they_are(tmp_path: Path) -> None:
     second = tmp_path / os.fsdecode(b"2\xff")
     assert read_commit(second).source == f"{tmp_path}/\\xff"
     assert index_of(second).step == 2
+
+
+def test_names_in_a_checkpoint_do_not_command_the_terminal(tmp_path: Path, say: Answer) -> None:
+    name = "a\x1b[31m\x9b\ré"
+    header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    told = say("inspect", tmp_path, "--tensors") + say("explain", tmp_path, "nothing", code=ExitCode.USAGE)
+    assert told.count(r"weight/a\x1b[31m\x9b\x0dé") == 2 and not {"\x1b", "\x9b", "\r"} & set(told)
+    assert say.json("inspect", tmp_path)["tensors"][0]["name"] == name
+    (tmp_path / "model.safetensors").write_bytes(content[:-1])
+    assert "\x1b" not in say("verify", tmp_path, code=ExitCode.SOURCE_INVALID)
 
 
 @pytest.mark.parametrize(("ignored", "code"), [(False, 130), (True, 0)])
