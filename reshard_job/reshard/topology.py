@@ -134,7 +134,8 @@ class Topology:
             if number and name not in _KEYS:
                 raise TopologyError(f"there is no degree {name!r} ({text!r}): expected some of {', '.join(_KEYS)}")
             if match is None:
-                raise TopologyError(f"cannot read {part!r} in {text!r}: write for instance tp=2,pp=2,dp=3,zero=1")
+                place = "" if part == text else f" in {text!r}"
+                raise TopologyError(f"cannot read {part!r}{place}: write for instance tp=2,pp=2,dp=3,zero=1")
             if match[1] in values:
                 raise TopologyError(f"{match[1]} is given twice in {text!r}")
             values[match[1]] = int(match[2])
