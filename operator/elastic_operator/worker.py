@@ -17,12 +17,14 @@ from elastic_operator import families, metrics
 from elastic_operator.actions import Decision
 from elastic_operator.apply import Applier, ConflictError
 from elastic_operator.batching import Key
+from elastic_operator.context import Context, capacity
 from elastic_operator.decide import decide, refuse
 from elastic_operator.gauges import job_gauges
 from elastic_operator.inquiries import Inquiries, RefusedError
 from elastic_operator.limits import Limits
 from elastic_operator.observation import Observation
 from elastic_operator.observe import Observer
+from elastic_operator.promises import Promises, contested
 from elastic_operator.record import Record, is_quiet, read_record
 from elastic_operator.reshardpod import ReshardImage
 from elastic_operator.spec import Spec, SpecError
@@ -43,6 +45,12 @@ SECONDS_PER_JOB = 0.005
 
 TICK_SECONDS = 5.0
 """Beyond `FEW_JOBS`, looks that are due some time are made at the same times, and so share their requests."""
+
+AT_ONCE = 200
+"""Passes that read and write at the same time: requests of more would time out while they wait for each other."""
+
+HELD_BACK_SECONDS = 1.0
+"""After which a plan that waits for other jobs' pods to be placed is looked at again."""
 
 _FIRST_BACKOFF_SECONDS = 0.5
 _LAST_BACKOFF_SECONDS = 30.0
@@ -68,6 +76,10 @@ class Pass:
     heartbeat_time: float | None = None
 
 
+class HeldBackError(Exception):
+    """A plan needs nodes that other jobs' pods are on their way to."""
+
+
 class Workers:
     """All tasks, by resource."""
 
@@ -88,7 +100,9 @@ class Workers:
         self._nodes: dict[Key, frozenset[str]] = {}
         self._mail: dict[Key, dict[str, Mapping[str, Any]]] = {}
         self._waking_all: asyncio.TimerHandle | None = None
+        self._slots = asyncio.Semaphore(AT_ONCE)
         self._inquiries = inquiries
+        self._promises = Promises()
 
     @property
     def crowded(self) -> bool:
@@ -150,6 +164,10 @@ class Workers:
                 seconds = await self._reconcile(key)
                 _count_pass("success", begin)
                 backoff = _FIRST_BACKOFF_SECONDS
+            except HeldBackError as error:
+                logger.debug("%s/%s: waiting: %s", *key, error)
+                _count_pass("conflict", begin)
+                seconds = HELD_BACK_SECONDS
             except ConflictError as error:
                 logger.debug("%s/%s: looking again: %s", *key, error)
                 _count_pass("conflict", begin)
@@ -185,6 +203,7 @@ class Workers:
         for table in (self._tasks, self._wakers, self._nodes, self._mail):
             table.pop(key, None)
         self._inquiries.forget(key)
+        self._promises.forget(key)
         metrics.forget(key)
 
     async def _reconcile(self, key: Key) -> float | None:
@@ -201,6 +220,11 @@ class Workers:
             if is_quiet(record.status, found.decision):
                 _show(key, found)
                 return found.decision.requeue_seconds
+        async with self._slots:
+            return await self._look_and_act(key)
+
+    async def _look_and_act(self, key: Key) -> float | None:
+        """A pass from a fresh look."""
         resource = await self._observer.training_job(*key)
         if resource is None:
             return None
@@ -220,8 +244,24 @@ class Workers:
             world = await self._inquiries.seen(key, record.status, world)
             found = self._judge(key, record, world)
             if not found.decision.needs_fresh_capacity:
+                self._promise(key, record, world, found.decision.status)
                 return found
             fresh = True
+
+    def _promise(self, key: Key, record: Record, world: Observation, after: Status) -> None:
+        """Keep others off the nodes that a new attempt is about to take; wait if it counts on those of others.
+
+        Raises:
+            HeldBackError: it does. Nothing may be done of the decision.
+        """
+        assert isinstance(record.spec, Spec)
+        resource = record.spec.accelerator.resource
+        promised = self._promises.to_others(key, resource)
+        if promised:
+            context = Context(job=record.job, spec=record.spec, world=world, limits=self._limits, now=time.time())
+            if contested(record.status, after, capacity(context, record.status), promised):
+                raise HeldBackError(f"{promised} pods of other jobs are on their way to the nodes that it needs")
+        self._promises.note(key, resource, after, world)
 
     def _judge(self, key: Key, record: Record, world: Observation | None) -> Pass:
         """What to do about a job in a world; what to say about a spec that makes no sense, in any."""
@@ -230,6 +270,7 @@ class Workers:
             assert isinstance(record.spec, SpecError)
             return Pass(before=status, decision=refuse(record.job, record.spec, status, limits=limits, now=now))
         self._nodes[key] = frozenset(pod.node for pod in world.pods if pod.node)
+        self._promises.note(key, record.spec.accelerator.resource, status, world)
         decision = decide(
             record.job, record.spec, status, world, limits=limits, now=now, reshard_image=self._reshard_image
         )

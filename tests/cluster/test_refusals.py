@@ -81,3 +81,21 @@ def test_a_failed_job_that_is_retried_goes_on_from_its_newest_commit(run: Run) -
     status = run.until_phase("Complete")
     assert (status["attempt"], status["current"]["resume"]["step"]) == (2, step)
     assert "RetryRequested" in run.events()
+
+
+def test_of_two_jobs_that_want_the_same_nodes_one_waits_without_pods_or_restarts(run: Run) -> None:
+    run.submit([*LIGHT, "100000", "0", "0"], nodes={"min": 2, "max": 2}, batch={"globalSamples": 16})
+    job = run.cluster.get("etj", "gpt", "-n", run.namespace)
+    other = {**job, "metadata": {"name": "other", "namespace": run.namespace}, "status": None}
+    run.cluster.apply(other)
+
+    def phases() -> dict[str, str]:
+        items = run.cluster.get("etj", "-n", run.namespace)["items"]
+        return {item["metadata"]["name"]: item.get("status", {}).get("phase", "") for item in items}
+
+    run.cluster.wait(lambda: sorted(phases().values()) == ["Running", "Waiting"], what="one to run and one to wait")
+    (waiting,) = [name for name, phase in phases().items() if phase == "Waiting"]
+    status = run.cluster.get("etj", waiting, "-n", run.namespace)["status"]
+    assert status["attempt"] == 0
+    assert len(run.workers()) == 2
+    run.cluster.kubectl("delete", "etj", "other", "-n", run.namespace)
