@@ -14,8 +14,9 @@ from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedErr
 from reshard.execute import execute
 from reshard.formats.base import Request
 from reshard.formats.dcp import FORMAT
+from reshard.formats.dcp.description import metadata_file
 from reshard.formats.dcp.metadata import Entry
-from reshard.formats.dcp.skeleton import RankFiles, file_name, metadata_file
+from reshard.formats.dcp.skeleton import RankFiles, file_name
 from reshard.formats.dcp.writer import cuts
 from reshard.formats.pt.objects import Global, Inert, Storage, Tensor, new_tensor
 from reshard.geometry import Box, whole

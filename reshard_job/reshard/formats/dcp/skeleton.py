@@ -1,30 +1,22 @@
-"""The bytes of a DCP checkpoint that are not tensor data: items inside the ranks' files, and `.metadata`.
+"""The bytes of a DCP checkpoint's files that are not tensor data: items inside the ranks' files.
 
-Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.13 (classes, file names, `Metadata` as
-`FileSystemWriter.finish` leaves it).
+Source: torch/distributed/checkpoint/filesystem.py of torch 2.13 (file names and items of `FileSystemWriter`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
-from reshard.formats.dcp.metadata import METADATA_FILE, VERSION, Entry, Place
+from reshard.formats.dcp.metadata import Place
 from reshard.formats.pt.archive import Slot
-from reshard.formats.pt.emit import emit
-from reshard.formats.pt.objects import Global, Inert, Size, Tensor, new_tensor
+from reshard.formats.pt.objects import Tensor, new_tensor
 from reshard.formats.pt.writer import PtLayout, lay_out_pt
 from reshard.layout import ChecksumField, TargetFile
 
 _STEM = "archive"  # torch.save's prefix where it writes into a stream
 _ALIGNMENT = 64
 """Items begin at multiples of this, so that payloads are aligned in the file and not only in their archive."""
-
-_MODULE = "torch.distributed.checkpoint.metadata"
-_STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_STRIDED = Inert("reduce", Global("torch.serialization", "_get_layout"), ("torch.strided",))
-_CONTIGUOUS = Inert("reduce", Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -98,49 +90,3 @@ class RankFiles:
 def file_name(rank: int) -> str:
     """The only file of a rank, as `FileSystemWriter` names it."""
     return f"__{rank}_0.distcp"
-
-
-def metadata_file(entries: Iterable[Entry]) -> TargetFile:
-    """`.metadata` of the entries, for `FileSystemReader` to unpickle."""
-    described: dict[str, Any] = {}
-    paths: dict[str, Any] = {}
-    stored: dict[Any, Any] = {}
-    for entry in entries:
-        paths[entry.key] = tuple(entry.path)
-        described[entry.key] = _described(entry)
-        for at, (box, place) in enumerate(entry.chunks):
-            index: dict[str, Any] = {"fqn": entry.key, "index": None}
-            if box is not None:
-                index |= {"index": at, "offset": Size(box.offset)}
-            info = {"relative_path": place.file, "offset": place.offset, "length": place.length}
-            stored[_new("MetadataIndex", index)] = Inert("new", _STORAGE_INFO, (), info)
-    root = _new(
-        "Metadata",
-        {
-            "state_dict_metadata": described,
-            "planner_data": paths,
-            "storage_data": stored,
-            "storage_meta": _new(
-                "StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
-            ),
-            "version": VERSION,
-        },
-    )
-    pickled, _ = emit(root)
-    return TargetFile(path=METADATA_FILE, num_bytes=len(pickled), fixed=((0, pickled),))
-
-
-def _described(entry: Entry) -> Inert:
-    if entry.shape is None:
-        return _new("BytesStorageMetadata", None)
-    chunks = [
-        _new("ChunkStorageMetadata", {"offsets": Size(box.offset), "sizes": Size(box.size)})
-        for box, _ in entry.chunks
-        if box is not None
-    ]
-    properties = _new("TensorProperties", (Global("torch", entry.dtype), _STRIDED, False, _CONTIGUOUS, False))
-    return _new("TensorStorageMetadata", {"properties": properties, "size": Size(entry.shape), "chunks": chunks})
-
-
-def _new(name: str, state: Any) -> Inert:
-    return Inert("new", Global(_MODULE, name), (), state)

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
+from reshard.formats.dcp.description import metadata_file
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.dcp.naming import dotted
 from reshard.formats.dcp.objects import carried, numbers, objects_like, options
 from reshard.formats.dcp.reader import NAME, Extra
-from reshard.formats.dcp.skeleton import RankFiles, metadata_file
+from reshard.formats.dcp.skeleton import RankFiles
 from reshard.formats.dcp.wanted import Wanted, named_tensors, notes_on, own_tensors, placed_like, weights_alone
 from reshard.geometry import Box, whole
 from reshard.layout import Index, ShardTableBuilder, TargetLayout

@@ -16,9 +16,10 @@ from pathlib import Path
 from reshard.errors import UnsupportedError
 from reshard.files import open_file
 from reshard.formats.base import Request
+from reshard.formats.dcp.description import metadata_file
 from reshard.formats.dcp.metadata import Entry, Place
 from reshard.formats.dcp.objects import carried
-from reshard.formats.dcp.skeleton import RankFiles, metadata_file
+from reshard.formats.dcp.skeleton import RankFiles
 from reshard.formats.dcp.tables import CONFIG_FILE
 from reshard.formats.megatron.amend import Progress, common_file, common_object
 from reshard.formats.megatron.example import Extra, Home

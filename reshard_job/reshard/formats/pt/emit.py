@@ -36,15 +36,27 @@ def emit(value: Any) -> tuple[bytes, list[Storage]]:
         UnsupportedError: an object that a reader of `.pt` files never yields.
         CorruptSourceError: nested too deeply.
     """
-    emitter = _Emitter()
+    emitter = Emitter()
     try:
         emitter.value(value)
     except RecursionError as error:
         raise CorruptSourceError("objects are nested too deeply") from error
-    return b"\x80\x02" + b"".join(emitter.parts) + b".", list(emitter.storages)
+    return emitter.pickled(), list(emitter.storages)
 
 
-class _Emitter:
+def integer(value: int) -> bytes:
+    """The opcode of an integer."""
+    if 0 <= value < 1 << 8:
+        return b"K" + bytes([value])
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + struct.pack("<I", len(data))) + data
+
+
+class Emitter:
     """Output and memo of one pickle."""
 
     def __init__(self) -> None:
@@ -53,29 +65,40 @@ class _Emitter:
         self.keep: list[Any] = []
         self.storages: dict[Storage, str] = {}
 
+    def pickled(self) -> bytes:
+        """The pickle of the one object that was written."""
+        return b"".join((b"\x80\x02", *self.parts, b"."))
+
+    def reference(self, key: Any) -> bytes:
+        """What puts an object on the stack that was written before: a `Global`, or ("text", string)."""
+        index = self.memo[key]
+        return b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)
+
     def recall(self, key: Any) -> bool:
-        index = self.memo.get(key)
-        if index is None:
+        """Refer to an object, if it was written before."""
+        if key not in self.memo:
             return False
-        self.parts.append(b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index))
+        self.parts.append(self.reference(key))
         return True
 
     def remember(self, key: Any, value: Any) -> None:
+        """The object on top of the stack may be referred to."""
         index = len(self.memo)
         self.memo[key] = index
         self.keep.append(value)
         self.parts.append(b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index))
 
     def value(self, value: Any) -> None:
+        """Write an object, whatever it is."""
         kind = type(value)
         if value is None or kind is bool:
             self.parts.append({None: b"N", True: b"\x88", False: b"\x89"}[value])
         elif kind is int:
-            self._int(value)
+            self.integer(value)
         elif kind is float:
             self.parts.append(b"G" + struct.pack(">d", value))
         elif kind is str:
-            self._text(value)
+            self.text(value)
         elif kind is bytes:
             self._bytes(value)
         elif kind is Global:
@@ -110,19 +133,12 @@ class _Emitter:
         else:
             raise UnsupportedError(f"cannot write a {kind.__module__}.{kind.__qualname__} into a .pt file")
 
-    def _int(self, value: int) -> None:
-        if 0 <= value < 1 << 8:
-            self.parts.append(b"K" + bytes([value]))
-        elif 0 <= value < 1 << 16:
-            self.parts.append(b"M" + struct.pack("<H", value))
-        elif -(1 << 31) <= value < 1 << 31:
-            self.parts.append(b"J" + struct.pack("<i", value))
-        else:
-            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            header = b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + struct.pack("<I", len(data))
-            self.parts.append(header + data)
+    def integer(self, value: int) -> None:
+        """Write an integer."""
+        self.parts.append(integer(value))
 
-    def _text(self, value: str) -> None:
+    def text(self, value: str) -> None:
+        """Write a string."""
         if not self.recall(("text", value)):
             data = value.encode("utf-8", "surrogatepass")
             self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
@@ -195,7 +211,7 @@ class _Emitter:
             self._global(rebuild)
         self.parts.append(b"(")
         self._storage(tensor.storage)
-        self._int(tensor.offset)
+        self.integer(tensor.offset)
         self._tuple(tensor.shape)
         self._tuple(tensor.stride)
         self.value(False if tensor.parameter else tensor.requires_grad)
@@ -215,12 +231,12 @@ class _Emitter:
     def _storage(self, storage: Storage) -> None:
         key = self.storages.setdefault(storage, str(len(self.storages)))
         self.parts.append(b"(")
-        self._text("storage")
+        self.text("storage")
         if storage.dtype in UNTYPED_DTYPES:
             self._global(Global("torch.storage", "UntypedStorage"))
         else:
             self._global(Global("torch", STORAGE_CLASSES[storage.dtype]))
-        self._text(key)
-        self._text(storage.location)
-        self._int(storage.num_bytes if storage.dtype in UNTYPED_DTYPES else storage.num_elements)
+        self.text(key)
+        self.text(storage.location)
+        self.integer(storage.num_bytes if storage.dtype in UNTYPED_DTYPES else storage.num_elements)
         self.parts.append(b"tQ")

@@ -75,6 +75,11 @@ class Template:
         """What every record begins with."""
         return self.tokens[0][1]
 
+    @property
+    def reach(self) -> int:
+        """Bytes behind any of its positions, but for what its strings hold, that decoding may look at."""
+        return sum(len(literal) + _WORD + 2 for _, literal in self.tokens) + 2 * _WORD
+
 
 class Lanes(NamedTuple):
     """Records that fit a template, before anyone has looked at the memo.
@@ -272,7 +277,7 @@ def filled(value: Any, ints: Sequence[int], texts: Sequence[str]) -> Any:
 
 def decode(source: Source, template: Template, starts: Int64Array) -> Lanes:
     """Decode the records at `starts`; those that do not fit, or end too close to the pickle's end, are left out."""
-    decoder = _Decoder(source, starts)
+    decoder = _Decoder(source, starts, len(source.data) - template.reach)
     for kind, literal in template.tokens:
         if not len(decoder.lane):
             break
@@ -283,7 +288,8 @@ def decode(source: Source, template: Template, starts: Int64Array) -> Lanes:
 class _Decoder:
     """Positions of all records, which move on together; records that do not fit leave."""
 
-    def __init__(self, source: Source, starts: Int64Array) -> None:
+    def __init__(self, source: Source, starts: Int64Array, last: int) -> None:
+        """`last` is where a token may begin at most, for all that is behind it to be inside."""
         self.source = source
         self.at = starts
         self.lane: Int64Array = np.arange(len(starts))
@@ -292,14 +298,13 @@ class _Decoder:
         self.text_lengths: list[Int64Array] = []
         self.refs: list[Int64Array] = []
         self.puts: list[Int64Array] = []
-        self.last = len(source.words) - 2 * _WORD  # from here on all that a token reads is inside
+        self.last = last
+        self.keep(self.at <= last)
 
     def token(self, kind: int, literal: bytes) -> None:
         if kind == _LITERAL:
             self.literal(literal)
-            return
-        self.keep(self.at <= self.last)
-        if kind == _INT:
+        elif kind == _INT:
             self.integer()
         elif kind == _PUT:
             self.puts.append(self.number(_SHORT_PUT, _LONG_PUT))
@@ -318,10 +323,9 @@ class _Decoder:
             columns[:] = [column[good] if len(column) == len(good) else column for column in columns]
 
     def literal(self, literal: bytes) -> None:
-        self.keep(self.at <= self.last - len(literal))
         for first in range(0, len(literal), _WORD):
             part = literal[first : first + _WORD]
-            word = self.source.words[self.at + first]
+            word = self.source.words[self.at + first if first else self.at]
             if len(part) < _WORD:
                 word &= np.uint64((1 << 8 * len(part)) - 1)
             self.keep(word == np.uint64(int.from_bytes(part, "little")))
@@ -364,7 +368,7 @@ class _Decoder:
         self.text_starts.append(start)
         self.text_lengths.append(length)
         self.at = start + length
-        self.keep(is_short | (opcode == _WIDE_TEXT))
+        self.keep((is_short | (opcode == _WIDE_TEXT)) & (self.at <= self.last))
 
     def lanes(self, template: Template) -> Lanes:
         def matrix(columns: list[Int64Array], count: int) -> Int64Array:
