@@ -280,7 +280,7 @@ def convert(
         ReshardError: see `reshard.errors`.
     """
     report = functools.partial(done_report, source=wanted.source, target=wanted.target, started=time.monotonic())
-    if not wanted.source.exists() and (done := _committed_from(wanted)) is not None:
+    if (done := done_without_source(wanted)) is not None:
         named = _name_latest(latest_file(wanted.target, done.format) if latest else None, wanted.target, sharing)
         what = "already converted and committed; the source is gone"
         return report(done, message=what, latest=named)
@@ -330,11 +330,19 @@ def reshard(source: Path, target: Path, topology: Topology, *, reread: bool = Fa
     return convert(Conversion(source=source, target=target, topology=topology), reread=reread)
 
 
-def _committed_from(wanted: Conversion) -> Commit | None:
-    """The target's commit, if it is intact and made from this source for this topology."""
-    with contextlib.suppress(SourceError):
+def done_without_source(wanted: Conversion) -> Commit | None:
+    """The target's commit where the source is gone since, if it is intact and of this conversion."""
+    with contextlib.suppress(SourceError, OSError):
+        if wanted.source.exists():
+            return None
         commit = read_commit(wanted.target)
-        if commit.source == plain(wanted.source) and commit.topology == wanted.topology:
+        zero = commit.topology.zero if wanted.keeps_stage else wanted.topology.zero
+        if (
+            commit.source == plain(wanted.source)
+            and commit.topology == dataclasses.replace(wanted.topology, zero=zero)
+            and wanted.target_format in ("", commit.format)
+            and {**commit.options, _PLAN: ""} == {**wanted.options, _PLAN: ""}
+        ):
             check_files(wanted.target, commit)
             return commit
     return None

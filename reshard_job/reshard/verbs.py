@@ -123,7 +123,7 @@ def _priced(
 def _run(options: argparse.Namespace) -> Result:
     worker = arguments.worker(options.worker)
     target = arguments.new_folder(options.target)
-    wanted = _conversion(options, target)
+    wanted = _conversion(options, target, runs=True)
     check_target(wanted.source, target)
     check_report(options.report, wanted.source, target)
     sharing = Sharing.TOGETHER if worker else Sharing.RESUMABLE if options.resume else Sharing.ALONE
@@ -312,14 +312,16 @@ def _draw(path: Path, found: Sequence[Explanation]) -> None:
         raise TargetError(f"cannot be written: {error.strerror}", path=str(path)) from error
 
 
-def _conversion(options: argparse.Namespace, target: Path | None) -> api.Conversion:
+def _conversion(options: argparse.Namespace, target: Path | None, *, runs: bool = False) -> api.Conversion:
+    """What is asked for; a run may find its work done, and the source removed since."""
     source = location(options.source).absolute()
     topology = arguments.topology(options.to)
-    check_source(source)
+    if topology is None or not runs:
+        check_source(source)
     like = None if options.like is None else location(options.like).absolute()
     if like is not None:
         check_source(like)
-    return api.Conversion(
+    wanted = api.Conversion(
         source=source,
         target=target if target is not None else source,
         topology=topology or api.index_of(source, patterns=_path(options.patterns)).topology,
@@ -334,6 +336,9 @@ def _conversion(options: argparse.Namespace, target: Path | None) -> api.Convers
         require_commit=getattr(options, "require_commit", False),
         keeps_stage="zero" not in (options.to or "zero"),
     )
+    if runs and api.done_without_source(wanted) is None:
+        check_source(source)
+    return wanted
 
 
 def _index(text: str, patterns: str | None) -> Index:

@@ -136,6 +136,19 @@ def test_another_checkpoint_under_the_same_name_is_another_conversion(tmp_path: 
     assert "is not the result of this conversion" in found
 
 
+@pytest.mark.parametrize("to", ["dp=2", "dp=2,zero=2"])
+def test_a_run_whose_source_was_removed_when_it_was_done_is_done(tmp_path: Path, say: Answer, to: str) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(ZERO2, source)
+    say("run", source, target, "--to", to)
+    shutil.rmtree(source)
+    assert "already converted and committed; the source is gone" in say("run", source, target, "--to", to)
+    for other in (["dp=3"], ["dp=2,zero=1"], [to, "--states", "fp32"], [to, "--format", "dcp"]):
+        assert "there is no such folder" in say("run", source, target, "--to", *other, code=ExitCode.SOURCE_INVALID)
+    max(target.glob("*.pt")).unlink()
+    assert "there is no such folder" in say("run", source, target, "--to", to, code=ExitCode.SOURCE_INVALID)
+
+
 def test_a_damaged_result_is_not_taken_for_done_when_it_is_read_again(tmp_path: Path, say: Answer) -> None:
     target = committed(tmp_path / "target")
     path = next(target.glob("*optim_states.pt"))
