@@ -46,7 +46,7 @@ from reshard.latest import latest_file, point
 from reshard.layout import PADDING, Index
 from reshard.limits import default_num_threads
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
-from reshard.remote import RemotePath
+from reshard.remote import RemotePath, location
 from reshard.reports import done_report
 from reshard.staging import FINISH_FILE, Sharing, only_one, staging
 from reshard.topology import Topology
@@ -325,9 +325,21 @@ def _what(plan: Plan) -> str:
     return f"{plan.index.format} {plan.index.topology} to {plan.layout.format}"
 
 
-def reshard(source: Path, target: Path, topology: Topology, *, reread: bool = False) -> ReshardReport:
-    """Convert checkpoint folder `source` to `topology` in the new folder `target`: `convert` with all defaults."""
-    return convert(Conversion(source=source, target=target, topology=topology), reread=reread)
+def reshard(source: Path | str, target: Path | str, topology: Topology | str, *, reread: bool = False) -> ReshardReport:
+    """Convert checkpoint folder `source` to `topology` in the new folder `target`: `convert` with all defaults.
+
+    Texts mean what they mean on a command line: a source may be a URL, a topology without a ZeRO stage keeps it.
+
+    Raises:
+        ReshardError: see `reshard.errors`.
+    """
+    wanted = Conversion(
+        source=location(source).absolute() if isinstance(source, str) else source,
+        target=Path(target).absolute() if isinstance(target, str) else target,
+        topology=Topology.parse(topology) if isinstance(topology, str) else topology,
+        keeps_stage=isinstance(topology, str) and "zero" not in topology,
+    )
+    return convert(wanted, reread=reread)
 
 
 def done_without_source(wanted: Conversion) -> Commit | None:
