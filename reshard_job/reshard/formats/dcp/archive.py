@@ -97,9 +97,27 @@ def _entries(window: Window) -> dict[str, Entry]:
     # torch.serialization.set_crc32_options(False) (torch 2.6 and later) leaves 0 in the place of every checksum.
     stated = any(crc for crc, _, _ in found.values())
     return {
-        name: Entry(name=name, offset=_payload(window, header, size), num_bytes=size, crc32=crc if stated else None)
+        name: Entry(
+            name=name,
+            offset=_payload(window, header, size),
+            num_bytes=size,
+            crc32=crc if stated else None,
+            header=window.start + header,
+        )
         for name, (crc, size, header) in found.items()
     }
+
+
+def central_records(window: Window) -> dict[str, int]:
+    """Where each entry's record of the directory is in the item, by name; `read_directory` must have read it before."""
+    count, num_bytes, position = _end(window)
+    data, at = window.get(position, num_bytes), 0
+    found: dict[str, int] = {}
+    for _ in range(count):
+        name, _, end = _central(data, at, window.where)
+        found[name.partition("/")[2]] = position + at
+        at = end
+    return found
 
 
 def _end(window: Window) -> tuple[int, int, int]:
