@@ -17,6 +17,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from elastic_operator import metrics, probes
 from elastic_operator.apply import Applier
 from elastic_operator.caches import Nodes, Renewals
+from elastic_operator.ending import end
 from elastic_operator.inquiries import Inquiries
 from elastic_operator.leader import LOST, Leader
 from elastic_operator.logs import configure_logging
@@ -96,9 +97,7 @@ async def _work(
         await stop.wait()
     finally:
         await workers.stop()
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        await end(background)
         await http.aclose()
 
 

@@ -19,6 +19,7 @@ from elastic_operator.apply import Applier, ConflictError
 from elastic_operator.batching import Key
 from elastic_operator.context import Context, capacity
 from elastic_operator.decide import decide, refuse
+from elastic_operator.ending import end
 from elastic_operator.gauges import job_gauges
 from elastic_operator.inquiries import Inquiries, RefusedError
 from elastic_operator.limits import Limits
@@ -150,9 +151,7 @@ class Workers:
 
     async def stop(self) -> None:
         """End all tasks."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end(list(self._tasks.values()))
 
     async def _run(self, key: Key) -> None:
         backoff = _FIRST_BACKOFF_SECONDS
