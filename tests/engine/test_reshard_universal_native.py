@@ -32,6 +32,7 @@ SOURCES = {
     "zero=3": {**FLAT, "topology": "dp=2,zero=3", "zero": {"sub_group_size": 900}},
     "sgd": {**FLAT, "topology": "dp=2,zero=1", "optimizer": "sgd"},
     "frozen": {**FLAT, "topology": "dp=2,zero=2", "frozen": ["up.bias", "norm.weight"]},
+    "frozen-zero3": {**FLAT, "topology": "dp=2,zero=3", "frozen": ["up.bias", "down.weight"]},
     "bf16": {**BF16, "topology": "dp=2,zero=2"},
     "bf16-optimizer": {**BF16, "topology": "dp=2,zero=1", "data_types": {"grad_accum_dtype": "fp32"}},
     "pipeline": {"model": "pipeline", "topology": "tp=2,pp=2,dp=1,zero=1"},
@@ -43,6 +44,7 @@ TARGETS = {
     ("ours", "sgd"): ("dp=3,zero=1",),  # DeepSpeed's converter fails with SGD: KeyError
     ("ours", "frozen"): ("dp=3,zero=2", "dp=3,zero=3"),
     ("theirs", "frozen"): ("dp=3,zero=2",),
+    ("theirs", "frozen-zero3"): ("dp=3,zero=1", "dp=3,zero=3"),
     ("theirs", "bf16"): ("dp=3,zero=0", "dp=3,zero=2", "dp=3,zero=3"),
     ("ours", "bf16-optimizer"): ("dp=3,zero=1", "dp=3,zero=2"),
     ("theirs", "pipeline"): ("dp=2,zero=1", "pp=2,dp=2,zero=1", "tp=2,dp=2,zero=1"),

@@ -209,7 +209,7 @@ def test_name_that_leads_out_of_the_folder(folder):
 def test_frozen_parameters_of_zero3_are_not_lost_silently(tmp_path):
     folder = Path(shutil.copytree(converted("zero3-dp3"), tmp_path / STEP))
     edit(folder, TWIN, lambda value: value.update(frozen_param_shapes={"adapter": Size((2,))}))
-    assert "1 frozen parameters, such as adapter, have no atoms" in refused(folder, UnsupportedError)
+    assert "1 frozen parameters, such as adapter, have neither atoms nor pieces" in refused(folder, UnsupportedError)
 
 
 def test_buffers_of_tensor_parallel_ranks_are_not_taken_for_whole_ones(tmp_path):

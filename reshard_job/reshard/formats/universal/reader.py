@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed import flat
 from reshard.formats.deepspeed.groups import plain
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.reader import Extra as NativeExtra
 from reshard.formats.deepspeed.rows import Place, Rows
 from reshard.formats.deepspeed.rules import WHOLE
+from reshard.formats.deepspeed.slots import held_runs
 from reshard.formats.deepspeed.states import same_scalar
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
@@ -93,6 +96,7 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
     rows = _AtomRows(source)
     params = {name: rows.add(name, atoms[name], problems) for name in source.shapes if name in atoms}
     weights = {name: rows.add_other(name, atoms[name]) for name in source.others if name in atoms}
+    weights |= {name: rows.add_pieces(name) for name in _in_pieces(source) if name not in weights}
     if problems:
         raise CorruptSourceError(
             f"{len(problems)} things are wrong with its atoms",
@@ -141,14 +145,20 @@ def _read_all(source: Source) -> tuple[dict[str, Atoms], list[str]]:
                 problems += error.problems
         elif name in source.module:
             found[name] = _in_model_file(source, name)
-    if absent := [name for name in source.frozen if name not in found and name not in source.stored]:
+    known = {*found, *source.stored, *_in_pieces(source)}
+    if absent := [name for name in source.frozen if name not in known]:
         raise UnsupportedError(
-            f"{len(absent)} frozen parameters, such as {absent[0]}, have no atoms: DeepSpeed's converter leaves those"
-            " of ZeRO-3 in pieces in the model files",
+            f"{len(absent)} frozen parameters, such as {absent[0]}, have neither atoms nor pieces in the model files",
             path=str(source.folder),
             hint="convert from the native checkpoint",
         )
     return found, problems
+
+
+def _in_pieces(source: Source) -> tuple[str, ...]:
+    """Frozen parameters of ZeRO-3, which DeepSpeed's converter leaves in pieces in the model files."""
+    pieces = source.ranks[0].value["frozen_param_fragments"] if source.ranks else ()
+    return tuple(name for name in source.frozen if name in pieces)
 
 
 def _in_model_file(source: Source, name: str) -> Atoms:
@@ -240,6 +250,22 @@ class _AtomRows(Rows):
         rows = vocabulary[0] if vocabulary is not None and shape and shape[0] > vocabulary[0] else None
         param = Param(name=name, shape=shape, rule=WHOLE, rows=rows)
         self._add_atom("weight", param, atom)
+        return param
+
+    def add_pieces(self, name: str) -> Param:
+        """Add a frozen parameter of ZeRO-3, of which each data-parallel rank's model file has a piece."""
+        ranks = self._source.ranks
+        for file in ranks:
+            path = Path(file.path).name
+            self._numbers.setdefault(path, len(self._numbers))
+            self.files.setdefault(path, file)
+        shape = tuple(self._source.model.value["frozen_param_shapes"][name])
+        (slot,), length = flat.zero3_slots([math.prod(shape)], len(ranks))
+        held = [(file, file.value.get("frozen_param_fragments") or {}) for file in ranks]
+        numbers = {file.path: self._numbers[Path(file.path).name] for file in ranks}
+        dtype, runs = held_runs(held, name, numbers, length=length, what=f"frozen parameter {name}")
+        param = Param(name=name, shape=shape, rule=WHOLE)
+        self.add_slots("weight", param, Place(1, 0, 0, 0, 0), runs, dtype=dtype, offset=0, size=slot.size)
         return param
 
     def _add_atom(self, state: str, param: Param, atom: Atom) -> None:

@@ -31,6 +31,7 @@ class Source:
     Attributes:
         folder: where it is.
         models: model files of the ranks of the run that saved, `[pp * tp]`; of one rank where the folder is ours.
+        ranks: model files of all data-parallel ranks, which hold frozen parameters of ZeRO-3 in pieces; else empty.
         optimizer: the optimizer file.
         groups: names of each parameter group.
         stages: the same for each pipeline stage, `[pp][groups]`.
@@ -49,6 +50,7 @@ class Source:
 
     folder: Path
     models: tuple[PtFile, ...]
+    ranks: tuple[PtFile, ...]
     optimizer: PtFile
     groups: tuple[tuple[str, ...], ...]
     stages: tuple[tuple[tuple[str, ...], ...], ...]
@@ -127,6 +129,7 @@ def open_source(folder: Path, told: Mapping[str, Any] | None = None) -> Source:
     return Source(
         folder=folder,
         models=tuple(models),
+        ranks=_ranks_with_pieces(folder, models),
         optimizer=optimizer,
         groups=tuple(tuple(group) for group in groups),
         stages=tuple(per_stage),
@@ -199,6 +202,26 @@ def _model_files(folder: Path) -> list[PtFile]:
     if problems:
         raise CorruptSourceError("its files contradict each other", path=str(folder), problems=problems)
     return files
+
+
+def _ranks_with_pieces(folder: Path, models: list[PtFile]) -> tuple[PtFile, ...]:
+    """DeepSpeed's converter copies the model files of all ranks of ZeRO-3; each has its pieces of frozen parameters."""
+    first = models[0].value
+    if len(models) > 1 or not first.get("frozen_param_fragments") or Path(models[0].path).name != MODEL_FILES[1]:
+        return ()
+    files = []
+    for dp in range(_count(first.get("dp_world_size"))):
+        path = folder / native_names.model_file(0, dp=dp)
+        if not path.is_file():
+            raise CorruptSourceError(f"misses {path.name}, which holds pieces of frozen parameters", path=str(folder))
+        files.append(read(path))
+        if not isinstance(files[-1].value, Mapping) or files[-1].value.get("global_steps") != first["global_steps"]:
+            raise CorruptSourceError("is of another step than the file of rank 0", path=str(path))
+    return tuple(files)
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int else 0
 
 
 def _twin(folder: Path, first: str, named: Mapping[str, Any]) -> list[PtFile]:
