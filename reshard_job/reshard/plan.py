@@ -144,17 +144,6 @@ class Plan:
             found.update(np.ascontiguousarray(getattr(shards, name)).data)
         return found.hexdigest()[:16]
 
-    def in_boxes(self) -> Plan:
-        """The same without families of boxes, for those who look at every row."""
-        if not (self.index.shards.has_families or self.layout.shards.has_families):
-            return self
-        return make_plan(
-            dataclasses.replace(self.index, shards=self.index.shards.boxes()),
-            dataclasses.replace(self.layout, shards=self.layout.shards.boxes()),
-            memory_bytes=self.memory_bytes,
-            num_threads=self.num_threads,
-        )
-
     def summary(self) -> dict[str, Any]:
         """What `reshard plan` prints."""
         return {

@@ -18,6 +18,7 @@ from reshard.layout import ShardTable, TargetLayout
 from reshard.plan import Plan, make_plan
 from reshard.topology import Topology
 from reshard.writing import Target
+from tests.boxes import in_boxes
 from tests.fuzz.guard import state_of
 from tests.fuzz.targets import checkpoints
 
@@ -36,7 +37,7 @@ def plan_for(name: str) -> Plan:
 
 @pytest.fixture(scope="module", params=SOURCES)
 def plan(request: pytest.FixtureRequest) -> Plan:
-    return plan_for(request.param).in_boxes()
+    return in_boxes(plan_for(request.param))
 
 
 # Plans: rows of the target, or of the source, that are missing, doubled, shifted or swapped.

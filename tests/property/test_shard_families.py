@@ -27,6 +27,7 @@ from reshard.layout import (
 )
 from reshard.plan import Plan, make_plan
 from reshard.topology import Topology
+from tests.boxes import in_boxes
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 shape_lists = st.lists(shapes, min_size=1, max_size=4)
@@ -153,7 +154,7 @@ def test_a_region_touches_the_same_boxes(shape: tuple[int, ...], ranks: int, dat
 @given(shape_lists, st.integers(1, 9), st.integers(1, 9))
 def test_a_plan_of_families_is_that_of_their_boxes(shapes_: list[tuple[int, ...]], before: int, after: int) -> None:
     plan = plan_of(shapes_, before, after)
-    boxes = plan.in_boxes()
+    boxes = in_boxes(plan)
     check_plan(plan)
     check_plan(boxes)
     assert plan.units == boxes.units
@@ -177,7 +178,7 @@ def test_a_wrong_family_is_refused_as_its_boxes_are(
     values[row] += by
     layout = dataclasses.replace(plan.layout, shards=dataclasses.replace(table, **{column: values}))
     wrong = make_plan(plan.index, layout)
-    assert is_refused(wrong) == is_refused(wrong.in_boxes())
+    assert is_refused(wrong) == is_refused(in_boxes(wrong))
 
 
 def is_refused(plan: Plan) -> bool:

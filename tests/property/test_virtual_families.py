@@ -10,6 +10,7 @@ from reshard.check import check_plan
 from reshard.geometry import Box, strides_of
 from reshard.plan import Plan
 from reshard.virtual_restrict import of_files, restrict
+from tests.boxes import in_boxes
 from tests.property.test_shard_families import plan_of, shape_lists
 
 
@@ -43,9 +44,9 @@ def elements(box: Box, strides: tuple[int, ...], shape: tuple[int, ...], item_by
 def test_the_wanted_files_are_made_of_the_same_bytes(shapes, before, after, data):
     plan = plan_of(shapes, before, after)
     if data.draw(st.booleans(), label="source in boxes"):
-        plan = dataclasses.replace(plan, index=plan.in_boxes().index, source_rows=plan.in_boxes().source_rows)
+        plan = dataclasses.replace(plan, index=in_boxes(plan).index, source_rows=in_boxes(plan).source_rows)
     if data.draw(st.booleans(), label="target in boxes"):
-        plan = dataclasses.replace(plan, layout=plan.in_boxes().layout, target_rows=plan.in_boxes().target_rows)
+        plan = dataclasses.replace(plan, layout=in_boxes(plan).layout, target_rows=in_boxes(plan).target_rows)
     files = data.draw(st.sets(st.integers(0, len(plan.layout.files) - 1)))
     part = restrict(plan, files)
     check_plan(part)
