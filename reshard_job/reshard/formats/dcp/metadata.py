@@ -169,6 +169,7 @@ class _Parser:
         if not isinstance(paths, Mapping):
             paths = {}
         headers = [self._entry(at, key, value, paths.get(key)) for at, (key, value) in enumerate(described.items())]
+        _forget(described, stored)
         joined = join(
             self.boxes,
             self.items,
@@ -265,6 +266,16 @@ class _Parser:
             )
         else:
             self.boxes.add(at, *_inside(item, shape))
+
+
+def _forget(described: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
+    """Let go of columns that were collected: others are about to be made of them."""
+    if isinstance(stored, columns.Table):
+        stored.runs.clear()
+    for value in described.values():
+        fields = value.state if isinstance(value, Inert) and isinstance(value.state, Mapping) else {}
+        if isinstance(listing := fields.get("chunks"), columns.Listing):
+            listing.clear()
 
 
 def _inside(chunk: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
