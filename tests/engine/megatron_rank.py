@@ -1,4 +1,4 @@
-"""One rank of real Megatron-Core runs on CPU: train and save, load and train on, or load and compute logits.
+"""One rank of real Megatron-Core on CPU: train and save, load and train on, load and compute logits, or hold weights.
 
 Megatron-Core wants a GPU by name only; what it asks of one is answered for the CPU. Its distributed optimizer expects
 Adam of TransformerEngine or Apex, which counts steps by group: with torch's, which counts by parameter, its loader
@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
+from megatron.core.transformer.moe import experts  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 LENGTH, VOCABULARY, STEPS = 8, 12, 3
@@ -61,8 +62,9 @@ def _set_states_and_step(self, parameter, tensors):
 DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_and_step
 
 
-def build(tp, vocabulary, dtype, *, training):
+def build(tp, vocabulary, dtype, *, training, **more):
     """A GPT like Llama; its sizes are those of the golden checkpoints."""
+    kind = {"num_experts": more.get("num_moe_experts"), "moe_grouped_gemm": more.get("moe_grouped_gemm", False)}
     config = TransformerConfig(
         num_layers=2,
         hidden_size=8,
@@ -83,17 +85,41 @@ def build(tp, vocabulary, dtype, *, training):
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **more,
     )
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        get_gpt_layer_local_spec(normalization="RMSNorm", **kind),
         vocab_size=vocabulary,
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
         parallel_output=training,  # its loss takes each rank's part of the logits
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
     return config, model.to(dtype)
+
+
+def weights(run, tp):
+    """Sums over all ranks' weights, in order, of a model that is saved, or loaded with all checks on."""
+    torch.manual_seed(3)
+    experts.gg.assert_grouped_gemm_is_available = lambda: None  # what multiplies: nothing is multiplied here
+    _, model = build(tp, VOCABULARY, torch.float32, training=False, **run["model"])
+    chance = torch.Generator().manual_seed(5 + torch.distributed.get_rank())
+    for weight in model.parameters():
+        weight.data.normal_(generator=chance)
+    state = {"model": model.sharded_state_dict(metadata={})}
+    if "save" in run:
+        Path(run["save"]).mkdir(parents=True, exist_ok=True)
+        dist_checkpointing.save({**state, "iteration": STEPS, "checkpoint_version": 3.0}, run["save"])
+    else:
+        model.load_state_dict(dist_checkpointing.load(state, run["load"], strict="raise_all")["model"])
+    place = torch.arange(1, 1 << 12, dtype=torch.float64)
+    own = [float((value.double().flatten() * place[: value.numel()]).sum()) for value in model.parameters()]
+    every = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, own)
+    return [value for values in every for value in values]
 
 
 def forward(model, tokens, **labels):
@@ -159,9 +185,13 @@ def main() -> None:
     initialize_rng_tracker(inference_rng_tracker=True)  # there is no dropout, and its states are of a GPU
     for run in task["runs"]:
         tp = run["tp"]
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=run.get("pp", 1),
+            expert_model_parallel_size=run.get("ep", 1),
+        )
         with OnCpu():
-            values = {"logits": logits, "train": train}[run["kind"]](run, tp)
+            values = {"logits": logits, "train": train, "weights": weights}[run["kind"]](run, tp)
         if int(os.environ["RANK"]) == 0:
             with open(task["results"], "a") as file:
                 print(json.dumps({"name": run["name"], "losses": values}), file=file)

@@ -1,11 +1,6 @@
-"""Folders that reshard wrote, in real Megatron-Core: all its checks pass, and numbers go on where they were.
-
-Needs megatron-core 0.16.1, which the project itself does not:
-`pip install --no-deps --target DIR megatron-core==0.16.1`, and DIR in PYTHONPATH.
-"""
+"""Folders that reshard wrote, in real Megatron-Core: all its checks pass, and numbers go on where they were."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +12,6 @@ from tests.engine.reshard_run import launch
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core 0.16.1 (see above)"),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -85,3 +79,56 @@ def test_a_run_goes_on_with_its_very_losses_after_a_way_through_another_format(r
 def test_a_run_goes_on_at_another_degree_as_megatron_core_itself_goes_on(results, name):
     assert results[name] == results["saved at tp=2"]
     assert results[name] == pytest.approx(results["saved"], abs=2e-3, rel=0)  # bf16, summed in another order
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 6}
+MODELS = {
+    "dense": {},
+    "sequential experts": {**EXPERTS, "moe_grouped_gemm": False},
+    "grouped experts": {**EXPERTS, "moe_grouped_gemm": True},
+}
+DEGREES = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}}
+KINDS = [(name, degree) for name in MODELS for degree in ("pp", "tp" if name == "dense" else "ep")]
+
+
+def held(name: str, model: str, degree: str, **more) -> dict:
+    """A run of two ranks that only holds weights."""
+    degrees = {"tp": 1, "pp": 1, "ep": 1, **DEGREES[degree]}
+    settings = {"pipeline_model_parallel_size": 2, "pipeline_dtype": "float32"} if degree == "pp" else {}
+    return {
+        "name": name,
+        "kind": "weights",
+        "model": {**MODELS[model], **settings, "expert_model_parallel_size": degrees["ep"]},
+        "topology": f"tp={degrees['tp']},pp={degrees['pp']},dp={2 // degrees['tp'] // degrees['pp']}",
+        **degrees,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> dict[str, list[float]]:
+    """Sums of weights: as saved at one degree, loaded at each, from the run's own folder and from what reshard made."""
+    folder = tmp_path_factory.mktemp("weights")
+    saves, loads = [], []
+    for model, degree in KINDS:
+        saved = folder / f"{model}-{degree}"
+        saves.append(held(f"{model} {degree}", model, degree, save=str(saved)))
+        for other in (other for name, other in KINDS if name == model):
+            loads += [
+                held(f"{model} {degree} in {other}, {made}", model, other, load=str(path))
+                for made, path in (("own", saved), ("ours", saved.with_name(f"{saved.name}-for-{other}")))
+            ]
+    found = launch(saves, RANK)
+    for model, degree in KINDS:
+        saved = folder / f"{model}-{degree}"
+        for other in (other for name, other in KINDS if name == model):
+            to(saved, saved.with_name(f"{saved.name}-for-{other}"), {"tp": "tp=2", "pp": "pp=2", "ep": "dp=2"}[other])
+    return found | launch(loads, RANK)
+
+
+@pytest.mark.parametrize(("model", "degree"), KINDS)
+def test_weights_are_where_megatron_core_itself_puts_them(weights, model, degree):
+    for other in (other for name, other in KINDS if name == model):
+        ours = weights[f"{model} {degree} in {other}, ours"]
+        assert ours == weights[f"{model} {degree} in {other}, own"]
+        assert len(set(ours)) > 10
