@@ -17,7 +17,7 @@ class Resting(Workers):
     """Tasks that look at nothing."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(None, None, Limits())  # type: ignore[arg-type]
+        super().__init__(None, None, None, Limits())  # type: ignore[arg-type]
         self.keys = [("ns", str(number)) for number in range(count)]
         for key in self.keys:
             self.wake(key)
