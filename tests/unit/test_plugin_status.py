@@ -182,3 +182,32 @@ def test_the_list_shows_what_is_unknown_as_a_dash() -> None:
         [entry(report(resource, RECORDED["starting"]["time"]))], RECORDED["starting"]["time"], everywhere=False
     )
     assert line.splitlines()[1].split() == ["gpt", "Unknown", "-", "-", "-", "-", "-", "-", "0", "-", "1s"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "hint"),
+    [("PodsRefused", "change the rule that refuses them"), ("ContainerCannotStart", "edit spec.template"), ("", "")],
+)
+def test_an_attempt_that_does_not_start_comes_with_what_to_do(reason: str, hint: str) -> None:
+    resource = copy.deepcopy(RECORDED["starting"]["job"])
+    resource["status"] |= {"phase": "Starting", "reason": reason, "message": "0 of 3 pods run; quota"}
+    now = report(resource, RECORDED["starting"]["time"]).now
+    assert now.doing == "0 of 3 pods run; quota"
+    assert now.advice.startswith(hint)
+    assert bool(now.advice) == bool(hint)
+
+
+def test_what_the_operator_heard_against_the_spec_is_told_with_what_it_means_for_what_runs() -> None:
+    resource = copy.deepcopy(RECORDED["running"]["job"])
+    (valid,) = [item for item in resource["status"]["conditions"] if item["type"] == "SpecValid"]
+    valid |= {"status": "False", "message": "no such field", "observedGeneration": resource["metadata"]["generation"]}
+    now = report(resource, RECORDED["running"]["time"]).now
+    left = "what runs goes on, but is not recovered until the spec is edited"
+    assert now.doing == f"the spec cannot be used: no such field; {left}"
+    assert now.waits_for == "an edit of the spec"
+
+
+def test_a_failed_job_comes_with_how_to_try_again() -> None:
+    resource = copy.deepcopy(RECORDED["running"]["job"])
+    resource["status"] |= {"phase": "Failed", "reason": "RestartBudgetExceeded", "message": "too many"}
+    assert "`kubectl etj retry gpt`" in report(resource, RECORDED["running"]["time"]).now.advice

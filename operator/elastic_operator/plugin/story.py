@@ -72,7 +72,8 @@ def _summary(job: JobReport) -> str:
     planned = len(job.recoveries) - failures
     parts = [count(failures, "loss")] if failures else []
     parts += [count(planned, "planned change")] if planned else []
-    return ", ".join(parts) + ", oldest first"
+    # After a power loss the first sign comes seconds later, and nobody here knows how many.
+    return ", ".join(parts) + ", oldest first" + ("; a loss counts from its first sign" if failures else "")
 
 
 def _recovery(number: int, item: RecoveryReport, now: float) -> Iterator[str]:

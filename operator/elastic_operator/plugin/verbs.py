@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from elastic_operator.context import Context
@@ -80,11 +81,25 @@ def _plan(cluster: Cluster, options: argparse.Namespace) -> Answer:
     if spec is None:
         raise PluginError(Exit.REFUSED, f"{options.name} cannot be planned, its spec makes no sense: {problem}")
     meta = resource["metadata"]
-    world = observe(cluster.nodes(), cluster.live_pods(), meta["namespace"], meta["name"], spec.accelerator.resource)
+    with _planning(meta["name"]):
+        nodes, pods = cluster.nodes(), cluster.live_pods()
+    world = observe(nodes, pods, meta["namespace"], meta["name"], spec.accelerator.resource)
     job = JobRef(name=meta["name"], namespace=meta["namespace"], uid=meta["uid"], generation=meta.get("generation", 0))
     context = Context(job=job, spec=spec, world=world, limits=Limits(), now=time.time())
     found = forecast(context, read_status(resource), change)
     return Answer(text=outlook(found), value=to_wire(found))
+
+
+@contextlib.contextmanager
+def _planning(name: str) -> Iterator[None]:
+    """Nodes and the pods of others belong to nobody's namespace: say who can permit it."""
+    try:
+        yield
+    except PluginError as error:
+        if "you may not" not in str(error):
+            raise
+        hint = "bind the chart's ClusterRole ...-planner to whoever plans (docs/install.md, Rights)"
+        raise PluginError(error.code, f"{error}; to plan {name}, {hint}") from error
 
 
 def _steer(cluster: Cluster, options: argparse.Namespace) -> Answer:

@@ -8,12 +8,25 @@ from typing import Any
 
 from elastic_operator.conditions import Type, find
 from elastic_operator.plugin.text import age, count, size
+from elastic_operator.signals import Kind
 from elastic_operator.spec import Spec
 from elastic_operator.status import Phase, Status
+from elastic_operator.trouble import LAUNCH_REFUSED, POD_STUCK, PODS_REFUSED
 from elastic_operator.wire import parse_time
 
 SILENT_SECONDS = 15.0
 """An operator that runs answers a new job, or an edit, sooner."""
+
+
+_REFUSED = "change the rule that refuses them, or edit spec.template; the cluster goes on trying by itself"
+_ADVICE: Mapping[str, str] = {
+    LAUNCH_REFUSED: _REFUSED,
+    PODS_REFUSED: _REFUSED,
+    POD_STUCK: "look at the claim, the node and its network; the kubelet goes on trying by itself",
+    Kind.IMAGE: "edit spec.template: the operator plans anew at once",
+    Kind.UNSCHEDULABLE: "`kubectl describe pod` has the scheduler's reasons: the claim, memory, taints",
+}
+"""What a person can do about an attempt that does not start, by the reason of its phase."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +85,10 @@ def _by_phase(name: str, spec: Spec | None, status: Status, now: float) -> Waiti
         case Phase.STARTING:
             resume = status.current.resume if status.current else None
             step = resume.step if resume and resume.uri else 0
-            return Waiting(doing=status.message, waits_for=f"all pods to run and step {step + 1} to be done")
+            advice = _ADVICE.get(status.reason, "")
+            return Waiting(
+                doing=status.message, waits_for=f"all pods to run and step {step + 1} to be done", advice=advice
+            )
         case Phase.DRAINING:
             return _draining(spec, status, now)
         case Phase.STOPPING:
