@@ -253,5 +253,5 @@ def test_random_metadata_never_ends_otherwise_than_in_our_errors(copy):
 
 def test_metadata_that_memory_does_not_suffice_for_is_refused_before_it_is_read(copy):
     os.truncate(copy / ".metadata", 1 << 40)
-    with pytest.raises(UnsupportedError, match=r"has 1099511627776 bytes.* about 4.00 TiB of memory, .* is free"):
+    with pytest.raises(UnsupportedError, match=r"has 1099511627776 bytes.* about 6.00 TiB of memory, .* is free"):
         FORMAT.read(copy, None)

@@ -39,10 +39,10 @@ __all__ = ["METADATA_FILE", "VERSION", "Entry", "Path_", "Place", "read_metadata
 VERSION = "1.0.0"
 """`CURRENT_DCP_VERSION` of torch 2.13; earlier releases write no version."""
 
-_MEMORY_SHARE = 4
+_MEMORY_SHARE = 6
 """Memory to index a checkpoint, in bytes for each byte of `.metadata` (measured, and something more)."""
 
-_CHUNK_BYTES = 145
+_CHUNK_BYTES = 175
 """Of the file that torch writes, for each chunk of a tensor (measured)."""
 
 _MAX_SIZE = 1 << 62
