@@ -99,7 +99,8 @@ def load_columns(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebui
         check_extent(value, path)
         return value, found.num_records > 0
     except UnsafePickleError:
-        raise
+        if len(data) > machine.MAX_PICKLE_BYTES:
+            raise
     except _UnlikeError:
         pass
     except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError, KeyError, AttributeError) as error:
