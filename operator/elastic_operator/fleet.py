@@ -36,6 +36,7 @@ class Fleet(Mapping[str, NodeView]):
         return self._nodes[name]
 
     def __iter__(self) -> Iterator[str]:
+        self.walks += 1
         return iter(self._nodes)
 
     def __len__(self) -> int:

@@ -55,8 +55,8 @@ def judge(context: Context, status: Status, current: Current) -> Verdict:
     """What has happened to the attempt's pods, nodes, devices and Lease."""
     spec, limits = context.spec, context.limits
     tolerations = (spec.template.get("spec") or {}).get("tolerations") or ()
-    names = {pod.node for pod in context.world.pods if pod.node}
-    taints = (taint for name, node in context.world.nodes.items() if name in names for taint in node.taints)
+    nodes = (context.world.nodes.get(name) for name in {pod.node for pod in context.world.pods if pod.node})
+    taints = (taint for node in nodes if node is not None for taint in node.taints)
     tolerated = [taint for taint in taints if tolerates(tolerations, taint)]
     found = signals.attempt_signals(
         context.world,
