@@ -11,6 +11,7 @@ import sys
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
+import kopf
 from lightkube import AsyncClient
 from lightkube.config.kubeconfig import KubeConfig
 
@@ -18,6 +19,7 @@ from elastic_operator import metrics, probes
 from elastic_operator.apply import Applier
 from elastic_operator.caches import Nodes, Renewals
 from elastic_operator.ending import end
+from elastic_operator.handlers import make_registry
 from elastic_operator.inquiries import Inquiries
 from elastic_operator.leader import LOST, Leader
 from elastic_operator.logs import configure_logging
@@ -91,10 +93,15 @@ async def _work(
         await observer.refresh_node_leases()
         background += [_in_background(mirror.follow(http), str(mirror.source)) for mirror in remembered.world]
         await _listed(remembered.world, stop)
-        background += [_in_background(mirror.follow(http), str(mirror.source)) for mirror in remembered.jobs]
         background.append(_in_background(_keep_looking(observer, workers), "nodes"))
-        started.set()
-        await stop.wait()
+        await kopf.operator(
+            registry=make_registry(settings, remembered),
+            standalone=True,
+            clusterwide=not settings.namespaces,
+            namespaces=settings.namespaces,
+            stop_flag=stop,
+            ready_flag=started,
+        )
     finally:
         await workers.stop()
         await end(background)

@@ -16,7 +16,7 @@ from elastic_operator.held import Held
 from elastic_operator.mirror import Id, Mirror
 from elastic_operator.observation import JobView, LeaseView, Observation, PodView, job_view, lease_view, pod_view
 from elastic_operator.record import Record, read_record
-from elastic_operator.resources import JOB, LEASE, NODE, POD, TRAINING_JOB
+from elastic_operator.resources import JOB, LEASE, NODE, POD
 from elastic_operator.stream import Object, Source
 from reshard.contract import Label
 
@@ -78,7 +78,7 @@ class Listener(Protocol):
 
 
 class Remembered:
-    """All that is remembered, and the watches that keep it true: `world` first, then `jobs`, which are then looked at.
+    """All that is remembered, and the watches that keep it true, but for the resources themselves, which kopf watches.
 
     Args:
         namespaces: the only ones served; empty for all.
@@ -113,17 +113,32 @@ class Remembered:
         if self._sees_all_pods:
             source = Source(kind=POD, labels=OTHERS, fields=LIVE)
             self.world.append(Mirror(source, self.held.put, lambda pod: self.held.drop(pod, ours=False)))
-        self.jobs = mirrors(TRAINING_JOB, self._put_record, self._drop_record, "")
 
     @property
     def live(self) -> bool:
         """Everything has been listed and is being watched."""
-        return all(mirror.live for mirror in (*self.world, *self.jobs))
+        return all(mirror.live for mirror in self.world)
 
     @property
     def knows_held(self) -> bool:
         """`held` is true now. Where single namespaces are served, pods elsewhere may be listed, but not watched."""
         return self._sees_all_pods and all(mirror.live for mirror in self.world)
+
+    def put_record(self, resource: Object) -> None:
+        """Take up a resource, which may have changed."""
+        key = (resource["metadata"]["namespace"], resource["metadata"]["name"])
+        before = self._records.get(key)
+        try:
+            self._records[key] = read_record(resource, before)
+        except TypeError:
+            self._records[key] = None  # the fresh look says what is wrong with it
+        if before is None or self._records[key] != before:
+            self.listener.wake(key)
+
+    def drop_record(self, key: Id) -> None:
+        """Forget a resource that is gone."""
+        self._records.pop(key, None)
+        self.listener.wake(key)
 
     def record(self, key: Key) -> Record | None:
         """A job, None where a fresh look is needed to know."""
@@ -175,18 +190,6 @@ class Remembered:
     def _drop_lease(self, lease: Id) -> None:
         self._renewals.forget("/".join(lease))
         self._woken(self._leases.drop(lease))
-
-    def _put_record(self, resource: Object) -> None:
-        key = (resource["metadata"]["namespace"], resource["metadata"]["name"])
-        try:
-            self._records[key] = read_record(resource, self._records.get(key))
-        except TypeError:
-            self._records[key] = None  # the fresh look says what is wrong with it
-        self.listener.wake(key)
-
-    def _drop_record(self, key: Id) -> None:
-        self._records.pop(key, None)
-        self.listener.wake(key)
 
     def _woken(self, key: Key | None) -> None:
         if key is not None:

@@ -47,6 +47,9 @@ SECONDS_PER_JOB = 0.005
 TICK_SECONDS = 5.0
 """Beyond `FEW_JOBS`, looks that are due some time are made at the same times, and so share their requests."""
 
+RECALL_SECONDS = 120.0
+"""How long passes from memory may follow each other: a resource that went away while its watch was cut shows then."""
+
 AT_ONCE = 200
 """Passes that read and write at the same time: requests of more would time out while they wait for each other."""
 
@@ -99,6 +102,7 @@ class Workers:
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._wakers: dict[Key, asyncio.Event] = {}
         self._nodes: dict[Key, frozenset[str]] = {}
+        self._recall_until: dict[Key, float] = {}
         self._mail: dict[Key, dict[str, Mapping[str, Any]]] = {}
         self._waking_all: asyncio.TimerHandle | None = None
         self._slots = asyncio.Semaphore(AT_ONCE)
@@ -193,13 +197,18 @@ class Workers:
                     await waker.wait()
                 await asyncio.sleep(CROWD_DEBOUNCE_SECONDS if self.crowded else DEBOUNCE_SECONDS)
 
+    def _trusts_memory(self, key: Key) -> bool:
+        """For a time after a fresh look that is another one for every job: else all of them would look at once."""
+        now = time.monotonic()
+        return now < self._recall_until.setdefault(key, now + RECALL_SECONDS * (1 - hash(key) % 512 / 1024))
+
     def _on_the_tick(self, seconds: float) -> float:
         if seconds < TICK_SECONDS or not self.crowded:
             return seconds
         return seconds + -(time.monotonic() + seconds) % TICK_SECONDS
 
     def _forget(self, key: Key) -> None:
-        for table in (self._tasks, self._wakers, self._nodes, self._mail):
+        for table in (self._tasks, self._wakers, self._nodes, self._mail, self._recall_until):
             table.pop(key, None)
         self._inquiries.forget(key)
         self._promises.forget(key)
@@ -210,7 +219,7 @@ class Workers:
 
         What is remembered is enough to see that there is nothing to do. Whatever is done is decided from a fresh look.
         """
-        recalled = await self._observer.recall(*key)
+        recalled = await self._observer.recall(*key) if self._trusts_memory(key) else None
         if recalled is not None:
             record, world = recalled
             if world is not None:
@@ -225,6 +234,7 @@ class Workers:
     async def _look_and_act(self, key: Key) -> float | None:
         """A pass from a fresh look."""
         resource = await self._observer.training_job(*key)
+        self._recall_until.pop(key, None)
         if resource is None:
             return None
         record = read_record(resource)

@@ -75,7 +75,7 @@ def test_the_operator_imports_and_plans_without_what_its_image_lacks(tmp_path: P
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     used = {canonicalize_name(name) for name in done.stdout.split()}
-    assert {"httpx2", "lightkube", "msgspec"} <= used, "the check sees what is imported"
+    assert {"httpx2", "kopf", "lightkube", "msgspec"} <= used, "the check sees what is imported"
     assert used - {"elastic-training-operator"} <= allowed
     assert not {"numpy", "torch"} & allowed
 

@@ -22,7 +22,7 @@ from elastic_operator.remembered import Remembered
 from elastic_operator.spec import Spec
 from elastic_operator.status import Phase
 from elastic_operator.wire import to_wire
-from elastic_operator.worker import Workers
+from elastic_operator.worker import RECALL_SECONDS, Workers
 
 GPU = "amd.com/gpu"
 SPEC = {
@@ -63,7 +63,7 @@ class Crowd:
         self.keys = [("ns", f"job-{number}") for number in range(num_jobs)]
         for number, key in enumerate(self.keys):
             self.start(key, f"n{number}")
-        for mirror in (*self.memory.world, *self.memory.jobs):
+        for mirror in self.memory.world:
             mirror.live = True
         self.woken.clear()
 
@@ -78,7 +78,7 @@ class Crowd:
         self.woken.append(key)
 
     def mirror(self, plural: str) -> Mirror:
-        return next(item for item in (*self.memory.world, *self.memory.jobs) if item.source.path.endswith(f"/{plural}"))
+        return next(item for item in self.memory.world if item.source.path.endswith(f"/{plural}"))
 
     def tell(self, plural: str, item: Mapping[str, Any], change: str = "ADDED") -> None:
         self.mirror(plural).take(change, item)
@@ -87,7 +87,7 @@ class Crowd:
         """Let a job come to rest: what it decides is taken for done."""
         meta = {"namespace": key[0], "name": key[1], "uid": f"uid-{key[1]}", "generation": 1}
         resource: dict[str, Any] = {"metadata": meta, "spec": SPEC}
-        self.tell("elastictrainingjobs", resource)
+        self.memory.put_record(resource)
         for _ in range(8):
             record = self.memory._records[key]
             assert record is not None and isinstance(record.spec, Spec)
@@ -99,7 +99,7 @@ class Crowd:
             if found.status == record.status:
                 assert found.status.phase == Phase.STARTING
                 return
-            self.tell("elastictrainingjobs", {**resource, "status": to_wire(found.status)}, "MODIFIED")
+            self.memory.put_record({**resource, "status": to_wire(found.status)})
         raise AssertionError("does not come to rest")
 
     def launch(self, action: LaunchAttempt, on: str) -> None:
@@ -178,7 +178,7 @@ def test_a_node_that_is_not_ready_is_worth_a_second_opinion() -> None:
     assert crowd.observer.asked == [crowd.keys[2]]
 
 
-@pytest.mark.parametrize("plural", ["nodes", "jobs", "leases", "pods", "elastictrainingjobs"])
+@pytest.mark.parametrize("plural", ["nodes", "jobs", "leases", "pods"])
 def test_while_a_watch_is_cut_nothing_is_believed(plural: str) -> None:
     crowd = Crowd(3)
     crowd.mirror(plural).live = False
@@ -187,7 +187,7 @@ def test_while_a_watch_is_cut_nothing_is_believed(plural: str) -> None:
 
 def test_a_deleted_job_is_asked_for() -> None:
     crowd = Crowd(3)
-    crowd.tell("elastictrainingjobs", {"metadata": {"namespace": "ns", "name": "job-1"}}, "DELETED")
+    crowd.memory.drop_record(("ns", "job-1"))
     assert crowd.woken == [("ns", "job-1")]
     look_at_all(crowd)
     assert crowd.observer.asked == [("ns", "job-1")]
@@ -204,3 +204,27 @@ def test_an_object_that_says_nothing_new_wakes_nobody() -> None:
         status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True", "lastProbeTime": noise}]}
         crowd.tell("pods", {**item, "status": status, "spec": {"nodeName": "n0"}}, "MODIFIED")
     assert crowd.woken == []
+
+
+def test_a_resource_that_is_listed_again_wakes_nobody_unless_it_has_changed() -> None:
+    crowd = Crowd(2)
+    record = crowd.memory._records[crowd.keys[0]]
+    assert record is not None
+    meta = {"namespace": "ns", "name": "job-0", "uid": "uid-job-0", "generation": 1}
+    resource = {"metadata": meta, "spec": SPEC, "status": to_wire(record.status)}
+    crowd.memory.put_record(resource)
+    assert crowd.woken == []
+    crowd.memory.put_record({**resource, "metadata": {**meta, "generation": 2}})
+    assert crowd.woken == [crowd.keys[0]]
+
+
+def test_no_job_is_looked_at_from_memory_alone_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(20)
+    assert look_at_all(crowd) == 0
+    begin = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: begin + 0.75 * RECALL_SECONDS)
+    some = look_at_all(crowd)
+    assert 0 < some < 20, "not all at the same time"
+    monkeypatch.setattr(time, "monotonic", lambda: begin + RECALL_SECONDS + 1)
+    crowd.observer.asked.clear()
+    assert look_at_all(crowd) >= 20 - some

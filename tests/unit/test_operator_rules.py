@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "operator/elastic_operator"
 EDGES = {
     "httpx2": {"leader", "mirror", "stream"},
-    "lightkube": {"observe", "apply", "inquiries", "leader", "main", "resources", "stream", "worker"},
+    "kopf": {"handlers", "main"},
+    "lightkube": {"handlers", "observe", "apply", "inquiries", "leader", "main", "resources", "stream", "worker"},
     "msgspec": {"stream"},
     "prometheus_client": {"metrics"},
 }
