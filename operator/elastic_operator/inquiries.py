@@ -110,7 +110,7 @@ class Inquiries:
             await self._client._client.request("post", obj=make(JOB, manifest), params=strictly)
         except ApiError as error:
             status = error.status
-            if status.code in trial.SPEC_AT_FAULT:
+            if trial.at_fault(status.code, status.message or ""):
                 causes = (status.details.causes if status.details else None) or ()
                 fields = [(cause.field or "", cause.message or "") for cause in causes]
                 return trial.sentences(path, status.message or str(error), fields)

@@ -24,6 +24,9 @@ _ATTEMPT = 0
 SPEC_AT_FAULT = (400, 422)
 """Cannot be decoded, invalid. Others speak of rights, quotas and namespaces, and may be over at the launch."""
 
+_NO_TRIAL = re.compile(r"admission webhook .* does not support dry run")
+"""Also a 400 (apiserver, NewDryRunUnsupportedErr): a webhook with side effects says nothing about the pods."""
+
 _PREAMBLE = re.compile(r"^.* cannot be handled as a Job: (strict decoding error: )?|^Job\.batch \S+ is invalid: ")
 
 
@@ -48,6 +51,11 @@ def trial_jobs(job: JobRef, spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "spec.template", training_job(job, spec, _ATTEMPT, current, heartbeat_seconds=1)
     if spec.reshard.template is not None:
         yield "spec.reshard.template", reshard_job(job, spec, _ATTEMPT, current)
+
+
+def at_fault(code: int | None, message: str) -> bool:
+    """An answer with this code and message speaks of the pods themselves."""
+    return code in SPEC_AT_FAULT and not _NO_TRIAL.match(message)
 
 
 def sentences(path: str, message: str, causes: Iterable[tuple[str, str]] = ()) -> list[str]:

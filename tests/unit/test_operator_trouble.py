@@ -53,6 +53,21 @@ def test_the_server_is_asked_before_the_first_launch_and_again_while_it_objects(
     assert trial.needed(JOB, spec(), objected)
 
 
+@pytest.mark.parametrize(
+    ("code", "message", "expected"),
+    [
+        (400, 'Job in version "v1" cannot be handled as a Job: strict decoding error: unknown field "x"', True),
+        (422, "Job.batch x is invalid: spec.template: Required value", True),
+        (400, 'admission webhook "policy.example" denied the request: no latest tags', True),
+        (400, 'admission webhook "sidecar.example" does not support dry run', False),
+        (403, "jobs.batch is forbidden: exceeded quota", False),
+        (500, "etcd is away", False),
+    ],
+)
+def test_only_answers_that_speak_of_the_pods_are_objections(code: int, message: str, expected: bool) -> None:
+    assert trial.at_fault(code, message) is expected
+
+
 def test_both_templates_are_tried_under_names_that_no_attempt_has() -> None:
     found = dict(trial.trial_jobs(JOB, spec(**CONVERTS)))
     assert {path: manifest["metadata"]["name"] for path, manifest in found.items()} == {
