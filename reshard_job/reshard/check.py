@@ -20,9 +20,10 @@ import numpy.typing as npt
 from reshard.cast import can_cast
 from reshard.errors import PlanError
 from reshard.fixed import places, same_places
-from reshard.layout import Int64Array, LogicalTensor, ShardTable, TargetFile
+from reshard.intervals import Int64Array
+from reshard.layout import LogicalTensor, TargetFile
 from reshard.plan import Plan
-from reshard.shards import Ranges
+from reshard.shards import Ranges, ShardTable
 
 _PAIRS_AT_ONCE = 1 << 22
 _PRIME = np.uint64((1 << 31) - 1)

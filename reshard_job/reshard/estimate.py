@@ -24,10 +24,12 @@ from reshard.cast import cast
 from reshard.digest import box_term
 from reshard.files import Bytes, open_file
 from reshard.geometry import whole
-from reshard.layout import Int64Array, LogicalTensor, ShardTable
+from reshard.intervals import Int64Array
+from reshard.layout import LogicalTensor
 from reshard.limits import format_bytes, format_seconds
 from reshard.plan import Plan
 from reshard.remote import RemotePath
+from reshard.shards import ShardTable
 from reshard.staging import above
 
 READ_BYTES = 64 << 20

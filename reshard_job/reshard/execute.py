@@ -24,10 +24,11 @@ from reshard.digest import box_term, to_hex
 from reshard.errors import VerificationError
 from reshard.files import Bytes
 from reshard.geometry import Box, tiles
-from reshard.layout import Int64Array, ShardRow, ShardTable
+from reshard.intervals import Int64Array
 from reshard.plan import Plan
 from reshard.proof import UnitRecord
 from reshard.reading import Source
+from reshard.shards import ShardRow, ShardTable
 from reshard.writing import Target
 
 Progress = Callable[[int], None]

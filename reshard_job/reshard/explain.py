@@ -12,9 +12,11 @@ import numpy as np
 
 from reshard.errors import UsageError
 from reshard.geometry import Box, strides_of
-from reshard.layout import Index, Int64Array, LogicalTensor, ShardRow, ShardTable
+from reshard.intervals import Int64Array
+from reshard.layout import Index, LogicalTensor
 from reshard.limits import format_bytes
 from reshard.plan import Plan
+from reshard.shards import ShardRow, ShardTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,28 +14,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from reshard.intervals import Int64Array
-from reshard.shards import ShardRow, ShardTable, ShardTableBuilder
+from reshard.shards import ShardTable
 from reshard.topology import Topology
-
-__all__ = [
-    "ITEM_BYTES",
-    "PADDING",
-    "Checksum",
-    "ChecksumField",
-    "Checksums",
-    "Index",
-    "Int64Array",
-    "LogicalTensor",
-    "ParamGroup",
-    "Plain",
-    "ShardRow",
-    "ShardTable",
-    "ShardTableBuilder",
-    "SourceFile",
-    "TargetFile",
-    "TargetLayout",
-    "TensorKey",
-]
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,

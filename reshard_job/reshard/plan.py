@@ -12,8 +12,10 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.fixed import identity
 from reshard.geometry import Box, tiles
-from reshard.layout import Index, Int64Array, LogicalTensor, ShardTable, TargetLayout
+from reshard.intervals import Int64Array
+from reshard.layout import Index, LogicalTensor, TargetLayout
 from reshard.remote import RemotePath
+from reshard.shards import ShardTable
 
 DEFAULT_MEMORY_BYTES = 96 << 20
 """For buffers. The interpreter with numpy takes about 60 MiB besides, so the process stays below 256 MiB."""

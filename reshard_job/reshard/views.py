@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 
 from reshard.errors import UsageError
-from reshard.layout import Index, ShardTable
+from reshard.layout import Index
+from reshard.shards import ShardTable
 
 
 def select_states(index: Index, states: tuple[str, ...]) -> Index:

@@ -29,7 +29,7 @@ from reshard.commit import (
 )
 from reshard.contract import ExitCode, ReshardReport
 from reshard.errors import SourceError, TargetError, UnsupportedError
-from reshard.layout import Int64Array
+from reshard.intervals import Int64Array
 from reshard.modes import Choice, Loader, choose
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
 from reshard.reports import peak_rss_bytes

@@ -14,7 +14,8 @@ import numpy as np
 
 from reshard import virtual_values as values
 from reshard.fixed import Piece, Stamped, Stencil
-from reshard.layout import ChecksumField, Int64Array, TargetFile
+from reshard.intervals import Int64Array
+from reshard.layout import ChecksumField, TargetFile
 from reshard.virtual_columns import Column
 
 Entry = list[Any]

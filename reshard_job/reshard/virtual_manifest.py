@@ -19,19 +19,11 @@ from reshard.check import check_plan
 from reshard.contract import COMMIT_FILE, MANIFEST_VERSIONS
 from reshard.errors import CorruptSourceError, PlanError, TopologyError
 from reshard.files import open_file
-from reshard.layout import (
-    Checksum,
-    Index,
-    Int64Array,
-    LogicalTensor,
-    ShardTable,
-    SourceFile,
-    TargetFile,
-    TargetLayout,
-    TensorKey,
-)
+from reshard.intervals import Int64Array
+from reshard.layout import Checksum, Index, LogicalTensor, SourceFile, TargetFile, TargetLayout, TensorKey
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
 from reshard.remote import location
+from reshard.shards import ShardTable
 from reshard.topology import Topology
 from reshard.virtual_columns import INT64, UINT8, Column, file_sha256, pack, unpack
 from reshard.virtual_forms import matrix, pack_files, require_once, unpack_content, unpack_files

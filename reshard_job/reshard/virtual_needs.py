@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reshard.layout import Int64Array
+from reshard.intervals import Int64Array
 from reshard.modes import Needs
 from reshard.plan import Plan
 from reshard.virtual_restrict import restrict

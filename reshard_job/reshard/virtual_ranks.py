@@ -18,7 +18,8 @@ import numpy as np
 
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import names
-from reshard.layout import Int64Array, TargetLayout
+from reshard.intervals import Int64Array
+from reshard.layout import TargetLayout
 from reshard.topology import Topology
 
 FORMATS = ("deepspeed",)

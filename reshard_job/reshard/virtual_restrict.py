@@ -16,8 +16,10 @@ import numpy as np
 
 from reshard.execute import touching
 from reshard.geometry import Box, whole
-from reshard.layout import Int64Array, LogicalTensor, ShardRow, ShardTable, ShardTableBuilder, TensorKey
+from reshard.intervals import Int64Array
+from reshard.layout import LogicalTensor, TensorKey
 from reshard.plan import Plan, make_plan
+from reshard.shards import ShardRow, ShardTable, ShardTableBuilder
 
 
 def restrict(plan: Plan, files: Collection[int]) -> Plan:

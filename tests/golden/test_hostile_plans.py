@@ -14,8 +14,9 @@ from reshard.check import check_plan
 from reshard.errors import PlanError, VerificationError
 from reshard.formats import read_checkpoint
 from reshard.geometry import Box
-from reshard.layout import ShardTable, TargetLayout
+from reshard.layout import TargetLayout
 from reshard.plan import Plan, make_plan
+from reshard.shards import ShardTable
 from reshard.topology import Topology
 from reshard.writing import Target
 from tests.boxes import in_boxes

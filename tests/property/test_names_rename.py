@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard.geometry import flat_interval_to_boxes
-from reshard.layout import Index, LogicalTensor, ParamGroup, ShardTableBuilder, SourceFile, TensorKey
+from reshard.layout import Index, LogicalTensor, ParamGroup, SourceFile, TensorKey
 from reshard.names import NameMap, build, rename
+from reshard.shards import ShardTableBuilder
 from reshard.topology import Topology
 from reshard.verify import digests
 from tests.golden.files import assemble

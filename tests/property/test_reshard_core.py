@@ -21,13 +21,13 @@ from reshard.layout import (
     ChecksumField,
     Index,
     LogicalTensor,
-    ShardTableBuilder,
     SourceFile,
     TargetFile,
     TargetLayout,
     TensorKey,
 )
 from reshard.plan import make_plan
+from reshard.shards import ShardTableBuilder
 from reshard.topology import Topology
 
 DTYPES = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "uint8": np.uint8}

@@ -15,17 +15,9 @@ from reshard.errors import PlanError
 from reshard.estimate import count_requests
 from reshard.explain import explain
 from reshard.geometry import Box, flat_interval_to_boxes, strides_of, whole
-from reshard.layout import (
-    Index,
-    LogicalTensor,
-    ShardTable,
-    ShardTableBuilder,
-    SourceFile,
-    TargetFile,
-    TargetLayout,
-    TensorKey,
-)
+from reshard.layout import Index, LogicalTensor, SourceFile, TargetFile, TargetLayout, TensorKey
 from reshard.plan import Plan, make_plan
+from reshard.shards import ShardTable, ShardTableBuilder
 from reshard.topology import Topology
 from tests.boxes import in_boxes
 

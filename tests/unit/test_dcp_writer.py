@@ -20,16 +20,9 @@ from reshard.formats.dcp.skeleton import RankFiles, file_name
 from reshard.formats.dcp.writer import cuts
 from reshard.formats.pt.objects import Global, Inert, Storage, Tensor, new_tensor
 from reshard.geometry import Box, whole
-from reshard.layout import (
-    Index,
-    LogicalTensor,
-    ParamGroup,
-    ShardTableBuilder,
-    SourceFile,
-    TargetFile,
-    TensorKey,
-)
+from reshard.layout import Index, LogicalTensor, ParamGroup, SourceFile, TargetFile, TensorKey
 from reshard.plan import make_plan
+from reshard.shards import ShardTableBuilder
 from reshard.topology import Topology
 from reshard.views import keep_tensors, select_states
 from tests.golden.dcp_files import edit_metadata

@@ -10,10 +10,11 @@ import pytest
 
 from reshard.errors import UnsupportedError, UsageError
 from reshard.geometry import whole
-from reshard.layout import Index, LogicalTensor, ParamGroup, ShardTableBuilder, SourceFile, TensorKey
+from reshard.layout import Index, LogicalTensor, ParamGroup, SourceFile, TensorKey
 from reshard.names import build, load, rename
 from reshard.names.arithmetic import evaluate
 from reshard.names.template import parse
+from reshard.shards import ShardTableBuilder
 from reshard.topology import Topology
 
 

@@ -12,17 +12,10 @@ import pytest
 from reshard import estimate
 from reshard.estimate import Rate, Rates, count_requests, measure_check, measure_read, measure_write, sample
 from reshard.geometry import Box
-from reshard.layout import (
-    Index,
-    LogicalTensor,
-    ShardTableBuilder,
-    SourceFile,
-    TargetFile,
-    TargetLayout,
-    TensorKey,
-)
+from reshard.layout import Index, LogicalTensor, SourceFile, TargetFile, TargetLayout, TensorKey
 from reshard.plan import Plan, make_plan
 from reshard.remote import location
+from reshard.shards import ShardTableBuilder
 from reshard.topology import Topology
 
 MIB = 1 << 20

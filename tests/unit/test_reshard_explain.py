@@ -13,17 +13,10 @@ from hypothesis import strategies as st
 from reshard.errors import UsageError
 from reshard.explain import explain, find, to_dict, to_text
 from reshard.geometry import Box
-from reshard.layout import (
-    Index,
-    LogicalTensor,
-    ShardTableBuilder,
-    SourceFile,
-    TargetFile,
-    TargetLayout,
-    TensorKey,
-)
+from reshard.layout import Index, LogicalTensor, SourceFile, TargetFile, TargetLayout, TensorKey
 from reshard.picture import draw, matrix_shape, rectangles
 from reshard.plan import Plan, make_plan
+from reshard.shards import ShardTableBuilder
 from reshard.topology import Topology
 
 SVG = "{http://www.w3.org/2000/svg}"

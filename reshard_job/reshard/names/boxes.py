@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reshard.layout import Int64Array, ShardTable
+from reshard.intervals import Int64Array
 from reshard.names.rules import Cut
+from reshard.shards import ShardTable
 
 
 def rows_of(shards: ShardTable, rows: Int64Array) -> ShardTable:

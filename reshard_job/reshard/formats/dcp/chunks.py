@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from reshard.geometry import Box
-from reshard.layout import Int64Array
+from reshard.intervals import Int64Array
 
 
 class Place(NamedTuple):

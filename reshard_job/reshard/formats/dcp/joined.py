@@ -21,7 +21,7 @@ from reshard.formats.dcp.listed import (
 )
 from reshard.formats.pt.template import Template
 from reshard.geometry import Box
-from reshard.layout import Int64Array
+from reshard.intervals import Int64Array
 
 _MOST_PROBLEMS = 1000
 Mask = npt.NDArray[np.bool_]

@@ -18,7 +18,9 @@ from reshard.files import open_file
 from reshard.formats.dcp.chunks import Chunks, in_columns
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry
-from reshard.layout import Checksums, Int64Array, LogicalTensor, ShardTable, SourceFile
+from reshard.intervals import Int64Array
+from reshard.layout import Checksums, LogicalTensor, SourceFile
+from reshard.shards import ShardTable
 
 SUFFIX = ".distcp"
 CONFIG_FILE = "metadata.json"

@@ -20,7 +20,8 @@ from reshard.formats.dcp.reader import NAME, Extra
 from reshard.formats.dcp.skeleton import RankFiles
 from reshard.formats.dcp.wanted import Wanted, named_tensors, notes_on, own_tensors, placed_like, weights_alone
 from reshard.geometry import Box, whole
-from reshard.layout import Index, ShardTableBuilder, TargetLayout
+from reshard.layout import Index, TargetLayout
+from reshard.shards import ShardTableBuilder
 
 
 def lay_out(index: Index, request: Request) -> TargetLayout:

@@ -13,7 +13,8 @@ from reshard.formats.deepspeed.rules import Piece
 from reshard.formats.deepspeed.slots import Run, chunks_of
 from reshard.formats.pt.objects import Tensor
 from reshard.geometry import Box, flat_interval_to_boxes, strides_of
-from reshard.layout import ITEM_BYTES, PADDING, LogicalTensor, ShardTable, ShardTableBuilder, TensorKey
+from reshard.layout import ITEM_BYTES, PADDING, LogicalTensor, TensorKey
+from reshard.shards import ShardTable, ShardTableBuilder
 
 
 class Place(NamedTuple):

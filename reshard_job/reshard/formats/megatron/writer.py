@@ -27,7 +27,8 @@ from reshard.formats.megatron.names import is_of_optimizer
 from reshard.formats.megatron.placing import Placed, Placing, place
 from reshard.formats.megatron.reader import NAME
 from reshard.geometry import Box
-from reshard.layout import Index, ShardTableBuilder, TargetFile, TargetLayout
+from reshard.layout import Index, TargetFile, TargetLayout
+from reshard.shards import ShardTableBuilder
 
 _MAX_CONFIG_BYTES = 1 << 20
 

@@ -10,7 +10,8 @@ from reshard.commit import Commit
 from reshard.errors import CorruptSourceError
 from reshard.formats.safetensors.source import WeightFile, open_source
 from reshard.geometry import whole
-from reshard.layout import Index, LogicalTensor, ShardTableBuilder, SourceFile, TensorKey
+from reshard.layout import Index, LogicalTensor, SourceFile, TensorKey
+from reshard.shards import ShardTableBuilder
 from reshard.topology import Topology
 
 NAME = "safetensors"

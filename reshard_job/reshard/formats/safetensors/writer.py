@@ -17,7 +17,8 @@ from reshard.formats.safetensors.header import Entry
 from reshard.formats.safetensors.reader import NAME, SAMPLES, STEP, Extra
 from reshard.formats.safetensors.select import Selection, select
 from reshard.geometry import whole
-from reshard.layout import Index, LogicalTensor, ShardTableBuilder, TargetFile, TargetLayout
+from reshard.layout import Index, LogicalTensor, TargetFile, TargetLayout
+from reshard.shards import ShardTableBuilder
 
 _FORMAT = {"format": "pt"}
 """transformers refuses files that do not say which framework's tensors they hold."""
