@@ -121,8 +121,8 @@ class Mover:
                 flushes.append(flusher.submit(self._settle, record, done))  # while the next unit is read
 
         with ThreadPoolExecutor(1) as flusher, ThreadPoolExecutor(self.plan.num_threads) as pool:
-            futures = [pool.submit(work) for _ in range(self.plan.num_threads)]
             try:
+                futures = [pool.submit(work) for _ in range(self.plan.num_threads)]
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 self._stop.set()

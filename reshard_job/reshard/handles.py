@@ -38,15 +38,22 @@ class Handles(Generic[T]):
         self._opener, self._closer = opener, closer
         self._limit = default_limit() if limit is None else limit
         self._lent: OrderedDict[int, _Lent[T]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._closed = False
+        self._returned = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._lent)
 
     @contextlib.contextmanager
     def borrow(self, number: int) -> Iterator[T]:
-        """The open file of this number, which stays open until the context is left."""
-        with self._lock:
+        """The open file of this number, which stays open until the context is left.
+
+        Raises:
+            RuntimeError: all have been closed for good.
+        """
+        with self._returned:
+            if self._closed:
+                raise RuntimeError("borrowed after the end")
             if number not in self._lent:
                 self._make_room()
                 self._lent[number] = _Lent(self._opener(number))
@@ -56,13 +63,21 @@ class Handles(Generic[T]):
         try:
             yield lent.handle
         finally:
-            with self._lock:
+            with self._returned:
                 lent.users -= 1
+                self._returned.notify_all()
 
     def close(self) -> None:
-        """Close all."""
-        while self._lent:
-            self._closer(self._lent.popitem()[1].handle)
+        """Close all, once they have been returned, and open none any more.
+
+        An interrupt may leave a thread behind that nobody knows of, as Python knows its threads only once they have
+        started. It must neither open files that are being removed nor write to a number that means another file now.
+        """
+        with self._returned:
+            self._closed = True
+            self._returned.wait_for(lambda: not any(lent.users for lent in self._lent.values()))
+            while self._lent:
+                self._closer(self._lent.popitem()[1].handle)
 
     def _make_room(self) -> None:
         idle = [number for number, lent in self._lent.items() if not lent.users] if len(self) >= self._limit else []

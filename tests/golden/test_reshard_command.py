@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +174,23 @@ def test_a_terminated_run_cleans_up_and_says_so(tmp_path: Path) -> None:
     assert "interrupted; nothing was published" in errors
     assert reports(report).exit_code == ExitCode.INTERRUPTED
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def test_an_interrupt_while_a_thread_starts_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt  # as where a signal arrives then: the pool does not know this thread
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    assert main(["run", str(SOURCE), str(tmp_path / "out"), "--to", TO]) == ExitCode.INTERRUPTED
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(timeout=20)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_runs_of_one_conversion_do_not_hurt_each_other(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import random
 import resource
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -95,3 +96,32 @@ def test_the_limit_follows_that_of_the_process():
         assert default_limit() == 64
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_closing_waits_for_what_is_lent_and_lends_nothing_more() -> None:
+    closed: list[int] = []
+    handles: Handles[int] = Handles(lambda number: number, closed.append)
+    borrowed, returned = threading.Event(), threading.Event()
+
+    def borrow() -> None:
+        with handles.borrow(7):
+            borrowed.set()
+            returned.wait(20)
+            assert closed == []
+
+    def close() -> None:
+        handles.close()
+        assert returned.is_set()
+
+    with ThreadPoolExecutor(2) as pool:
+        lent = pool.submit(borrow)
+        assert borrowed.wait(20)
+        ending = pool.submit(close)
+        time.sleep(0.05)
+        assert not ending.done()
+        returned.set()
+        lent.result(20)
+        ending.result(20)
+    assert closed == [7]
+    with pytest.raises(RuntimeError, match="after the end"), handles.borrow(1):
+        pass
