@@ -1,5 +1,8 @@
 """Fixtures of the golden tests."""
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 
 from tests.golden.command import Answer
@@ -9,3 +12,15 @@ from tests.golden.command import Answer
 def say(capsys: pytest.CaptureFixture[str]) -> Answer:
     """The `reshard` command in this process."""
     return Answer(capsys)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_as_a_terminal_has_them() -> Iterator[None]:
+    """What runs under `nohup` or behind a shell's `&` ignores some signals, and so do all commands that it starts."""
+    ours = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
+    ignored = [number for number in ours if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, ours[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
