@@ -124,15 +124,9 @@ class Source:
                 actual, num_bytes = found
                 more += num_bytes
                 if actual != stated.crc32:
-                    where = f"{file.path}: bytes {stated.start}:{stated.start + stated.num_bytes}"
-                    problems.append(f"{where} have CRC-32 {actual:08x}, the file itself states {stated.crc32:08x}")
+                    problems.append(differs(file, stated, actual))
         if problems:
-            raise CorruptSourceError(
-                f"{len(problems)} tensors are damaged",
-                path=str(self._root),
-                problems=problems[:20],
-                hint="use an earlier commit",
-            )
+            raise damaged(problems, str(self._root))
         return more
 
     def _checksum(self, file: int, pieces: Sequence[Piece], stated: Checksum) -> tuple[int, int] | None:
@@ -167,6 +161,18 @@ class Source:
         except OSError as error:
             raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=self._path(file)) from error
         return found
+
+
+def differs(file: SourceFile, stated: Checksum, actual: int) -> str:
+    """What to say of a range with another checksum than its file states."""
+    where = f"{file.path}: bytes {stated.start}:{stated.start + stated.num_bytes}"
+    return f"{where} have CRC-32 {actual:08x}, the file itself states {stated.crc32:08x}"
+
+
+def damaged(problems: Sequence[str], path: str | None) -> CorruptSourceError:
+    """What to raise where ranges of a source differ from their checksums."""
+    what = "1 tensor is damaged" if len(problems) == 1 else f"{len(problems)} tensors are damaged"
+    return CorruptSourceError(what, path=path, problems=problems[:20], hint="use an earlier commit")
 
 
 def coalesce(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:

@@ -16,7 +16,7 @@ from reshard.crc import Piece
 from reshard.errors import CorruptSourceError, UsageError
 from reshard.execute import Mover
 from reshard.layout import Checksum, SourceFile
-from reshard.reading import Source
+from reshard.reading import Source, damaged, differs
 from reshard.virtual_manifest import Manifest, commit_crc32
 from reshard.virtual_restrict import restrict
 from reshard.writing import target_errors
@@ -148,18 +148,12 @@ def prove(files: Sequence[SourceFile], read: Iterable[Ranges], root: Path | None
                 proved += 1
                 actual = crc.assemble(chain, start=stated.start, num_bytes=stated.num_bytes)
                 if actual != stated.crc32:
-                    where = f"{files[number].path}: bytes {stated.start}:{stated.start + stated.num_bytes}"
-                    problems.append(f"{where} have CRC-32 {actual:08x}, the file itself states {stated.crc32:08x}")
+                    problems.append(differs(files[number], stated, actual))
     finally:
         if source is not None:
             source.close()
     if problems:
-        raise CorruptSourceError(
-            f"{len(problems)} tensors are damaged",
-            path=None if root is None else str(root),
-            problems=problems[:20],
-            hint="use an earlier commit",
-        )
+        raise damaged(problems, None if root is None else str(root))
     return Proof(proved=proved, open=left)
 
 

@@ -184,7 +184,7 @@ def test_one_flipped_bit_that_no_node_sees_alone_is_found_together(name, tmp_pat
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         ranges.append(load_files(manifest, [rank], tmp_path / str(rank)).ranges)
-    with pytest.raises(CorruptSourceError, match=r"1 tensors are damaged[\s\S]*the file itself states"):
+    with pytest.raises(CorruptSourceError, match=r"1 tensor is damaged[\s\S]*the file itself states"):
         prove(manifest.plan.index.files, ranges, source)
 
 

@@ -29,7 +29,9 @@ def load(path: str | Path) -> Mapping[str, Any]:
 
     try:
         value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"cannot be read: {error}", path=str(path)) from error
     try:
         return build(value)
