@@ -22,7 +22,7 @@ from benchmarks.checkpoints import OUTPUT, ROOT
 from elastic_operator.resources import JOB, NODE, POD, TRAINING_JOB
 from testbed.kubectl import Kubectl
 
-SIZES = ((500, 100), (1000, 200), (2000, 400), (5000, 1000))
+SIZES = ((500, 100), (2000, 400))
 """Nodes and jobs."""
 STEADY_SECONDS = 60
 SETTLE_SECONDS = 15
