@@ -256,6 +256,7 @@ def convert(
     progress: Progress | None = None,
     planned: Callable[[Plan], None] | None = None,
     resumed: Callable[[Resumed], None] | None = None,
+    plan: Plan | None = None,
 ) -> ReshardReport:
     """Convert a checkpoint.
 
@@ -275,6 +276,7 @@ def convert(
         progress: told about bytes moved.
         planned: shown the plan before a byte moves.
         resumed: told what an earlier run had done, where a run may go on with that.
+        plan: of the conversion with these buffers and threads, where it is known already.
 
     Raises:
         ReshardError: see `reshard.errors`.
@@ -284,7 +286,7 @@ def convert(
         named = _name_latest(latest_file(wanted.target, done.format) if latest else None, wanted.target, sharing)
         what = "already converted and committed; the source is gone"
         return report(done, message=what, latest=named)
-    plan = plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=num_threads)
+    plan = plan or plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=num_threads)
     pointer = latest_file(wanted.target, plan.layout.format) if latest else None
     done = already_done(wanted, plan, crc=reread)
     if done is not None:

@@ -143,10 +143,13 @@ def _run(options: argparse.Namespace) -> Result:
         note(f"--resume: {before}")
         line.expect(expected[0] - before.num_bytes)
 
-    prepared, why = _prepared(options, wanted, planned)
-    if prepared is not None:
-        write_report(options.report, prepared)
-        return Result(json.loads(prepared.to_json()), render.report_text(prepared))
+    plan, mode = _chosen(options, wanted)
+    if plan is not None and mode.mode == VIRTUAL:
+        from reshard import virtual
+
+        memory_bytes = arguments.memory_bytes(options.memory)
+        report = virtual.prepare(wanted, memory_bytes=memory_bytes, planned=planned, plan=plan)
+        return _reported(options, report, mode)
     try:
         report = api.convert(
             wanted,
@@ -161,10 +164,15 @@ def _run(options: argparse.Namespace) -> Result:
             progress=line,
             planned=planned,
             resumed=resumed,
+            plan=plan,
         )
     finally:
         line.close()
-    report = dataclasses.replace(report, mode_reason=why)
+    return _reported(options, report, mode)
+
+
+def _reported(options: argparse.Namespace, report: ReshardReport, mode: Choice) -> Result:
+    report = dataclasses.replace(report, mode_reason=mode.reason)
     write_report(options.report, report)
     return Result(json.loads(report.to_json()), render.report_text(report))
 
@@ -178,21 +186,15 @@ def _mode(options: argparse.Namespace, plan: Plan) -> Choice:
     return virtual.choose_mode(plan, modes.parse_loader(options.loader))
 
 
-def _prepared(
-    options: argparse.Namespace, wanted: api.Conversion, planned: Callable[[Plan], None]
-) -> tuple[ReshardReport | None, str]:
-    """The report of a virtual commit if there is to be one, and why the mode was chosen."""
-    if options.mode == "materialize" or (options.mode == "auto" and options.loader is None):
-        return None, ""
-    from reshard import virtual
+def _chosen(options: argparse.Namespace, wanted: api.Conversion) -> tuple[Plan | None, Choice]:
+    """The mode, and the plan if it took one to choose."""
+    from reshard.modes import MATERIALIZE, Choice
 
+    if options.mode == MATERIALIZE or (options.mode == "auto" and options.loader is None):
+        return None, Choice(mode=MATERIALIZE, reason="")
     memory_bytes = arguments.memory_bytes(options.memory)
-    plan = api.plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
-    found = _mode(options, plan)
-    if found.mode != VIRTUAL:
-        return None, found.reason
-    report = virtual.prepare(wanted, memory_bytes=memory_bytes, planned=planned, plan=plan)
-    return dataclasses.replace(report, mode_reason=found.reason), found.reason
+    plan = api.plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=options.threads)
+    return plan, _mode(options, plan)
 
 
 def _verify(options: argparse.Namespace) -> Result:

@@ -1,10 +1,11 @@
 """`--mode auto` on real checkpoints: `plan` says what `run` then does, and why."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from reshard import modes
+from reshard import api, modes
 from reshard.commit import read_commit
 from reshard.contract import ExitCode
 from tests.golden.command import ZERO2, Answer
@@ -35,6 +36,22 @@ def test_auto_writes_files_where_it_does_not_and_says_why(tmp_path: Path, say: A
     assert planned["mode_reason"] == done["mode_reason"]
     assert "less than 5.0 s are saved" in done["mode_reason"]
     assert (read_commit(tmp_path / "m").format, done["verified"]) == ("deepspeed", True)
+
+
+@pytest.mark.parametrize("mode", [[], ["--loader", LOADER], ["--mode", "virtual"]])
+def test_a_run_plans_once_however_its_mode_is_chosen(
+    mode: list[str], tmp_path: Path, say: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[object] = []
+    plan = api.plan_conversion
+
+    def counted(*wanted: Any, **how: Any) -> Any:
+        plans.append(wanted)
+        return plan(*wanted, **how)
+
+    monkeypatch.setattr(api, "plan_conversion", counted)
+    say.json("run", ZERO2, tmp_path / "out", "--to", "dp=2", *mode)
+    assert len(plans) == 1
 
 
 @pytest.mark.usefixtures("however_small")
