@@ -122,7 +122,7 @@ class Remembered:
     @property
     def knows_held(self) -> bool:
         """`held` is true now. Where single namespaces are served, pods elsewhere may be listed, but not watched."""
-        return self._sees_all_pods and all(mirror.live for mirror in self.world)
+        return self._sees_all_pods and self.live
 
     def put_record(self, resource: Object) -> None:
         """Take up a resource, which may have changed."""
