@@ -1,5 +1,6 @@
 """Start the ranks of a real DeepSpeed run and collect their losses. Helper of the reshard tests."""
 
+import itertools
 import json
 import os
 import socket
@@ -49,6 +50,30 @@ def launch(runs: list[dict], script: Path = _RANK) -> dict[str, list[float]]:
             raise AssertionError(f"rank {failed} of {world} ended with {codes[failed]}\n{tail}")
         lines = [json.loads(line) for line in results.read_text().splitlines()]
     return {line["name"]: line["losses"] for line in lines}
+
+
+def launch_all(runs: list[dict], script: Path = _RANK) -> dict[str, list[float]]:
+    """One set of processes per world size and kind of model: a PipelineModule leaves global state behind."""
+
+    def key(run: dict) -> tuple[str, int]:
+        return run["model"], Topology.parse(run["topology"]).world_size
+
+    losses: dict[str, list[float]] = {}
+    for _, group in itertools.groupby(sorted(runs, key=key), key=key):
+        losses |= launch(list(group), script)
+    return losses
+
+
+def folder_of(root: Path, name: str) -> Path:
+    """Where a case keeps its second step."""
+    return root / name.replace("/", "-") / "step-00000002"
+
+
+def save_all(root: Path, cases: dict[str, dict], script: Path = _RANK) -> dict[str, list[float]]:
+    """Five steps of every case, saved after the second into its `folder_of`."""
+    fixed = {"steps": 5, "save_at": 2}
+    runs = [{"name": name, **case, **fixed, "save": str(folder_of(root, name))} for name, case in cases.items()]
+    return launch_all(runs, script)
 
 
 def _wait(ranks: list[subprocess.Popen]) -> list[int | None]:

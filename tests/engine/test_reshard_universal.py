@@ -20,7 +20,7 @@ import pytest
 from reshard.api import Conversion, convert
 from reshard.formats import read_checkpoint
 from reshard.topology import Topology
-from tests.engine.reshard_run import launch
+from tests.engine.reshard_run import folder_of, launch_all, save_all
 from tests.golden.files import STEP, assemble, cut, golden, whole
 
 pytestmark = [
@@ -57,31 +57,11 @@ TARGETS = {
 PAIRS = [(source, target) for source, found in TARGETS.items() for target in found]
 
 
-def run_all(runs: list[dict]) -> dict[str, list[float]]:
-    """One set of processes per world size and kind of model: a PipelineModule leaves global state behind."""
-
-    def key(run: dict) -> tuple[str, int]:
-        return run["model"], Topology.parse(run["topology"]).world_size
-
-    losses: dict[str, list[float]] = {}
-    for _, group in itertools.groupby(sorted(runs, key=key), key=key):
-        losses |= launch(list(group), RANK)
-    return losses
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     """Five steps of every source, saved after the second."""
     root = tmp_path_factory.mktemp("sources")
-    runs = [
-        {"name": name, **case, "steps": 5, "save_at": 2, "save": str(folder_of(root, name))}
-        for name, case in SOURCES.items()
-    ]
-    return root, run_all(runs)
-
-
-def folder_of(root: Path, name: str) -> Path:
-    return root / name.replace("/", "-") / "step-00000002"
+    return root, save_all(root, SOURCES, RANK)
 
 
 def universal(source: Path, target: Path, topology: str = "dp=1,zero=1") -> Path:
@@ -111,7 +91,7 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
     runs.append({"name": "stage 3, two groups, steps cloned", **wrong, "clone_steps": True})
     robin = {**wrong, "topology": "dp=3,zero=2", "zero": {"round_robin_gradients": True}}
     runs.append({"name": "round robin", **robin})
-    return run_all(runs)
+    return launch_all(runs, RANK)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{source} -> {target}" for source, target in PAIRS])

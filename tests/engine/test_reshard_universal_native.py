@@ -7,7 +7,6 @@ of the run that was never interrupted.
 
 import contextlib
 import io
-import itertools
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from reshard.api import Conversion, convert
 from reshard.topology import Topology
-from tests.engine.reshard_run import launch
+from tests.engine.reshard_run import folder_of, launch_all, save_all
 from tests.golden.make_universal import tuples_of_parts
 
 pytestmark = [
@@ -53,31 +52,11 @@ TARGETS = {
 CASES = [(*made, target) for made, targets in TARGETS.items() for target in targets]
 
 
-def run_all(runs: list[dict]) -> dict[str, list[float]]:
-    """One set of processes per world size and kind of model: a PipelineModule leaves global state behind."""
-
-    def key(run: dict) -> tuple[str, int]:
-        return run["model"], Topology.parse(run["topology"]).world_size
-
-    losses: dict[str, list[float]] = {}
-    for _, group in itertools.groupby(sorted(runs, key=key), key=key):
-        losses |= launch(list(group))
-    return losses
-
-
-def folder_of(root: Path, name: str) -> Path:
-    return root / name.replace("/", "-") / "step-00000002"
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     """Five steps of every source, saved after the second."""
     root = tmp_path_factory.mktemp("sources")
-    runs = [
-        {"name": name, **case, "steps": 5, "save_at": 2, "save": str(folder_of(root, name))}
-        for name, case in SOURCES.items()
-    ]
-    return root, run_all(runs)
+    return root, save_all(root, SOURCES)
 
 
 def theirs(source: Path, target: Path) -> Path:
@@ -125,7 +104,7 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
         convert(wanted, reread=True, sync=False)
         case = {**SOURCES[name], "topology": target, "steps": 3, "load": str(folder)}
         runs.append({**case, "name": f"{maker} {name} -> {target}"})
-    return run_all(runs)
+    return launch_all(runs)
 
 
 @pytest.mark.parametrize(("maker", "name", "target"), CASES)
