@@ -128,7 +128,10 @@ def main() -> None:
             session.save(write, data={"seed": SEED}, model=description)
         if action.stop:
             break
-    session.finish()
+    try:
+        session.finish()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

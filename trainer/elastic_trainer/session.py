@@ -265,6 +265,7 @@ class Session:
             self._heartbeat.update({LeaseKey.PHASE: phase})
             self._heartbeat.stop()
         self._collective.gather(None)
+        self._collective.close()
         if self._draining:
             sys.exit(TrainerExit.DRAINED)
 
