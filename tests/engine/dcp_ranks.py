@@ -4,18 +4,19 @@
 ranks (torch is imported once). One JSON line per run goes to the task's results: the global mean loss of every step.
 """
 
+import functools
 import hashlib
-import importlib
 import json
 import os
 import sys
 import tempfile
-import traceback
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp_net import SIZES, Net
+from forked import fork
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,26 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 BATCH = 12
-SIZES = {"tiny": (5, 4, 6), "small": (13, 7, 10)}
-
-
-class Net(torch.nn.Module):
-    """Odd sizes, a tied name, a buffer, and two parameter groups."""
-
-    def __init__(self, vocabulary, hidden, inner):
-        super().__init__()
-        torch.manual_seed(5)
-        self.embed = torch.nn.Embedding(vocabulary, hidden)
-        self.up = torch.nn.Linear(hidden, inner)
-        self.down = torch.nn.Linear(inner, hidden, bias=False)
-        self.register_buffer("scale", torch.tensor([1.5, 2.0, 0.5]))
-        self.head = torch.nn.Linear(hidden, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens, labels):
-        hidden = self.embed(tokens)
-        hidden = hidden + self.down(torch.nn.functional.silu(self.up(hidden))) * self.scale[0]
-        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
 class Velocity(torch.optim.Optimizer):
@@ -203,8 +184,6 @@ def rank_main(run, rank, world, store, results):
 def main():
     """Do the runs of the task in argv."""
     task = json.loads(sys.argv[1])
-    if any(run.get("model") == "deepspeed" for run in task["runs"]):
-        importlib.import_module("reshard_rank")  # once, before the forks
     defaults = {
         "model": "net",
         "size": "small",
@@ -219,21 +198,9 @@ def main():
         run = {**defaults, **given}
         world = run["dp"] * run["tp"]
         with tempfile.TemporaryDirectory() as scratch:
-            children = []
-            for rank in range(world):
-                child = os.fork()
-                if child == 0:
-                    code = 1
-                    try:
-                        rank_main(run, rank, world, f"{scratch}/store", task["results"])
-                        code = 0
-                    except BaseException:
-                        traceback.print_exc()
-                    finally:
-                        sys.stdout.flush()
-                        sys.stderr.flush()
-                        os._exit(code)
-                children.append(child)
+            store = f"{scratch}/store"
+            ranks = [functools.partial(rank_main, run, rank, world, store, task["results"]) for rank in range(world)]
+            children = [fork(rank) for rank in ranks]
             if failed := [rank for rank, child in enumerate(children) if os.waitpid(child, 0)[1]]:
                 sys.exit(f"{run['name']}: ranks {failed} of {world} failed")
 

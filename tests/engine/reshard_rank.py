@@ -371,13 +371,5 @@ def main():
     torch.distributed.destroy_process_group()
 
 
-def leave():
-    """End here. Tearing torch down at the interpreter's end now and then aborts: "terminate called without ..."."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
     main()
-    leave()

@@ -49,7 +49,7 @@ def model():
     """The one that was saved, with other values."""
     import torch
 
-    from tests.engine.dcp_ranks import SIZES, Net
+    from tests.engine.dcp_net import SIZES, Net
 
     net = Net(*SIZES["tiny"])
     with torch.no_grad():

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import deepspeed
 import torch
 from model import build, pipeline_description, universal_checkpoint_info
-from reshard_rank import SIZES, config_of, flat_model, flat_step, groups_of, leave, optimizer_of, pipeline_step
+from reshard_rank import SIZES, config_of, flat_model, flat_step, groups_of, optimizer_of, pipeline_step
 
 from reshard.topology import Topology
 
@@ -66,4 +66,3 @@ def main():
 
 if __name__ == "__main__":
     main()
-    leave()

@@ -43,4 +43,3 @@ def main():
 
 if __name__ == "__main__":
     main()
-    reshard_rank.leave()
