@@ -1,7 +1,8 @@
 """Bytes of target files that are known before a tensor is read; thousands of files may differ only in their names.
 
 The ranks of ZeRO-3 write model files of a hundred kilobytes each that are equal but for the name of their archive.
-Such files share a `Stencil`, and their bytes are made when somebody looks at them.
+Such files share a `Stencil`, and their bytes are made when somebody looks at them. The ranks' files of a DCP checkpoint
+have no names inside: they are `Shared`.
 """
 
 from __future__ import annotations
@@ -42,10 +43,7 @@ class Stencil:
     @functools.cached_property
     def digest(self) -> bytes:
         """SHA-256 of pieces and gaps."""
-        found = hashlib.sha256(self.gaps.astype("<i8").tobytes())
-        for position, content in self.pieces:
-            found.update(position.to_bytes(8, "little") + len(content).to_bytes(8, "little") + content)
-        return found.digest()
+        return _digest(self.gaps.astype("<i8").tobytes(), self.pieces)
 
     def stamped(self, text: bytes) -> tuple[Piece, ...]:
         """The pieces with a text of the right length in all gaps."""
@@ -90,8 +88,27 @@ class Stamped(Sequence[Piece]):
         return hash(tuple(self))
 
 
+class Shared(tuple[Piece, ...]):
+    """Pieces that many files have in common, as one object."""
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of positions, lengths and bytes."""
+        return _digest(b"", self)
+
+
+def _digest(head: bytes, pieces: Sequence[Piece]) -> bytes:
+    found = hashlib.sha256(head)
+    for position, content in pieces:
+        found.update(position.to_bytes(8, "little") + len(content).to_bytes(8, "little") + content)
+    return found.digest()
+
+
 def identity(fixed: Sequence[Piece]) -> Iterator[bytes]:
     """Bytes that tell these pieces from others; of a stencil and a text without making the pieces."""
+    if isinstance(fixed, Shared):
+        yield fixed.digest
+        return
     if isinstance(fixed, Stamped):
         yield fixed.stencil.digest + fixed.text
         return
@@ -108,6 +125,8 @@ def places(fixed: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
 
 def same_places(one: Sequence[Piece], other: Sequence[Piece]) -> bool:
     """Both have pieces at the same positions, of the same lengths."""
+    if one is other:
+        return True
     if isinstance(one, Stamped) and isinstance(other, Stamped) and one.stencil is other.stencil:
         return True
     return places(one) == places(other)

@@ -61,6 +61,13 @@ class Box:
         """`other` lies inside."""
         return self.intersect(other) == other
 
+    def is_run(self, shape: Sequence[int]) -> bool:
+        """The elements are consecutive in the row-major tensor of `shape`, [ndim], that the box is of."""
+        dim = self.ndim
+        while dim > 0 and self.size[dim - 1] == shape[dim - 1]:
+            dim -= 1
+        return all(size == 1 for size in self.size[: max(0, dim - 1)])
+
     def __str__(self) -> str:
         return "[" + ", ".join(f"{low}:{high}" for low, high in zip(self.offset, self.end, strict=True)) + "]"
 

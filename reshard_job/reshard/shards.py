@@ -28,6 +28,25 @@ class ShardRow(NamedTuple):
     byte_offset: int
     strides: tuple[int, ...]
 
+    def runs(self, part: Box, item_bytes: int) -> tuple[list[int], int]:
+        """Where a part of the box lies in the file.
+
+        Returns:
+            Positions of its pieces that are consecutive there, in row-major order, and the bytes of each.
+        """
+        start = sum((p - b) * s for p, b, s in zip(part.offset, self.box.offset, self.strides, strict=True))
+        dim, expected = part.ndim, 1
+        while dim > 0 and (part.size[dim - 1] == 1 or self.strides[dim - 1] == expected):
+            dim -= 1
+            expected *= part.size[dim]
+        first = self.byte_offset + start * item_bytes
+        if dim == 0:
+            return [first], expected * item_bytes
+        distances = np.zeros(1, dtype=np.int64)
+        for size, stride in zip(part.size[:dim], self.strides[:dim], strict=True):
+            distances = (distances[:, None] + np.arange(size) * stride).reshape(-1)
+        return (distances * item_bytes + first).tolist(), expected * item_bytes
+
 
 class Ranges(NamedTuple):
     """Bytes that lie at the same place in consecutive files.

@@ -14,12 +14,12 @@ from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedErr
 from reshard.execute import execute
 from reshard.formats.base import Request
 from reshard.formats.dcp import FORMAT
+from reshard.formats.dcp.cutting import cuts
 from reshard.formats.dcp.description import metadata_file
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.dcp.skeleton import RankFiles, file_name
-from reshard.formats.dcp.writer import cuts
 from reshard.formats.pt.objects import Global, Inert, Storage, Tensor, new_tensor
-from reshard.geometry import Box, whole
+from reshard.geometry import whole
 from reshard.layout import Index, LogicalTensor, ParamGroup, SourceFile, TargetFile, TensorKey
 from reshard.plan import make_plan
 from reshard.shards import ShardTableBuilder
@@ -40,10 +40,10 @@ TORCH_CHUNKS = {  # len of torch.arange(n).chunk(world), by hand
 
 @pytest.mark.parametrize(("rows", "world"), TORCH_CHUNKS)
 def test_tensors_are_cut_as_torch_chunk_does(rows, world):
-    found = list(cuts((rows, 2), world))
-    assert [box.size[0] for _, box in found] == TORCH_CHUNKS[rows, world]
+    found = [(rank, size) for first, last, size in cuts((rows, 2), world) for rank in range(first, last)]
+    assert [size[0] for _, size in found] == TORCH_CHUNKS[rows, world]
     assert [rank for rank, _ in found] == list(range(len(found)))
-    assert list(cuts((), world)) == [(0, Box((), ()))]
+    assert list(cuts((), world)) == [(0, 1, ())]
 
 
 def write(folder: Path, files: tuple[TargetFile, ...], entries: list[Entry]) -> Path:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reshard.fixed import Stamped, Stencil, identity
+from reshard.fixed import Shared, Stamped, Stencil, identity
 
 PIECES = ((0, b"head....tail"), (64, b"....directory"))
 
@@ -33,3 +33,10 @@ def test_equal_files_are_the_same_whoever_made_them():
 
 def test_pieces_without_a_stencil_are_told_by_place_and_content():
     assert b"".join(identity(((3, b"ab"),))) == (3).to_bytes(8, "little") + b"ab"
+
+
+@pytest.mark.parametrize("other", [((0, b"ab"), (9, b"c")), ((0, b"ab"), (8, b"d")), ((0, b"abc"),), ()])
+def test_pieces_that_files_share_are_told_from_others(other):
+    pieces = Shared(((0, b"ab"), (8, b"c")))
+    assert list(identity(pieces)) == list(identity(Shared(tuple(pieces))))
+    assert list(identity(pieces)) != list(identity(Shared(other)))

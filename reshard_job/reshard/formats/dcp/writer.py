@@ -8,10 +8,11 @@ that checkpoint. Pure but for small objects that are copied from a DCP checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
+from reshard.formats.dcp.cutting import cut
 from reshard.formats.dcp.description import metadata_file
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.dcp.naming import dotted
@@ -19,7 +20,6 @@ from reshard.formats.dcp.objects import carried, numbers, objects_like, options
 from reshard.formats.dcp.reader import NAME, Extra
 from reshard.formats.dcp.skeleton import RankFiles
 from reshard.formats.dcp.wanted import Wanted, named_tensors, notes_on, own_tensors, placed_like, weights_alone
-from reshard.geometry import Box, whole
 from reshard.layout import Index, TargetLayout
 from reshard.shards import ShardTableBuilder
 
@@ -33,7 +33,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     """
     files, table = RankFiles(request.topology.world_size), ShardTableBuilder()
     wanted, objects, order, notes = _content(files, index, request)
-    entries = [*(_cut(files, table, at, item, request.topology.world_size) for at, item in enumerate(wanted)), *objects]
+    entries = [*(cut(files, table, at, item, request.topology.world_size) for at, item in enumerate(wanted)), *objects]
     _check_names(entries, index)
     entries.sort(key=lambda entry: order.get(entry.key, 0))
     return TargetLayout(
@@ -84,36 +84,6 @@ def _left_behind(extra: Extra) -> tuple[str, ...]:
     """Words about a run's progress: it belongs to the optimizer, and its tensors could be taken for weights."""
     few = ", ".join(extra.naming.rest[:5]) + (", ..." if len(extra.naming.rest) > 5 else "")
     return (f"left behind with the optimizer: {few}",) if few else ()
-
-
-def cuts(shape: tuple[int, ...], world_size: int) -> Iterator[tuple[int, Box]]:
-    """(rank, box) of a tensor's chunks: even along dim 0 but for the last, as `torch.chunk` cuts.
-
-    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_chunk_with_empty` (torch 2.13).
-    """
-    if not shape or world_size == 1 or not Box((0,) * len(shape), shape).num_elements:
-        yield 0, whole(shape)
-        return
-    rows = -(-shape[0] // world_size)
-    for rank, first in enumerate(range(0, shape[0], rows)):
-        count = min(rows, shape[0] - first)
-        yield rank, Box((first, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
-
-
-def _cut(files: RankFiles, table: ShardTableBuilder, at: int, item: Wanted, world_size: int) -> Entry:
-    chunks = []
-    for rank, box in cuts(item.tensor.shape, world_size):
-        place, byte_offset = files.add_chunk(rank, item.tensor.dtype, box.size)
-        chunks.append((box, place))
-        if box.num_elements:
-            table.add(tensor=at, box=box, file=rank, byte_offset=byte_offset)
-    return Entry(
-        key=dotted(item.path),
-        path=item.path,
-        shape=item.tensor.shape,
-        dtype=item.tensor.dtype,
-        chunks=tuple(chunks),
-    )
 
 
 def _check_names(entries: Iterable[Entry], index: Index) -> None:
