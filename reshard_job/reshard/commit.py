@@ -336,14 +336,24 @@ def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> Non
         if found != file.num_bytes:
             problems.append(f"{file.path}: {file.num_bytes} bytes were committed, {found} are there")
         elif crc and file.crc32 is not None and (actual := file_crc32(path)) != file.crc32:
-            problems.append(f"{file.path}: CRC-32 {file.crc32:08x} was committed, the content has {actual:08x}")
+            problems.append(other_content(file, actual))
     if problems:
-        raise CorruptSourceError(
-            f"{len(problems)} of {len(commit.files)} files {'is' if len(problems) == 1 else 'are'} damaged",
-            path=str(folder),
-            problems=problems[:20],
-            hint="use an earlier commit",
-        )
+        raise damaged(folder, commit, problems)
+
+
+def other_content(file: CommittedFile, crc32: int) -> str:
+    """What to say of a file with another checksum than was committed."""
+    return f"{file.path}: CRC-32 {file.crc32:08x} was committed, the content has {crc32:08x}"
+
+
+def damaged(folder: str | Path, commit: Commit, problems: Sequence[str]) -> CorruptSourceError:
+    """What to raise where files are not what was committed."""
+    return CorruptSourceError(
+        f"{len(problems)} of {len(commit.files)} files {'is' if len(problems) == 1 else 'are'} damaged",
+        path=str(folder),
+        problems=problems[:20],
+        hint="use an earlier commit",
+    )
 
 
 def _check_parents(root: Path, name: str, known: set[str]) -> None:

@@ -215,7 +215,7 @@ class ReshardReport:
         bytes_written: bytes written to storage.
         num_files: target files.
         seconds: wall time of the conversion.
-        peak_rss_bytes: largest resident set of the process.
+        peak_rss_bytes: largest resident set of any process of the command.
         num_tensors: logical tensors verified.
         digest: sum of all tensors' digests, in hex; equal for source and target.
         verified: the target was checked against the source.

@@ -21,11 +21,66 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard import crc
+from reshard.errors import VerificationError
 from reshard.geometry import Box, strides_of
 
 _SHORT_RUN_BYTES = 128  # below, advancing all runs word by word beats one call for each run
 
 UInt32Array = npt.NDArray[np.uint32]
+
+
+class Tally:
+    """Term of a box in its tensor's digest, from pieces of the box in row-major order."""
+
+    def __init__(self, box: Box, shape: tuple[int, ...], item_bytes: int) -> None:
+        """Begin with no pieces.
+
+        Args:
+            box: where the elements lie in the logical tensor, [ndim].
+            shape: of the logical tensor, [ndim].
+            item_bytes: of one element.
+        """
+        self._strides = [stride * item_bytes for stride in strides_of(shape)]
+        last = sum((end - 1) * stride for end, stride in zip(box.end, self._strides, strict=True))
+        self._behind = (math.prod(shape) - 1) * item_bytes - last
+        # Trailing dims that the box spans entirely are consecutive with the first one that it does not.
+        inner, dim = 1, len(shape)
+        while dim > 0 and (dim == len(shape) or box.size[dim] == shape[dim]):
+            dim -= 1
+            inner *= box.size[dim]
+        self._outer, self._run_elements = box.size[:dim], inner
+        self._num_bytes = box.num_elements * item_bytes
+        self._consecutive = box.num_elements == inner
+        self._seen = 0
+        self._crc32 = 0
+        self._runs: list[UInt32Array] = []
+
+    def add(self, elements: npt.NDArray[np.generic], crc32: int | None = None) -> None:
+        """The next elements, contiguous, of any shape, whose CRC-32 may be known; of a cut box whole runs."""
+        if self._consecutive:
+            value = crc.crc32(elements.reshape(-1).view(np.uint8).data) if crc32 is None else crc32
+            self._crc32 = crc.combine(self._crc32, value, elements.nbytes)
+        else:
+            self._runs.append(_remainders(elements.reshape(-1, self._run_elements)))
+        self._seen += elements.nbytes
+
+    @property
+    def term(self) -> int:
+        """To be added by `^` to those of disjoint boxes.
+
+        Raises:
+            VerificationError: the pieces are not the whole box.
+        """
+        if self._seen != self._num_bytes:
+            raise VerificationError(f"{self._seen} of {self._num_bytes} bytes of a part of a tensor arrived")
+        if not self._num_bytes:
+            return 0
+        if self._consecutive:
+            return crc.combine(self._crc32 ^ crc.zeros(self._num_bytes), 0, self._behind)
+        runs = np.concatenate(self._runs).reshape(self._outer)
+        for stride in self._strides[len(self._outer) - 1 :: -1]:
+            runs = _joined(runs, stride)
+        return crc.combine(int(runs), 0, self._behind)
 
 
 def box_term(data: npt.NDArray[np.generic], box: Box, shape: tuple[int, ...], *, known_crc32: int | None = None) -> int:
@@ -37,25 +92,9 @@ def box_term(data: npt.NDArray[np.generic], box: Box, shape: tuple[int, ...], *,
         shape: of the logical tensor, [ndim].
         known_crc32: of `data`'s bytes, where it has been computed.
     """
-    flat = data.reshape(-1)
-    if not len(flat):
-        return 0
-    item_bytes = data.dtype.itemsize
-    strides = strides_of(shape)
-    last = sum((end - 1) * stride for end, stride in zip(box.end, strides, strict=True))
-    behind = (math.prod(shape) - 1 - last) * item_bytes
-    # Trailing dims that the box spans entirely are consecutive with the first one that it does not.
-    inner, dim = 1, len(shape)
-    while dim > 0 and (dim == len(shape) or box.size[dim] == shape[dim]):
-        dim -= 1
-        inner *= box.size[dim]
-    if len(flat) == inner:
-        value = crc.crc32(flat.view(np.uint8).data) if known_crc32 is None else known_crc32
-        return crc.combine(value ^ crc.zeros(flat.nbytes), 0, behind)
-    runs = _remainders(flat.reshape(-1, inner)).reshape(box.size[:dim])
-    for stride in reversed(strides[:dim]):
-        runs = _joined(runs, stride * item_bytes)
-    return crc.combine(int(runs), 0, behind)
+    tally = Tally(box, shape, data.dtype.itemsize)
+    tally.add(data, known_crc32)
+    return tally.term
 
 
 def finished(term: int, num_bytes: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import mmap
 import os
 import stat
 from pathlib import Path
@@ -19,6 +20,8 @@ import numpy.typing as npt
 from reshard.remote import RemotePath, location
 
 Bytes = npt.NDArray[np.uint8]
+
+_MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 
 
 class File(Protocol):
@@ -86,6 +89,20 @@ class LocalFile:
     def read_into(self, target: Bytes, position: int) -> int:
         """See `File`."""
         return os.preadv(self._descriptor, [target.data], position)
+
+    def view(self, start: int, num_bytes: int) -> Bytes | None:
+        """A range as the kernel holds it, not copied ([num_bytes], read-only), or None where it cannot be had so.
+
+        All of it is in memory when this returns. So what is truncated or cannot be read is found here, where it is
+        None and reading says why, and does not end the process by a signal when the memory is looked at.
+        """
+        offset = start - start % mmap.ALLOCATIONGRANULARITY
+        try:
+            mapping = mmap.mmap(self._descriptor, start - offset + num_bytes, prot=mmap.PROT_READ, offset=offset)
+            mapping.madvise(_MADV_POPULATE_READ)
+        except (OSError, ValueError):  # no mappings here, an old kernel, or a bad range; ValueError: behind the end
+            return None
+        return np.frombuffer(mapping, dtype=np.uint8)[start - offset :]
 
     def expect(self, start: int, num_bytes: int) -> None:
         """A range will be read soon: the kernel begins to fetch what it does not hold."""

@@ -20,7 +20,6 @@ from reshard.proof import UnitRecord
 
 FOLDER = ".journal"
 _RECORDS = "[0-9]" * 8 + ".json"
-_POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 2.0
 _PATIENCE_UNITS = 3.0  # a unit that takes this many times as long as one's own is a straggler's
 
@@ -82,8 +81,12 @@ class Journal:
         """The result is not published yet."""
         return self._folder.exists()
 
-    def share(self, num_units: int, worker: int, num_workers: int) -> Iterator[int]:
-        """Units for one of several workers: first its own share, then what others have not begun, then stragglers'."""
+    def share(self, num_units: int, worker: int, num_workers: int) -> Iterator[int | None]:
+        """Units for one of several workers: first its own share, then what others have not begun, then stragglers'.
+
+        None while others may still do theirs: whoever asks leaves the records of what it has done meanwhile, or two
+        workers would wait for each other's.
+        """
         first = worker * num_units // num_workers
         started, own = time.monotonic(), set[int]()
         for unit in (*range(first, num_units), *range(first)):
@@ -100,7 +103,7 @@ class Journal:
                 yield unit
                 waited_since = time.monotonic()
             else:
-                time.sleep(_POLL_SECONDS)
+                yield None
 
 
 def to_json(record: UnitRecord) -> str:

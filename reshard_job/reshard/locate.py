@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from reshard.commit import read_commit
 from reshard.contract import COMMIT_FILE
-from reshard.errors import NotACheckpointError, ReshardError, TargetError, UsageError
+from reshard.errors import NotACheckpointError, ReshardError, SourceError, TargetError, UsageError
 from reshard.formats import known_formats, recognise
 from reshard.latest import named_in
 from reshard.staging import is_unfinished, unfinished
 
 _MOST_TAGS = 20
+_ATTEMPT = re.compile(r"^a(\d+)$", re.ASCII)
 _RESUME = "the command that made it, with --resume, goes on with what is done, and without it begins again"
 _MOST_NAME_BYTES = 255  # of Linux' file systems
 _MOST_PATH_BYTES = 3800  # PATH_MAX is 4096; the files of the result have names too
@@ -91,6 +96,44 @@ def checkpoints_in(path: Path) -> list[str]:
 def _latest(path: Path, tags: list[str]) -> str:
     """The folder that the framework's own file names, else the last."""
     return next((name for name in named_in(path) if name in tags), tags[-1])
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint that a folder of several stands for; the path itself where it is one, or where nothing says it.
+
+    Of a training with DeepSpeed or Megatron-LM it is the one that the framework itself would load. Of a job, whose
+    folder holds `a<attempt>/step-<step>`, it is the commit of the latest step, and of those the latest attempt's.
+
+    Raises:
+        NotACheckpointError: what the framework's file names is no checkpoint, or the folder cannot be read.
+    """
+    try:
+        if not path.is_dir() or (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
+            return path
+        name = next(named_in(path), None)
+        if name is None:
+            return max(_commits(path), default=(0, 0, path))[2]
+        tags = checkpoints_in(path)
+    except OSError as error:
+        raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+    if name in tags:
+        return path / name
+    raise NotACheckpointError(
+        f"its file that names the newest checkpoint says {name!a:.100}, and there is no checkpoint of that name",
+        path=str(path),
+        problems=tags[-_MOST_TAGS:],
+        hint="name the folder of one checkpoint" + (f", for instance {path / tags[-1]}" if tags else ""),
+    )
+
+
+def _commits(path: Path) -> Iterator[tuple[int, int, Path]]:
+    """(step, attempt, folder) of every commit of the job whose folder this is."""
+    for attempt in path.iterdir():
+        if (match := _ATTEMPT.match(attempt.name)) is None or not attempt.is_dir():
+            continue
+        for folder in attempt.iterdir():
+            with contextlib.suppress(SourceError):  # without a marker it does not exist
+                yield read_commit(folder).step, int(match[1]), folder
 
 
 def _natural(name: str) -> tuple[int, str]:

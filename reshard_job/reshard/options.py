@@ -187,6 +187,12 @@ def _add_run(verb: Parser) -> None:
     )
     verb.add_argument("--reread", action="store_true", help="read the whole result back before it is published")
     verb.add_argument("--no-sync", action="store_true", help="do not wait for the disk: for results that can be lost")
+    verb.add_argument(
+        "--newest",
+        action="store_true",
+        help="SRC may be a folder of checkpoints: take the one that its file latest names, or the newest commit of a"
+        " training job",
+    )
     verb.add_argument("--require-commit", action="store_true", help="refuse a source without COMMIT.json")
     verb.add_argument("--attempt", type=int, default=0, metavar="N", help="attempt number recorded in the commit")
     verb.add_argument("--report", metavar="FILE", help="write a JSON report here, also on failure")

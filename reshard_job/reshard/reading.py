@@ -31,6 +31,9 @@ _BLOCK_BYTES = 4 << 20
 class Source:
     """Files of a source checkpoint, opened read-only when first needed."""
 
+    may_map = False
+    """Local files may be looked at in mappings: in a process that may be ended by what happens to them."""
+
     def __init__(self, root: Path, files: Sequence[SourceFile], *, bytes_per_second: float | None = None) -> None:
         self._root = root
         self._files = files
@@ -56,20 +59,33 @@ class Source:
         if self._pace is not None:
             self._pace.take(len(target))
         with self._open_files.borrow(file) as source:
-            self._fill(source, self._path(file), position, target)
+            self._fill(source, file, position, target)
 
-    @staticmethod
-    def _fill(source: File, path: str, position: int, target: Bytes) -> None:
+    def view(self, file: int, position: int, num_bytes: int) -> Bytes | None:
+        """A range where it is, not copied ([num_bytes], read-only); None where it must be read.
+
+        Raises:
+            CorruptSourceError: the file cannot be opened.
+        """
+        found = self._block_with(file, position, num_bytes)
+        if found is None and self.may_map:
+            with self._open_files.borrow(file) as source:
+                found = source.view(position, num_bytes) if isinstance(source, LocalFile) else None
+        return found
+
+    def _fill(self, source: File, number: int, position: int, target: Bytes) -> None:
         done = 0
         while done < len(target):
             try:
                 count = source.read_into(target[done:], position + done)
             except OSError as error:
-                raise CorruptSourceError(f"cannot be read at byte {position + done}: {error}", path=path) from error
+                raise CorruptSourceError(
+                    f"cannot be read at byte {position + done}: {error}", path=self._path(number)
+                ) from error
             if count == 0:
                 raise CorruptSourceError(
                     f"ends at byte {position + done}, {len(target) - done} more bytes were expected there: truncated",
-                    path=path,
+                    path=self._path(number),
                     hint="use an earlier commit",
                 )
             done += count
@@ -129,6 +145,19 @@ class Source:
             raise damaged(problems, str(self._root))
         return more
 
+    def checksum(self, file: int, position: int, num_bytes: int) -> Piece:
+        """A range and its checksum, read in blocks.
+
+        Raises:
+            CorruptSourceError: the file is shorter than it was, or cannot be read.
+        """
+        value = 0
+        for at in range(position, position + num_bytes, _BLOCK_BYTES):
+            block = np.empty(min(_BLOCK_BYTES, position + num_bytes - at), dtype=np.uint8)
+            self.fill(file, at, block)
+            value = crc.crc32(block.data, value)
+        return Piece(position, num_bytes, value)
+
     def _checksum(self, file: int, pieces: Sequence[Piece], stated: Checksum) -> tuple[int, int] | None:
         """(CRC-32 of the range, bytes read to complete it), or None where little of the range was needed."""
         end = stated.start + stated.num_bytes
@@ -142,10 +171,8 @@ class Source:
             return None
         more = 0
         for start, length in gaps:
-            for position in range(start, start + length, _BLOCK_BYTES):
-                block = np.empty(min(_BLOCK_BYTES, start + length - position), dtype=np.uint8)
-                inside.append(self.read_into(file, position, block))
-                more += len(block)
+            inside.append(self.checksum(file, start, length))
+            more += length
         return crc.assemble(inside, start=stated.start, num_bytes=stated.num_bytes), more
 
     def close(self) -> None:

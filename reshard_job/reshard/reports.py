@@ -57,5 +57,6 @@ def failure_report(exit_code: ExitCode, message: str, source: Path, target: Path
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident set of this process so far (ru_maxrss is in KiB on Linux)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Largest resident set of this process, or of one that it forked and that has ended (KiB on Linux)."""
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(who).ru_maxrss for who in whose) * 1024

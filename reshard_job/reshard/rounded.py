@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard.digest import finished, to_hex
-from reshard.execute import row_term
 from reshard.layout import ITEM_BYTES, Index, TensorKey
 from reshard.reading import Source
-
-_PART_BYTES = 8 << 20
+from reshard.scan import term_of
 
 
 def rounded_digests(index: Index, wanted: Mapping[TensorKey, str]) -> dict[TensorKey, str]:
@@ -34,8 +32,7 @@ def rounded_digests(index: Index, wanted: Mapping[TensorKey, str]) -> dict[Tenso
             term, types = 0, (tensor.dtype, wanted[tensor.key])
             copy = own[index.shards.replica[own] == index.shards.replica[own].min()]
             for row in index.shards.each(copy, len(tensor.shape)):
-                part = _PART_BYTES // tensor.item_bytes
-                term ^= row_term(source, row, tensor.shape, tensor.item_bytes, part, types=types).term
+                term ^= term_of(source, row, row.box, tensor.shape, tensor.item_bytes, types=types).term
             found[tensor.key] = to_hex(finished(term, tensor.num_elements * ITEM_BYTES[types[1]]))
     finally:
         source.close()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard import api, arguments, render
-from reshard.commit import VIRTUAL, check_files, read_commit, source_of
+from reshard.commit import VIRTUAL, read_commit, source_of
 from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
 from reshard.errors import (
     ReshardError,
@@ -28,7 +28,7 @@ from reshard.errors import (
     VerificationError,
 )
 from reshard.layout import Index
-from reshard.locate import check_source, check_target
+from reshard.locate import check_source, check_target, newest
 from reshard.plan import Plan
 from reshard.progress import ProgressLine
 from reshard.remote import location
@@ -241,7 +241,7 @@ def _digests(index: Index, line: ProgressLine, *, told: bool) -> dict[str, str]:
     if not told:
         return verify_commit(index, progress=line)
     with contextlib.suppress(UncommittedError):
-        check_files(index.root, read_commit(index.root), crc=True)
+        return read_digests(index, commit=read_commit(index.root), progress=line)
     return read_digests(index, progress=line)
 
 
@@ -317,6 +317,7 @@ def _draw(path: Path, found: Sequence[Explanation]) -> None:
 def _conversion(options: argparse.Namespace, target: Path | None, *, runs: bool = False) -> api.Conversion:
     """What is asked for; a run may find its work done, and the source removed since."""
     source = location(options.source).absolute()
+    source = newest(source) if getattr(options, "newest", False) else source
     topology = arguments.topology(options.to)
     if topology is None or not runs:
         check_source(source)

@@ -3,52 +3,151 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from reshard.commit import check_files, read_commit
+from reshard import crc
+from reshard.commit import Commit, check_files, damaged, file_crc32, other_content, read_commit
 from reshard.crc import Piece
 from reshard.digest import finished, to_hex
 from reshard.errors import CorruptSourceError, UncommittedError, VerificationError
-from reshard.execute import Progress, row_term
+from reshard.execute import Progress, pays_to_fork
+from reshard.geometry import Box, tiles
 from reshard.layout import Index
+from reshard.limits import default_num_threads
 from reshard.reading import Source
+from reshard.remote import RemotePath
+from reshard.scan import Term, term_of
+from reshard.shards import ShardRow
 
-_PART_BYTES = 8 << 20
+_TASK_BYTES = 64 << 20
 
 
-def digests(index: Index, *, progress: Progress | None = None) -> dict[str, str]:
+def digests(index: Index, *, commit: Commit | None = None, progress: Progress | None = None) -> dict[str, str]:
     """Digest of every logical tensor, by reading every copy of it through the format's reader.
 
     Args:
         index: the checkpoint.
+        commit: whose files it is made of: their checksums are compared too, without reading anything twice.
         progress: told about bytes read.
 
     Raises:
-        CorruptSourceError: copies of one tensor differ, or bytes do not match the container's checksums.
+        CorruptSourceError: files are not what was committed, copies of one tensor differ, or bytes do not match the
+            container's checksums.
     """
-    source = Source(index.root, index.files)
-    found: dict[str, str] = {}
+    terms: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     read: dict[int, list[Piece]] = defaultdict(list)
-    problems = []
+
+    def took(seen: Sequence[_Seen]) -> None:
+        for part in seen:
+            terms[part.tensor][part.replica] ^= part.found.term
+            read[part.file] += part.found.pieces
+            if progress is not None:
+                progress(part.num_bytes)
+
+    if commit is not None:
+        check_files(index.root, commit)
+    source = Source(index.root, index.files)
     try:
-        for number, rows in enumerate(index.shards.by_tensor(len(index.tensors))):
-            tensor = index.tensors[number]
-            by_replica: dict[int, int] = {}
-            for row in index.shards.each(rows, len(tensor.shape)):
-                found_row = row_term(source, row, tensor.shape, tensor.item_bytes, _PART_BYTES // tensor.item_bytes)
-                by_replica[row.replica] = by_replica.get(row.replica, 0) ^ found_row.term
-                read[row.file] += found_row.pieces
-                if progress is not None:
-                    progress(row.box.num_elements * tensor.item_bytes)
-            sums = {replica: finished(term, tensor.num_bytes) for replica, term in sorted(by_replica.items())}
-            if len(set(sums.values())) > 1:
-                copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sums.items())
-                problems.append(f"{tensor.key}: its copies differ ({copies})")
-            if sums:
-                found[str(tensor.key)] = to_hex(sums[min(sums)])
+        _look(index, source, took)
+        if commit is not None:
+            _check_contents(index, source, commit, read)
         source.check_sums(read)
     finally:
         source.close()
+    return _agreed(index, terms)
+
+
+class _Seen(NamedTuple):
+    """A part that was read."""
+
+    tensor: int
+    replica: int
+    file: int
+    num_bytes: int
+    found: Term
+
+
+def _look(index: Index, source: Source, took: Callable[[Sequence[_Seen]], None]) -> None:
+    """Read every part of every copy, by all processors where that pays."""
+
+    def look(task: Sequence[tuple[ShardRow, Box]]) -> list[_Seen]:
+        found = []
+        for row, part in task:
+            tensor = index.tensors[row.tensor]
+            term = term_of(source, row, part, tensor.shape, tensor.item_bytes)
+            found.append(_Seen(row.tensor, row.replica, row.file, part.num_elements * tensor.item_bytes, term))
+        return found
+
+    tasks = _tasks(index)
+    num_bytes = sum(file.num_bytes for file in index.files)
+    if not isinstance(index.root, RemotePath) and pays_to_fork(num_bytes):
+        from reshard.crew import share_out
+
+        source.may_map = True
+        share_out(tasks, default_num_threads(), look, took)
+    else:
+        for task in tasks:
+            took(look(task))
+
+
+def _tasks(index: Index) -> Iterator[list[tuple[ShardRow, Box]]]:
+    """All boxes, cut and collected to about `_TASK_BYTES`."""
+    task: list[tuple[ShardRow, Box]] = []
+    held = 0
+    for number, rows in enumerate(index.shards.by_tensor(len(index.tensors))):
+        tensor = index.tensors[number]
+        for row in index.shards.each(rows, len(tensor.shape)):
+            for tile in tiles(row.box.size, _TASK_BYTES // tensor.item_bytes):
+                task.append((row, tile.shift(row.box.offset)))
+                held += tile.num_elements * tensor.item_bytes
+                if held >= _TASK_BYTES:
+                    yield task
+                    task, held = [], 0
+    if task:
+        yield task
+
+
+def _check_contents(index: Index, source: Source, commit: Commit, read: Mapping[int, list[Piece]]) -> None:
+    """Compare the checksums of files, from those of what was read of them; only the rest is read here.
+
+    Raises:
+        CorruptSourceError: with every file that is not what was committed.
+    """
+    numbers = {file.path: number for number, file in enumerate(index.files)}
+    problems = []
+    for file in commit.files:
+        if file.crc32 is None:
+            continue
+        number = numbers.get(file.path)
+        pieces = [] if number is None else crc.join(read.get(number, ()))
+        gaps = crc.gaps(pieces, 0, file.num_bytes)
+        if number is None or gaps is None:  # not of tensors, or a part is shared by several
+            found = file_crc32(index.root / file.path)
+        else:
+            rest = [source.checksum(number, start, length) for start, length in gaps]
+            found = crc.assemble([*pieces, *rest], start=0, num_bytes=file.num_bytes)
+        if found != file.crc32:
+            problems.append(other_content(file, found))
+    if problems:
+        raise damaged(index.root, commit, problems)
+
+
+def _agreed(index: Index, terms: Mapping[int, Mapping[int, int]]) -> dict[str, str]:
+    """Digests of all tensors, in the index's order.
+
+    Raises:
+        CorruptSourceError: with every tensor whose copies differ.
+    """
+    found: dict[str, str] = {}
+    problems = []
+    for number, tensor in enumerate(index.tensors):
+        sums = {replica: finished(term, tensor.num_bytes) for replica, term in sorted(terms.get(number, {}).items())}
+        if len(set(sums.values())) > 1:
+            copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sums.items())
+            problems.append(f"{tensor.key}: its copies differ ({copies})")
+        if sums:
+            found[str(tensor.key)] = to_hex(sums[min(sums)])
     if problems:
         raise CorruptSourceError(
             "copies of one tensor differ",
@@ -70,8 +169,7 @@ def verify_commit(index: Index, *, progress: Progress | None = None) -> dict[str
         commit = read_commit(folder)
     except UncommittedError:
         return digests(index, progress=progress)
-    check_files(folder, commit, crc=True)
-    found = digests(index, progress=progress)
+    found = digests(index, commit=commit, progress=progress)
     problems = [
         f"{name}: {commit.digests[name]} was committed, {value} is there"
         for name, value in found.items()

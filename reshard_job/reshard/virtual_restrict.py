@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from reshard.execute import touching
 from reshard.geometry import Box, whole
 from reshard.intervals import Int64Array
 from reshard.layout import LogicalTensor, TensorKey
 from reshard.plan import Plan, make_plan
 from reshard.shards import ShardRow, ShardTable, ShardTableBuilder
+from reshard.tile import touching
 
 
 def restrict(plan: Plan, files: Collection[int]) -> Plan:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from reshard import api, execute
+from reshard import api, crc, execute, tile
 from reshard.api import Conversion, convert, plan_of
 from reshard.check import check_plan
 from reshard.errors import PlanError, VerificationError
@@ -16,6 +16,7 @@ from reshard.formats import read_checkpoint
 from reshard.geometry import Box
 from reshard.layout import TargetLayout
 from reshard.plan import Plan, make_plan
+from reshard.reading import Source
 from reshard.shards import ShardTable
 from reshard.topology import Topology
 from reshard.writing import Target
@@ -207,15 +208,14 @@ def test_every_single_row_of_the_target_is_needed(plan: Plan) -> None:
 # Runs: what the executor does is changed under it.
 
 NAME = "deepspeed-0.19.8/pipeline-tp2-pp2/step-00000002"
-MODULE = execute
 
 
 def touching_with(change: Callable[[Iterator], Iterator]) -> Callable:
-    """`execute.touching`, with what it says of the target's rows changed."""
-    real = MODULE.touching
+    """`tile.touching`, with what it says of the target's rows changed."""
+    real = tile.touching
 
-    def touching(shards, found, tile):
-        rows_ = list(real(shards, found, tile))
+    def touching(shards, found, region):
+        rows_ = list(real(shards, found, region))
         return iter(change(rows_)) if shards is touching.target else iter(rows_)
 
     return touching
@@ -254,42 +254,42 @@ def moved(row, part: Box, to: Box):
 
 def in_flight(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
     touching = touching_with(change)
-    real = MODULE.Mover.__init__
+    real = execute.Mover.__init__
 
     def init(self, plan, *arguments, **options):
         touching.target = plan.layout.shards
         real(self, plan, *arguments, **options)
 
-    monkeypatch.setattr(MODULE.Mover, "__init__", init)
-    monkeypatch.setattr(MODULE, "touching", touching)
+    monkeypatch.setattr(execute.Mover, "__init__", init)
+    monkeypatch.setattr(tile, "touching", touching)
 
 
 def drop_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither read nor written: sums over both sides agree."""
-    real, count = MODULE.Mover._move_tile, itertools.count()
-    monkeypatch.setattr(MODULE.Mover, "_move_tile", lambda self, *rest: None if next(count) == 3 else real(self, *rest))
+    real, count = tile.Carrier.move, itertools.count()
+    monkeypatch.setattr(tile.Carrier, "move", lambda self, *rest: None if next(count) == 3 else real(self, *rest))
 
 
 def double_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moved twice: sums over both sides agree, and are not the tensor's."""
-    real, count = MODULE.Mover._move_tile, itertools.count()
+    real, count = tile.Carrier.move, itertools.count()
 
     def move(self, *rest):
         real(self, *rest)
         if next(count) == 3:
             real(self, *rest)
 
-    monkeypatch.setattr(MODULE.Mover, "_move_tile", move)
+    monkeypatch.setattr(tile.Carrier, "move", move)
 
 
 def drop_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = MODULE.Mover.do
-    monkeypatch.setattr(MODULE.Mover, "do", lambda self, units, done=None: real(self, list(units)[1:], done))
+    real = execute.Mover.do
+    monkeypatch.setattr(execute.Mover, "do", lambda self, units, done=None: real(self, list(units)[1:], done))
 
 
 def wrong_elements(monkeypatch: pytest.MonkeyPatch, change: Callable[[np.ndarray], None]) -> None:
     """The first part of a tile that goes elsewhere than the rest is changed on the way."""
-    real, count = MODULE.np.ascontiguousarray, itertools.count()
+    real, count = np.ascontiguousarray, itertools.count()
 
     class Numpy:
         def __getattr__(self, name):
@@ -304,7 +304,7 @@ def wrong_elements(monkeypatch: pytest.MonkeyPatch, change: Callable[[np.ndarray
                 change(found.reshape(-1))
             return found
 
-    monkeypatch.setattr(MODULE, "np", Numpy())
+    monkeypatch.setattr(tile, "np", Numpy())
 
 
 def roll(elements: np.ndarray) -> None:
@@ -347,7 +347,7 @@ def lost_write(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(self, file, position, content, crc32=None):
         data = np.zeros_like(content) if next(count) == 2 else content
         piece = write(self, file, position, data, crc32)
-        return piece._replace(crc32=int(execute.crc.crc32(content.data)))
+        return piece._replace(crc32=int(crc.crc32(content.data)))
 
     monkeypatch.setattr(Target, "write", lose)
 
@@ -382,8 +382,12 @@ def run(tmp_path, *, reread: bool = False) -> None:
         assert state_of(source) == before
 
 
+@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("name", BUGS)
-def test_a_bug_of_the_executor_is_not_published(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_the_executor_is_not_published(
+    name: str, mapped: bool, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Source, "may_map", mapped)
     BUGS[name](monkeypatch)
     with pytest.raises(VerificationError):
         run(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reshard import crc
+from reshard import crc, tile
 from reshard.check import check_plan
 from reshard.errors import CorruptSourceError, PlanError, StorageFullError, VerificationError
 from reshard.execute import execute
@@ -27,6 +27,7 @@ from reshard.layout import (
     TensorKey,
 )
 from reshard.plan import make_plan
+from reshard.reading import Source
 from reshard.shards import ShardTableBuilder
 from reshard.topology import Topology
 
@@ -118,10 +119,15 @@ def target_layout(full: np.ndarray, ranks: list[list[Box]], *, copies: int = 1) 
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases(), copies=st.integers(1, 2), threads=st.integers(1, 3))
+@given(case=cases(), limits=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 300)))
+@pytest.mark.parametrize("mapped", [False, True])
 def test_any_cut_becomes_any_other_cut_reading_and_writing_each_byte_once(
-    tmp_path_factory: pytest.TempPathFactory, case, copies: int, threads: int
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, *, mapped: bool, case, limits
 ) -> None:
+    copies, threads, band = limits
+    monkeypatch.setattr(Source, "may_map", mapped)
+    monkeypatch.setattr(tile, "_BAND_BYTES", band)
+    monkeypatch.setattr(tile, "_SMALLEST_PART_BYTES", 0)
     shape, dtype, source_ranks, target_ranks = case
     full = elements(shape, dtype)
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
@@ -139,6 +145,15 @@ def test_any_cut_becomes_any_other_cut_reading_and_writing_each_byte_once(
     assert outcome.bytes_read == full.nbytes
     assert outcome.bytes_written == copies * (full.nbytes + 8 * len(target_ranks))
     assert outcome.digests == {"fp32/w": f"{zlib.crc32(full.tobytes()):08x}"}
+
+
+@given(shapes, st.data())
+def test_a_run_is_a_box_of_consecutive_elements(shape: tuple[int, ...], data: st.DataObject) -> None:
+    flat = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
+    ends = [sorted(data.draw(st.sets(st.integers(0, size), min_size=2, max_size=2))) for size in shape]
+    box = Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
+    inside = flat[slices(box)].reshape(-1)
+    assert box.is_run(shape) == (inside[-1] - inside[0] + 1 == len(inside))
 
 
 @given(shapes, st.integers(1, 40))
@@ -213,7 +228,7 @@ def test_a_full_disk_is_reported_with_the_free_bytes(conversion, monkeypatch: py
 
 
 def test_elements_in_each_others_places_are_never_published(conversion, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard import execute as module
+    module = tile
 
     index, layout, target = conversion
     scatter = module.touching

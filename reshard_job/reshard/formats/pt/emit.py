@@ -7,6 +7,7 @@ are written once and referred to, as the standard pickler does.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
@@ -27,6 +28,7 @@ _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 _WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _SIZE = Global("torch", "Size")
+_PIECE_BYTES = 16 << 20
 
 
 def emit(value: Any) -> tuple[bytes, list[Storage]]:
@@ -67,7 +69,19 @@ class Emitter:
 
     def pickled(self) -> bytes:
         """The pickle of the one object that was written."""
-        return b"".join((b"\x80\x02", *self.parts, b"."))
+        return b"".join(content for _, content in self.pieces())
+
+    def pieces(self) -> Iterator[tuple[int, bytes]]:
+        """The same cut into a few pieces with their positions; lets go of what it yields: it can be gigabytes."""
+        self.parts = [b".", *self.parts[::-1], b"\x80\x02"]
+        position = 0
+        while self.parts:
+            some, num_bytes = [], 0
+            while self.parts and num_bytes < _PIECE_BYTES:
+                some.append(self.parts.pop())
+                num_bytes += len(some[-1])
+            yield position, b"".join(some)
+            position += num_bytes
 
     def reference(self, key: Any) -> bytes:
         """What puts an object on the stack that was written before: a `Global`, or ("text", string)."""
@@ -83,10 +97,13 @@ class Emitter:
 
     def remember(self, key: Any, value: Any) -> None:
         """The object on top of the stack may be referred to."""
+        self.parts.append(self._noted(key, value))
+
+    def _noted(self, key: Any, value: Any) -> bytes:
         index = len(self.memo)
         self.memo[key] = index
         self.keep.append(value)
-        self.parts.append(b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index))
+        return b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
 
     def value(self, value: Any) -> None:
         """Write an object, whatever it is."""
@@ -140,9 +157,12 @@ class Emitter:
     def text(self, value: str) -> None:
         """Write a string."""
         if not self.recall(("text", value)):
-            data = value.encode("utf-8", "surrogatepass")
-            self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
-            self.remember(("text", value), value)
+            self.parts.append(self.new_text(value))
+
+    def new_text(self, value: str) -> bytes:
+        """The opcodes of a string that was not written before, and may be referred to from now on."""
+        data = value.encode("utf-8", "surrogatepass")
+        return b"X" + struct.pack("<I", len(data)) + data + self._noted(("text", value), value)
 
     def _bytes(self, value: bytes) -> None:
         header = b"C" + bytes([len(value)]) if len(value) < 256 else b"B" + struct.pack("<I", len(value))
