@@ -16,7 +16,8 @@ from elastic_operator.status import MAX_RECOVERIES, Phase, Status
 from elastic_operator.transitions import increments
 from elastic_operator.wire import from_wire
 from reshard.contract import LeaseKey
-from tests.property.test_decide_world import NODES, STEPS, World, complete, settle
+from tests.property.cluster_model import NODES, STEPS, World
+from tests.property.test_decide_world import complete, settle
 
 
 class CountingWorld(World):
