@@ -128,7 +128,8 @@ def accounted(status: Status, now: float) -> Status:
     if status.first_step_time is None:
         return status
     step = status.progress.step if status.progress else 0
-    found = ledger.account(status.recoveries, start=status.first_step_time, now=now, first_step=0, step=step)
+    first = status.started_from.step if status.started_from else 0
+    found = ledger.account(status.recoveries, start=status.first_step_time, now=now, first_step=first, step=step)
     return dataclasses.replace(status, goodput=ledger.to_status(found))
 
 

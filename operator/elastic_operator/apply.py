@@ -11,6 +11,7 @@ from lightkube import AsyncClient
 from lightkube.core.exceptions import ApiError
 from lightkube.types import CascadeType, PatchType
 
+from elastic_operator import accepted
 from elastic_operator.actions import (
     Action,
     Create,
@@ -21,7 +22,7 @@ from elastic_operator.actions import (
     RequestDrain,
     RevokeAttempt,
 )
-from elastic_operator.manifests import MANAGER
+from elastic_operator.manifests import MANAGER, JobRef
 from elastic_operator.observation import WORKER, pod_view
 from elastic_operator.observe import Observer
 from elastic_operator.resources import (
@@ -31,6 +32,7 @@ from elastic_operator.resources import (
     JOB,
     LEASE,
     POD,
+    REVISION,
     ROLE,
     ROLE_BINDING,
     SERVICE,
@@ -82,6 +84,17 @@ class Applier:
                 raise ConflictError(str(error)) from error
             raise
         return True
+
+    async def keep_spec(self, job: JobRef, spec: Mapping[str, Any]) -> None:
+        """Keep an accepted spec, in the place of those before it.
+
+        Raises:
+            ApiError: it cannot be kept.
+        """
+        await self._create(accepted.revision(job, spec))
+        if job.generation > 1:
+            for name in accepted.outlived(await self._observer.revisions(job.namespace, job.name), job):
+                await self._delete(REVISION, job.namespace, name)
 
     async def act(self, namespace: str, job: str, action: Action) -> None:
         """Do one thing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from elastic_operator.manifests import commit_uri
+from elastic_operator.manifests import commit_uri, start_uri
 from elastic_operator.status import MAX_COMMITS, Checkpoint, Commit, Current, Resume, short
 from reshard.topology import Topology
 
@@ -44,12 +44,28 @@ def is_virtual(checkpoint: Checkpoint, current: Current) -> bool:
     return any(item.writer == "reshard" and not item.verified for item in found)
 
 
-def choose_resume(checkpoint: Checkpoint, *, attempt: int, topology: Mapping[str, int], root: str) -> Resume:
-    """What `attempt` continues from in `topology`."""
+def choose_resume(
+    checkpoint: Checkpoint, *, attempt: int, topology: Mapping[str, int], root: str, start: str = ""
+) -> Resume:
+    """What `attempt` continues from in `topology`.
+
+    Args:
+        root: folder of the job's checkpoints.
+        start: folder to go on from where the job has no commit of its own, empty for none.
+    """
     commit = newest(checkpoint, below=attempt)
     if commit is None:
         invalid = sum(item.invalid for item in checkpoint.history)
         reason = f"all {invalid} known commits are invalid" if invalid else "there is no commit yet"
+        if start:
+            # Always a copy, also where the layout fits: what others wrote has no checksums, and they may remove it.
+            return Resume(
+                uri=start_uri(root, attempt),
+                source=start,
+                ready=False,
+                external=True,
+                reason=f"{reason}: {start} (spec.checkpoint.startFrom), resharded to {short(topology)}",
+            )
         return Resume(reason=f"{reason}: training starts from nothing")
     same = Topology.from_dict(commit.topology) == Topology.from_dict(topology)
     what = f"step {commit.step} of attempt {commit.attempt} ({short(commit.topology)})"

@@ -105,6 +105,9 @@ def spec_hash(spec: Spec) -> str:
     parts: dict[str, Any] = {
         name: _plain(getattr(spec, name)) for name in ("accelerator", "parallelism", "batch", "model", "template")
     }
+    if spec.checkpoint.start_from:
+        # Not where there is none: jobs that run have the hash of an operator that did not know it.
+        parts["start_from"] = spec.checkpoint.start_from
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 

@@ -67,14 +67,31 @@ def selector(job: str) -> str:
 
 def checkpoint_root(spec: Spec, template: Mapping[str, Any] | None = None) -> str:
     """Folder of the job's checkpoints as its pods see it: below the mount of the claim."""
+    return f"{_mount(spec, template)}/{spec.checkpoint.path}".rstrip("/")
+
+
+def _mount(spec: Spec, template: Mapping[str, Any] | None = None) -> str:
     pod = (template or spec.template).get("spec") or {}
-    mount = _claim_mount(pod, spec.checkpoint.claim_name) or CHECKPOINT_MOUNT
-    return f"{mount.rstrip('/')}/{spec.checkpoint.path}".rstrip("/")
+    return (_claim_mount(pod, spec.checkpoint.claim_name) or CHECKPOINT_MOUNT).rstrip("/")
 
 
 def commit_uri(root: str, attempt: int, step: int) -> str:
     """Folder of a commit."""
     return f"{root}/a{attempt}/step-{step:08d}"
+
+
+def start_source(spec: Spec) -> str:
+    """Folder of `spec.checkpoint.startFrom` as the job's pods see it; empty for none."""
+    start = spec.checkpoint.start_from
+    return f"{_mount(spec)}/{start}" if start else ""
+
+
+def start_uri(root: str, attempt: int) -> str:
+    """Folder of the commit that is made from it, whose step nobody here knows before.
+
+    Like the others it begins with `step-`: by that the trainer finds what may be pruned.
+    """
+    return f"{root}/a{attempt}/step-start"
 
 
 def attempt_objects(
@@ -164,7 +181,8 @@ def reshard_job(
         "/dev/termination-log",
         "--attempt",
         str(attempt),
-        "--require-commit",
+        # Plain DeepSpeed commits nothing, and the folder may be one of several checkpoints or of another format.
+        *(("--newest", "--format", "deepspeed") if current.resume.external else ("--require-commit",)),
         *mode,
     ]
     count = 1 if mode else spec.reshard.parallelism
@@ -337,9 +355,18 @@ def _lease(job: JobRef, name: str, attempt: int, heartbeat_seconds: float) -> di
     }
 
 
+def owned(job: JobRef, name: str) -> dict[str, Any]:
+    """Metadata of an object that is the job's, and no attempt's."""
+    return _owned(job, name, _common(job))
+
+
 def _meta(
     job: JobRef, name: str, attempt: int, role: str = "", passed: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
+    return _owned(job, name, {**(passed or {}), **_labels(job, attempt, role)})
+
+
+def _owned(job: JobRef, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
     owner = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
@@ -348,8 +375,7 @@ def _meta(
         "controller": True,
         "blockOwnerDeletion": True,
     }
-    labels = {**(passed or {}), **_labels(job, attempt, role)}
-    return {"name": name, "namespace": job.namespace, "labels": labels, "ownerReferences": [owner]}
+    return {"name": name, "namespace": job.namespace, "labels": dict(labels), "ownerReferences": [owner]}
 
 
 def _identity(job: JobRef, attempt: int, role: str) -> dict[str, str]:
@@ -358,11 +384,15 @@ def _identity(job: JobRef, attempt: int, role: str) -> dict[str, str]:
 
 
 def _labels(job: JobRef, attempt: int, role: str) -> dict[str, str]:
+    return {**_common(job), **_identity(job, attempt, role)}
+
+
+def _common(job: JobRef) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "elastic-training-job",
         "app.kubernetes.io/instance": job.name,
         "app.kubernetes.io/managed-by": MANAGER,
-        **_identity(job, attempt, role),
+        str(Label.JOB): job.name,
     }
 
 

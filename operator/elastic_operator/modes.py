@@ -30,6 +30,8 @@ class Asked:
 
 def ask(spec: Spec, status: Status, current: Current) -> Asked:
     """The mode of the conversion that `current` waits for."""
+    if current.resume.external:
+        return Asked(reason="others may remove what the job starts from: files")
     if commits.virtual_was_refused(status.checkpoint, step=current.resume.step):
         return Asked(reason="a conversion of this step could not be loaded: files prove its source or not")
     if spec.reshard.mode == VIRTUAL:

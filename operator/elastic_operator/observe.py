@@ -12,6 +12,7 @@ from lightkube import AsyncClient
 from lightkube.core.exceptions import ApiError
 from lightkube.operators import exists, not_in
 
+from elastic_operator import accepted
 from elastic_operator.batching import Batch, Key
 from elastic_operator.caches import Nodes, Renewals
 from elastic_operator.held import Held
@@ -26,8 +27,8 @@ from elastic_operator.observation import (
 )
 from elastic_operator.record import Record
 from elastic_operator.remembered import Remembered
-from elastic_operator.resources import JOB, LEASE, POD, TRAINING_JOB
-from elastic_operator.spec import SpecError
+from elastic_operator.resources import JOB, LEASE, POD, REVISION, TRAINING_JOB
+from elastic_operator.spec import Spec, SpecError
 from reshard.contract import Label
 
 NODE_LEASES = "kube-node-lease"
@@ -98,6 +99,19 @@ class Observer:
     async def pods(self, namespace: str, job: str) -> list[Mapping[str, Any]]:
         """All pods of one job, straight from the API."""
         return [item async for item in self._list(POD, namespace, job)]
+
+    async def revisions(self, namespace: str, job: str) -> list[Mapping[str, Any]]:
+        """All specs that are kept of one job, straight from the API."""
+        return [item async for item in self._list(REVISION, namespace, job)]
+
+    async def accepted_spec(self, namespace: str, job: str, uid: str) -> Spec | None:
+        """The spec that was kept last; None where there is none, or where it may not be read."""
+        try:
+            return accepted.newest(await self.revisions(namespace, job), uid)
+        except ApiError as error:
+            if error.status.code == 403:
+                return None
+            raise
 
     async def look(self, namespace: str, job: str, resource: str, *, fresh: bool) -> Observation:
         """Everything about one job. `fresh`: read the accelerators in use again."""

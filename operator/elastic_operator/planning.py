@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from elastic_operator import commits, planner
 from elastic_operator.conditions import Type, set_condition
 from elastic_operator.context import Context, avoided_nodes, capacity, spec_hash
-from elastic_operator.manifests import checkpoint_root
+from elastic_operator.manifests import checkpoint_root, start_source
 from elastic_operator.spec import Spec, Strategy, TopologyChoice
 from elastic_operator.status import Current, Phase, Plan, Progress, Rejected, Status, edit_last_recovery, short
 from elastic_operator.wire import Time
@@ -49,7 +49,11 @@ def plan_next(context: Context, status: Status) -> Status:
 def _adopt(context: Context, status: Status, plan: Plan) -> Status:
     attempt = status.attempt + 1
     resume = commits.choose_resume(
-        status.checkpoint, attempt=attempt, topology=plan.target, root=checkpoint_root(context.spec)
+        status.checkpoint,
+        attempt=attempt,
+        topology=plan.target,
+        root=checkpoint_root(context.spec),
+        start=start_source(context.spec),
     )
     text = short(plan.target)
     context.emit("Planned", f"attempt {attempt}: {plan.reason} Start: {resume.reason}.")

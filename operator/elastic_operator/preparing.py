@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import commits, modes, recovering
+from elastic_operator import commits, modes, recovering, starting
 from elastic_operator.actions import ReshardOutcome
 from elastic_operator.capacity import Capacity
 from elastic_operator.conditions import Type, set_condition
@@ -129,6 +129,8 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
         return status
     pods = [pod for pod in context.world.pods if pod.role == RESHARD and pod.attempt == status.attempt]
     report = report_of(pods)
+    if job.complete and current.resume.external and report is None:
+        return status if starting.report_may_come(pods) else _reshard_failed(context, status, known, job, report)
     if job.complete:
         return _resharded(context, status, current, known, report)
     if job.failed:
@@ -139,6 +141,8 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
 def _resharded(
     context: Context, status: Status, current: Current, known: ReshardStatus, report: ReshardReport | None
 ) -> Status:
+    if current.resume.external and report is not None:
+        status, current = starting.learn(status, current, report)
     resume = current.resume
     _count(context, report, "Succeeded")
     if report is not None:
@@ -196,11 +200,13 @@ def _reshard_failed(
     context: Context, status: Status, known: ReshardStatus, job: JobView, report: ReshardReport | None
 ) -> Status:
     code = report.exit_code if report else None
-    message = report.message if report else f"{job.failed_reason}: {job.failed_message}"
+    lost = starting.NO_REPORT if job.complete else f"{job.failed_reason}: {job.failed_message}"
+    message = report.message if report else lost
     source = status.current.resume.source if status.current else ""
+    external = status.current is not None and status.current.resume.external
     name = _code_name(code)
     _count(context, report, name)
-    if code == ExitCode.SOURCE_INVALID:
+    if code == ExitCode.SOURCE_INVALID and not external:
         status = recovering.refuse_commit(context, status, source, message)
         return dataclasses.replace(
             _forget_plan(status),
@@ -212,9 +218,10 @@ def _reshard_failed(
     known = dataclasses.replace(
         known, failures=failures, failed_uid=job.uid, retry_time=Time(context.now + delay), message=message
     )
-    final = failures > limit or code in HOPELESS
+    final = failures > limit or code in HOPELESS or (external and starting.is_final(code))
     then = "giving up on it" if final else f"retry {failures} of {limit} in {delay:.0f} s"
     context.emit("ReshardFailed", f"{job.name}: {name}: {message}; {then}", warning=True)
+    then = f"{then}; {starting.advice(context.job.name)}" if final and external else then
     text = f"{message}; the source {source} is untouched; {then}"
     status = dataclasses.replace(
         status,
@@ -223,7 +230,7 @@ def _reshard_failed(
     )
     if not final:
         return status
-    if context.spec.reshard.on_failure == "Fail":
+    if external or context.spec.reshard.on_failure == "Fail":
         return dataclasses.replace(status, phase=Phase.FAILED, reason="ReshardFailed", message=text, current=None)
     commit = commits.newest(status.checkpoint, below=status.attempt)
     return dataclasses.replace(_forget_plan(status), pinned=commit.topology if commit else {})

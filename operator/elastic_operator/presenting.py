@@ -106,7 +106,8 @@ def _preparing(context: Context, status: Status, current: Current, running: int,
         trouble = _trouble(context, status)
         if trouble is not None:
             return Phase.RESHARDING, trouble.reason, trouble.message
-        return Phase.RESHARDING, cause or "TopologyChanged", current.resume.reason
+        why = "StartFrom" if current.resume.external else "TopologyChanged"
+        return Phase.RESHARDING, cause or why, current.resume.reason
     if running:
         return Phase.STOPPING, cause or "Stopping", f"{running} pods of older attempts are being stopped"
     return Phase.STARTING, cause or "Launching", f"attempt {status.attempt} is being launched"

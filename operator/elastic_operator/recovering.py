@@ -147,7 +147,8 @@ def refuse_commit(context: Context, status: Status, uri: str, reason: str) -> St
     """Fall back: mark a commit invalid, and say what is left."""
     checkpoint = commits.invalidate(status.checkpoint, uri, reason)
     left = commits.newest(checkpoint, below=status.attempt + 1)
-    then = f"falling back to {left.uri}" if left else "no other commit is left: training starts from nothing"
+    start = "spec.checkpoint.startFrom" if context.spec.checkpoint.start_from else "nothing"
+    then = f"falling back to {left.uri}" if left else f"no other commit is left: training starts from {start}"
     context.emit("CommitInvalid", f"{uri} cannot be used ({reason}); {then}", warning=True)
     return dataclasses.replace(status, checkpoint=checkpoint)
 

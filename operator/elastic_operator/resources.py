@@ -15,6 +15,7 @@ POD = create_namespaced_resource("", "v1", "Pod", "pods")
 SERVICE = create_namespaced_resource("", "v1", "Service", "services")
 ACCOUNT = create_namespaced_resource("", "v1", "ServiceAccount", "serviceaccounts")
 EVENT = create_namespaced_resource("", "v1", "Event", "events")
+REVISION = create_namespaced_resource("apps", "v1", "ControllerRevision", "controllerrevisions")
 LEASE = create_namespaced_resource("coordination.k8s.io", "v1", "Lease", "leases")
 ROLE = create_namespaced_resource("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING = create_namespaced_resource("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
@@ -28,6 +29,7 @@ def make(kind: Any, body: Mapping[str, Any]) -> Any:
 
 
 BY_KIND: dict[str, Any] = {
+    "ControllerRevision": REVISION,
     "Job": JOB,
     "Lease": LEASE,
     "Role": ROLE,

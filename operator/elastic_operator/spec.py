@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_operator.specreader import RESOURCE_NAME, Section, SpecError
-from elastic_operator.specrules import conflicts, path_problem
+from elastic_operator.specrules import conflicts, path_problem, start_problem
 from elastic_operator.spectypes import (
     Accelerator,
     Activations,
@@ -150,11 +150,14 @@ def _checkpoint(section: Section) -> CheckpointSpec:
     checkpoint = CheckpointSpec(
         claim_name=section.text("claimName", required=True),
         path=section.text("path"),
+        start_from=section.text("startFrom"),
         format=section.choice("format", ("DeepSpeed",), default="DeepSpeed"),
         interval_seconds=section.integer("intervalSeconds", default=900),
     )
-    if problem := path_problem(checkpoint):
+    if problem := path_problem(checkpoint.path):
         section.problem("path", f"is {checkpoint.path!r}: {problem}")
+    if problem := start_problem(checkpoint):
+        section.problem("startFrom", f"is {checkpoint.start_from!r}: {problem}")
     return checkpoint
 
 

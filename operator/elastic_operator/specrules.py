@@ -6,6 +6,7 @@ refused at admission alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from elastic_operator.spectypes import (
     Strategy,
     TopologyChoice,
 )
+
+_ATTEMPT = re.compile(r"a\d+(/|$)", re.ASCII)
 
 
 def conflicts(spec: Spec) -> list[str]:
@@ -36,15 +39,27 @@ def conflicts(spec: Spec) -> list[str]:
     ]
 
 
-def path_problem(checkpoint: CheckpointSpec) -> str | None:
-    """Why `spec.checkpoint.path` is no folder inside of the claim; None if it is one."""
-    parts = checkpoint.path.split("/")
-    if checkpoint.path.startswith("/") or ".." in parts:
+def path_problem(path: str) -> str | None:
+    """Why `spec.checkpoint.path` or `startFrom` is no folder inside of the claim; None if it is one."""
+    parts = path.split("/")
+    if path.startswith("/") or ".." in parts:
         return "expected a folder inside the claim, relative and without '..'"
     allowed = frozenset("_.=+@,-")
-    if checkpoint.path and not all(part and all(_plain(c) or c in allowed for c in part) for part in parts):
+    if path and not all(part and all(_plain(c) or c in allowed for c in part) for part in parts):
         return "expected letters, digits and _ . = + @ , - between single '/', with none at its end"
     return None
+
+
+def start_problem(checkpoint: CheckpointSpec) -> str | None:
+    """Why a job cannot start from `spec.checkpoint.startFrom`; None if it can, or if there is none."""
+    start, path = checkpoint.start_from, checkpoint.path
+    if not start:
+        return None
+    inside = f"{path}/" if path else ""
+    if start == path or (start.startswith(inside) and _ATTEMPT.match(start.removeprefix(inside))):
+        # Attempt numbers begin at 1 again: it would write over those commits, and prune them.
+        return "lies where this job writes its own attempts; choose another spec.checkpoint.path"
+    return path_problem(start)
 
 
 def _plain(character: str) -> bool:

@@ -118,10 +118,11 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """`spec.checkpoint`."""
+    """`spec.checkpoint`. `start_from` is a folder inside the claim, empty for a training that begins from nothing."""
 
     claim_name: str
     path: str = ""
+    start_from: str = ""
     format: str = "DeepSpeed"
     interval_seconds: int = 900
 

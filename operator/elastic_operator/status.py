@@ -105,6 +105,7 @@ class Resume:
         uri: folder that ETJ_RESUME will name; empty for a start from nothing.
         source: commit that is read; differs from `uri` where a reshard Job converts it.
         ready: `uri` is committed.
+        external: `source` is `spec.checkpoint.startFrom`; its step is known once it is converted.
         reason: why this one, or why none.
     """
 
@@ -113,6 +114,7 @@ class Resume:
     step: int = 0
     samples: int = 0
     ready: bool = True
+    external: bool = False
     reason: str = ""
 
 
@@ -296,6 +298,21 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartedFrom:
+    """The checkpoint of others that the job went on from (`spec.checkpoint.startFrom`).
+
+    Attributes:
+        source: its folder as the pods see it: the very checkpoint, where startFrom is a folder of several.
+        step: optimizer steps done in it.
+        samples: global samples consumed, as far as it says so.
+    """
+
+    source: str
+    step: int = 0
+    samples: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """What rank 0 said last; not written at the rate of heartbeats.
 
@@ -329,6 +346,7 @@ class Status:
         retry_request: the last request to try a failed job again that was answered.
         first_step_time: when the first of all attempts made its first step.
         pinned: the only topology allowed, because resharding out of it failed for good.
+        started_from: the checkpoint of others that the job went on from; None where there is none, or not yet.
         queue_time: since when the job has wanted an attempt and had none, not even a planned one; None otherwise.
         finish_time: when it became Complete or Failed.
     """
@@ -355,6 +373,7 @@ class Status:
     plan: Plan | None = None
     progress: Progress | None = None
     checkpoint: Checkpoint = Checkpoint()
+    started_from: StartedFrom | None = None
     reshard: ReshardStatus | None = None
     loader: Loader | None = None
     recoveries: tuple[Recovery, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightkube.core.exceptions import ApiError
 
-from elastic_operator import families, metrics
+from elastic_operator import accepted, families, metrics
 from elastic_operator.actions import Decision
 from elastic_operator.apply import Applier, ConflictError
 from elastic_operator.batching import Key
@@ -55,6 +55,8 @@ AT_ONCE = 200
 
 HELD_BACK_SECONDS = 1.0
 """After which a plan that waits for other jobs' pods to be placed is looked at again."""
+
+_FORBIDDEN = 403
 
 _FIRST_BACKOFF_SECONDS = 0.5
 _LAST_BACKOFF_SECONDS = 30.0
@@ -108,6 +110,7 @@ class Workers:
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._inquiries = inquiries
         self._promises = Promises()
+        self._told_forbidden = False
 
     @property
     def crowded(self) -> bool:
@@ -220,7 +223,7 @@ class Workers:
         What is remembered is enough to see that there is nothing to do. Whatever is done is decided from a fresh look.
         """
         recalled = await self._observer.recall(*key) if self._trusts_memory(key) else None
-        if recalled is not None:
+        if recalled is not None and not _needs_accepted(recalled[0]):
             record, world = recalled
             if world is not None:
                 world = await self._inquiries.seen(key, record.status, world)
@@ -246,7 +249,12 @@ class Workers:
 
     async def _decide(self, key: Key, record: Record) -> Pass:
         if isinstance(record.spec, SpecError):
-            return self._judge(key, record, None)
+            refused = self._judge(key, record, None)
+            spec = await self._observer.accepted_spec(*key, record.job.uid) if _needs_accepted(record) else None
+            if spec is None:
+                return refused
+            found = await self._decide(key, dataclasses.replace(record, spec=spec))
+            return dataclasses.replace(found, decision=accepted.despite(refused.decision, found.decision))
         resource, fresh = record.spec.accelerator.resource, not record.status.launched
         while True:
             world = await self._observer.look(*key, resource, fresh=fresh)
@@ -290,6 +298,8 @@ class Workers:
     async def _apply(self, key: Key, resource: Mapping[str, Any], found: Pass) -> None:
         """Status first: what is done next can then be derived from it by whoever comes after us."""
         decision = found.decision
+        if found.spec is not None and accepted.is_due(found.before, decision.status):
+            await self._keep_spec(resource)
         if await self._applier.write_status(resource, decision.status):
             _count_transition(found)
         _show(key, found)
@@ -307,6 +317,22 @@ class Workers:
             # The status is written: the next pass does what is left to do, but would not tell of this again.
             for event in decision.events:
                 await self._applier.post_event(resource, event, time.time())
+
+    async def _keep_spec(self, resource: Mapping[str, Any]) -> None:
+        """Before the status says that it is valid, so that a crash in between keeps it again."""
+        try:
+            await self._applier.keep_spec(read_record(resource).job, resource["spec"])
+        except ApiError as error:
+            if error.status.code != _FORBIDDEN:
+                raise
+            if not self._told_forbidden:
+                logger.warning("accepted specs cannot be kept, and a refused edit stops recovery: %s", error)
+            self._told_forbidden = True
+
+
+def _needs_accepted(record: Record) -> bool:
+    """What runs goes on by the spec that was accepted before."""
+    return isinstance(record.spec, SpecError) and accepted.wanted(record.status)
 
 
 def _said(lease: Mapping[str, Any]) -> Mapping[str, Any]:

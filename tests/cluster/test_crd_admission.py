@@ -144,6 +144,16 @@ REFUSED_AT_CREATION = [
     ("spec.checkpoint.path may hold", with_field("spec.checkpoint.path", "a//b")),
     ("spec.checkpoint.path may hold", with_field("spec.checkpoint.path", "$(HOME)/gpt")),
     ("spec.checkpoint.path may hold", with_field("spec.checkpoint.path", "my run")),
+    ("spec.checkpoint.startFrom must be relative", with_field("spec.checkpoint.startFrom", "/checkpoint/old")),
+    ("spec.checkpoint.startFrom must be relative", with_field("spec.checkpoint.startFrom", "../old")),
+    ("spec.checkpoint.startFrom may hold", with_field("spec.checkpoint.startFrom", "old/")),
+    ("spec.checkpoint.startFrom may hold", with_field("spec.checkpoint.startFrom", "$(HOME)")),
+    ("spec.checkpoint.startFrom lies where", with_field("spec.checkpoint.startFrom", "gpt")),
+    ("spec.checkpoint.startFrom lies where", with_field("spec.checkpoint.startFrom", "gpt/a3/step-00000005")),
+    (
+        "spec.checkpoint.startFrom lies where",
+        with_field("spec.checkpoint", {"claimName": "ckpt", "path": "", "startFrom": "a3"}),
+    ),
     ("spec.checkpoint.claimName must be the name", with_field("spec.checkpoint.claimName", "My_Claim")),
     ("spec.accelerator.resource: the domain", with_field("spec.accelerator.resource", "kubernetes.io/gpu")),
     ("spec.accelerator.resource: the domain", with_field("spec.accelerator.resource", "node.kubernetes.io/gpu")),
@@ -233,6 +243,10 @@ REFUSED_CHANGES = [
     ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.claimName", "other")),
     ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.path", "other")),
 ]
+REFUSED_ONCE_STARTED = [
+    ("spec.checkpoint.startFrom cannot change", with_field("spec.checkpoint.startFrom", "old/global_step200")),
+    ("spec.checkpoint.startFrom cannot change", with_field("spec.checkpoint.startFrom", "")),
+]
 
 
 def numbers(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -286,6 +300,7 @@ def rules(schema: dict[str, Any]) -> Iterator[str]:
 
 def test_every_rule_has_a_case_here():
     cases = [message for message, _ in (*REFUSED_AT_CREATION, *REFUSED_AT_ADMISSION_ONLY, *REFUSED_CHANGES)]
+    cases += [message for message, _ in REFUSED_ONCE_STARTED]
     for message in rules(VERSION["schema"]["openAPIV3Schema"]):
         assert any(message.startswith(case) for case in cases), message
 
@@ -350,6 +365,9 @@ def test_a_job_that_asks_for_what_it_gets_anyway_is_taken(kubectl, namespace):
         parallelism(strategy="Ranked", topologies=[{"tensor": 64}, {"tensor": 2, "data": 1}]),
         with_field("spec.checkpoint.path", "team-a/run_1/v1.0+x=1,y@z"),
         with_field("spec.checkpoint.path", ""),
+        with_field("spec.checkpoint.startFrom", "gpt-old/global_step1000"),
+        with_field("spec.checkpoint.startFrom", "gpt/before/global_step1000"),
+        with_field("spec.checkpoint", {"claimName": "ckpt", "startFrom": "global_step1000"}),
     ]
     assert refusals(kubectl, namespace, taken) == [""] * len(taken)
     assert all(parse_spec(job["spec"]) for job in taken)
@@ -466,3 +484,17 @@ def test_the_category_finds_the_job(kubectl, namespace):
     assert (
         "elastictrainingjob.elastictraining.dev/gpt" in kubectl("get", "training", "-n", namespace, "-o", "name").stdout
     )
+
+
+@pytest.mark.parametrize("written", [{"startedFrom": {"source": "/c/old"}}, {"firstStepTime": "2026-01-01T00:00:00Z"}])
+def test_what_a_job_starts_from_can_be_corrected_until_it_has_started(kubectl, namespace, written):
+    job = with_field("spec.checkpoint.startFrom", "old/global_step10")
+    apply(kubectl, namespace, with_field("spec.checkpoint.startFrom", "old/global_stp10"))
+    assert apply(kubectl, namespace, job).returncode == 0
+    patch = ("patch", "etj", "gpt", "-n", namespace, "--type=merge", "-p")
+    done = kubectl(*patch, json.dumps({"status": written}), "--subresource=status")
+    assert done.returncode == 0, done.stderr
+    for message, other in REFUSED_ONCE_STARTED:
+        done = apply(kubectl, namespace, other)
+        assert message in done.stderr
+    assert apply(kubectl, namespace, with_field("spec.nodes", {"min": 1, "max": 2}, base=job)).returncode == 0

@@ -14,11 +14,16 @@ pytestmark = pytest.mark.cluster
 GPUS = "requests.amd.com/gpu"
 
 
+def container(run: Run) -> dict[str, Any]:
+    """The training container of the submitted job."""
+    job = run.cluster.get("etj", "gpt", "-n", run.namespace)
+    (found,) = job["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
 def edit_template(run: Run, **changes: Any) -> None:
     """Change the training container of the submitted job."""
-    job = run.cluster.get("etj", "gpt", "-n", run.namespace)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    run.patch(template={"spec": {"containers": [{**container, **changes}]}})
+    run.patch(template={"spec": {"containers": [{**container(run), **changes}]}})
 
 
 def refused(status: dict[str, Any]) -> str:
@@ -38,12 +43,25 @@ def test_a_pod_template_that_the_api_server_refuses_is_told_and_disturbs_nothing
     edit_template(run, comand=None)
     assert run.until_phase("Running")["attempt"] == 1
     (before,) = run.workers()
+    mounts = container(run).get("volumeMounts")
     edit_template(run, volumeMounts=[{"name": "nowhere", "mountPath": "/x"}])
     status = run.until("the mount to be told", refused)
     assert "spec.template.spec.containers[0].volumeMounts[0].name" in refused(status)
     assert (status["phase"], status["attempt"]) == ("Running", 1)
     (after,) = run.workers()
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
+
+    # What it loses meanwhile is recovered by the template that was accepted before.
+    run.cluster.kubectl("delete", "pod", after["metadata"]["name"], "-n", run.namespace, "--wait=false")
+    status = run.until("the next attempt", lambda found: (found["phase"], found["attempt"]) == ("Running", 2))
+    assert "spec.template.spec.containers[0].volumeMounts[0].name" in refused(status)
+    (worker,) = run.workers()
+    assert "nowhere" not in json.dumps(worker["spec"]["containers"][0]["volumeMounts"])
+    edit_template(run, volumeMounts=mounts)
+    status = run.until("the correction to be accepted", lambda found: not refused(found))
+    assert (status["phase"], status["attempt"]) == ("Running", 2)
+    kept = run.cluster.get("controllerrevisions", "-n", run.namespace, "-l", "elastictraining.dev/job-name=gpt")
+    assert [item["revision"] for item in kept["items"]] == [status["observedGeneration"]]
 
 
 def test_pods_that_a_quota_refuses_are_told_and_come_once_it_lets_them(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,35 @@ def test_a_job_shrinks_without_its_checkpoint_being_copied(run: Run, checkpoints
     run.patch(nodes={"min": 2, "max": 2})
     grown = run.until("the attempt after it", resumed(final["attempt"]), 240)
     assert (grown["replicas"], grown["reshard"]["mode"]) == (2, "virtual")
+
+
+def test_auto_moves_no_bytes_where_that_saves_seconds(run: Run, checkpoints: Path) -> None:
+    # 94 million parameters: checkpoints of 1.5 GB, which take seconds to write and to read again.
+    spec = elastic() | {"nodes": {"min": 2, "max": 2}, "reshard": {"mode": "Auto"}}
+    run.submit([*GPT[:4], "--big", "--layers", "8", "--steps", "100000"], **spec)
+    before = run.until("a step on 2 nodes", made_steps, 300)
+    run.patch(nodes={"min": 1, "max": 1})
+    after = run.until("the next attempt", resumed(before["attempt"]), 300)
+    assert after["topologyText"] != before["topologyText"]
+    assert after["reshard"]["mode"] == "virtual"
+    assert "to load virtually" in after["reshard"]["modeReason"]
+    resume = after["current"]["resume"]
+    folder, source = (checkpoints / resume[key].removeprefix("/checkpoint/") for key in ("uri", "source"))
+    assert size(source) > 1.4e9
+    assert size(folder) < 1e6
+    # The training goes on from there, where it was.
+    later = run.until("a step of it", lambda status: went_on(status, after), 120)
+    assert later["attempt"] == after["attempt"]
+
+
+def went_on(status: dict[str, Any], since: dict[str, Any]) -> bool:
+    """It has made a step after the one that it resumed from."""
+    step = since["current"]["resume"]["step"]
+    return step > 0 and status.get("phase") == "Running" and status.get("progress", {}).get("step", 0) > step
+
+
+def made_steps(status: dict[str, Any]) -> bool:
+    return status.get("phase") == "Running" and status.get("progress", {}).get("step", 0) > 0
 
 
 def size(folder: Path) -> int:

@@ -19,8 +19,9 @@ from elastic_operator.plugin.estimate import estimate
 from elastic_operator.plugin.forecast import Forecast, forecast
 from elastic_operator.plugin.outlook import outlook
 from elastic_operator.plugin.report import read_spec, read_status
+from elastic_operator.plugin.steer import begins
 from elastic_operator.plugin.whatif import Change, apply, observe, parse_lose
-from elastic_operator.status import Status
+from elastic_operator.status import Checkpoint, Status
 from elastic_operator.wire import to_wire
 
 GPU = "amd.com/gpu"
@@ -207,3 +208,27 @@ def test_json_has_everything_that_the_text_has() -> None:
     assert value["reshard"]["numBytes"] == 15195243
     assert value["alternatives"][0].keys() >= {"topology", "nodes", "gpusPerNode", "accumulationSteps"}
     assert value["refused"][0].keys() == {"subject", "reason"}
+
+
+@pytest.mark.parametrize(
+    ("start", "uri", "text"),
+    [
+        ("", "", "from nothing"),
+        ("old", "", "from old (spec.checkpoint.startFrom)"),
+        ("old", "/checkpoint/gpt/a1/step-00000005", "from the commit of step 5"),
+    ],
+)
+def test_a_retry_says_where_it_goes_on(start: str, uri: str, text: str) -> None:
+    status = Status(checkpoint=Checkpoint(uri=uri, step=5))
+    assert begins({"spec": {"checkpoint": {"claimName": "ckpt", "startFrom": start}}}, status) == text
+
+
+def test_a_new_job_is_told_what_it_starts_from() -> None:
+    context, _ = situation("running")
+    checkpoint = dataclasses.replace(context.spec.checkpoint, start_from="old/global_step1000")
+    context = dataclasses.replace(context, spec=dataclasses.replace(context.spec, checkpoint=checkpoint))
+    plan = forecast(context, Status(), Change())
+    assert (plan.outcome, plan.resume_step) == ("Starts", None)
+    assert plan.reshard is not None
+    assert (plan.reshard.mode, plan.reshard.source) == ("Materialize", "/checkpoint/old/global_step1000")
+    assert "from /checkpoint/old/global_step1000 (spec.checkpoint.startFrom)" in outlook(plan)

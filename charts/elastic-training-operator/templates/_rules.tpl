@@ -11,6 +11,10 @@
 - apiGroups: [elastictraining.dev]
   resources: [elastictrainingjobs/finalizers]
   verbs: [update]
+# The specs that jobs go on with while an edit is refused.
+- apiGroups: [apps]
+  resources: [controllerrevisions]
+  verbs: [list, create, delete]
 # What one attempt consists of.
 - apiGroups: [batch]
   resources: [jobs]

@@ -63,6 +63,7 @@ class Forecast:
         from_: topology now.
         to: topology then.
         use_nodes: nodes that can take the new attempt; the scheduler chooses.
+        resume_step: of the commit that it goes on from; None for a start from nothing or from `checkpoint.startFrom`.
         lost_steps: steps that have to be done again; they change until it happens.
         free: accelerators that the job could use then.
         alternatives: what could run too, best first.
@@ -178,8 +179,8 @@ def _next_attempt(base: Forecast, after: Context, status: Status) -> Forecast:
         to_nodes=new.num_nodes,
         gpus_per_node=new.gpus_per_node,
         use_nodes=tuple(name for name in usable.usable(new.gpus_per_node) if name not in new.avoid),
-        resume_step=new.resume.step if new.resume.uri else None,
-        lost_steps=max(0, step - new.resume.step),
+        resume_step=new.resume.step if new.resume.uri and not new.resume.external else None,
+        lost_steps=0 if new.resume.external else max(0, step - new.resume.step),
         reshard=reshard,
         alternatives=_alternatives(result, to, new.num_nodes),
         estimate=estimate(status, stops=status.launched, reshards=reshard.mode != "None", num_bytes=reshard.num_bytes),
@@ -192,7 +193,7 @@ def _reshard(context: Context, status: Status, new: Current) -> ReshardForecast:
         return ReshardForecast(mode="None", reason=resume.reason, source=resume.uri)
     commit = next((item for item in status.checkpoint.history if item.uri == resume.source), None)
     return ReshardForecast(
-        mode=context.spec.reshard.mode,
+        mode="Materialize" if resume.external else context.spec.reshard.mode,
         reason=resume.reason,
         last_mode=_last_mode(status),
         source=resume.source,

@@ -137,9 +137,16 @@ def _retry(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> Ste
         raise PluginError(Exit.REFUSED, f"{name} cannot retry: it is {state}, and only what has Failed is tried again")
     request = format_time(time.time())
     cluster.patch(name, {"metadata": {"annotations": {RETRY_REQUESTED: request}}})
-    start = f"from the commit of step {status.checkpoint.step}" if status.checkpoint.uri else "from nothing"
-    text = f"{name} is tried again {start}, with a fresh restart budget (--wait waits for it)"
+    text = f"{name} is tried again {begins(resource, status)}, with a fresh restart budget (--wait waits for it)"
     return _steered(resource, status, "retry", text, changed=True, request=request)
+
+
+def begins(resource: Mapping[str, Any], status: Status) -> str:
+    """What the next attempt goes on from."""
+    if status.checkpoint.uri:
+        return f"from the commit of step {status.checkpoint.step}"
+    start = resource["spec"]["checkpoint"].get("startFrom")
+    return f"from {start} (spec.checkpoint.startFrom)" if start else "from nothing"
 
 
 def _suspend(cluster: Cluster, resource: Mapping[str, Any], status: Status, *, suspend: bool) -> Steered:

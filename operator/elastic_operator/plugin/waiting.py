@@ -106,6 +106,8 @@ def _by_phase(name: str, spec: Spec | None, status: Status, now: float) -> Waiti
             return Waiting(doing="nothing runs", waits_for=f"`kubectl etj resume {name}`")
         case Phase.COMPLETE:
             return Waiting(doing=status.message)
+        case Phase.FAILED if f"kubectl etj retry {name}" in status.message:
+            return Waiting(doing=status.message)  # it says itself what to correct
         case Phase.FAILED:
             advice = (
                 f"`kubectl etj logs {name}`; after the fix `kubectl etj retry {name}` goes on from its newest commit"

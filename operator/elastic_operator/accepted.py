@@ -1,0 +1,87 @@
+"""The spec that a job goes on with while an edit of it makes no sense. Pure.
+
+A refused edit leaves what runs alone. What runs still loses nodes, and has to be recovered by some spec: by the one
+that was accepted last. It is kept in a ControllerRevision of the job, where StatefulSets keep theirs. The data of one
+cannot be changed, so every accepted spec makes a new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastic_operator.actions import Decision
+from elastic_operator.conditions import Type, find
+from elastic_operator.manifests import JobRef, owned
+from elastic_operator.spec import Spec, SpecError, parse_spec
+from elastic_operator.status import Status
+
+
+def revision(job: JobRef, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The ControllerRevision that keeps a spec as it was written.
+
+    Its name is not that of an earlier job of the same name, whose revisions may be there until they are collected.
+    """
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "ControllerRevision",
+        "metadata": owned(job, f"{job.name}-{job.uid[:8]}-{job.generation}"),
+        "data": {"spec": dict(spec)},
+        "revision": job.generation,
+    }
+
+
+def is_due(before: Status, after: Status) -> bool:
+    """The spec has to be kept: it was found to be valid just now, or an attempt begins with it.
+
+    Attempts begin with one that an older operator, which kept none, has found to be valid.
+    """
+    known = _valid(before) and before.observed_generation == after.observed_generation
+    return _valid(after) and not (known and before.attempt == after.attempt)
+
+
+def newest(revisions: Iterable[Mapping[str, Any]], uid: str) -> Spec | None:
+    """The spec that the job with this uid had accepted last; None without one that this operator understands."""
+    own = [item for item in revisions if uid in _owners(item)]
+    found = max(own, key=lambda item: int(item["revision"]), default=None)
+    if found is None:
+        return None
+    try:
+        return parse_spec(found["data"]["spec"])
+    except SpecError:
+        return None
+
+
+def outlived(revisions: Iterable[Mapping[str, Any]], job: JobRef) -> list[str]:
+    """Names of those that a newer one has replaced."""
+    return [item["metadata"]["name"] for item in revisions if int(item["revision"]) < job.generation]
+
+
+def wanted(status: Status) -> bool:
+    """Some attempt has been launched, and there is to be another one where it ends."""
+    num_over = status.attempt - (status.current is not None)
+    return (status.launched or num_over > 0) and not status.terminal
+
+
+def despite(refused: Decision, accepted: Decision) -> Decision:
+    """What the accepted spec leads to, told together with what is wrong with the one that was refused."""
+    invalid = find(refused.status.conditions, Type.SPEC_VALID)
+    conditions = tuple(
+        invalid if item.type == Type.SPEC_VALID and invalid is not None else item for item in accepted.status.conditions
+    )
+    return dataclasses.replace(
+        accepted,
+        status=dataclasses.replace(accepted.status, conditions=conditions),
+        events=(*refused.events, *accepted.events),
+        requeue_seconds=min(refused.requeue_seconds, accepted.requeue_seconds),
+    )
+
+
+def _owners(item: Mapping[str, Any]) -> list[str]:
+    return [owner["uid"] for owner in item["metadata"].get("ownerReferences", ())]
+
+
+def _valid(status: Status) -> bool:
+    found = find(status.conditions, Type.SPEC_VALID)
+    return found is not None and found.status == "True"

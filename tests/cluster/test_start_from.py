@@ -1,0 +1,78 @@
+"""A new job goes on from checkpoints that were there before it, with real DeepSpeed on a real cluster."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.jobs import GPT, Run, elastic
+
+pytestmark = pytest.mark.cluster
+
+ONE_NODE = {"nodes": {"min": 1, "max": 1}}
+TWO_NODES = {"nodes": {"min": 2, "max": 2}}
+
+
+def checkpoint(**fields: str) -> dict[str, Any]:
+    return {"checkpoint": {"claimName": "ckpt", "intervalSeconds": 1000, **fields}}
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Loss by step, of every attempt of a job."""
+    records = [json.loads(line) for path in folder.glob("loss-a*.jsonl") for line in path.read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records}
+
+
+def message(status: Mapping[str, Any], type_: str) -> str:
+    return next((str(item["message"]) for item in status["conditions"] if item["type"] == type_), "")
+
+
+def test_a_new_job_goes_on_from_a_folder_of_plain_deepspeed_in_another_layout(run: Run, checkpoints: Path) -> None:
+    # A first job on two nodes makes real checkpoints of step 5 and 10.
+    run.submit([*GPT, "--steps", "12"], **elastic() | TWO_NODES | checkpoint(path="before"))
+    first = run.until_phase("Complete", 240)
+    old = checkpoints / "before/a1"
+    # As plain DeepSpeed leaves them: tags and `latest`, no COMMIT.json.
+    plain = checkpoints / "plain"
+    shutil.copytree(old / "step-00000010", plain / "global_step10", ignore=shutil.ignore_patterns("COMMIT.json"))
+    shutil.copytree(old / "step-00000005", plain / "global_step5", ignore=shutil.ignore_patterns("COMMIT.json"))
+    (plain / "latest").write_text("global_step10")
+    run.remove()
+
+    # The name of the folder is wrong at first: told, corrected, tried again.
+    spec = elastic() | ONE_NODE | checkpoint(path="after", startFrom="plane")
+    run.submit([*GPT, "--steps", "14"], **spec)
+    failed = run.until_phase("Failed", 120)
+    assert "/checkpoint/plane: there is no such folder" in message(failed, "ReshardFailed")
+    assert "kubectl etj retry gpt" in failed["message"]
+    assert not (checkpoints / "after").exists()
+    run.patch(checkpoint={"startFrom": "plain"})
+    run.cluster.kubectl("annotate", "etj", "gpt", "-n", run.namespace, "elastictraining.dev/retry-requested=1")
+
+    done = run.until_phase("Complete", 240)
+    assert done["startedFrom"]["source"] == "/checkpoint/plain/global_step10"
+    assert (done["startedFrom"]["step"], done["startedFrom"]["samples"]) == (10, 200)
+    assert done["reshard"]["verified"] is True
+    assert done["current"]["topology"] != first["current"]["topology"]
+    assert done["current"]["resume"]["uri"] == "/checkpoint/after/a2/step-start"
+    before, after = losses(checkpoints / "before"), losses(checkpoints / "after")
+    assert sorted(after) == [11, 12, 13, 14]
+    assert [after[step] for step in (11, 12)] == pytest.approx([before[step] for step in (11, 12)], rel=1e-5)
+
+
+def test_a_new_job_goes_on_from_the_newest_commit_of_an_older_one(run: Run, checkpoints: Path) -> None:
+    run.submit([*GPT, "--steps", "6"], **elastic() | ONE_NODE | checkpoint(path="before"))
+    run.until_phase("Complete", 240)
+    run.remove()
+    run.submit([*GPT, "--steps", "8"], **elastic() | ONE_NODE | checkpoint(path="after", startFrom="before"))
+    done = run.until_phase("Complete", 240)
+    assert done["attempt"] == 1
+    assert done["startedFrom"]["source"] == "/checkpoint/before/a1/step-00000006"
+    assert sorted(losses(checkpoints / "after")) == [7, 8]
+    commit = json.loads((checkpoints / "after/a1/step-start/COMMIT.json").read_text())
+    assert commit["data"] == {"seed": 7}

@@ -1,0 +1,102 @@
+"""While an edit of the spec is refused, what runs is recovered by the spec that was accepted before."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from elastic_operator import accepted
+from elastic_operator.actions import Decision
+from elastic_operator.conditions import Type, find
+from elastic_operator.decide import refuse
+from elastic_operator.limits import Limits
+from elastic_operator.spec import Spec, SpecError, parse_spec
+from elastic_operator.status import Current, Phase, Status
+from tests.unit.test_decide_phases import JOB, NOW, SPEC, look, lost_node, settled
+
+EDITED = dataclasses.replace(JOB, generation=JOB.generation + 1)
+PROBLEM = SpecError(["spec.nodes: min is 4, above max 3"])
+
+PLANNED = Current(topology={}, num_nodes=1, gpus_per_node=1)
+
+
+def refused(status: Status, now: float = NOW) -> Decision:
+    return refuse(EDITED, PROBLEM, status, limits=Limits(), now=now)
+
+
+def kept(revision: int, wire: dict[str, Any]) -> dict[str, Any]:
+    return accepted.revision(dataclasses.replace(JOB, generation=revision), wire)
+
+
+def test_a_lost_pod_is_recovered_while_the_edit_stays_refused() -> None:
+    before = refused(settled()).status
+    world = lost_node()
+    decision = accepted.despite(refused(before, NOW + 5), look(before, world, now=NOW + 5))
+    assert decision.actions
+    assert decision.status.phase != Phase.RUNNING
+    told = find(decision.status.conditions, Type.SPEC_VALID)
+    assert told == find(before.conditions, Type.SPEC_VALID)
+    assert told is not None
+    assert (told.status, told.observed_generation) == ("False", EDITED.generation)
+
+
+def test_a_refusal_is_told_once_with_what_the_recovery_tells() -> None:
+    first = accepted.despite(refused(settled()), look(settled()))
+    assert [event.reason for event in first.events] == ["InvalidSpec"]
+    again = accepted.despite(refused(first.status), look(first.status))
+    assert again.events == ()
+    assert again.status == first.status
+
+
+def test_the_newest_revision_counts_and_an_older_operators_may_not_be_understood() -> None:
+    fewer = {**SPEC, "nodes": {"min": 1, "max": 1}}
+    revisions = [kept(9, SPEC), kept(10, fewer), kept(2, SPEC)]
+    assert accepted.newest(revisions, JOB.uid) == parse_spec(fewer)
+    assert accepted.newest([kept(9, SPEC), kept(10, {"nodes": 3})], JOB.uid) is None
+    assert accepted.newest([], JOB.uid) is None
+
+
+def test_the_revisions_of_a_job_of_the_same_name_that_was_deleted_do_not_count() -> None:
+    gone = accepted.revision(dataclasses.replace(JOB, uid="0123456789", generation=7), SPEC)
+    assert accepted.newest([gone], JOB.uid) is None
+    assert isinstance(accepted.newest([gone, kept(2, SPEC)], JOB.uid), Spec)
+    again = accepted.revision(dataclasses.replace(JOB, uid="abcdefghij", generation=7), SPEC)
+    assert gone["metadata"]["name"] != again["metadata"]["name"]
+
+
+def test_a_revision_belongs_to_its_job_and_replaces_those_before_it() -> None:
+    job = dataclasses.replace(JOB, generation=10)
+    revisions = [kept(9, SPEC), kept(10, SPEC), kept(2, SPEC)]
+    meta = revisions[1]["metadata"]
+    assert (meta["name"], meta["ownerReferences"][0]["uid"]) == (f"{JOB.name}-{JOB.uid}-10", JOB.uid)
+    assert accepted.outlived(revisions, job) == [f"{JOB.name}-{JOB.uid}-9", f"{JOB.name}-{JOB.uid}-2"]
+
+
+def test_a_spec_is_kept_when_it_is_accepted_and_when_an_attempt_begins() -> None:
+    found = look(Status()).status
+    assert accepted.is_due(Status(), found)
+    assert not accepted.is_due(found, found)
+    assert accepted.is_due(found, dataclasses.replace(found, observed_generation=found.observed_generation + 1))
+    assert accepted.is_due(found, dataclasses.replace(found, attempt=found.attempt + 1))
+    assert accepted.is_due(refused(found).status, found)
+    assert not accepted.is_due(found, refused(found).status)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        pytest.param({"phase": Phase.PENDING}, False, id="new"),
+        pytest.param({"attempt": 1, "current": PLANNED}, False, id="first-not-launched"),
+        pytest.param({"attempt": 1, "phase": Phase.PENDING}, True, id="waits-for-nodes-again"),
+        pytest.param({"attempt": 2, "current": PLANNED}, True, id="between-attempts"),
+        pytest.param({"attempt": 2, "phase": Phase.FAILED}, False, id="failed"),
+    ],
+)
+def test_only_what_has_been_launched_goes_on_by_an_older_spec(changes: dict[str, Any], wanted: bool) -> None:
+    assert accepted.wanted(dataclasses.replace(Status(), **changes)) is wanted
+
+
+def test_what_runs_goes_on_by_an_older_spec() -> None:
+    assert accepted.wanted(settled())
