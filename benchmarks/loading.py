@@ -8,7 +8,7 @@ import shutil
 from benchmarks import checkpoints
 from benchmarks.checkpoints import ENVIRONMENT, OUTPUT, torchrun
 from benchmarks.converting import RESHARD, TARGET
-from benchmarks.measure import measure, size_of, warm
+from benchmarks.measure import drop_from_cache, measure, size_of, warm
 
 
 def dcp(_repeat: int) -> str:
@@ -22,6 +22,7 @@ def dcp(_repeat: int) -> str:
         warm(source)
         direct = _load(source, after)
         shutil.rmtree(TARGET, ignore_errors=True)
+        drop_from_cache(source)  # ours maps it: what comes from the disk is counted
         command = [RESHARD, "run", str(source), str(TARGET), "--to", f"dp={after}", "--no-sync"]
         ours = measure(command, env=ENVIRONMENT, log=OUTPUT / "commands.log").bytes_read
         converted = _load(TARGET, after)

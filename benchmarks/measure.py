@@ -21,7 +21,8 @@ class Measurement:
 
     Attributes:
         seconds: wall time, start of the interpreter included.
-        bytes_read: by read calls of the process and its children (/proc/PID/io, rchar).
+        bytes_read: by the process and its children, in calls (/proc/PID/io, rchar) or from the disk (read_bytes),
+            whichever is more: of files that are mapped the kernel counts only the latter.
         bytes_written: likewise (wchar).
         peak_rss_bytes: largest sum of resident sets of the process tree, sampled.
     """
@@ -56,7 +57,7 @@ def measure(command: Sequence[str], *, env: dict[str, str], log: Path) -> Measur
         raise RuntimeError(f"{' '.join(command)} ended with {code}: see {log}")
     return Measurement(
         seconds=seconds,
-        bytes_read=int(counters["rchar"]),
+        bytes_read=max(int(counters["rchar"]), int(counters["read_bytes"])),
         bytes_written=int(counters["wchar"]),
         peak_rss_bytes=peak[0],
     )
