@@ -66,7 +66,7 @@ class Load:
     Attributes:
         seconds: from the beginning until the engine has everything.
         processor_seconds: that it computed meanwhile.
-        from_storage: bytes by read calls on the checkpoint.
+        from_storage: bytes of the checkpoint by read calls, or of mapped files those that the kernel fetched.
         from_memory: bytes by read calls on files in memory.
         from_disk: bytes that the kernel fetched for it.
         weights: sum over its master weights and moments.
@@ -103,8 +103,10 @@ def _case(case: Case, repeat: int) -> str:
         prepared = [_prepare(command, source) for _ in range(repeat)]
         if how == "virtual" and not needs:
             needs = needs_of(TARGET)
-        storage = source if how == "virtual" else TARGET
-        ways.append(Way(name=name, how=how, prepared=prepared, loads=_load(case, how, storage, options)))
+        loads = _load(case, how, source if how == "virtual" else TARGET, options)
+        if options:  # the ranks of this machine share its page cache, those of nodes of their own would not
+            loads = [dataclasses.replace(load, from_storage=_alone(rank, source)) for rank, load in enumerate(loads)]
+        ways.append(Way(name=name, how=how, prepared=prepared, loads=loads))
         sys.stdout.write(f"{case.kind}: {together(ways[-1], needs, size_of(source))}\n")
         sys.stdout.flush()
     shutil.rmtree(TARGET, ignore_errors=True)
@@ -152,6 +154,21 @@ def _prepare(command: Sequence[str], source: Path) -> Measurement:
     return measure(command, env=ENVIRONMENT, log=OUTPUT / "commands.log")
 
 
+def _alone(rank: int, source: Path) -> int:
+    """Bytes that one process reads to make a rank's files, with nothing of the source in the page cache."""
+    shutil.rmtree(REPORT, ignore_errors=True)
+    REPORT.mkdir()
+    drop_from_cache(source)
+    script = (
+        "import sys; from pathlib import Path; from reshard.virtual_load import load_files; "
+        "from reshard.virtual_manifest import decode; "
+        "load_files(decode(Path(sys.argv[1])), [int(sys.argv[2])], Path(sys.argv[3]))"
+    )
+    command = [sys.executable, "-c", script, str(TARGET), str(rank), str(REPORT)]
+    environment = {**ENVIRONMENT, "OPENBLAS_NUM_THREADS": "1"}  # as the process that a trainer starts
+    return measure(command, env=environment, log=OUTPUT / "commands.log").bytes_read
+
+
 def needs_of(virtual_commit: Path) -> list[int]:
     """Tensor bytes of the source that each rank's files are made of, each byte counted once."""
     manifest = decode(virtual_commit)
@@ -169,12 +186,15 @@ def _load(case: Case, how: str, storage: Path, options: Sequence[str]) -> list[L
         environment["ETJ_RESUME"] = str(TARGET)
     measure([*launcher, *script, *options], env=environment, log=OUTPUT / "commands.log")
     told = [json.loads((REPORT / f"rank-{rank}.json").read_text("utf-8")) for rank in range(case.world_size)]
-    # What a rank reads before the framework begins is the source; then the framework reads files in memory.
+    # What a rank reads before the framework begins is the source, mapped by the process that it starts for that; then
+    # the framework reads files in memory.
     return [
         Load(
             seconds=item["seconds"],
             processor_seconds=item["processor_seconds"],
-            from_storage=item["bytes_before_framework" if how == "virtual" else "bytes_by_framework"],
+            from_storage=max(item["bytes_before_framework"], item["storage_bytes"])
+            if how == "virtual"
+            else item["bytes_by_framework"],
             from_memory=item["bytes_by_framework"] if how == "virtual" else 0,
             from_disk=item["storage_bytes"],
             weights=item["weights"],
@@ -201,7 +221,7 @@ def _prepared_table(case: Case, source: Path, ways: Sequence[Way]) -> str:
 
 
 def _rank_table(ways: Sequence[Way], needs: Sequence[int]) -> str:
-    """Read calls on the checkpoint, by rank, as multiples of what it needs."""
+    """What was read of the checkpoint, by rank, as multiples of what it needs."""
     lines = [
         "What each rank reads of the checkpoint, as a multiple of what it needs:",
         "",

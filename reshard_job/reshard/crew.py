@@ -111,13 +111,14 @@ def _result(connection: Connection, child: ForkProcess) -> Any:
         found = connection.recv()
     except (EOFError, OSError):  # OSError: in the middle of an answer
         child.join()
-        raise _ended(child.exitcode or 0) from None
+        raise ended(child.exitcode or 0) from None
     if isinstance(found, BaseException):
         raise found
     return found
 
 
-def _ended(code: int) -> ReshardError:
+def ended(code: int) -> ReshardError:
+    """What to raise where a process ended with this exit code and told nothing."""
     if code == -signal.SIGBUS:
         return CorruptSourceError(
             "a file of the source became shorter, or could not be read, while it was converted",
@@ -132,8 +133,7 @@ def _ended(code: int) -> ReshardError:
 
 def _serve(connection: Connection, do: Callable[[Any], object], others: list[Connection], parent: int) -> None:
     """What a child does: tasks, until it is stopped."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if not is_bound_to(parent):
         return
     for other in others:
         other.close()
@@ -142,10 +142,16 @@ def _serve(connection: Connection, do: Callable[[Any], object], others: list[Con
             connection.send(do(connection.recv()))
     except BaseException as error:  # the parent raises it
         with contextlib.suppress(OSError):
-            connection.send(_portable(error))
+            connection.send(portable(error))
 
 
-def _portable(error: BaseException) -> BaseException:
+def is_bound_to(parent: int) -> bool:
+    """This process ends when its parent does from here on; False where the parent has ended before."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
+def portable(error: BaseException) -> BaseException:
     """An error that can be sent, with where it came from if it is none of ours."""
     if isinstance(error, ReshardError):
         return error

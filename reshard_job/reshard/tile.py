@@ -32,6 +32,9 @@ _BAND_BYTES = 1 << 20
 _SMALLEST_PART_BYTES = 256 << 10
 """Shorter parts are cheaper to put together than to map."""
 
+_GATHER_BYTES = 4 << 20
+"""Of a file are mapped at a time to copy runs out of them."""
+
 _Part = tuple[ShardRow, Box]
 """A box of a table, and what of it lies in a tile."""
 
@@ -50,6 +53,33 @@ def cut(row: ShardRow, part: Box, elements: Bits) -> Iterator[tuple[int, Bytes]]
     positions, length = row.runs(part, elements.dtype.itemsize)
     for number, position in enumerate(positions):
         yield position, flat[number * length : (number + 1) * length]
+
+
+def gather(source: Source, row: ShardRow, part: Box, elements: Bits) -> list[Piece]:
+    """Fill `elements` with a part of a row: runs that lie close together are copied out of one mapping."""
+    pieces = list(cut(row, part, elements))
+    if len(pieces) == 1:
+        return [source.read_into(row.file, *pieces[0])]
+    step = max(1, _GATHER_BYTES * len(pieces) // _extent(pieces)[1])
+    found: list[Piece] = []
+    for first in range(0, len(pieces), step):
+        some = pieces[first : first + step]
+        low, num_bytes = _extent(some)
+        window = source.view(row.file, low, num_bytes) if num_bytes <= 2 * _GATHER_BYTES else None
+        for position, piece in some:
+            if window is None:
+                found.append(source.read_into(row.file, position, piece))
+            else:
+                piece[:] = window[position - low : position - low + len(piece)]
+                found.append(Piece(position, len(piece), crc.crc32(piece.data)))
+    return found
+
+
+def _extent(pieces: Sequence[tuple[int, Bytes]]) -> tuple[int, int]:
+    """First byte and number of bytes from there to the last end; pieces have one length."""
+    positions = [position for position, _ in pieces]
+    low = min(positions)
+    return low, max(positions) - low + len(pieces[0][1])
 
 
 def look(source: Source, row: ShardRow, part: Box, item_bytes: int) -> tuple[int, Bits] | None:
@@ -160,7 +190,7 @@ class Carrier:
             index: tuple[Any, ...] = (*_slices(part, tile), ...)  # with the dots a view, of scalars too
             view = buffer[index]
             elements: Bits = view if view.flags.c_contiguous else np.empty(part.size, dtype=view.dtype)
-            pieces = [self._source.read_into(row.file, position, piece) for position, piece in cut(row, part, elements)]
+            pieces = gather(self._source, row, part, elements)
             record.read[row.file] += pieces
             if elements is not view:
                 view[...] = elements

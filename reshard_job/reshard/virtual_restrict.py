@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from reshard.layout import LogicalTensor, TensorKey
 from reshard.plan import Plan, make_plan
 from reshard.shards import ShardRow, ShardTable, ShardTableBuilder
 from reshard.tile import touching
+from reshard.virtual_cells import cells, joined
 
 
 def restrict(plan: Plan, files: Collection[int]) -> Plan:
@@ -109,7 +110,9 @@ class _Cut:
 
     def _add_boxes(self, tensor: LogicalTensor, own: Int64Array, target: ShardTable) -> None:
         source, every = self._plan.index.shards, np.arange(len(target))
-        for cell in cells(target.row(row, len(tensor.shape)).box for row in every.tolist()):
+        rows = [target.row(row, len(tensor.shape)) for row in every.tolist()]
+        copies = [((row.tensor, row.replica), row.box) for row in rows]
+        for cell in joined(cells(box for _, box in copies), copies):
             name = None if cell == whole(tensor.shape) else str(cell)
             found = list(touching(target, every, cell))
             origin, numbers = self._begin(tensor, name, cell.size, (row.tensor for row, _ in found))
@@ -212,40 +215,3 @@ def _add_runs(rows: ShardTableBuilder, families: ShardTable, low: int, high: int
                 item_bytes=item_bytes,
                 replica=replica,
             )
-
-
-def cells(boxes: Iterable[Box]) -> list[Box]:
-    """Disjoint boxes with the same union, each inside or outside of every one of `boxes`.
-
-    Boxes that are equal or do not touch, as almost all are, stay whole.
-    """
-    found: list[Box] = []
-    for box in sorted(set(boxes), key=lambda item: (item.offset, item.size)):
-        if box.num_elements == 0:
-            continue
-        rest, refined = [box], []
-        for cell in found:
-            common = cell.intersect(box)
-            if common is None:
-                refined.append(cell)
-                continue
-            refined += [common, *subtract(cell, common)]
-            rest = [part for piece in rest for part in subtract(piece, common)]
-        found = refined + rest
-    return found
-
-
-def subtract(box: Box, other: Box) -> Iterator[Box]:
-    """Disjoint boxes that are `box` without `other`; cut along the first dims first, so that rows stay whole."""
-    common = box.intersect(other)
-    if common is None:
-        yield box
-        return
-    low, size = list(box.offset), list(box.size)
-    for dim in range(box.ndim):
-        before, after = common.offset[dim] - low[dim], low[dim] + size[dim] - common.end[dim]
-        if before:
-            yield Box(tuple(low), (*size[:dim], before, *size[dim + 1 :]))
-        if after:
-            yield Box((*low[:dim], common.end[dim], *low[dim + 1 :]), (*size[:dim], after, *size[dim + 1 :]))
-        low[dim], size[dim] = common.offset[dim], common.size[dim]

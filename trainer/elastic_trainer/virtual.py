@@ -21,8 +21,9 @@ from pathlib import Path
 from reshard.contract import MANIFEST_VERSIONS, VirtualLoader
 from reshard.errors import ReshardError, TargetError
 from reshard.limits import default_num_threads, free_memory_bytes
-from reshard.virtual_load import Loaded, Ranges, check_source, load_files, prove
+from reshard.virtual_load import Loaded, Ranges, check_source, prove
 from reshard.virtual_manifest import Manifest, decode
+from reshard.virtual_process import load_files_apart
 
 _log = logging.getLogger(__name__)
 _READY = ".ready"
@@ -72,7 +73,7 @@ def opened(commit: Path, *, ranks: range, scratch: Path = Path("/dev/shm")) -> I
             folder.mkdir(parents=True)
             check_source(manifest)
             try:
-                loaded = load_files(manifest, ranks, folder)
+                loaded = load_files_apart(commit, manifest, ranks, folder)
             except BaseException:
                 shutil.rmtree(base / name, ignore_errors=True)
                 raise

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.geometry import Box
-from reshard.virtual_restrict import cells, subtract
+from reshard.virtual_cells import cells, joined, subtract
 
 SHAPE = (5, 4, 3)
 
@@ -33,6 +33,29 @@ def test_cells_cover_the_union_once_and_are_inside_or_outside_of_every_box(given
     assert count.max() == 1
     for cell, box in itertools.product(found, given_boxes):
         assert cell.intersect(box) in (None, cell)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), boxes()), min_size=1, max_size=5))
+def test_joined_cells_cover_the_same_once_and_every_copy_holds_all_of_a_cell_or_nothing(copies):
+    found = cells(box for _, box in copies)
+    together = joined(found, copies)
+    count = mark(together, np.zeros(SHAPE, dtype=int))
+    assert (count == mark(found, np.zeros(SHAPE, dtype=int))).all()
+    assert len(together) <= len(found)
+    for cell, copy in itertools.product(together, range(3)):
+        held = mark([box for own, box in copies if own == copy], np.zeros(SHAPE, dtype=int)) > 0
+        inside = held[tuple(slice(low, high) for low, high in zip(cell.offset, cell.end, strict=True))]
+        assert inside.all() or not inside.any()
+
+
+def test_columns_of_one_copy_become_whole_rows():
+    left, right = Box((0, 0), (4, 2)), Box((0, 2), (4, 3))
+    assert joined([left, right], [("a", left), ("a", right)]) == [Box((0, 0), (4, 5))]
+
+
+def test_columns_stay_apart_where_a_second_copy_wants_only_one_of_them():
+    left, right = Box((0, 0), (4, 2)), Box((0, 2), (4, 3))
+    assert joined([left, right], [("a", left), ("a", right), ("b", left)]) == [left, right]
 
 
 @given(boxes(), boxes())

@@ -1,0 +1,116 @@
+"""A trainer has threads, so another process makes its node's files: the same files, and its failures are told."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from reshard import execute, virtual_process
+from reshard.api import Conversion
+from reshard.errors import CorruptSourceError, ReshardError, UsageError
+from reshard.topology import Topology
+from reshard.virtual import prepare
+from reshard.virtual_load import load_files
+from reshard.virtual_manifest import decode
+from reshard.virtual_process import load_files_apart
+from tests.golden.files import golden
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from reshard import execute, virtual_process
+from reshard.virtual_manifest import decode
+
+execute.FORK_BYTES, execute.can_fork = 0, lambda: False
+virtual_process._COMMAND = "import os, time; from reshard import virtual_process as p; " \\
+    "p.decode = lambda *_, **__: (print(os.getpid(), flush=True), time.sleep(600)); p.serve(__import__('sys').argv[1:])"
+commit, folder = map(Path, sys.argv[1:])
+virtual_process.load_files_apart(commit, decode(commit), [0], folder)
+"""
+
+
+@pytest.fixture
+def commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(execute, "FORK_BYTES", 0)
+    monkeypatch.setattr(execute, "can_fork", lambda: False)
+    folder = tmp_path / "virtual"
+    source = golden("pipeline-tp2-pp2")
+    prepare(Conversion(source=source, target=folder, topology=Topology.parse("tp=1,pp=1,dp=3")))
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    return folder
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def lives(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_another_process_makes_the_same_files_and_says_the_same_of_them(commit, target, tmp_path, monkeypatch):
+    manifest = decode(commit)
+    (tmp_path / "here").mkdir()
+    expected = load_files(manifest, [0, 2], tmp_path / "here")
+    monkeypatch.setattr(virtual_process, "load_files", None)  # of this process
+    assert load_files_apart(commit, manifest, [2, 0], target) == expected
+    assert contents(target) == contents(tmp_path / "here")
+
+
+def test_few_bytes_are_loaded_by_this_process(commit, target, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(virtual_process, "_start", None)
+    assert load_files_apart(commit, decode(commit), [0], target).num_files == len(decode(commit).ranks[0])
+
+
+def test_what_fails_there_is_raised_here(commit, target, tmp_path):
+    manifest = decode(commit)
+    with pytest.raises(UsageError, match=r"rank 7 of .*, which has 3"):
+        load_files_apart(commit, manifest, [7], target)
+    (commit / "manifest.json").write_text("{}")
+    with pytest.raises(CorruptSourceError):
+        load_files_apart(commit, manifest, [0], target)
+
+
+@pytest.mark.parametrize(
+    ("does", "how"),
+    [("os.kill(os.getpid(), 9)", r"signal 9 \(SIGKILL\)"), ("sys.exit(3)", "exit code 3")],
+)
+def test_a_process_that_ends_without_an_answer_is_told(commit, target, monkeypatch, does, how):
+    monkeypatch.setattr(virtual_process, "_COMMAND", f"import os, sys; {does}")
+    with pytest.raises(ReshardError, match=f"was ended by {how}"):
+        load_files_apart(commit, decode(commit), [0], target)
+
+
+def test_where_no_process_can_be_started_threads_of_this_one_do_it(commit, target, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert load_files_apart(commit, decode(commit), [0], target).num_files > 0
+    assert "threads of this one do it" in caplog.text
+
+
+def test_it_ends_with_the_trainer_that_started_it(commit, target):
+    trainer = subprocess.Popen([sys.executable, "-c", SCRIPT, commit, target], stdout=subprocess.PIPE, text=True)
+    try:
+        child = int(trainer.stdout.readline())
+        os.kill(child, 0)
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+        trainer.stdout.close()
+    until = time.monotonic() + 20
+    while lives(child):
+        assert time.monotonic() < until, "the process outlives its trainer"
+        time.sleep(0.02)
