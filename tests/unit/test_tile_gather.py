@@ -1,11 +1,15 @@
 """Runs of a source row, out of mappings or by reading: the same elements and the same checksums."""
 
+import errno
+import os
+
 import numpy as np
 import pytest
 
 from reshard import tile
 from reshard.crc import Piece, crc32
 from reshard.errors import CorruptSourceError
+from reshard.files import LocalFile
 from reshard.geometry import Box
 from reshard.layout import SourceFile
 from reshard.reading import Source
@@ -68,3 +72,36 @@ def test_a_file_that_became_shorter_is_told(stored, maps):
     path.write_bytes(path.read_bytes()[:-900])
     with pytest.raises(CorruptSourceError, match="truncated"):
         tile.gather(source, row_of((COLUMNS, 1)), Box((0, 0), (ROWS, 7)), np.zeros((ROWS, 7), dtype=np.uint32))
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["on-disk", "in-cache"])
+def test_only_what_the_kernel_held_before_it_was_asked_for_is_looked_at(stored, held, monkeypatch):
+    values, source, _ = stored
+    source.may_map = True
+    monkeypatch.setattr(LocalFile, "holds", lambda *_: held)
+    source.expect([(0, BEGIN, BEGIN + 400)])
+    monkeypatch.undo()  # by now the disk has brought it
+    found = source.view(0, BEGIN + 4, 80)
+    assert (found is not None) == held
+    behind = source.view(0, BEGIN + 400, 80)
+    assert (behind.view(np.uint32) == values[100:120]).all()
+
+
+def test_a_file_that_was_just_written_is_held_and_one_dropped_from_the_cache_is_not(stored):
+    _, _, path = stored
+    with LocalFile(path) as file:
+        assert file.holds(BEGIN, 400)
+        descriptor = os.open(path, os.O_RDWR)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        dropped = kernel_says(descriptor)
+        os.close(descriptor)
+        assert file.holds(BEGIN, 400) == (not dropped)
+
+
+def kernel_says(descriptor):
+    """The first byte would have to be waited for; a file system in memory keeps it."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], 0, os.RWF_NOWAIT) != 1
+    except OSError as error:
+        return error.errno == errno.EAGAIN
