@@ -108,6 +108,7 @@ def spec_hash(spec: Spec) -> str:
     if spec.checkpoint.start_from:
         # Not where there is none: jobs that run have the hash of an operator that did not know it.
         parts["start_from"] = spec.checkpoint.start_from
+        parts |= {f"start_{name}": path for name, path in _plain(spec.checkpoint.start_options).items() if path}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,6 +85,13 @@ def start_source(spec: Spec) -> str:
     """Folder of `spec.checkpoint.startFrom` as the job's pods see it; empty for none."""
     start = spec.checkpoint.start_from
     return f"{_mount(spec)}/{start}" if start else ""
+
+
+def start_arguments(spec: Spec) -> list[str]:
+    """Of `reshard run`, for what `spec.checkpoint.startFrom` names."""
+    options = dataclasses.asdict(spec.checkpoint.start_options)
+    given = [(f"--{name}", f"{_mount(spec)}/{path}") for name, path in options.items() if path]
+    return ["--newest", "--format", "deepspeed", *itertools.chain(*given)]
 
 
 def start_uri(root: str, attempt: int) -> str:
@@ -182,7 +190,7 @@ def reshard_job(
         "--attempt",
         str(attempt),
         # Plain DeepSpeed commits nothing, and the folder may be one of several checkpoints or of another format.
-        *(("--newest", "--format", "deepspeed") if current.resume.external else ("--require-commit",)),
+        *(start_arguments(spec) if current.resume.external else ("--require-commit",)),
         *mode,
     ]
     count = 1 if mode else spec.reshard.parallelism

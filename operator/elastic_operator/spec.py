@@ -7,6 +7,7 @@ the schema.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,13 +26,15 @@ from elastic_operator.spectypes import (
     ReshardSpec,
     RestartBudget,
     Spec,
+    StartOptions,
     Strategy,
     TopologyChoice,
 )
 
 __all__ = [
     "Accelerator", "Activations", "Batch", "CheckpointSpec", "Model", "Nodes", "Parallelism", "Performance",
-    "RecoverySpec", "ReshardSpec", "RestartBudget", "Spec", "SpecError", "Strategy", "TopologyChoice", "parse_spec",
+    "RecoverySpec", "ReshardSpec", "RestartBudget", "Spec", "SpecError", "StartOptions", "Strategy", "TopologyChoice",
+    "parse_spec",
 ]  # fmt: skip
 
 GIB = 2**30
@@ -151,6 +154,7 @@ def _checkpoint(section: Section) -> CheckpointSpec:
         claim_name=section.text("claimName", required=True),
         path=section.text("path"),
         start_from=section.text("startFrom"),
+        start_options=_start_options(section.section("startOptions")) if "startOptions" in section else StartOptions(),
         format=section.choice("format", ("DeepSpeed",), default="DeepSpeed"),
         interval_seconds=section.integer("intervalSeconds", default=900),
     )
@@ -158,7 +162,17 @@ def _checkpoint(section: Section) -> CheckpointSpec:
         section.problem("path", f"is {checkpoint.path!r}: {problem}")
     if problem := start_problem(checkpoint):
         section.problem("startFrom", f"is {checkpoint.start_from!r}: {problem}")
+    if checkpoint.start_options != StartOptions() and not checkpoint.start_from:
+        section.problem("startOptions", "says how to read startFrom, which is empty")
     return checkpoint
+
+
+def _start_options(section: Section) -> StartOptions:
+    options = StartOptions(patterns=section.text("patterns"), names=section.text("names"), like=section.text("like"))
+    for name, path in dataclasses.asdict(options).items():
+        if problem := path_problem(path):
+            section.problem(name, f"is {path!r}: {problem}")
+    return options
 
 
 def _reshard(section: Section) -> ReshardSpec:

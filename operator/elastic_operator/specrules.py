@@ -40,10 +40,10 @@ def conflicts(spec: Spec) -> list[str]:
 
 
 def path_problem(path: str) -> str | None:
-    """Why `spec.checkpoint.path` or `startFrom` is no folder inside of the claim; None if it is one."""
+    """Why `spec.checkpoint.path`, `startFrom` or one of `startOptions` is no place inside of the claim, or None."""
     parts = path.split("/")
     if path.startswith("/") or ".." in parts:
-        return "expected a folder inside the claim, relative and without '..'"
+        return "expected a place inside the claim, relative and without '..'"
     allowed = frozenset("_.=+@,-")
     if path and not all(part and all(_plain(c) or c in allowed for c in part) for part in parts):
         return "expected letters, digits and _ . = + @ , - between single '/', with none at its end"

@@ -117,12 +117,22 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """`spec.checkpoint.startOptions`: options of `reshard run`, each a path inside the claim; empty for none."""
+
+    patterns: str = ""
+    names: str = ""
+    like: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
     """`spec.checkpoint`. `start_from` is a folder inside the claim, empty for a training that begins from nothing."""
 
     claim_name: str
     path: str = ""
     start_from: str = ""
+    start_options: StartOptions = StartOptions()
     format: str = "DeepSpeed"
     interval_seconds: int = 900
 

@@ -45,4 +45,4 @@ def is_final(code: int | None) -> bool:
 
 def advice(job: str) -> str:
     """What a person can do after the last try."""
-    return f"correct spec.checkpoint.startFrom, or what is there, then: kubectl etj retry {job}"
+    return f"correct spec.checkpoint.startFrom or startOptions, or what is there, then: kubectl etj retry {job}"

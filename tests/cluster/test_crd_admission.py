@@ -60,6 +60,11 @@ def with_field(path: str, value: Any, *, base: dict[str, Any] = JOB) -> dict[str
     return job
 
 
+def started_with(**options: str) -> dict[str, Any]:
+    start = with_field("spec.checkpoint.startFrom", "old/global_step10")
+    return with_field("spec.checkpoint.startOptions", options, base=start)
+
+
 @pytest.fixture(scope="module")
 def kubectl(kubeconfig: Path) -> Kubectl:
     program = shutil.which("kubectl") or str(bin_dir() / "kubectl")
@@ -154,6 +159,16 @@ REFUSED_AT_CREATION = [
         "spec.checkpoint.startFrom lies where",
         with_field("spec.checkpoint", {"claimName": "ckpt", "path": "", "startFrom": "a3"}),
     ),
+    ("spec.checkpoint.startOptions.patterns must be relative", started_with(patterns="/checkpoint/patterns.yaml")),
+    ("spec.checkpoint.startOptions.patterns may hold", started_with(patterns="$(HOME)/patterns.yaml")),
+    ("spec.checkpoint.startOptions.names must be relative", started_with(names="/names.yaml")),
+    ("spec.checkpoint.startOptions.names may hold", started_with(names="my names.yaml")),
+    ("spec.checkpoint.startOptions.like must be relative", started_with(like="../like")),
+    ("spec.checkpoint.startOptions.like may hold", started_with(like="like/")),
+    (
+        "spec.checkpoint.startOptions says how to read startFrom",
+        with_field("spec.checkpoint", {"claimName": "ckpt", "startOptions": {"names": "names.yaml"}}),
+    ),
     ("spec.checkpoint.claimName must be the name", with_field("spec.checkpoint.claimName", "My_Claim")),
     ("spec.accelerator.resource: the domain", with_field("spec.accelerator.resource", "kubernetes.io/gpu")),
     ("spec.accelerator.resource: the domain", with_field("spec.accelerator.resource", "node.kubernetes.io/gpu")),
@@ -246,6 +261,7 @@ REFUSED_CHANGES = [
 REFUSED_ONCE_STARTED = [
     ("spec.checkpoint.startFrom cannot change", with_field("spec.checkpoint.startFrom", "old/global_step200")),
     ("spec.checkpoint.startFrom cannot change", with_field("spec.checkpoint.startFrom", "")),
+    ("spec.checkpoint.startOptions cannot change", started_with(names="names.yaml")),
 ]
 
 
@@ -368,6 +384,7 @@ def test_a_job_that_asks_for_what_it_gets_anyway_is_taken(kubectl, namespace):
         with_field("spec.checkpoint.startFrom", "gpt-old/global_step1000"),
         with_field("spec.checkpoint.startFrom", "gpt/before/global_step1000"),
         with_field("spec.checkpoint", {"claimName": "ckpt", "startFrom": "global_step1000"}),
+        started_with(patterns="old/patterns.yaml", names="names.yaml", like="other/global_step1"),
     ]
     assert refusals(kubectl, namespace, taken) == [""] * len(taken)
     assert all(parse_spec(job["spec"]) for job in taken)

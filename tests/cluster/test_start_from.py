@@ -11,15 +11,33 @@ from typing import Any
 import pytest
 
 from tests.cluster.jobs import GPT, Run, elastic
+from tests.golden.files import edit
 
 pytestmark = pytest.mark.cluster
 
 ONE_NODE = {"nodes": {"min": 1, "max": 1}}
+PATTERNS = r"""
+version: 1
+vocabulary: {rows: 264, padded_rows: 264}
+rules:
+  - {pattern: 'tied_modules\.embed\.weight', kind: shard-v, vocabulary: true}
+  - {pattern: '.*norm', kind: replicate}
+  - {pattern: '\d+\.qkv', kind: shard-nc, dim: 0, parts: [128, 64, 64]}
+  - {pattern: '\d+\.gate_up', kind: shard-nc, dim: 0, parts: 2}
+  - {pattern: '\d+\.(out|down)', kind: shard-h}
+"""
+"""How examples/gpt_deepspeed cuts its tensors."""
+
 TWO_NODES = {"nodes": {"min": 2, "max": 2}}
 
 
 def checkpoint(**fields: str) -> dict[str, Any]:
     return {"checkpoint": {"claimName": "ckpt", "intervalSeconds": 1000, **fields}}
+
+
+def retry(run: Run, number: int) -> None:
+    retry = f"elastictraining.dev/retry-requested={number}"
+    run.cluster.kubectl("annotate", "etj", "gpt", "-n", run.namespace, "--overwrite", retry)
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -42,6 +60,8 @@ def test_a_new_job_goes_on_from_a_folder_of_plain_deepspeed_in_another_layout(ru
     shutil.copytree(old / "step-00000010", plain / "global_step10", ignore=shutil.ignore_patterns("COMMIT.json"))
     shutil.copytree(old / "step-00000005", plain / "global_step5", ignore=shutil.ignore_patterns("COMMIT.json"))
     (plain / "latest").write_text("global_step10")
+    for path in (plain / "global_step10").glob("mp_rank_*_model_states.pt"):  # nor how its tensors are cut
+        edit(path.parent, path.name, lambda value: value.pop("universal_checkpoint_info"))
     run.remove()
 
     # The name of the folder is wrong at first: told, corrected, tried again.
@@ -52,14 +72,19 @@ def test_a_new_job_goes_on_from_a_folder_of_plain_deepspeed_in_another_layout(ru
     assert "kubectl etj retry gpt" in failed["message"]
     assert not (checkpoints / "after").exists()
     run.patch(checkpoint={"startFrom": "plain"})
-    run.cluster.kubectl("annotate", "etj", "gpt", "-n", run.namespace, "elastictraining.dev/retry-requested=1")
+    retry(run, 1)
+    failed = run.until("a wish for --patterns", lambda status: "--patterns" in message(status, "ReshardFailed"), 120)
+    assert failed["phase"] == "Failed"
+    (plain / "patterns.yaml").write_text(PATTERNS)
+    run.patch(checkpoint={"startOptions": {"patterns": "plain/patterns.yaml"}})
+    retry(run, 2)
 
     done = run.until_phase("Complete", 240)
     assert done["startedFrom"]["source"] == "/checkpoint/plain/global_step10"
     assert (done["startedFrom"]["step"], done["startedFrom"]["samples"]) == (10, 200)
     assert done["reshard"]["verified"] is True
     assert done["current"]["topology"] != first["current"]["topology"]
-    assert done["current"]["resume"]["uri"] == "/checkpoint/after/a2/step-start"
+    assert done["current"]["resume"]["uri"] == "/checkpoint/after/a3/step-start"
     before, after = losses(checkpoints / "before"), losses(checkpoints / "after")
     assert sorted(after) == [11, 12, 13, 14]
     assert [after[step] for step in (11, 12)] == pytest.approx([before[step] for step in (11, 12)], rel=1e-5)

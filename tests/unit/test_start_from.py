@@ -23,6 +23,7 @@ from elastic_operator.wire import from_wire, to_wire
 from elastic_trainer.retention import find_commits
 from reshard.commit import Commit, write_commit
 from reshard.contract import ExitCode, ReshardReport
+from reshard.options import parse
 from reshard.topology import Topology
 from tests.unit.test_decide_phases import JOB, NOW, SPEC, nodes, settled
 
@@ -71,6 +72,42 @@ def test_the_first_attempt_waits_for_a_conversion_of_what_it_starts_from() -> No
     assert {"--newest", "--format"} < set(words)
     assert "--require-commit" not in words
     assert "StartsFromNothing" not in [event.reason for event in decision.events]
+
+
+def test_what_the_resharder_asks_for_is_passed_on_as_the_pods_see_it() -> None:
+    options = {"patterns": "old/patterns.yaml", "names": "names.yaml", "like": "other/global_step1"}
+    decision = look(Status(), checkpoint={**START, "startOptions": options})
+    words = arguments(decision)
+    given = {words[at]: words[at + 1] for at, word in enumerate(words) if word in ("--patterns", "--names", "--like")}
+    assert given == {
+        "--patterns": "/checkpoint/old/patterns.yaml",
+        "--names": "/checkpoint/names.yaml",
+        "--like": "/checkpoint/other/global_step1",
+    }
+    assert parse(words).names == given["--names"]  # the resharder understands them
+
+
+def test_an_option_that_is_corrected_changes_what_an_attempt_is_made_from() -> None:
+    plain = parse_spec({**copy.deepcopy(SPEC), "checkpoint": START})
+    told = parse_spec({**copy.deepcopy(SPEC), "checkpoint": {**START, "startOptions": {"names": "names.yaml"}}})
+    empty = parse_spec({**copy.deepcopy(SPEC), "checkpoint": {**START, "startOptions": {}}})
+    assert spec_hash(plain) == spec_hash(empty) != spec_hash(told)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "problem"),
+    [
+        ({**START, "startOptions": {"like": "../x"}}, r"startOptions\.like is '\.\./x': expected a place inside"),
+        ({**START, "startOptions": {"names": "a b"}}, r"startOptions\.names is 'a b': expected letters"),
+        (
+            {"claimName": "c", "startOptions": {"names": "n"}},
+            r"startOptions says how to read startFrom, which is empty",
+        ),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(checkpoint: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError, match=rf"spec\.checkpoint\.{problem}"):
+        parse_spec({**copy.deepcopy(SPEC), "checkpoint": checkpoint})
 
 
 def test_others_files_are_never_only_pointed_at() -> None:
