@@ -105,7 +105,10 @@ class LocalFile:
         return np.frombuffer(mapping, dtype=np.uint8)[start - offset :]
 
     def holds(self, start: int, num_bytes: int) -> bool:
-        """The kernel seems to hold a range already, or does not say: asked for are its first, middle and last byte."""
+        """The kernel seems to hold a range already, or does not say: asked for are its first, middle and last byte.
+
+        Where it does not, this may make it begin to fetch them: a second question has another answer.
+        """
         byte = bytearray(1)
         try:
             for position in (start, start + num_bytes // 2, start + max(0, num_bytes - 1)):

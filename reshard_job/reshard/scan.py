@@ -13,7 +13,7 @@ from reshard.digest import box_term
 from reshard.geometry import Box, tiles
 from reshard.reading import Source
 from reshard.shards import ShardRow
-from reshard.tile import cut, look
+from reshard.tile import gather, look
 
 _TILE_BYTES = 8 << 20
 
@@ -64,4 +64,4 @@ def _read(source: Source, row: ShardRow, part: Box, item_bytes: int) -> tuple[Bi
         position, seen = found
         return seen, [Piece(position, seen.nbytes, crc.crc32(seen.reshape(-1).view(np.uint8).data))]
     elements: Bits = np.empty(part.size, dtype=UNSIGNED[item_bytes])
-    return elements, [source.read_into(row.file, position, piece) for position, piece in cut(row, part, elements)]
+    return elements, gather(source, row, part, elements)
