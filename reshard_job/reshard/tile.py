@@ -58,8 +58,8 @@ def cut(row: ShardRow, part: Box, elements: Bits) -> Iterator[tuple[int, Bytes]]
 def gather(source: Source, row: ShardRow, part: Box, elements: Bits) -> list[Piece]:
     """Fill `elements` with a part of a row: runs that lie close together are copied out of one mapping."""
     pieces = list(cut(row, part, elements))
-    if len(pieces) == 1:
-        return [source.read_into(row.file, *pieces[0])]
+    if len(pieces) < 2:
+        return [source.read_into(row.file, position, piece) for position, piece in pieces]
     step = max(1, _GATHER_BYTES * len(pieces) // _extent(pieces)[1])
     found: list[Piece] = []
     for first in range(0, len(pieces), step):

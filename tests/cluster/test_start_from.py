@@ -11,23 +11,11 @@ from typing import Any
 import pytest
 
 from tests.cluster.jobs import GPT, Run, elastic
-from tests.golden.files import edit
+from tests.golden.files import edit, patterns
 
 pytestmark = pytest.mark.cluster
 
 ONE_NODE = {"nodes": {"min": 1, "max": 1}}
-PATTERNS = r"""
-version: 1
-vocabulary: {rows: 264, padded_rows: 264}
-rules:
-  - {pattern: 'tied_modules\.embed\.weight', kind: shard-v, vocabulary: true}
-  - {pattern: '.*norm', kind: replicate}
-  - {pattern: '\d+\.qkv', kind: shard-nc, dim: 0, parts: [128, 64, 64]}
-  - {pattern: '\d+\.gate_up', kind: shard-nc, dim: 0, parts: 2}
-  - {pattern: '\d+\.(out|down)', kind: shard-h}
-"""
-"""How examples/gpt_deepspeed cuts its tensors."""
-
 TWO_NODES = {"nodes": {"min": 2, "max": 2}}
 
 
@@ -75,7 +63,7 @@ def test_a_new_job_goes_on_from_a_folder_of_plain_deepspeed_in_another_layout(ru
     retry(run, 1)
     failed = run.until("a wish for --patterns", lambda status: "--patterns" in message(status, "ReshardFailed"), 120)
     assert failed["phase"] == "Failed"
-    (plain / "patterns.yaml").write_text(PATTERNS)
+    (plain / "patterns.yaml").write_text(patterns(rows=264, padded_rows=264, parts=(128, 64, 64)))
     run.patch(checkpoint={"startOptions": {"patterns": "plain/patterns.yaml"}})
     retry(run, 2)
 

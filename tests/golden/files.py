@@ -1,5 +1,6 @@
 """The golden checkpoints and what tests do with them: put tensors together, change a file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +26,23 @@ TARGETS = {
 }
 NUMPY = {"float32": np.uint32, "bfloat16": np.uint16, "uint8": np.uint8, "int64": np.int64}
 
-PATTERNS = r"""
+
+def patterns(*, rows: int, padded_rows: int, parts: Sequence[int]) -> str:
+    """How the pipelines of examples/gpt_deepspeed are cut, for a file of `--patterns`."""
+    return rf"""
 version: 1
-vocabulary: {rows: 13, padded_rows: 16}
+vocabulary: {{rows: {rows}, padded_rows: {padded_rows}}}
 rules:
-  - {pattern: 'tied_modules\.embed\.weight', kind: shard-v, vocabulary: true}
-  - {pattern: '.*norm', kind: replicate}
-  - {pattern: '\d+\.qkv', kind: shard-nc, dim: 0, parts: [8, 4, 4]}
-  - {pattern: '\d+\.gate_up', kind: shard-nc, dim: 0, parts: 2}
-  - {pattern: '\d+\.(out|down)', kind: shard-h}
+  - {{pattern: 'tied_modules\.embed\.weight', kind: shard-v, vocabulary: true}}
+  - {{pattern: '.*norm', kind: replicate}}
+  - {{pattern: '\d+\.qkv', kind: shard-nc, dim: 0, parts: {list(parts)}}}
+  - {{pattern: '\d+\.gate_up', kind: shard-nc, dim: 0, parts: 2}}
+  - {{pattern: '\d+\.(out|down)', kind: shard-h}}
 """
-"""How the golden pipeline is cut, for a file of `--patterns`."""
+
+
+PATTERNS = patterns(rows=13, padded_rows=16, parts=(8, 4, 4))
+"""Of the golden pipeline."""
 
 
 def assemble(index: Index) -> dict[str, np.ndarray]:
