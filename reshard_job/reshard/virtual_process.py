@@ -69,7 +69,7 @@ def _start(answers: Connection, words: Sequence[str]) -> subprocess.Popen[bytes]
         "OPENBLAS_NUM_THREADS": "1",  # numpy's threads would be in the way of forking
     }
     return subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, str(os.getpid()), str(answers.fileno()), *words],
+        [sys.executable or "", "-P", "-c", _COMMAND, str(os.getpid()), str(answers.fileno()), *words],
         env=environment,
         stdin=subprocess.DEVNULL,
         pass_fds=[answers.fileno()],

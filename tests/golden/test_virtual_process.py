@@ -85,6 +85,12 @@ def test_what_fails_there_is_raised_here(commit, target, tmp_path):
         load_files_apart(commit, manifest, [0], target)
 
 
+def test_what_lies_in_the_trainers_folder_is_not_taken_for_modules(commit, target, tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    assert load_files_apart(commit, decode(commit), [0], target).num_files > 0
+
+
 @pytest.mark.parametrize(
     ("does", "how"),
     [("os.kill(os.getpid(), 9)", r"signal 9 \(SIGKILL\)"), ("sys.exit(3)", "exit code 3")],
