@@ -127,7 +127,7 @@ def ended(code: int) -> ReshardError:
     how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
     return ReshardError(
         f"a process of the conversion was ended by {how}",
-        hint="SIGKILL often means that the memory limit was reached: allow more, or fewer --threads",
+        hint="often the memory limit was reached: allow more, or fewer --threads" if code == -signal.SIGKILL else "",
     )
 
 

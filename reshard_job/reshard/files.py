@@ -5,14 +5,17 @@ Readers of formats open what they read through `open_file`, so that they need no
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import io
 import mmap
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +100,8 @@ class LocalFile:
         None and reading says why, and does not end the process by a signal when the memory is looked at.
         """
         offset = start - start % mmap.ALLOCATIONGRANULARITY
+        if not num_bytes:  # mmap would take that as all there is
+            return None
         try:
             mapping = mmap.mmap(self._descriptor, start - offset + num_bytes, prot=mmap.PROT_READ, offset=offset)
             mapping.madvise(_MADV_POPULATE_READ)
@@ -105,17 +110,20 @@ class LocalFile:
         return np.frombuffer(mapping, dtype=np.uint8)[start - offset :]
 
     def holds(self, start: int, num_bytes: int) -> bool:
-        """The kernel seems to hold a range already, or does not say: asked for are its first, middle and last byte.
-
-        Where it does not, this may make it begin to fetch them: a second question has another answer.
-        """
-        byte = bytearray(1)
+        """The kernel has all of a range in memory (mincore(2): it says so of any file to whoever may not write it)."""
+        ask = c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        offset = start - start % mmap.ALLOCATIONGRANULARITY
+        length = start - offset + num_bytes
+        if ask is None or not num_bytes:
+            return False
         try:
-            for position in (start, start + num_bytes // 2, start + max(0, num_bytes - 1)):
-                os.preadv(self._descriptor, [byte], position, os.RWF_NOWAIT)
-        except OSError as error:
-            return error.errno != errno.EAGAIN
-        return True
+            mapped = np.frombuffer(
+                mmap.mmap(self._descriptor, length, prot=mmap.PROT_READ, offset=offset), dtype=np.uint8
+            )
+        except (OSError, ValueError):
+            return False
+        pages = np.zeros(-(-length // mmap.PAGESIZE), dtype=np.uint8)
+        return ask(mapped.ctypes.data, length, pages.ctypes.data) == 0 and bool((pages & 1).all())
 
     def expect(self, start: int, num_bytes: int) -> None:
         """A range will be read soon: the kernel begins to fetch what it does not hold."""
@@ -130,6 +138,18 @@ class LocalFile:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+
+@functools.cache
+def c_function(name: str, *types: Any) -> Callable[..., int] | None:
+    """A function of Linux' C library that Python does not offer, or None elsewhere."""
+    try:
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = types
+    found: Callable[..., int] = function
+    return found
 
 
 def open_file(path: str | Path, *, follow: bool = False) -> File:

@@ -114,9 +114,11 @@ class Source:
         for file, start, end in coalesce(sorted(ranges)):
             with self._open_files.borrow(file) as source:
                 if isinstance(source, LocalFile):
-                    if self._pace is None and not (self.may_map and source.holds(start, end - start)):
+                    if self._pace is None:
+                        held = self.may_map and source.holds(start, end - start)
                         source.expect(start, end - start)
-                        awaited.setdefault(file, []).append((start, end))
+                        if not held:
+                            awaited.setdefault(file, []).append((start, end))
                     continue
             block: Bytes = np.empty(end - start, dtype=np.uint8)
             self.fill(file, start, block)

@@ -35,6 +35,9 @@ _SMALLEST_PART_BYTES = 256 << 10
 _GATHER_BYTES = 4 << 20
 """Of a file are mapped at a time to copy runs out of them."""
 
+_LARGEST_SPAN = 64
+"""Times the bytes that are wanted of it may be mapped."""
+
 _Part = tuple[ShardRow, Box]
 """A box of a table, and what of it lies in a tile."""
 
@@ -65,7 +68,8 @@ def gather(source: Source, row: ShardRow, part: Box, elements: Bits) -> list[Pie
     for first in range(0, len(pieces), step):
         some = pieces[first : first + step]
         low, num_bytes = _extent(some)
-        window = source.view(row.file, low, num_bytes) if num_bytes <= 2 * _GATHER_BYTES else None
+        near = len(some) > 1 and num_bytes <= min(2 * _GATHER_BYTES, _LARGEST_SPAN * len(some) * len(some[0][1]))
+        window = source.view(row.file, low, num_bytes) if near else None
         for position, piece in some:
             if window is None:
                 found.append(source.read_into(row.file, position, piece))

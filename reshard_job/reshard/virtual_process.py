@@ -18,11 +18,13 @@ from pathlib import Path
 
 from reshard import execute
 from reshard.crew import ended, is_bound_to, portable
+from reshard.errors import ReshardError
 from reshard.limits import default_num_threads
 from reshard.virtual_load import Loaded, load_files
 from reshard.virtual_manifest import Manifest, decode
 
 _log = logging.getLogger(__name__)
+_BEGUN = "begun"
 _COMMAND = "import sys; from reshard.virtual_process import serve; sys.exit(serve(sys.argv[1:]))"
 
 
@@ -40,32 +42,47 @@ def load_files_apart(commit: Path, manifest: Manifest, ranks: Collection[int], f
     """
     if manifest.plan.bytes_to_read < execute.FORK_BYTES or execute.can_fork():
         return load_files(manifest, ranks, folder)
-    ours, theirs = Pipe(duplex=False)
-    with ours:
-        with theirs:
-            try:
-                child = _start(theirs, [str(commit), str(folder), *map(str, sorted(ranks))])
-            except OSError as error:
-                _log.warning("no process can be started to load %s, so threads of this one do it: %s", commit, error)
-                return load_files(manifest, ranks, folder)
-        try:
-            found = ours.recv()
-        except (EOFError, OSError):  # OSError: in the middle of an answer
-            raise ended(child.wait()) from None
-        finally:
-            child.kill()
-            child.wait()
+    try:
+        found = _ask([str(commit), str(folder), *map(str, sorted(ranks))])
+    except OSError as error:
+        _log.warning("no process can be started to load %s, so threads of this one do it: %s", commit, error)
+        return load_files(manifest, ranks, folder)
     if isinstance(found, BaseException):
         raise found
     assert isinstance(found, Loaded)
     return found
 
 
+def _ask(words: Sequence[str]) -> object:
+    """What another process answers.
+
+    Raises:
+        OSError: there is none: it cannot be started, or not import this module.
+        ReshardError: it ended without an answer.
+    """
+    ours, theirs = Pipe(duplex=False)
+    with ours:
+        with theirs:
+            child = _start(theirs, words)
+        begun = False
+        try:
+            begun = ours.recv() == _BEGUN
+            return ours.recv()
+        except (EOFError, OSError):  # OSError: in the middle of an answer
+            code = child.wait()
+            if not begun and code > 0:
+                raise OSError(f"{sys.executable} ended with exit code {code}") from None
+            raise ended(code) from None
+        finally:
+            child.kill()
+            child.wait()
+
+
 def _start(answers: Connection, words: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start `serve` with this process's modules, out of reach of a terminal's signals; they end this process first."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path and isinstance(path, str)),
         "OPENBLAS_NUM_THREADS": "1",  # numpy's threads would be in the way of forking
     }
     return subprocess.Popen(
@@ -84,9 +101,12 @@ def serve(words: Sequence[str]) -> int:
     with Connection(int(descriptor), readable=False) as answers:
         if not is_bound_to(int(parent)):
             return 1
+        answers.send(_BEGUN)
         try:
             manifest = decode(Path(commit), num_threads=default_num_threads())
             answers.send(load_files(manifest, [int(rank) for rank in ranks], Path(folder)))
+        except OSError as error:
+            answers.send(ReshardError(f"the files of this node cannot be made: {error}"))
         except BaseException as error:  # the parent raises it
             answers.send(portable(error))
     return 0

@@ -8,20 +8,18 @@ from __future__ import annotations
 import bisect
 import ctypes
 import errno
-import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from reshard import crc
 from reshard.crc import Piece
 from reshard.errors import StorageFullError, TargetError
-from reshard.files import Bytes
+from reshard.files import Bytes, c_function
 from reshard.handles import Handles
 from reshard.layout import TargetFile
 
@@ -80,7 +78,7 @@ class Target:
 
     def begin_flush(self, file: int, pieces: Sequence[Piece]) -> None:
         """Let the kernel begin to write ranges to the disk, without waiting: what comes later finds less to do."""
-        begin = _c_function("sync_file_range", ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint)
+        begin = c_function("sync_file_range", ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint)
         if begin is None:
             return
         with self._descriptors.borrow(file) as descriptor:
@@ -156,24 +154,12 @@ class Target:
         return descriptor
 
 
-@functools.cache
-def _c_function(name: str, *types: Any) -> Callable[..., int] | None:
-    """A function of Linux' C library that Python does not offer, or None elsewhere."""
-    try:
-        function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = types
-    found: Callable[..., int] = function
-    return found
-
-
 def _reserve(descriptor: int, num_bytes: int) -> None:
     """Give a file its size and, where the file system can, its space: a full volume shows before a byte is moved.
 
     The C library's posix_fallocate would write zeros where the file system cannot reserve.
     """
-    reserve = _c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+    reserve = c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
     if reserve is not None and num_bytes and reserve(descriptor, 0, 0, num_bytes) != 0:
         code = ctypes.get_errno()
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -91,20 +91,42 @@ def test_what_lies_in_the_trainers_folder_is_not_taken_for_modules(commit, targe
     assert load_files_apart(commit, decode(commit), [0], target).num_files > 0
 
 
+def in_the_middle(does):
+    """A command whose process does something else once it has begun."""
+    serve = f"p.decode = lambda *_, **__: {does}; p.serve(sys.argv[1:])"
+    return f"import os, sys; from reshard import virtual_process as p; {serve}"
+
+
 @pytest.mark.parametrize(
-    ("does", "how"),
-    [("os.kill(os.getpid(), 9)", r"signal 9 \(SIGKILL\)"), ("sys.exit(3)", "exit code 3")],
+    ("command", "how"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", r"signal 9 \(SIGKILL\)"),
+        (in_the_middle("os.kill(os.getpid(), 9)"), r"signal 9 \(SIGKILL\)"),
+        (in_the_middle("os._exit(3)"), "exit code 3"),
+    ],
 )
-def test_a_process_that_ends_without_an_answer_is_told(commit, target, monkeypatch, does, how):
-    monkeypatch.setattr(virtual_process, "_COMMAND", f"import os, sys; {does}")
+def test_a_process_that_ends_without_an_answer_is_told(commit, target, monkeypatch, command, how):
+    monkeypatch.setattr(virtual_process, "_COMMAND", command)
     with pytest.raises(ReshardError, match=f"was ended by {how}"):
         load_files_apart(commit, decode(commit), [0], target)
 
 
-def test_where_no_process_can_be_started_threads_of_this_one_do_it(commit, target, monkeypatch, caplog):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+def test_what_the_system_refuses_there_is_an_error_with_words_here(commit, target, monkeypatch):
+    monkeypatch.setattr(virtual_process, "_COMMAND", in_the_middle("open('/nowhere/at/all')"))
+    with pytest.raises(ReshardError, match=r"the files of this node cannot be made: .*No such file"):
+        load_files_apart(commit, decode(commit), [0], target)
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false", None])
+def test_where_no_process_can_be_had_threads_of_this_one_do_it(commit, target, monkeypatch, caplog, python):
+    monkeypatch.setattr(sys, "executable", python)
     assert load_files_apart(commit, decode(commit), [0], target).num_files > 0
     assert "threads of this one do it" in caplog.text
+
+
+def test_paths_of_modules_that_are_no_texts_are_left_out_as_python_does(commit, target, monkeypatch):
+    monkeypatch.setattr(sys, "path", [Path("/somewhere"), b"/else", *sys.path])
+    assert load_files_apart(commit, decode(commit), [0], target).num_files > 0
 
 
 def test_it_ends_with_the_trainer_that_started_it(commit, target):
