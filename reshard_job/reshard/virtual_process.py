@@ -19,23 +19,16 @@ from pathlib import Path
 from reshard import execute
 from reshard.crew import ended, is_bound_to, portable
 from reshard.errors import ReshardError
-from reshard.limits import default_num_threads
 from reshard.virtual_load import Loaded, load_files
-from reshard.virtual_manifest import Manifest, decode
+from reshard.virtual_manifest import Manifest
 
 _log = logging.getLogger(__name__)
 _BEGUN = "begun"
 _COMMAND = "import sys; from reshard.virtual_process import serve; sys.exit(serve(sys.argv[1:]))"
 
 
-def load_files_apart(commit: Path, manifest: Manifest, ranks: Collection[int], folder: Path) -> Loaded:
+def load_files_apart(manifest: Manifest, ranks: Collection[int], folder: Path) -> Loaded:
     """`load_files` in another process where that is faster: with this one's threads, and many bytes.
-
-    Args:
-        commit: folder of the virtual commit, which the other process reads too.
-        manifest: of the commit.
-        ranks: see `load_files`.
-        folder: see `load_files`.
 
     Raises:
         ReshardError: as `load_files`; and where the other process was ended from outside.
@@ -43,9 +36,9 @@ def load_files_apart(commit: Path, manifest: Manifest, ranks: Collection[int], f
     if manifest.plan.bytes_to_read < execute.FORK_BYTES or execute.can_fork():
         return load_files(manifest, ranks, folder)
     try:
-        found = _ask([str(commit), str(folder), *map(str, sorted(ranks))])
+        found = _ask(manifest, sorted(ranks), folder)
     except OSError as error:
-        _log.warning("no process can be started to load %s, so threads of this one do it: %s", commit, error)
+        _log.warning("no process can be started to load a virtual commit, so threads of this one do it: %s", error)
         return load_files(manifest, ranks, folder)
     if isinstance(found, BaseException):
         raise found
@@ -53,20 +46,21 @@ def load_files_apart(commit: Path, manifest: Manifest, ranks: Collection[int], f
     return found
 
 
-def _ask(words: Sequence[str]) -> object:
+def _ask(manifest: Manifest, ranks: Sequence[int], folder: Path) -> object:
     """What another process answers.
 
     Raises:
         OSError: there is none: it cannot be started, or not import this module.
         ReshardError: it ended without an answer.
     """
-    ours, theirs = Pipe(duplex=False)
+    ours, theirs = Pipe()
     with ours:
         with theirs:
-            child = _start(theirs, words)
+            child = _start(theirs)
         begun = False
         try:
             begun = ours.recv() == _BEGUN
+            ours.send((manifest, ranks, folder))  # as it is here: to decode it takes longer
             return ours.recv()
         except (EOFError, OSError):  # OSError: in the middle of an answer
             code = child.wait()
@@ -78,7 +72,7 @@ def _ask(words: Sequence[str]) -> object:
             child.wait()
 
 
-def _start(answers: Connection, words: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(theirs: Connection) -> subprocess.Popen[bytes]:
     """Start `serve` with this process's modules, out of reach of a terminal's signals; they end this process first."""
     environment = {
         **os.environ,
@@ -86,27 +80,26 @@ def _start(answers: Connection, words: Sequence[str]) -> subprocess.Popen[bytes]
         "OPENBLAS_NUM_THREADS": "1",  # numpy's threads would be in the way of forking
     }
     return subprocess.Popen(
-        [sys.executable or "", "-P", "-c", _COMMAND, str(os.getpid()), str(answers.fileno()), *words],
+        [sys.executable or "", "-P", "-c", _COMMAND, str(os.getpid()), str(theirs.fileno())],
         env=environment,
         stdin=subprocess.DEVNULL,
-        pass_fds=[answers.fileno()],
+        pass_fds=[theirs.fileno()],
         start_new_session=True,
     )
 
 
 def serve(words: Sequence[str]) -> int:
     """What the other process does: answer with a `Loaded`, or an error that the first one raises."""
-    parent, descriptor, commit, folder, *ranks = words
+    parent, descriptor = map(int, words)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the trainer does with it
-    with Connection(int(descriptor), readable=False) as answers:
-        if not is_bound_to(int(parent)):
+    with Connection(descriptor) as connection:
+        if not is_bound_to(parent):
             return 1
-        answers.send(_BEGUN)
+        connection.send(_BEGUN)
         try:
-            manifest = decode(Path(commit), num_threads=default_num_threads())
-            answers.send(load_files(manifest, [int(rank) for rank in ranks], Path(folder)))
+            connection.send(load_files(*connection.recv()))
         except OSError as error:
-            answers.send(ReshardError(f"the files of this node cannot be made: {error}"))
+            connection.send(ReshardError(f"the files of this node cannot be made: {error}"))
         except BaseException as error:  # the parent raises it
-            answers.send(portable(error))
+            connection.send(portable(error))
     return 0

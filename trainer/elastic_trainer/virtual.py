@@ -73,7 +73,7 @@ def opened(commit: Path, *, ranks: range, scratch: Path = Path("/dev/shm")) -> I
             folder.mkdir(parents=True)
             check_source(manifest)
             try:
-                loaded = load_files_apart(commit, manifest, ranks, folder)
+                loaded = load_files_apart(manifest, ranks, folder)
             except BaseException:
                 shutil.rmtree(base / name, ignore_errors=True)
                 raise
