@@ -17,6 +17,8 @@ pytestmark = pytest.mark.cluster
 
 ONE_NODE = {"nodes": {"min": 1, "max": 1}}
 TWO_NODES = {"nodes": {"min": 2, "max": 2}}
+TWO_WAYS = {"parallelism": {"tensor": [2], "pipeline": [1]}}
+"""Tensors have to be cut, so it has to be known how."""
 
 
 def checkpoint(**fields: str) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def test_a_new_job_goes_on_from_a_folder_of_plain_deepspeed_in_another_layout(ru
     run.remove()
 
     # The name of the folder is wrong at first: told, corrected, tried again.
-    spec = elastic() | ONE_NODE | checkpoint(path="after", startFrom="plane")
+    spec = elastic() | ONE_NODE | TWO_WAYS | checkpoint(path="after", startFrom="plane")
     run.submit([*GPT, "--steps", "14"], **spec)
     failed = run.until_phase("Failed", 120)
     assert "/checkpoint/plane: there is no such folder" in message(failed, "ReshardFailed")
