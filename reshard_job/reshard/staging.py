@@ -62,16 +62,17 @@ def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) ->
     """
     parent = target.parent
     folder = unfinished(target, os.urandom(4).hex() if sharing is Sharing.ALONE else fingerprint)
-    with _permission(target), target_errors(target, num_bytes):
-        parent.mkdir(parents=True, exist_ok=True)
-        for stale in parent.glob(f".{target.name}.partial-*"):
-            if stale != folder:
-                _remove_unless_locked(stale)
-        check_free(parent, num_bytes - _allocated_bytes(folder))
-        folder.mkdir(exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     keep = sharing is not Sharing.ALONE
-    try:
+    descriptor = None
+    try:  # from before the folder is made: a signal may come at once
+        with _permission(target), target_errors(target, num_bytes):
+            parent.mkdir(parents=True, exist_ok=True)
+            for stale in parent.glob(f".{target.name}.partial-*"):
+                if stale != folder:
+                    _remove_unless_locked(stale)
+            check_free(parent, num_bytes - _allocated_bytes(folder))
+            folder.mkdir(exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         _lock(descriptor, folder, shared=sharing is Sharing.TOGETHER)
         yield folder
     except (VerificationError, CorruptSourceError):
@@ -83,7 +84,8 @@ def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) ->
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
