@@ -42,7 +42,7 @@ def _process(folder: Path, program: str, flags: list[str]) -> Iterator[None]:
             yield
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=90)  # it lets open requests end, up to a minute
 
 
 def _free_port() -> int:

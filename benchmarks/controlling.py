@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 from lightkube import AsyncClient
@@ -20,6 +21,7 @@ from benchmarks import crowd
 from benchmarks.apiserver import apiserver
 from benchmarks.checkpoints import OUTPUT, ROOT
 from elastic_operator.resources import JOB, NODE, POD, TRAINING_JOB
+from elastic_operator.status import Phase
 from testbed.kubectl import Kubectl
 
 SIZES = ((500, 100), (2000, 400))
@@ -34,8 +36,9 @@ def operator(repeat: int) -> str:
     del repeat  # a cold start takes its objects along; one run each
     rows = [asyncio.run(_measure(nodes, jobs)) for nodes, jobs in SIZES]
     head = (
-        "| cluster | all jobs launched | cold start: every job looked at | of it, operator's processor | memory "
-        "| processors, at rest | node deleted -> next attempt |\n|---|---|---|---|---|---|---|\n"
+        "| cluster | all jobs launched | first start: every status written | restart: every job looked at | of it, "
+        "operator's processor | memory | processors, at rest | processors, all jobs report steps | node deleted -> "
+        "next attempt |\n|---|---|---|---|---|---|---|---|---|\n"
     )
     return head + "".join(rows)
 
@@ -53,21 +56,50 @@ async def _measure(num_nodes: int, num_jobs: int) -> str:
             del process
         num_pods = await crowd.add_pods(client)
         with _operator(config) as process:
-            looked = await _until(lambda: _looked_at(process.port), num_jobs)
-            memory = process.memory()
-            cold = process.processor_seconds()
+            first = await _until(lambda: _looked_at(process.port), num_jobs)
             # The first look of many changes their status, and those changes are looked at as well.
             await asyncio.sleep(SETTLE_SECONDS)
-            busy = process.processor_seconds()
-            await asyncio.sleep(STEADY_SECONDS)
-            busy = (process.processor_seconds() - busy) / STEADY_SECONDS
-            lost = await _lose_a_node(client)
-            memory = max(memory, process.memory())
+            rest = await _busy(process)
+        reports = crowd.Reports(client)
+        async with _in_background(reports.run()):
+            await _until(lambda: _value(reports.step), 2)
+            with _operator(config) as process:
+                await _until(lambda: _count_running(client), num_jobs)
+                await asyncio.sleep(SETTLE_SECONDS)
+            with _operator(config) as process:
+                again = await _until(lambda: _looked_at(process.port), num_jobs)
+                cold = process.processor_seconds()
+                await asyncio.sleep(SETTLE_SECONDS)
+                running = await _busy(process)
+                lost = await _lose_a_node(client)
+                memory = process.memory()
         await client.close()
+        if reports.late:
+            raise RuntimeError(f"{reports.late} of {reports.step} rounds of heartbeats were late: nothing was measured")
     return (
-        f"| {num_nodes} nodes, {num_jobs} jobs, {num_pods} pods | {launched:.1f} s | {looked:.1f} s "
-        f"| {cold:.1f} s | {memory / 2**20:.0f} MiB | {busy:.2f} | {lost:.1f} s |\n"
+        f"| {num_nodes} nodes, {num_jobs} jobs, {num_pods} pods | {launched:.1f} s | {first:.1f} s | {again:.1f} s "
+        f"| {cold:.1f} s | {memory / 2**20:.0f} MiB | {rest:.2f} | {running:.2f} | {lost:.1f} s |\n"
     )
+
+
+@contextlib.asynccontextmanager
+async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run something beside; if it has failed, so has the measurement."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        failed = task.done()
+        task.cancel()
+    if failed:
+        await task
+
+
+async def _busy(process: _Process) -> float:
+    """Processors that it uses, over a while."""
+    before = process.processor_seconds()
+    await asyncio.sleep(STEADY_SECONDS)
+    return (process.processor_seconds() - before) / STEADY_SECONDS
 
 
 class _Process:
@@ -113,6 +145,15 @@ async def _until(count, wanted: int) -> float:  # type: ignore[no-untyped-def]  
 
 async def _count(client: AsyncClient, kind: object) -> int:
     return len([item async for item in client.list(kind, namespace=crowd.NAMESPACE)])  # type: ignore[call-overload]
+
+
+async def _count_running(client: AsyncClient) -> int:
+    found = [item async for item in client.list(TRAINING_JOB, namespace=crowd.NAMESPACE)]
+    return sum(item["status"]["phase"] == Phase.RUNNING for item in found)
+
+
+async def _value(number: int) -> int:
+    return number
 
 
 async def _looked_at(port: int) -> int:

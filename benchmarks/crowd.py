@@ -7,21 +7,24 @@ import time
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+import httpx2
 from lightkube import AsyncClient
 
+from elastic_operator.limits import Limits
 from elastic_operator.resources import JOB, LEASE, NODE, POD, TRAINING_JOB, make
+from elastic_operator.stream import connect
 from elastic_operator.wire import format_time
+from reshard.contract import LeaseKey, TrainerPhase
 
 RESOURCE = "amd.com/gpu"
 NAMESPACE = "default"
 NODES_PER_JOB = 4
-_AT_ONCE = 64
 _NODE_LEASE_SECONDS = 1_000_000  # nobody renews it
 
 
-async def in_parallel(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Await all, some dozens at a time."""
-    slots = asyncio.Semaphore(_AT_ONCE)
+async def in_parallel(calls: Iterable[Coroutine[Any, Any, object]], at_once: int = 64) -> None:
+    """Await all, so many at a time."""
+    slots = asyncio.Semaphore(at_once)
 
     async def one(call: Coroutine[Any, Any, object]) -> None:
         async with slots:
@@ -103,6 +106,51 @@ async def add_pods(client: AsyncClient) -> int:
     places = [(job, index) for job in jobs for index in range(job["spec"]["completions"])]
     await in_parallel(add(*place, node) for node, place in enumerate(places))
     return len(places)
+
+
+class Reports:
+    """What rank 0 of every job does: renew the attempt's Lease in time, each time with one more step.
+
+    Attributes:
+        step: of all jobs.
+        late: rounds that took longer than a heartbeat may.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self.step = 0
+        self.late = 0
+
+    async def run(self) -> None:
+        """Never ends. Jobs that have lost their Lease fall silent."""
+        names = [item["metadata"]["name"] async for item in self._client.list(LEASE, namespace=NAMESPACE)]
+        begin = _now()
+        async with connect(self._client.config) as http:
+            while True:
+                due = asyncio.create_task(asyncio.sleep(Limits().heartbeat_seconds))
+                await in_parallel((_renew(http, name, self.step + 1, begin) for name in names), at_once=8)
+                self.step += 1
+                self.late += due.done()
+                await due
+
+
+async def _renew(http: httpx2.AsyncClient, name: str, step: int, begin: str) -> None:
+    notes = {
+        LeaseKey.PHASE: str(TrainerPhase.TRAINING),
+        LeaseKey.STEP: str(step),
+        LeaseKey.SAMPLES: str(1024 * step),
+        LeaseKey.LOSS: f"{10 / step:.6f}",
+        LeaseKey.FIRST_STEP_TIME: begin,
+        LeaseKey.STEP_TIME: _now(),
+    }
+    change = {"metadata": {"annotations": notes}, "spec": {"renewTime": _now()}}
+    answer = await http.patch(
+        f"apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{name}",
+        json=change,
+        headers={"Content-Type": "application/merge-patch+json"},
+    )
+    if answer.status_code != httpx2.codes.NOT_FOUND:
+        answer.raise_for_status()
 
 
 def _now() -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from elastic_operator.actions import Decision
 from elastic_operator.conditions import Type, find
 from elastic_operator.manifests import JobRef, owned
+from elastic_operator.record import Record
 from elastic_operator.spec import Spec, SpecError, parse_spec
 from elastic_operator.status import Status
 
@@ -62,6 +63,14 @@ def wanted(status: Status) -> bool:
     """Some attempt has been launched, and there is to be another one where it ends."""
     num_over = status.attempt - (status.current is not None)
     return (status.launched or num_over > 0) and not status.terminal
+
+
+def going_on(spec: Spec, record: Record) -> Spec:
+    """The accepted spec, as what runs goes on by it: not at all where the refused one says so.
+
+    Who wants a job to stop should not have to correct it first.
+    """
+    return dataclasses.replace(spec, suspend=spec.suspend or record.suspends)
 
 
 def despite(refused: Decision, accepted: Decision) -> Decision:

@@ -65,25 +65,24 @@ class Applier:
         self._fence = fence
         self._events: dict[str, str] = {}
 
-    async def write_status(self, resource: Mapping[str, Any], status: Status) -> bool:
-        """Replace the status, if it differs from what was read; True if it was written.
+    async def write_status(self, resource: Mapping[str, Any], status: Status) -> Mapping[str, Any] | None:
+        """Replace the status; the resource with it, None if it does not differ from what was read.
 
         Raises:
             ConflictError: the resource has changed since `resource` was read.
         """
         wire = to_wire(status)
         if wire == resource.get("status"):
-            return False
+            return None
         # The resourceVersion inside of the metadata makes this a compare-and-swap.
         body = make(TRAINING_JOB.Status, {**resource, "status": wire})
         self._fence()
         try:
-            await self._client.replace(body, field_manager=MANAGER)
+            return dict(await self._client.replace(body, field_manager=MANAGER))
         except ApiError as error:
             if error.status.code in (_CONFLICT, _GONE):
                 raise ConflictError(str(error)) from error
             raise
-        return True
 
     async def keep_spec(self, job: JobRef, spec: Mapping[str, Any]) -> None:
         """Keep an accepted spec, in the place of those before it.

@@ -43,7 +43,7 @@ def make_registry(settings: Settings, remembered: Remembered) -> kopf.OperatorRe
         if event["type"] == "DELETED":
             remembered.drop_record((namespace or "", name))
         else:
-            remembered.put_record(event["object"])
+            remembered.put_record(event["object"], listed=event["type"] is None)
 
     return registry
 

@@ -34,7 +34,7 @@ NODE_LEASE_SECONDS = 5.0
 """How often the kubelets' Leases are read."""
 
 FIRST_LISTS_SECONDS = 120.0
-"""How long the first look at a job waits until everything has been listed once."""
+"""How long the first look at a job waits until everything has been listed once, and is watched."""
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ async def _work(
     try:
         await observer.refresh_node_leases()
         background += [_in_background(mirror.follow(http), str(mirror.source)) for mirror in remembered.world]
-        await _listed(remembered.world, stop)
+        await _begun(remembered.world, stop)
         background.append(_in_background(_keep_looking(observer, workers), "nodes"))
         await kopf.operator(
             registry=make_registry(settings, remembered),
@@ -108,14 +108,14 @@ async def _work(
         await http.aclose()
 
 
-async def _listed(mirrors: Sequence[Mirror], stop: asyncio.Event) -> None:
-    """Wait for the first lists: without them every job would be looked at by requests of its own.
+async def _begun(mirrors: Sequence[Mirror], stop: asyncio.Event) -> None:
+    """Wait until everything is listed and watched: before, every job would be looked at by requests of its own.
 
     That is better than never, so after a while it has to do.
     """
-    lists = asyncio.gather(*(mirror.listed.wait() for mirror in mirrors))
+    all_begun = asyncio.gather(*(mirror.begun.wait() for mirror in mirrors))
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(_unless_stopped(stop, lists), timeout=FIRST_LISTS_SECONDS)
+        await asyncio.wait_for(_unless_stopped(stop, all_begun), timeout=FIRST_LISTS_SECONDS)
 
 
 def _in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -33,12 +33,13 @@ class Mirror:
 
     Attributes:
         live: it has been listed and is being watched now.
+        begun: set once it has been live.
     """
 
     def __init__(self, source: Source, put: Callable[[Object], None], drop: Callable[[Id], None]) -> None:
         self.source = source
         self.live = False
-        self.listed = asyncio.Event()
+        self.begun = asyncio.Event()
         self._put = put
         self._drop = drop
         self._known: set[Id] = set()
@@ -53,6 +54,7 @@ class Mirror:
                     await self._list(http)
                 async for event in events(http, self.source, self._version):
                     self.live, backoff = True, FIRST_BACKOFF_SECONDS
+                    self.begun.set()
                     if event is not None:
                         self.take(*event)
             except ExpiredError:
@@ -78,7 +80,6 @@ class Mirror:
             self._drop(gone)
         self._known &= seen
         self._version = version
-        self.listed.set()
 
     def take(self, change: str, item: Object) -> None:
         """One event of the watch."""

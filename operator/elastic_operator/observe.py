@@ -96,6 +96,10 @@ class Observer:
             return None  # a node that looks lost deserves a second opinion at once: see `look`
         return record, world if used is None else dataclasses.replace(world, used=used)
 
+    def wrote(self, resource: Mapping[str, Any]) -> None:
+        """Remember what the API has answered to a write of a resource's status."""
+        self._remembered.put_record(resource)
+
     async def pods(self, namespace: str, job: str) -> list[Mapping[str, Any]]:
         """All pods of one job, straight from the API."""
         return [item async for item in self._list(POD, namespace, job)]

@@ -10,7 +10,8 @@ from elastic_operator.actions import Decision
 from elastic_operator.manifests import DRAIN_REQUESTED, RETRY_REQUESTED, JobRef
 from elastic_operator.spec import Spec, SpecError, parse_spec
 from elastic_operator.status import Status
-from elastic_operator.wire import from_wire
+from elastic_operator.wire import from_wire, to_wire
+from reshard.contract import GROUP, KIND, VERSION
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +20,28 @@ class Record:
 
     Attributes:
         spec: what is wanted, or why it makes no sense.
+        suspends: the resource says that nothing shall run, whatever else it says.
         deleting: the resource is on its way out; nothing is done for it any more.
+        version: of the resource that this was read from; another one alone is no other record.
     """
 
     job: JobRef
     status: Status
     spec: Spec | SpecError
+    suspends: bool = False
     deleting: bool = False
+    version: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """The resource as far as a write of its status needs it."""
+        meta = {"name": self.job.name, "namespace": self.job.namespace, "uid": self.job.uid}
+        return {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": KIND,
+            "metadata": {**meta, "resourceVersion": self.version},
+            "status": to_wire(self.status),
+        }
 
 
 def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Record:
@@ -49,19 +65,31 @@ def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Re
         job=job,
         status=from_wire(Status, resource.get("status") or {}),
         spec=before.spec if known and before is not None else _spec(resource["spec"]),
+        suspends=resource["spec"].get("suspend") is True,
         deleting=bool(meta.get("deletionTimestamp")),
+        version=meta.get("resourceVersion") or "",
     )
 
 
 def is_quiet(before: Status, decision: Decision) -> bool:
     """Nothing is to be written, done or said."""
-    return not (
-        decision.needs_fresh_capacity
-        or decision.actions
-        or decision.events
-        or decision.reshards
-        or decision.status != before
-    )
+    return not (_does(decision) or decision.events or decision.status != before)
+
+
+def only_tells(before: Status, decision: Decision) -> bool:
+    """Nothing is to be done, and what runs goes on: what is to be written and said only tells how far it is."""
+    after = decision.status
+    goes_on = before.launched and after.launched and not after.terminal
+    return goes_on and not _does(decision) and _course(before) == _course(after)
+
+
+def _does(decision: Decision) -> bool:
+    return bool(decision.needs_fresh_capacity or decision.actions or decision.reshards)
+
+
+def _course(status: Status) -> tuple[Any, ...]:
+    """What later passes steer by."""
+    return status.attempt, status.drain, status.growth, status.reshard, status.pinned, status.excluded_nodes
 
 
 def _spec(wire: Mapping[str, Any]) -> Spec | SpecError:

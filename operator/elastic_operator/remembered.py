@@ -124,10 +124,17 @@ class Remembered:
         """`held` is true now. Where single namespaces are served, pods elsewhere may be listed, but not watched."""
         return self._sees_all_pods and self.live
 
-    def put_record(self, resource: Object) -> None:
-        """Take up a resource, which may have changed."""
-        key = (resource["metadata"]["namespace"], resource["metadata"]["name"])
+    def put_record(self, resource: Object, *, listed: bool = False) -> None:
+        """Take up a resource, which may have changed.
+
+        What is older than what is remembered is passed over: the answer to a write is here before the watch tells of
+        it. `listed`: it is so now, whatever its version, which a restored API server may have begun again.
+        """
+        meta = resource["metadata"]
+        key = (meta["namespace"], meta["name"])
         before = self._records.get(key)
+        if before is not None and before.job.uid == meta["uid"] and not listed and _precedes(meta, before.version):
+            return
         try:
             self._records[key] = read_record(resource, before)
         except TypeError:
@@ -194,6 +201,12 @@ class Remembered:
     def _woken(self, key: Key | None) -> None:
         if key is not None:
             self.listener.wake(key)
+
+
+def _precedes(meta: Mapping[str, Any], version: str) -> bool:
+    """An object's version is an earlier one; they are numbers (KEP-5504), and what is none is not compared."""
+    own = meta.get("resourceVersion") or ""
+    return own.isdigit() and version.isdigit() and int(own) < int(version)
 
 
 def _owner(item: Object) -> Key:

@@ -26,7 +26,7 @@ from elastic_operator.limits import Limits
 from elastic_operator.observation import Observation
 from elastic_operator.observe import Observer
 from elastic_operator.promises import Promises, contested
-from elastic_operator.record import Record, is_quiet, read_record
+from elastic_operator.record import Record, is_quiet, only_tells, read_record
 from elastic_operator.reshardpod import ReshardImage
 from elastic_operator.spec import Spec, SpecError
 from elastic_operator.status import Status
@@ -52,6 +52,9 @@ RECALL_SECONDS = 120.0
 
 AT_ONCE = 200
 """Passes that read and write at the same time: requests of more would time out while they wait for each other."""
+
+PROGRESS_SECONDS_PER_JOB = 0.03
+"""In a crowd each job's progress is written the more rarely the more jobs there are: about 33 writes a second."""
 
 HELD_BACK_SECONDS = 1.0
 """After which a plan that waits for other jobs' pods to be placed is looked at again."""
@@ -99,7 +102,7 @@ class Workers:
     ) -> None:
         self._observer = observer
         self._applier = applier
-        self._limits = limits
+        self._own_limits = limits
         self._reshard_image = reshard_image
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._wakers: dict[Key, asyncio.Event] = {}
@@ -116,6 +119,11 @@ class Workers:
     def crowded(self) -> bool:
         """There are too many jobs to look at all of them whenever anything happens."""
         return len(self._tasks) > FEW_JOBS
+
+    @property
+    def _limits(self) -> Limits:
+        limits, seconds = self._own_limits, PROGRESS_SECONDS_PER_JOB * len(self._tasks)
+        return limits if seconds <= limits.progress_seconds else dataclasses.replace(limits, progress_seconds=seconds)
 
     def wake(self, key: Key) -> None:
         """Look at a resource soon. Makes its task at the first time."""
@@ -220,7 +228,8 @@ class Workers:
     async def _reconcile(self, key: Key) -> float | None:
         """One pass; seconds until the next, None if the resource is gone.
 
-        What is remembered is enough to see that there is nothing to do. Whatever is done is decided from a fresh look.
+        What is remembered is enough to see that there is nothing to do, and to tell how far an attempt is: the write
+        fails if the job itself is not as remembered. Whatever is done is decided from a fresh look.
         """
         recalled = await self._observer.recall(*key) if self._trusts_memory(key) else None
         if recalled is not None and not _needs_accepted(recalled[0]):
@@ -231,6 +240,11 @@ class Workers:
             if is_quiet(record.status, found.decision):
                 _show(key, found)
                 return found.decision.requeue_seconds
+            if only_tells(record.status, found.decision) and not accepted.is_due(record.status, found.decision.status):
+                with contextlib.suppress(ConflictError):
+                    async with self._slots:
+                        await self._apply(key, record.reference, found)
+                    return found.decision.requeue_seconds
         async with self._slots:
             return await self._look_and_act(key)
 
@@ -253,7 +267,7 @@ class Workers:
             spec = await self._observer.accepted_spec(*key, record.job.uid) if _needs_accepted(record) else None
             if spec is None:
                 return refused
-            found = await self._decide(key, dataclasses.replace(record, spec=spec))
+            found = await self._decide(key, dataclasses.replace(record, spec=accepted.going_on(spec, record)))
             return dataclasses.replace(found, decision=accepted.despite(refused.decision, found.decision))
         resource, fresh = record.spec.accelerator.resource, not record.status.launched
         while True:
@@ -300,9 +314,7 @@ class Workers:
         decision = found.decision
         if found.spec is not None and accepted.is_due(found.before, decision.status):
             await self._keep_spec(resource)
-        if await self._applier.write_status(resource, decision.status):
-            _count_transition(found)
-        _show(key, found)
+        await self._write(key, resource, found)
         for event in decision.events:
             record = {"job": "/".join(key), "attempt": decision.status.attempt, "reason": event.reason}
             logger.log(
@@ -317,6 +329,14 @@ class Workers:
             # The status is written: the next pass does what is left to do, but would not tell of this again.
             for event in decision.events:
                 await self._applier.post_event(resource, event, time.time())
+
+    async def _write(self, key: Key, resource: Mapping[str, Any], found: Pass) -> None:
+        """Write the status, and show it."""
+        written = await self._applier.write_status(resource, found.decision.status)
+        if written is not None:
+            self._observer.wrote(written)
+            _count_transition(found)
+        _show(key, found)
 
     async def _keep_spec(self, resource: Mapping[str, Any]) -> None:
         """Before the status says that it is valid, so that a crash in between keeps it again."""

@@ -95,6 +95,8 @@ def shell(testbed: Any) -> Shell:
 @pytest.fixture
 def clean(testbed: Any) -> Iterator[None]:
     """A cluster without operator, kind and job, before; afterwards the plain kind is there for other tests."""
+    # The kind cannot go while a namespace that an earlier test has left is still being emptied of its jobs.
+    testbed.wait(lambda: not leaving(testbed), what="the namespaces of earlier tests to go")
     remove(testbed)
     testbed.kubectl("delete", "crd", CRD, "--ignore-not-found")
     try:
@@ -104,6 +106,12 @@ def clean(testbed: Any) -> Iterator[None]:
         testbed.kubectl("delete", "crd", CRD, "--ignore-not-found")
         testbed.kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
         testbed.kubectl("wait", "--for=condition=Established", f"crd/{CRD}")
+
+
+def leaving(testbed: Any) -> list[str]:
+    """Namespaces that are being deleted."""
+    items = testbed.get("namespaces")["items"]
+    return [item["metadata"]["name"] for item in items if item["status"]["phase"] == "Terminating"]
 
 
 def remove(testbed: Any) -> None:

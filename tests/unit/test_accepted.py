@@ -12,6 +12,7 @@ from elastic_operator.actions import Decision
 from elastic_operator.conditions import Type, find
 from elastic_operator.decide import refuse
 from elastic_operator.limits import Limits
+from elastic_operator.record import read_record
 from elastic_operator.spec import Spec, SpecError, parse_spec
 from elastic_operator.status import Current, Phase, Status
 from tests.unit.test_decide_phases import JOB, NOW, SPEC, look, lost_node, settled
@@ -48,6 +49,25 @@ def test_a_refusal_is_told_once_with_what_the_recovery_tells() -> None:
     again = accepted.despite(refused(first.status), look(first.status))
     assert again.events == ()
     assert again.status == first.status
+
+
+@pytest.mark.parametrize("said", [True, False, None, "yes"])
+def test_a_refused_edit_that_suspends_the_job_suspends_it(said: object) -> None:
+    meta = {"name": "gpt", "namespace": "team", "uid": "u", "generation": 4}
+    record = read_record({"metadata": meta, "spec": {**SPEC, "nodes": "three", "suspend": said}})
+    assert isinstance(record.spec, SpecError)
+    spec = accepted.going_on(parse_spec(SPEC), record)
+    assert spec.suspend is (said is True)
+    if said is True:
+        decision = accepted.despite(refused(settled()), look(settled(), suspend=spec.suspend))
+        assert decision.status.drain is not None
+        assert decision.status.drain.cause == "Suspended"
+
+
+def test_a_spec_that_was_accepted_as_suspended_stays_so_while_its_edit_is_refused() -> None:
+    meta = {"name": "gpt", "namespace": "team", "uid": "u", "generation": 4}
+    record = read_record({"metadata": meta, "spec": {**SPEC, "nodes": "three"}})
+    assert accepted.going_on(parse_spec({**SPEC, "suspend": True}), record).suspend
 
 
 def test_the_newest_revision_counts_and_an_older_operators_may_not_be_understood() -> None:

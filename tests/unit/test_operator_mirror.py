@@ -97,7 +97,7 @@ def test_a_list_in_pages_then_what_changes(monkeypatch: pytest.MonkeyPatch) -> N
     assert story.kept["", "a"]["value"] == "new"
     assert story.requests[1]["continue"] == "next"
     assert story.watched_from == ["9", "12"], "a watch that ended goes on where it was, without another list"
-    assert story.mirror.listed.is_set()
+    assert story.mirror.begun.is_set()
 
 
 def test_a_bookmark_moves_the_version_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,129 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
-from elastic_operator.actions import LaunchAttempt
-from elastic_operator.batching import Key
-from elastic_operator.caches import Nodes, Renewals
-from elastic_operator.decide import decide
-from elastic_operator.inquiries import Inquiries
-from elastic_operator.limits import Limits
-from elastic_operator.mirror import Mirror
-from elastic_operator.observe import Observer
-from elastic_operator.remembered import Remembered
-from elastic_operator.spec import Spec
-from elastic_operator.status import Phase
 from elastic_operator.wire import to_wire
-from elastic_operator.worker import RECALL_SECONDS, Workers
-
-GPU = "amd.com/gpu"
-SPEC = {
-    "accelerator": {"resource": GPU, "perNode": [8]},
-    "nodes": {"min": 1, "max": 1},
-    "batch": {"globalSamples": 64, "microSamples": 1},
-    "parallelism": {"tensor": [1, 2], "pipeline": [1]},
-    "checkpoint": {"claimName": "ckpt", "path": "run"},
-    "template": {"spec": {"containers": [{"name": "train", "image": "train:1"}]}},
-}
-
-
-class Asking(Observer):
-    """Knows what it is told, and counts what it would have to ask."""
-
-    def __init__(self, remembered: Remembered, nodes: Nodes, renewals: Renewals) -> None:
-        super().__init__(None, nodes, renewals, remembered, ())  # type: ignore[arg-type]
-        self.asked: list[Key] = []
-
-    async def training_job(self, namespace: str, name: str) -> dict[str, Any] | None:
-        self.asked.append((namespace, name))
-        return None
-
-
-class Crowd:
-    """Jobs of one node each that run their first attempt, as the watches tell of them."""
-
-    def __init__(self, num_jobs: int, num_nodes: int = 0) -> None:
-        self.nodes, self.renewals = Nodes(), Renewals()
-        self.memory = Remembered(self.nodes, self.renewals)
-        self.observer = Asking(self.memory, self.nodes, self.renewals)
-        inquiries = Inquiries(None, None)  # type: ignore[arg-type]
-        self.workers = Workers(self.observer, None, inquiries, Limits())  # type: ignore[arg-type]
-        self.woken: list[Key] = []
-        self.memory.listener = self
-        for number in range(max(num_jobs, num_nodes)):
-            self.tell("nodes", node(f"n{number}"))
-        self.keys = [("ns", f"job-{number}") for number in range(num_jobs)]
-        for number, key in enumerate(self.keys):
-            self.start(key, f"n{number}")
-        for mirror in self.memory.world:
-            mirror.live = True
-        self.woken.clear()
-
-    def wake(self, key: Key) -> None:
-        self.woken.append(key)
-
-    def node_changed(self, name: str) -> None:
-        self.woken.append(("", name))
-
-    def heartbeat(self, key: Key, lease: Mapping[str, Any]) -> None:
-        del lease
-        self.woken.append(key)
-
-    def mirror(self, plural: str) -> Mirror:
-        return next(item for item in self.memory.world if item.source.path.endswith(f"/{plural}"))
-
-    def tell(self, plural: str, item: Mapping[str, Any], change: str = "ADDED") -> None:
-        self.mirror(plural).take(change, item)
-
-    def start(self, key: Key, on: str) -> None:
-        """Let a job come to rest: what it decides is taken for done."""
-        meta = {"namespace": key[0], "name": key[1], "uid": f"uid-{key[1]}", "generation": 1}
-        resource: dict[str, Any] = {"metadata": meta, "spec": SPEC}
-        self.memory.put_record(resource)
-        for _ in range(8):
-            record = self.memory._records[key]
-            assert record is not None and isinstance(record.spec, Spec)
-            world = dataclasses.replace(self.memory.look(key, GPU), capacity_fresh=True)
-            found = decide(record.job, record.spec, record.status, world, limits=Limits(), now=time.time())
-            for action in found.actions:
-                if isinstance(action, LaunchAttempt):
-                    self.launch(action, on)
-            if found.status == record.status:
-                assert found.status.phase == Phase.STARTING
-                return
-            self.memory.put_record({**resource, "status": to_wire(found.status)})
-        raise AssertionError("does not come to rest")
-
-    def launch(self, action: LaunchAttempt, on: str) -> None:
-        for manifest in action.manifests:
-            made = {**manifest, "metadata": {**manifest["metadata"], "uid": manifest["metadata"]["name"]}}
-            if manifest["kind"] in ("Job", "Lease"):
-                self.tell(f"{manifest['kind'].lower()}s", made)
-            if manifest["kind"] == "Job":
-                template = manifest["spec"]["template"]
-                meta = {"namespace": "ns", "name": f"{made['metadata']['name']}-0", "uid": "p", "labels": {}}
-                meta["labels"] = {**template["metadata"]["labels"], "batch.kubernetes.io/job-completion-index": "0"}
-                self.tell("pods", {"metadata": meta, "spec": {**template["spec"], "nodeName": on}, "status": RUNNING})
-
-
-RUNNING = {"phase": "Running"}
-
-
-def node(name: str, ready: str = "True") -> dict[str, Any]:
-    return {
-        "metadata": {"name": name},
-        "status": {
-            "conditions": [{"type": "Ready", "status": ready}],
-            "allocatable": {GPU: "8"},
-            "capacity": {GPU: "8"},
-        },
-    }
+from elastic_operator.worker import RECALL_SECONDS
+from tests.unit.crowd import GPU, SPEC, Crowd, labels, node
 
 
 def look_at_all(crowd: Crowd, times: int = 1) -> int:
@@ -161,14 +45,6 @@ def test_what_is_to_be_done_is_decided_from_a_fresh_look() -> None:
     assert crowd.woken == [crowd.keys[3]]
     look_at_all(crowd)
     assert crowd.observer.asked == [crowd.keys[3]]
-
-
-def labels(crowd: Crowd, number: int) -> dict[str, str]:
-    return {
-        "elastictraining.dev/job-name": crowd.keys[number][1],
-        "elastictraining.dev/role": "worker",
-        "elastictraining.dev/attempt": "1",
-    }
 
 
 def test_a_node_that_is_not_ready_is_worth_a_second_opinion() -> None:

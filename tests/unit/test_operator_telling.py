@@ -1,0 +1,135 @@
+"""How far an attempt is is written from what is remembered, if the job itself is as remembered; nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from elastic_operator.status import Phase, Status
+from elastic_operator.wire import format_time
+from elastic_operator.worker import PROGRESS_SECONDS_PER_JOB
+from reshard.contract import LeaseKey, TrainerPhase
+from tests.unit.crowd import SPEC, Crowd, node
+
+KEY = ("ns", "job-0")
+
+
+def report(crowd: Crowd, step: int) -> None:
+    """Rank 0 of the first job renews its Lease."""
+    lease = {
+        "metadata": {
+            "namespace": "ns",
+            "name": "job-0-a1",
+            "labels": {"elastictraining.dev/job-name": "job-0", "elastictraining.dev/attempt": "1"},
+            "annotations": {
+                LeaseKey.PHASE: TrainerPhase.TRAINING,
+                LeaseKey.STEP: str(step),
+                LeaseKey.FIRST_STEP_TIME: format_time(time.time()),
+            },
+        },
+        "spec": {"renewTime": format_time(time.time())},
+    }
+    crowd.tell("leases", lease, "MODIFIED")
+
+
+def running(num_jobs: int = 1) -> Crowd:
+    """A crowd whose first job has made a step, and is known to have."""
+    crowd = Crowd(num_jobs)
+    report(crowd, 1)
+    crowd.settle(KEY)
+    record = crowd.memory.record(KEY)
+    assert record is not None and record.status.phase == Phase.RUNNING
+    return crowd
+
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + seconds)
+
+
+def test_progress_is_written_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = running()
+    later(monkeypatch, 11.0)
+    report(crowd, 5)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    ((resource, status),) = crowd.applier.written
+    assert status.progress is not None and status.progress.step == 5
+    assert resource["metadata"] == {"name": "job-0", "namespace": "ns", "uid": "uid-job-0", "resourceVersion": "7"}
+    assert resource["status"]["progress"]["step"] == 1, "what the status was: a write that changes nothing is none"
+    assert crowd.observer.asked == []
+
+
+def test_a_job_that_is_not_as_remembered_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = running()
+    crowd.applier.stale.add("7")
+    later(monkeypatch, 11.0)
+    report(crowd, 5)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    assert crowd.applier.written == []
+    assert crowd.observer.asked == [KEY]
+
+
+def test_what_was_written_is_remembered_before_the_watch_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = running()
+    later(monkeypatch, 11.0)
+    report(crowd, 5)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    later(monkeypatch, 11.0)
+    report(crowd, 9)
+    crowd.tell_job(KEY, version="7", status=Status())  # of before the write
+    asyncio.run(crowd.workers._reconcile(KEY))
+    assert [resource["metadata"]["resourceVersion"] for resource, _ in crowd.applier.written] == ["7", "8"]
+    assert crowd.observer.asked == []
+
+
+def test_a_list_is_believed_whatever_its_versions() -> None:
+    crowd = running()
+    crowd.tell_job(KEY, version="3", status=Status(), listed=True)
+    record = crowd.memory.record(KEY)
+    assert record is not None
+    assert (record.version, record.status) == ("3", Status())
+
+
+def test_the_first_step_is_written_and_told_without_a_look() -> None:
+    crowd = Crowd(1)
+    report(crowd, 1)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    ((_, status),) = crowd.applier.written
+    assert status.phase == Phase.RUNNING
+    assert crowd.applier.told == ["job-0 Running"]
+    assert crowd.observer.asked == []
+
+
+def test_a_drain_begins_after_a_fresh_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = running()
+    later(monkeypatch, 11.0)
+    crowd.tell("nodes", {**node("n0"), "spec": {"unschedulable": True}}, "MODIFIED")
+    asyncio.run(crowd.workers._reconcile(KEY))
+    assert (crowd.applier.written, crowd.applier.told) == ([], [])
+    assert crowd.observer.asked == [KEY]
+
+
+def test_an_edit_is_accepted_after_a_fresh_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = running()
+    later(monkeypatch, 11.0)
+    report(crowd, 5)
+    edited = {**SPEC, "recovery": {"drainSeconds": 77}}
+    crowd.tell_job(KEY, spec=edited, generation=2)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    assert crowd.applier.written == []
+    assert crowd.observer.asked == [KEY]
+
+
+def test_the_more_jobs_the_more_rarely_progress_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_jobs = 1000
+    crowd = running()
+    crowd.workers._tasks = dict.fromkeys(range(num_jobs))  # type: ignore[arg-type]
+    report(crowd, 5)
+    later(monkeypatch, PROGRESS_SECONDS_PER_JOB * num_jobs - 1)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    assert crowd.applier.written == []
+    later(monkeypatch, 2)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    assert len(crowd.applier.written) == 1
