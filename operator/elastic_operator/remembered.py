@@ -176,7 +176,7 @@ class Remembered:
 
     def _put_job(self, job: Object) -> None:
         if self._jobs.put(job):
-            self.listener.wake(_owner(job))
+            self._woken(_owner(job))
 
     def _drop_job(self, job: Id) -> None:
         self._woken(self._jobs.drop(job))
@@ -184,7 +184,7 @@ class Remembered:
     def _put_pod(self, pod: Object) -> None:
         self.held.put(pod)
         if self._pods.put(pod):
-            self.listener.wake(_owner(pod))
+            self._woken(_owner(pod))
 
     def _drop_pod(self, pod: Id) -> None:
         self.held.drop(pod, ours=True)
@@ -192,14 +192,16 @@ class Remembered:
 
     def _put_lease(self, lease: Object) -> None:
         self._leases.put(lease)
-        self.listener.heartbeat(_owner(lease), lease)
+        if _owner(lease) in self._records:
+            self.listener.heartbeat(_owner(lease), lease)
 
     def _drop_lease(self, lease: Id) -> None:
         self._renewals.forget("/".join(lease))
         self._woken(self._leases.drop(lease))
 
     def _woken(self, key: Key | None) -> None:
-        if key is not None:
+        """Something of a job has changed; one that is not known yet is looked at when it is."""
+        if key in self._records:
             self.listener.wake(key)
 
 
