@@ -126,6 +126,38 @@ def plan(spec: Spec, capacity: Capacity, current: Topology | None = None) -> Pla
     )
 
 
+def best(spec: Spec, capacity: Capacity, current: Topology | None = None) -> Candidate | None:
+    """What `plan` finds best. Asked again for the same spec on as many usable nodes, it is not sought again.
+
+    Every look at a running job asks: is there room for something better?
+    """
+    counts = tuple(min(spec.nodes.max, capacity.num_usable(per_node)) for per_node in spec.accelerator.per_node)
+    known = _KNOWN.get(id(spec))
+    if known is None or known.spec is not spec or (known.counts, known.current) != (counts, current):
+        known = _Known(spec=spec, counts=counts, current=current, best=plan(spec, capacity, current).best)
+        _KNOWN.pop(id(spec), None)
+        _KNOWN[id(spec)] = known
+        if len(_KNOWN) > _MAX_KNOWN:
+            del _KNOWN[next(iter(_KNOWN))]
+    return known.best
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """An answer of `best`, and what it was the answer to: `counts` is all that it takes from a capacity."""
+
+    spec: Spec
+    counts: tuple[int, ...]
+    current: Topology | None
+    best: Candidate | None
+
+
+_KNOWN: dict[int, _Known] = {}
+"""By identity of the spec, which holds parts that cannot be hashed; one answer each, oldest first."""
+
+_MAX_KNOWN = 2048
+
+
 def evaluate(spec: Spec, shape: Shape) -> Candidate:
     """Estimates for a shape that can run.
 

@@ -156,7 +156,7 @@ def consider_growth(context: Context, status: Status, current: Current) -> Statu
         running = planner.evaluate(spec, shape)
     except (TopologyError, ArithmeticError):
         return status
-    best = planner.plan(spec, capacity(context, status), topology).best
+    best = planner.best(spec, capacity(context, status), topology)
     if best is None or (best.topology == topology and best.num_nodes == current.num_nodes):
         return dataclasses.replace(status, growth=None)
     verdict = growth.worth_growing(

@@ -53,8 +53,8 @@ RECALL_SECONDS = 120.0
 AT_ONCE = 200
 """Passes that read and write at the same time: requests of more would time out while they wait for each other."""
 
-PROGRESS_SECONDS_PER_JOB = 0.03
-"""In a crowd each job's progress is written the more rarely the more jobs there are: about 33 writes a second."""
+PROGRESS_SECONDS_PER_JOB = 0.05
+"""In a crowd each job's progress is written the more rarely the more jobs there are: about 20 writes a second."""
 
 HELD_BACK_SECONDS = 1.0
 """After which a plan that waits for other jobs' pods to be placed is looked at again."""

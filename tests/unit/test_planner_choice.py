@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from elastic_operator import planner
 from elastic_operator.capacity import Capacity, NodeCapacity
 from elastic_operator.explain import explain
 from elastic_operator.planner import PlanResult, plan
@@ -244,3 +245,24 @@ def test_a_spec_with_too_many_shapes_is_answered_and_says_so():
     result = plan(spec, capacity(*[8] * 5000))
     assert result.best is not None
     assert result.rejected[0].subject == "shapes beyond the limit"
+
+
+def test_the_best_is_what_the_plan_finds_and_sought_again_only_where_it_may_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sought: list[Capacity] = []
+
+    def counted(spec: Spec, given: Capacity, current: Topology | None = None) -> PlanResult:
+        sought.append(given)
+        return plan(spec, given, current)
+
+    monkeypatch.setattr(planner, "plan", counted)
+    spec, running = make_spec(), Topology(tp=1, pp=1, dp=2)
+    for free in [(2, 2), (2, 2), (2, 1, 2), (2, 2, 2), (2, 2, 2, 2), (2,), ()]:
+        for current in (None, running, running):
+            assert planner.best(spec, capacity(*free), current) == plan(spec, capacity(*free), current).best
+    before = len(sought)
+    assert planner.best(spec, capacity(2, 2, 2), running) == planner.best(spec, capacity(2, 2, 2, 2), running)
+    assert len(sought) == before + 1
+    assert planner.best(make_spec(), capacity(2, 2, 2), running) is not None
+    assert len(sought) == before + 2, "another spec"
