@@ -20,6 +20,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from benchmarks import crowd
 from benchmarks.apiserver import apiserver
 from benchmarks.checkpoints import OUTPUT, ROOT
+from elastic_operator.families import JOB_ATTEMPT
 from elastic_operator.resources import JOB, NODE, POD, TRAINING_JOB
 from elastic_operator.status import Phase
 from testbed.kubectl import Kubectl
@@ -157,13 +158,12 @@ async def _value(number: int) -> int:
 
 
 async def _looked_at(port: int) -> int:
-    """Passes that the operator has completed, by its own count; 0 while it does not answer."""
+    """Jobs that the operator shows in its metrics, once it has looked at them; 0 while it does not answer."""
     try:
         text = await asyncio.to_thread(_scrape, port)
     except OSError:
         return 0
-    lines = [line for line in text.splitlines() if line.startswith("etj_reconcile_seconds_count")]
-    return int(float(lines[0].split()[1])) if lines else 0
+    return sum(line.startswith(f"{JOB_ATTEMPT.name}{{") for line in text.splitlines())
 
 
 def _scrape(port: int) -> str:

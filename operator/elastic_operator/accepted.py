@@ -16,7 +16,7 @@ from elastic_operator.conditions import Type, find
 from elastic_operator.manifests import JobRef, owned
 from elastic_operator.record import Record
 from elastic_operator.spec import Spec, SpecError, parse_spec
-from elastic_operator.status import Status
+from elastic_operator.status import Phase, Status
 
 
 def revision(job: JobRef, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,9 +68,10 @@ def wanted(status: Status) -> bool:
 def going_on(spec: Spec, record: Record) -> Spec:
     """The accepted spec, as what runs goes on by it: not at all where the refused one says so.
 
-    Who wants a job to stop should not have to correct it first.
+    Who wants a job to stop should not have to correct it first. To go on again it has to be corrected.
     """
-    return dataclasses.replace(spec, suspend=spec.suspend or record.suspends)
+    suspend = spec.suspend or record.suspends or record.status.phase == Phase.SUSPENDED
+    return dataclasses.replace(spec, suspend=suspend)
 
 
 def despite(refused: Decision, accepted: Decision) -> Decision:
@@ -79,11 +80,12 @@ def despite(refused: Decision, accepted: Decision) -> Decision:
     conditions = tuple(
         invalid if item.type == Type.SPEC_VALID and invalid is not None else item for item in accepted.status.conditions
     )
+    rests = accepted.status.phase == Phase.SUSPENDED  # maybe for weeks, and each look costs requests
     return dataclasses.replace(
         accepted,
         status=dataclasses.replace(accepted.status, conditions=conditions),
         events=(*refused.events, *accepted.events),
-        requeue_seconds=min(refused.requeue_seconds, accepted.requeue_seconds),
+        requeue_seconds=refused.requeue_seconds if rests else min(refused.requeue_seconds, accepted.requeue_seconds),
     )
 
 

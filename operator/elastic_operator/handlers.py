@@ -21,7 +21,7 @@ from elastic_operator.settings import Settings
 from reshard.contract import GROUP, PLURAL, VERSION
 
 SERVER_SECONDS = 120
-"""How long one watch lasts. Then kopf lists again: a connection that died unnoticed costs no more."""
+"""How long one watch lasts. Then kopf opens another one: a connection that died unnoticed costs no more."""
 
 
 def make_registry(settings: Settings, remembered: Remembered) -> kopf.OperatorRegistry:
@@ -41,7 +41,7 @@ def make_registry(settings: Settings, remembered: Remembered) -> kopf.OperatorRe
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def training_job(*, event: Mapping[str, Any], namespace: str | None, name: str, **_: Any) -> None:
         if event["type"] == "DELETED":
-            remembered.drop_record((namespace or "", name))
+            remembered.drop_record((namespace or "", name), event["object"]["metadata"]["uid"])
         else:
             remembered.put_record(event["object"], listed=event["type"] is None)
 

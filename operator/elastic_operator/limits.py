@@ -20,7 +20,7 @@ class Limits:
         unschedulable_seconds: how long a pod may find no node.
         device_seconds: how long a node may offer fewer accelerators than its pods hold (a restarted kubelet does).
         node_stable_seconds: how long a lost node has to be Ready before it is used again.
-        progress_seconds: shortest time between two status writes that only tell of progress.
+        progress_seconds: shortest time between two status writes that only tell of progress; longer beyond 200 jobs.
         resync_seconds: every job is looked at this often, whatever happens.
         reshard_backoff_seconds: wait before the first retry of a reshard Job; doubles each time.
     """

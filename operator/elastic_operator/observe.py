@@ -76,6 +76,27 @@ class Observer:
         """A fresh copy of the resource, None if it does not exist."""
         return await self._training_jobs.get((namespace, name))
 
+    def is_gone(self, key: Key, since: Record | None) -> bool:
+        """Forget a resource that a look has not found; False if another of its name has come since the look began.
+
+        Args:
+            since: what was `known` when it began.
+        """
+        if self._remembered.known(key) is not since:
+            return False
+        self._remembered.forget(key)
+        return True
+
+    def known(self, key: Key) -> Record | None:
+        """What was told of a resource, live or not."""
+        return self._remembered.known(key)
+
+    def read(self, resource: Mapping[str, Any], since: Record | None) -> None:
+        """Remember what a look has found, whatever its version, unless more was told since the look began."""
+        meta = resource["metadata"]
+        if since is not None and self._remembered.known((meta["namespace"], meta["name"])) is since:
+            self._remembered.put_record(resource, listed=True)
+
     async def recall(self, namespace: str, job: str) -> tuple[Record, Observation | None] | None:
         """What is remembered about one job, without requests; None where only a fresh look will do.
 
@@ -97,8 +118,11 @@ class Observer:
         return record, world if used is None else dataclasses.replace(world, used=used)
 
     def wrote(self, resource: Mapping[str, Any]) -> None:
-        """Remember what the API has answered to a write of a resource's status."""
-        self._remembered.put_record(resource)
+        """Remember what the API has answered to a write of a resource's status, unless another has taken its place."""
+        meta = resource["metadata"]
+        known = self._remembered.known((meta["namespace"], meta["name"]))
+        if known is not None and known.job.uid == meta["uid"]:
+            self._remembered.put_record(resource)
 
     async def pods(self, namespace: str, job: str) -> list[Mapping[str, Any]]:
         """All pods of one job, straight from the API."""

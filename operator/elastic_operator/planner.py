@@ -127,35 +127,23 @@ def plan(spec: Spec, capacity: Capacity, current: Topology | None = None) -> Pla
 
 
 def best(spec: Spec, capacity: Capacity, current: Topology | None = None) -> Candidate | None:
-    """What `plan` finds best. Asked again for the same spec on as many usable nodes, it is not sought again.
+    """What `plan` finds best. Asked again for a spec like this on as many usable nodes, it is not sought again.
 
     Every look at a running job asks: is there room for something better?
     """
     counts = tuple(min(spec.nodes.max, capacity.num_usable(per_node)) for per_node in spec.accelerator.per_node)
-    known = _KNOWN.get(id(spec))
-    if known is None or known.spec is not spec or (known.counts, known.current) != (counts, current):
-        known = _Known(spec=spec, counts=counts, current=current, best=plan(spec, capacity, current).best)
-        _KNOWN.pop(id(spec), None)
-        _KNOWN[id(spec)] = known
+    asked = (spec.nodes, spec.accelerator, spec.batch, spec.parallelism, spec.model, counts, current)
+    if asked not in _KNOWN:
+        _KNOWN[asked] = plan(spec, capacity, current).best
         if len(_KNOWN) > _MAX_KNOWN:
             del _KNOWN[next(iter(_KNOWN))]
-    return known.best
+    return _KNOWN[asked]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    """An answer of `best`, and what it was the answer to: `counts` is all that it takes from a capacity."""
+_KNOWN: dict[object, Candidate | None] = {}
+"""Answers of `best`, oldest first, by all that they depend on: of a capacity those are the numbers of usable nodes."""
 
-    spec: Spec
-    counts: tuple[int, ...]
-    current: Topology | None
-    best: Candidate | None
-
-
-_KNOWN: dict[int, _Known] = {}
-"""By identity of the spec, which holds parts that cannot be hashed; one answer each, oldest first."""
-
-_MAX_KNOWN = 2048
+_MAX_KNOWN = 4096
 
 
 def evaluate(spec: Spec, shape: Shape) -> Candidate:

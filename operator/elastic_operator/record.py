@@ -79,7 +79,7 @@ def is_quiet(before: Status, decision: Decision) -> bool:
 def only_tells(before: Status, decision: Decision) -> bool:
     """Nothing is to be done, and what runs goes on: what is to be written and said only tells how far it is."""
     after = decision.status
-    goes_on = before.launched and after.launched and not after.terminal
+    goes_on = before.launched and after.launched and not after.terminal and _step(before) <= _step(after)
     return goes_on and not _does(decision) and _course(before) == _course(after)
 
 
@@ -89,7 +89,12 @@ def _does(decision: Decision) -> bool:
 
 def _course(status: Status) -> tuple[Any, ...]:
     """What later passes steer by."""
-    return status.attempt, status.drain, status.growth, status.reshard, status.pinned, status.excluded_nodes
+    asked = (status.drain_request, status.retry_request)
+    return status.attempt, asked, status.drain, status.growth, status.reshard, status.pinned, status.excluded_nodes
+
+
+def _step(status: Status) -> int:
+    return status.progress.step if status.progress is not None else 0
 
 
 def _spec(wire: Mapping[str, Any]) -> Spec | SpecError:

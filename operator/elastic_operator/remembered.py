@@ -142,14 +142,24 @@ class Remembered:
         if before is None or self._records[key] != before:
             self.listener.wake(key)
 
-    def drop_record(self, key: Id) -> None:
-        """Forget a resource that is gone."""
+    def drop_record(self, key: Id, uid: str) -> None:
+        """Forget a resource that is gone, unless another of its name is there already."""
+        known = self._records.get(key)
+        if known is None or known.job.uid == uid:
+            self.forget(key)
+            self.listener.wake(key)
+
+    def forget(self, key: Id) -> None:
+        """The same, where whoever cares knows it."""
         self._records.pop(key, None)
-        self.listener.wake(key)
+
+    def known(self, key: Key) -> Record | None:
+        """A job as it was told last."""
+        return self._records.get(key)
 
     def record(self, key: Key) -> Record | None:
         """A job, None where a fresh look is needed to know."""
-        return self._records.get(key) if self.live else None
+        return self.known(key) if self.live else None
 
     def look(self, key: Key, resource: str) -> Observation:
         """What is remembered about one job; `used` counts only what `knows_held` says."""

@@ -250,10 +250,12 @@ class Workers:
 
     async def _look_and_act(self, key: Key) -> float | None:
         """A pass from a fresh look."""
+        known = self._observer.known(key)
         resource = await self._observer.training_job(*key)
         self._recall_until.pop(key, None)
         if resource is None:
-            return None
+            return None if self._observer.is_gone(key, known) else 0.0
+        self._observer.read(resource, known)
         record = read_record(resource)
         if record.deleting:
             return self._limits.resync_seconds

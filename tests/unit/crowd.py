@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from elastic_operator.actions import Event, LaunchAttempt
+from elastic_operator.actions import Action, Event, LaunchAttempt
 from elastic_operator.apply import Applier, ConflictError
 from elastic_operator.batching import Key
 from elastic_operator.caches import Nodes, Renewals
@@ -15,6 +16,7 @@ from elastic_operator.decide import decide
 from elastic_operator.inquiries import Inquiries
 from elastic_operator.limits import Limits
 from elastic_operator.mirror import Mirror
+from elastic_operator.observation import Observation
 from elastic_operator.observe import Observer
 from elastic_operator.remembered import Remembered
 from elastic_operator.spec import Spec
@@ -34,15 +36,24 @@ SPEC = {
 
 
 class Asking(Observer):
-    """Knows what it is told, and counts what it would have to ask."""
+    """Knows what it is told, and counts what it would have to ask. Finds only what a test has put `there`."""
 
     def __init__(self, remembered: Remembered, nodes: Nodes, renewals: Renewals) -> None:
         super().__init__(None, nodes, renewals, remembered, ())  # type: ignore[arg-type]
         self.asked: list[Key] = []
+        self.there: dict[Key, dict[str, Any]] = {}
+        self.kept: Spec | None = None
 
     async def training_job(self, namespace: str, name: str) -> dict[str, Any] | None:
         self.asked.append((namespace, name))
-        return None
+        return self.there.get((namespace, name))
+
+    async def accepted_spec(self, namespace: str, job: str, uid: str) -> Spec | None:
+        assert uid == f"uid-{job}"
+        return self.kept
+
+    async def look(self, namespace: str, job: str, resource: str, *, fresh: bool) -> Observation:
+        return dataclasses.replace(self._remembered.look((namespace, job), resource), capacity_fresh=True)
 
 
 class Writing(Applier):
@@ -51,6 +62,7 @@ class Writing(Applier):
     def __init__(self) -> None:
         self.written: list[tuple[Mapping[str, Any], Status]] = []
         self.told: list[str] = []
+        self.done: list[Action] = []
         self.stale: set[str] = set()
 
     async def write_status(self, resource: Mapping[str, Any], status: Status) -> Mapping[str, Any] | None:
@@ -59,6 +71,10 @@ class Writing(Applier):
         self.written.append((resource, status))
         meta = {**resource["metadata"], "generation": 1, "resourceVersion": "8"}
         return {"metadata": meta, "spec": SPEC, "status": to_wire(status)}
+
+    async def act(self, namespace: str, job: str, action: Action) -> None:
+        assert self.written
+        self.done.append(action)
 
     async def post_event(self, resource: Mapping[str, Any], event: Event, now: float) -> None:
         assert self.written
@@ -115,14 +131,16 @@ class Crowd:
         version: str = "7",
         status: Status | None = None,
         listed: bool = False,
-    ) -> None:
-        """The resource, with the status that is known of it or another one."""
-        meta = {"namespace": key[0], "name": key[1], "uid": f"uid-{key[1]}", "resourceVersion": version}
+        annotations: Mapping[str, str] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Tell of the resource, with the status that is known of it or another one."""
+        meta: dict[str, Any] = {"namespace": key[0], "name": key[1], "uid": f"uid-{key[1]}", "resourceVersion": version}
         known = self.memory._records.get(key)
         wire = to_wire(status or (known.status if known is not None else Status()))
-        self.memory.put_record(
-            {"metadata": {**meta, "generation": generation}, "spec": spec, "status": wire}, listed=listed
-        )
+        meta |= {"generation": generation, "annotations": annotations}
+        resource = {"metadata": meta, "spec": spec, "status": wire}
+        self.memory.put_record(resource, listed=listed)
+        return resource
 
     def settle(self, key: Key, on: str = "") -> None:
         """Let a job come to rest: what it decides is taken for done."""

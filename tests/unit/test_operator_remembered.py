@@ -63,7 +63,7 @@ def test_while_a_watch_is_cut_nothing_is_believed(plural: str) -> None:
 
 def test_a_deleted_job_is_asked_for() -> None:
     crowd = Crowd(3)
-    crowd.memory.drop_record(("ns", "job-1"))
+    crowd.memory.drop_record(("ns", "job-1"), "uid-job-1")
     assert crowd.woken == [("ns", "job-1")]
     look_at_all(crowd)
     assert crowd.observer.asked == [("ns", "job-1")]
@@ -104,3 +104,37 @@ def test_no_job_is_looked_at_from_memory_alone_for_ever(monkeypatch: pytest.Monk
     monkeypatch.setattr(time, "monotonic", lambda: begin + RECALL_SECONDS + 1)
     crowd.observer.asked.clear()
     assert look_at_all(crowd) >= 20 - some
+
+
+def test_a_job_that_is_not_there_is_forgotten_with_its_task() -> None:
+    crowd = Crowd(1)
+    key = crowd.keys[0]
+    crowd.memory.drop_record(key, "uid-job-0")
+    crowd.tell_job(key)  # the answer to a last write, which comes after the watch has told that the job is gone
+    crowd.mirror("jobs").live = False
+    assert asyncio.run(crowd.workers._reconcile(key)) is None
+    assert crowd.memory.known(key) is None
+
+
+def test_a_job_that_comes_while_its_predecessor_is_missed_is_looked_at() -> None:
+    crowd = Crowd(1)
+    key = crowd.keys[0]
+    crowd.mirror("jobs").live = False
+
+    async def missed(namespace: str, name: str) -> None:
+        crowd.tell_job((namespace, name), generation=2)
+
+    crowd.observer.training_job = missed  # type: ignore[method-assign]
+    assert asyncio.run(crowd.workers._reconcile(key)) == 0.0
+    assert crowd.memory.known(key) is not None
+
+
+def test_what_belongs_to_no_known_job_wakes_nobody() -> None:
+    crowd = Crowd(1)
+    crowd.memory.forget(crowd.keys[0])
+    pod = crowd.memory.look(crowd.keys[0], GPU).pods[0]
+    meta = {"namespace": "ns", "name": pod.name, "labels": labels(crowd, 0), "uid": pod.uid}
+    crowd.tell("pods", {"metadata": meta, "spec": {"nodeName": "n0"}, "status": {"phase": "Failed"}}, "MODIFIED")
+    assert crowd.woken == []
+    crowd.tell_job(crowd.keys[0])
+    assert crowd.woken == [crowd.keys[0]]

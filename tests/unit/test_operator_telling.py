@@ -7,6 +7,11 @@ import time
 
 import pytest
 
+from elastic_operator.actions import RequestDrain
+from elastic_operator.handlers import make_registry
+from elastic_operator.manifests import DRAIN_REQUESTED
+from elastic_operator.settings import read
+from elastic_operator.spec import parse_spec
 from elastic_operator.status import Phase, Status
 from elastic_operator.wire import format_time
 from elastic_operator.worker import PROGRESS_SECONDS_PER_JOB
@@ -111,6 +116,57 @@ def test_a_drain_begins_after_a_fresh_look(monkeypatch: pytest.MonkeyPatch) -> N
     assert crowd.observer.asked == [KEY]
 
 
+def test_a_request_by_hand_is_answered_after_a_fresh_look() -> None:
+    crowd = Crowd(1)  # no training loop answers yet, as far as is remembered
+    crowd.tell_job(KEY, annotations={DRAIN_REQUESTED: "now"})
+    asyncio.run(crowd.workers._reconcile(KEY))
+    assert (crowd.applier.written, crowd.applier.told) == ([], [])
+    assert crowd.observer.asked == [KEY]
+
+
+def test_a_step_behind_the_one_that_was_told_is_worth_a_fresh_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = running()
+    later(monkeypatch, 11.0)
+    report(crowd, 5)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    later(monkeypatch, 11.0)
+    report(crowd, 4)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    assert len(crowd.applier.written) == 1
+    assert crowd.observer.asked == [KEY]
+
+
+def test_a_refused_edit_that_suspends_a_running_job_drains_it() -> None:
+    crowd = running()
+    crowd.observer.kept = parse_spec(SPEC)
+    crowd.observer.there[KEY] = crowd.tell_job(KEY, spec={**SPEC, "nodes": "three", "suspend": True}, generation=2)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    ((_, status),) = crowd.applier.written
+    assert status.drain is not None
+    assert status.drain.cause == "Suspended"
+    assert crowd.applier.done == [RequestDrain(lease="job-0-a1")]
+    assert set(crowd.applier.told) == {"job-0 InvalidSpec", "job-0 DrainRequested"}
+
+
+def test_what_kopf_lists_is_believed_and_what_it_watches_if_it_is_not_older() -> None:
+    crowd = Crowd(1)
+    registry = make_registry(read(["run"]), crowd.memory)
+    (handler,) = registry._watching.get_all_handlers()
+    resource = crowd.tell_job(KEY)
+    older = {**resource, "metadata": {**resource["metadata"], "resourceVersion": "3"}}
+
+    def hear(change: str | None, found: object) -> str:
+        asyncio.run(handler.fn(event={"type": change, "object": found}, namespace="ns", name="job-0"))
+        known = crowd.memory.known(KEY)
+        return known.version if known is not None else ""
+
+    assert hear("MODIFIED", older) == "7"
+    assert hear(None, older) == "3"
+    another = {**resource, "metadata": {**resource["metadata"], "uid": "another"}}
+    assert hear("DELETED", another) == "3"
+    assert hear("DELETED", older) == ""
+
+
 def test_an_edit_is_accepted_after_a_fresh_look(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = running()
     later(monkeypatch, 11.0)
@@ -126,10 +182,11 @@ def test_the_more_jobs_the_more_rarely_progress_is_written(monkeypatch: pytest.M
     num_jobs = 1000
     crowd = running()
     crowd.workers._tasks = dict.fromkeys(range(num_jobs))  # type: ignore[arg-type]
-    report(crowd, 5)
     later(monkeypatch, PROGRESS_SECONDS_PER_JOB * num_jobs - 1)
+    report(crowd, 5)
     asyncio.run(crowd.workers._reconcile(KEY))
     assert crowd.applier.written == []
     later(monkeypatch, 2)
+    report(crowd, 6)
     asyncio.run(crowd.workers._reconcile(KEY))
     assert len(crowd.applier.written) == 1
