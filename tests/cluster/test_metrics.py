@@ -157,7 +157,8 @@ def test_what_is_exported_agrees_with_what_happened_and_a_restart_counts_nothing
     run: Run, operator: Operator, port: int
 ) -> None:
     page = Page(port)
-    run.submit([*LIGHT, "100000", "10", "0", GOLDEN], accelerator={"resource": "amd.com/gpu", "perNode": [2, 1]})
+    # Progress is written every 10 s, which are 50 steps: with a commit every 10 it could always fall on one.
+    run.submit([*LIGHT, "100000", "7", "0", GOLDEN], accelerator={"resource": "amd.com/gpu", "perNode": [2, 1]})
     run.until("a commit, and a step after it", lambda status: (
         status.get("phase") == "Running" and 0 < status["checkpoint"].get("step", 0) < status["progress"]["step"]
     ))  # fmt: skip
