@@ -54,11 +54,16 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "time", lambda: now + seconds)
 
 
+def look_after(crowd: Crowd, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let time for a report of progress pass, and then a step be made and looked at."""
+    later(monkeypatch, 11.0)
+    report(crowd, step)
+    asyncio.run(crowd.workers._reconcile(KEY))
+
+
 def test_progress_is_written_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = running()
-    later(monkeypatch, 11.0)
-    report(crowd, 5)
-    asyncio.run(crowd.workers._reconcile(KEY))
+    look_after(crowd, 5, monkeypatch)
     ((resource, status),) = crowd.applier.written
     assert status.progress is not None and status.progress.step == 5
     assert resource["metadata"] == {"name": "job-0", "namespace": "ns", "uid": "uid-job-0", "resourceVersion": "7"}
@@ -69,18 +74,14 @@ def test_progress_is_written_without_a_look(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_job_that_is_not_as_remembered_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = running()
     crowd.applier.stale.add("7")
-    later(monkeypatch, 11.0)
-    report(crowd, 5)
-    asyncio.run(crowd.workers._reconcile(KEY))
+    look_after(crowd, 5, monkeypatch)
     assert crowd.applier.written == []
     assert crowd.observer.asked == [KEY]
 
 
 def test_what_was_written_is_remembered_before_the_watch_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = running()
-    later(monkeypatch, 11.0)
-    report(crowd, 5)
-    asyncio.run(crowd.workers._reconcile(KEY))
+    look_after(crowd, 5, monkeypatch)
     later(monkeypatch, 11.0)
     report(crowd, 9)
     crowd.tell_job(KEY, version="7", status=Status())  # of before the write
@@ -126,12 +127,8 @@ def test_a_request_by_hand_is_answered_after_a_fresh_look() -> None:
 
 def test_a_step_behind_the_one_that_was_told_is_worth_a_fresh_look(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = running()
-    later(monkeypatch, 11.0)
-    report(crowd, 5)
-    asyncio.run(crowd.workers._reconcile(KEY))
-    later(monkeypatch, 11.0)
-    report(crowd, 4)
-    asyncio.run(crowd.workers._reconcile(KEY))
+    look_after(crowd, 5, monkeypatch)
+    look_after(crowd, 4, monkeypatch)
     assert len(crowd.applier.written) == 1
     assert crowd.observer.asked == [KEY]
 
