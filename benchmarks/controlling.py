@@ -25,8 +25,10 @@ from elastic_operator.resources import JOB, NODE, POD, TRAINING_JOB
 from elastic_operator.status import Phase
 from testbed.kubectl import Kubectl
 
-SIZES = ((500, 100), (2000, 400))
+SIZES = ((500, 100), (2000, 400), (5000, 1000))
 """Nodes and jobs."""
+POLL_SECONDS = 1.0
+"""Asking costs the operator, which writes thousands of lines of metrics, and the API server, which lists jobs."""
 STEADY_SECONDS = 60
 SETTLE_SECONDS = 15
 _LIMIT_SECONDS = 600
@@ -140,7 +142,7 @@ async def _until(count, wanted: int) -> float:  # type: ignore[no-untyped-def]  
     while (found := await count()) < wanted:
         if time.monotonic() - begin > _LIMIT_SECONDS:
             raise TimeoutError(f"{found} of {wanted} after {_LIMIT_SECONDS} s: see {OUTPUT}/operator.log")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(POLL_SECONDS)
     return time.monotonic() - begin
 
 

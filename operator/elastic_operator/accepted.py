@@ -80,12 +80,11 @@ def despite(refused: Decision, accepted: Decision) -> Decision:
     conditions = tuple(
         invalid if item.type == Type.SPEC_VALID and invalid is not None else item for item in accepted.status.conditions
     )
-    rests = accepted.status.phase == Phase.SUSPENDED  # maybe for weeks, and each look costs requests
     return dataclasses.replace(
         accepted,
         status=dataclasses.replace(accepted.status, conditions=conditions),
         events=(*refused.events, *accepted.events),
-        requeue_seconds=refused.requeue_seconds if rests else min(refused.requeue_seconds, accepted.requeue_seconds),
+        requeue_seconds=min(refused.requeue_seconds, accepted.requeue_seconds),
     )
 
 

@@ -111,6 +111,7 @@ class Workers:
         self._mail: dict[Key, dict[str, Mapping[str, Any]]] = {}
         self._waking_all: asyncio.TimerHandle | None = None
         self._slots = asyncio.Semaphore(AT_ONCE)
+        self._began = time.monotonic()
         self._inquiries = inquiries
         self._promises = Promises()
         self._told_forbidden = False
@@ -127,6 +128,8 @@ class Workers:
 
     def wake(self, key: Key) -> None:
         """Look at a resource soon. Makes its task at the first time."""
+        if not self._tasks:
+            self._began = time.monotonic()
         if key not in self._tasks:
             self._wakers[key] = asyncio.Event()
             self._tasks[key] = asyncio.create_task(self._run(key), name="/".join(key))
@@ -211,7 +214,17 @@ class Workers:
     def _trusts_memory(self, key: Key) -> bool:
         """For a time after a fresh look that is another one for every job: else all of them would look at once."""
         now = time.monotonic()
-        return now < self._recall_until.setdefault(key, now + RECALL_SECONDS * (1 - hash(key) % 512 / 1024))
+        return now < self._recall_until.setdefault(key, now + RECALL_SECONDS * (1 - _turn(key) / 2))
+
+    def _untold_seconds(self, key: Key) -> float:
+        """How long a job's progress is not written yet.
+
+        After a start all of it is due. In a crowd each job waits for its turn in the time in which every job writes
+        once: what has to be done about others should not wait for a thousand writes.
+        """
+        if self._limits is self._own_limits:
+            return 0.0
+        return self._began + self._limits.progress_seconds * _turn(key) - time.monotonic()
 
     def _on_the_tick(self, seconds: float) -> float:
         if seconds < TICK_SECONDS or not self.crowded:
@@ -241,6 +254,9 @@ class Workers:
                 _show(key, found)
                 return found.decision.requeue_seconds
             if only_tells(record.status, found.decision) and not accepted.is_due(record.status, found.decision.status):
+                if (seconds := self._untold_seconds(key)) > 0.0:
+                    _show(key, found)
+                    return min(seconds, found.decision.requeue_seconds)
                 with contextlib.suppress(ConflictError):
                     async with self._slots:
                         await self._apply(key, record.reference, found)
@@ -350,6 +366,11 @@ class Workers:
             if not self._told_forbidden:
                 logger.warning("accepted specs cannot be kept, and a refused edit stops recovery: %s", error)
             self._told_forbidden = True
+
+
+def _turn(key: Key) -> float:
+    """A job's place among all jobs, 0 to 1, so that not all do something at once."""
+    return hash(key) % 1024 / 1024
 
 
 def _needs_accepted(record: Record) -> bool:

@@ -385,6 +385,7 @@ def test_suspending_drains_then_stops_then_rests() -> None:
     assert {"DeleteJob", "RevokeAttempt"} <= set(kinds(second))
     third = look(second.status, Observation(nodes=WORLD.nodes), suspend=True)
     assert third.status.phase == Phase.SUSPENDED
+    assert third.requeue_seconds == Limits().resync_seconds, "nothing can come of it but an edit, which is told"
     assert [(item.cause, item.planned) for item in third.status.recoveries] == [("Suspended", True)]
     fourth = look(third.status, Observation(nodes=WORLD.nodes))
     assert fourth.status.attempt == 2

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from elastic_operator import worker
 from elastic_operator.actions import RequestDrain
 from elastic_operator.handlers import make_registry
 from elastic_operator.manifests import DRAIN_REQUESTED
@@ -179,6 +180,7 @@ def test_the_more_jobs_the_more_rarely_progress_is_written(monkeypatch: pytest.M
     num_jobs = 1000
     crowd = running()
     crowd.workers._tasks = dict.fromkeys(range(num_jobs))  # type: ignore[arg-type]
+    crowd.workers._began -= 3600
     later(monkeypatch, PROGRESS_SECONDS_PER_JOB * num_jobs - 1)
     report(crowd, 5)
     asyncio.run(crowd.workers._reconcile(KEY))
@@ -187,3 +189,32 @@ def test_the_more_jobs_the_more_rarely_progress_is_written(monkeypatch: pytest.M
     report(crowd, 6)
     asyncio.run(crowd.workers._reconcile(KEY))
     assert len(crowd.applier.written) == 1
+
+
+@pytest.mark.parametrize("num_jobs", [1, 1000])
+def test_after_a_start_progress_is_written_in_turns_where_there_are_many_jobs(
+    monkeypatch: pytest.MonkeyPatch, num_jobs: int
+) -> None:
+    monkeypatch.setattr(worker, "_turn", lambda key: 0.5)
+    crowd = running()
+    crowd.workers._tasks = dict.fromkeys(range(num_jobs))  # type: ignore[arg-type]
+    later(monkeypatch, 3600.0)
+    report(crowd, 5)
+    seconds = asyncio.run(crowd.workers._reconcile(KEY))
+    assert (crowd.applier.written == []) == (num_jobs > 1)
+    if num_jobs > 1:
+        assert seconds is not None and seconds <= PROGRESS_SECONDS_PER_JOB * num_jobs / 2
+        crowd.workers._began -= PROGRESS_SECONDS_PER_JOB * num_jobs / 2
+        asyncio.run(crowd.workers._reconcile(KEY))
+        assert len(crowd.applier.written) == 1
+
+
+def test_after_a_start_what_has_to_be_done_does_not_wait_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_turn", lambda key: 0.5)
+    crowd = running()
+    crowd.workers._tasks = dict.fromkeys(range(1000))  # type: ignore[arg-type]
+    later(monkeypatch, 3600.0)
+    report(crowd, 5)
+    crowd.tell("nodes", node("n0"), "DELETED")
+    asyncio.run(crowd.workers._reconcile(KEY))
+    assert crowd.observer.asked == [KEY]
