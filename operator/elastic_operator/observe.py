@@ -72,6 +72,11 @@ class Observer:
         self._used_lock = asyncio.Lock()
         self._leases_lock = asyncio.Lock()
 
+    @property
+    def num_jobs(self) -> int:
+        """So many jobs there are at least."""
+        return self._remembered.num_jobs
+
     async def training_job(self, namespace: str, name: str) -> dict[str, Any] | None:
         """A fresh copy of the resource, None if it does not exist."""
         return await self._training_jobs.get((namespace, name))

@@ -37,6 +37,10 @@ class ByJob(Generic[_T]):
         self._views: dict[Key, dict[str, _T]] = {}
         self._owners: dict[Id, Key] = {}
 
+    def __len__(self) -> int:
+        """Number of jobs that have objects."""
+        return len(self._views)
+
     def of(self, key: Key) -> Sequence[_T]:
         """Views of one job's objects."""
         return tuple(self._views.get(key, {}).values())
@@ -123,6 +127,11 @@ class Remembered:
     def knows_held(self) -> bool:
         """`held` is true now. Where single namespaces are served, pods elsewhere may be listed, but not watched."""
         return self._sees_all_pods and self.live
+
+    @property
+    def num_jobs(self) -> int:
+        """So many there are at least. The resources themselves come one after another at the start."""
+        return max(len(self._records), len(self._jobs))
 
     def put_record(self, resource: Object, *, listed: bool = False) -> None:
         """Take up a resource, which may have changed.

@@ -119,11 +119,15 @@ class Workers:
     @property
     def crowded(self) -> bool:
         """There are too many jobs to look at all of them whenever anything happens."""
-        return len(self._tasks) > FEW_JOBS
+        return self._num_jobs > FEW_JOBS
+
+    @property
+    def _num_jobs(self) -> int:
+        return max(len(self._tasks), self._observer.num_jobs)
 
     @property
     def _limits(self) -> Limits:
-        limits, seconds = self._own_limits, PROGRESS_SECONDS_PER_JOB * len(self._tasks)
+        limits, seconds = self._own_limits, PROGRESS_SECONDS_PER_JOB * self._num_jobs
         return limits if seconds <= limits.progress_seconds else dataclasses.replace(limits, progress_seconds=seconds)
 
     def wake(self, key: Key) -> None:
@@ -146,7 +150,7 @@ class Workers:
         if not self.crowded:
             self._wake_all()
         elif self._waking_all is None:
-            seconds = SECONDS_PER_JOB * len(self._tasks)
+            seconds = SECONDS_PER_JOB * self._num_jobs
             self._waking_all = asyncio.get_running_loop().call_later(seconds, self._wake_all)
 
     def node_changed(self, name: str) -> None:

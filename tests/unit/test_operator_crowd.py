@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from elastic_operator.batching import Key
+from elastic_operator.caches import Nodes, Renewals
 from elastic_operator.limits import Limits
+from elastic_operator.observe import Observer
+from elastic_operator.remembered import Remembered
 from elastic_operator.worker import FEW_JOBS, SECONDS_PER_JOB, TICK_SECONDS, Workers
 from reshard.contract import LeaseKey
 
@@ -17,7 +20,9 @@ class Resting(Workers):
     """Tasks that look at nothing."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(None, None, None, Limits())  # type: ignore[arg-type]
+        nodes, renewals = Nodes(), Renewals()
+        observer = Observer(None, nodes, renewals, Remembered(nodes, renewals), ())  # type: ignore[arg-type]
+        super().__init__(observer, None, None, Limits())  # type: ignore[arg-type]
         self.keys = [("ns", str(number)) for number in range(count)]
         for key in self.keys:
             self.wake(key)

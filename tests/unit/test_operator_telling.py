@@ -209,6 +209,13 @@ def test_after_a_start_progress_is_written_in_turns_where_there_are_many_jobs(
         assert len(crowd.applier.written) == 1
 
 
+def test_the_number_of_jobs_is_known_before_their_resources_have_come() -> None:
+    crowd = running(num_jobs=3)
+    for key in crowd.keys[1:]:
+        crowd.memory.forget(key)
+    assert crowd.observer.num_jobs == 3
+
+
 def test_after_a_start_what_has_to_be_done_does_not_wait_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_turn", lambda key: 0.5)
     crowd = running()
