@@ -25,8 +25,8 @@ from elastic_operator.resources import JOB, NODE, POD, TRAINING_JOB
 from elastic_operator.status import Phase
 from testbed.kubectl import Kubectl
 
-SIZES = ((500, 100), (2000, 400), (5000, 1000))
-"""Nodes and jobs."""
+SIZES = ((500, 100), (2000, 400))
+"""Nodes and jobs. With 1,000 jobs that report, two processors are too few for the API server and the reports."""
 POLL_SECONDS = 1.0
 """Asking costs the operator, which writes thousands of lines of metrics, and the API server, which lists jobs."""
 STEADY_SECONDS = 60
@@ -37,7 +37,11 @@ _LIMIT_SECONDS = 600
 def operator(repeat: int) -> str:
     """Table of the section: one row per size of the cluster."""
     del repeat  # a cold start takes its objects along; one run each
-    rows = [asyncio.run(_measure(nodes, jobs)) for nodes, jobs in SIZES]
+    rows = []
+    for nodes, jobs in SIZES:
+        rows.append(asyncio.run(_measure(nodes, jobs)))
+        sys.stdout.write(rows[-1])
+        sys.stdout.flush()
     head = (
         "| cluster | all jobs launched | first start: every status written | restart: every job looked at | of it, "
         "operator's processor | memory | processors, at rest | processors, all jobs report steps | node deleted -> "

@@ -30,7 +30,12 @@ async def in_parallel(calls: Iterable[Coroutine[Any, Any, object]], at_once: int
         async with slots:
             await call
 
-    await asyncio.gather(*(one(call) for call in calls))
+    every = list(calls)
+    try:
+        await asyncio.gather(*(one(call) for call in every))
+    finally:
+        for call in every:
+            call.close()  # those that were not begun when this was cancelled
 
 
 async def add_nodes(client: AsyncClient, count: int) -> None:

@@ -18,7 +18,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from elastic_operator import metrics, probes
 from elastic_operator.apply import Applier
 from elastic_operator.caches import Nodes, Renewals
-from elastic_operator.ending import end
+from elastic_operator.ending import end, heed_at_the_end
 from elastic_operator.handlers import make_registry
 from elastic_operator.inquiries import Inquiries
 from elastic_operator.leader import LOST, Leader
@@ -74,6 +74,7 @@ async def serve(settings: Settings) -> None:
         if leader is not None and leader.standing.leading:
             await leader.release()
         await client.close()
+        asyncio.get_running_loop().set_exception_handler(heed_at_the_end)
 
 
 async def _work(

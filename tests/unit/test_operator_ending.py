@@ -1,9 +1,11 @@
-"""A task that turns its cancellation into an error and goes on is ended all the same."""
+"""How tasks are ended that turn their cancellation into an error, and what is said of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -43,3 +45,34 @@ def test_a_task_that_fails_on_the_way_out_hinders_nobody() -> None:
         assert isinstance(task.exception(), OSError)
 
     asyncio.run(run())
+
+
+def test_a_generator_that_cannot_be_closed_is_no_error_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def stubborn() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            raise RuntimeError("generator didn't stop after athrow()")
+
+    async def run() -> list[AsyncIterator[int]]:
+        generator = stubborn()
+        await anext(generator)
+        asyncio.get_running_loop().set_exception_handler(ending.heed_at_the_end)
+        return [generator]  # alive until the loop ends it
+
+    caplog.set_level(logging.DEBUG)
+    kept = asyncio.run(run())
+    assert kept
+    found = [record for record in caplog.records if "asynchronous generator" in record.getMessage()]
+    assert [record.levelno for record in found] == [logging.DEBUG]
+
+
+def test_any_other_failure_at_the_end_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(ending.heed_at_the_end)
+        loop.call_soon(lambda: 1 / 0)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert [record.levelno for record in caplog.records if record.name == "asyncio"] == [logging.ERROR]
