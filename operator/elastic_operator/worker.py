@@ -224,7 +224,7 @@ class Workers:
         """How long a job's progress is not written yet.
 
         After a start all of it is due. In a crowd each job waits for its turn in the time in which every job writes
-        once: what has to be done about others should not wait for a thousand writes.
+        once: what is news, or has to be done about others, should not wait for a thousand writes.
         """
         if self._limits is self._own_limits:
             return 0.0
@@ -258,7 +258,8 @@ class Workers:
                 _show(key, found)
                 return found.decision.requeue_seconds
             if only_tells(record.status, found.decision) and not accepted.is_due(record.status, found.decision.status):
-                if (seconds := self._untold_seconds(key)) > 0.0:
+                seconds = self._untold_seconds(key)
+                if seconds > 0.0 and found.decision.status.phase == record.status.phase and not found.decision.events:
                     _show(key, found)
                     return min(seconds, found.decision.requeue_seconds)
                 with contextlib.suppress(ConflictError):

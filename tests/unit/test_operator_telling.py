@@ -209,6 +209,17 @@ def test_after_a_start_progress_is_written_in_turns_where_there_are_many_jobs(
         assert len(crowd.applier.written) == 1
 
 
+def test_after_a_start_what_is_news_does_not_wait_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_turn", lambda key: 0.5)
+    crowd = Crowd(1)
+    crowd.workers._tasks = dict.fromkeys(range(1000))  # type: ignore[arg-type]
+    report(crowd, 1)
+    asyncio.run(crowd.workers._reconcile(KEY))
+    ((_, status),) = crowd.applier.written
+    assert status.phase == Phase.RUNNING
+    assert crowd.applier.told == ["job-0 Running"]
+
+
 def test_the_number_of_jobs_is_known_before_their_resources_have_come() -> None:
     crowd = running(num_jobs=3)
     for key in crowd.keys[1:]:
