@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Coroutine, Iterable
 from typing import Any
@@ -34,8 +35,9 @@ async def in_parallel(calls: Iterable[Coroutine[Any, Any, object]], at_once: int
     try:
         await asyncio.gather(*(one(call) for call in every))
     finally:
-        for call in every:
-            call.close()  # those that were not begun when this was cancelled
+        for call in every:  # those that were not begun when this was cancelled
+            if inspect.getcoroutinestate(call) == inspect.CORO_CREATED:
+                call.close()
 
 
 async def add_nodes(client: AsyncClient, count: int) -> None:

@@ -163,7 +163,7 @@ def _wake(context: Context, status: Status) -> float:
     moments += [item.until for item in status.excluded_nodes if item.until is not None]
     moments += [
         pod.deleted_at + recovery.force_delete_seconds
-        for pod in stopped_pods(context, status)
+        for pod in context.world.pods
         if pod.deleted_at is not None and not pod.terminal
     ]
     if current is not None and current.launch_time is not None:

@@ -83,6 +83,19 @@ def only_tells(before: Status, decision: Decision) -> bool:
     return goes_on and not _does(decision) and _course(before) == _course(after)
 
 
+def only_counts(before: Status, decision: Decision) -> bool:
+    """What is to be written says that more steps are done, and nothing else: it may as well be written later.
+
+    All other facts may not. Some are dated when they are written, and some are gone by then, as commits are that a
+    newer one has taken the place of.
+    """
+    after = decision.status
+    if decision.events or before.progress is None or after.progress is None:
+        return False
+    same = dataclasses.replace(after, progress=before.progress, goodput=before.goodput, ettr_text=before.ettr_text)
+    return same == before and after.progress.phase == before.progress.phase
+
+
 def _does(decision: Decision) -> bool:
     return bool(decision.needs_fresh_capacity or decision.actions or decision.reshards)
 

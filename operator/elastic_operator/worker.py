@@ -26,7 +26,7 @@ from elastic_operator.limits import Limits
 from elastic_operator.observation import Observation
 from elastic_operator.observe import Observer
 from elastic_operator.promises import Promises, contested
-from elastic_operator.record import Record, is_quiet, only_tells, read_record
+from elastic_operator.record import Record, is_quiet, only_counts, only_tells, read_record
 from elastic_operator.reshardpod import ReshardImage
 from elastic_operator.spec import Spec, SpecError
 from elastic_operator.status import Status
@@ -224,7 +224,7 @@ class Workers:
         """How long a job's progress is not written yet.
 
         After a start all of it is due. In a crowd each job waits for its turn in the time in which every job writes
-        once: what is news, or has to be done about others, should not wait for a thousand writes.
+        once: what is news, or has to be done about others, should not wait for a thousand writes of steps.
         """
         if self._limits is self._own_limits:
             return 0.0
@@ -259,7 +259,7 @@ class Workers:
                 return found.decision.requeue_seconds
             if only_tells(record.status, found.decision) and not accepted.is_due(record.status, found.decision.status):
                 seconds = self._untold_seconds(key)
-                if seconds > 0.0 and found.decision.status.phase == record.status.phase and not found.decision.events:
+                if seconds > 0.0 and only_counts(record.status, found.decision):
                     _show(key, found)
                     return min(seconds, found.decision.requeue_seconds)
                 with contextlib.suppress(ConflictError):

@@ -385,11 +385,19 @@ def test_suspending_drains_then_stops_then_rests() -> None:
     assert {"DeleteJob", "RevokeAttempt"} <= set(kinds(second))
     third = look(second.status, Observation(nodes=WORLD.nodes), suspend=True)
     assert third.status.phase == Phase.SUSPENDED
-    assert third.requeue_seconds == Limits().resync_seconds, "nothing can come of it but an edit, which is told"
+    assert third.requeue_seconds == Limits().resync_seconds, "an edit is told"
     assert [(item.cause, item.planned) for item in third.status.recoveries] == [("Suspended", True)]
     fourth = look(third.status, Observation(nodes=WORLD.nodes))
     assert fourth.status.attempt == 2
     assert fourth.status.current.resume.uri == ref.uri  # type: ignore[union-attr]
+
+
+def test_a_suspended_job_wakes_to_force_the_deletion_of_a_pod_that_converts_on_a_lost_node() -> None:
+    status = dataclasses.replace(settled(), phase=Phase.SUSPENDED, current=None)
+    pod = PodView(name="x", uid="x", attempt=2, role="reshard", node="n1", phase="Running", deleted_at=NOW - 45)
+    decision = look(status, Observation(nodes=WORLD.nodes, pods=(pod,)), suspend=True)
+    assert decision.status.phase == Phase.SUSPENDED
+    assert decision.requeue_seconds == pytest.approx(spec().recovery.force_delete_seconds - 45)
 
 
 def test_a_drain_that_takes_too_long_goes_on_with_the_last_commit() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+from typing import Any
 
 import pytest
 
 from elastic_operator import worker
-from elastic_operator.actions import RequestDrain
+from elastic_operator.actions import Decision, Event, RequestDrain
 from elastic_operator.handlers import make_registry
 from elastic_operator.manifests import DRAIN_REQUESTED
+from elastic_operator.record import only_counts
 from elastic_operator.settings import read
 from elastic_operator.spec import parse_spec
-from elastic_operator.status import Phase, Status
-from elastic_operator.wire import format_time
+from elastic_operator.status import Checkpoint, Current, Phase, Progress, Recovery, Status
+from elastic_operator.wire import Time, format_time
 from elastic_operator.worker import PROGRESS_SECONDS_PER_JOB
 from reshard.contract import LeaseKey, TrainerPhase
 from tests.unit.crowd import SPEC, Crowd, node
@@ -218,6 +221,35 @@ def test_after_a_start_what_is_news_does_not_wait_for_its_turn(monkeypatch: pyte
     ((_, status),) = crowd.applier.written
     assert status.phase == Phase.RUNNING
     assert crowd.applier.told == ["job-0 Running"]
+
+
+BEFORE = Status(
+    phase=Phase.RUNNING,
+    attempt=1,
+    current=Current(topology={}, num_nodes=1, gpus_per_node=8),
+    progress=Progress(phase=TrainerPhase.TRAINING, step=3),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({"progress": Progress(phase=TrainerPhase.TRAINING, step=4, loss=0.5)}, True),
+        ({"progress": Progress(phase=TrainerPhase.TRAINING, step=4), "ettr_text": "98", "goodput": {"ettr": 1}}, True),
+        ({"progress": Progress(phase=TrainerPhase.DRAINED, step=4)}, False),
+        ({"progress": None}, False),
+        ({"phase": Phase.DRAINING}, False),
+        ({"reason": "ErrImagePull"}, False),
+        ({"checkpoint": Checkpoint(step=3)}, False),
+        ({"current": dataclasses.replace(BEFORE.current, job_uid="u")}, False),
+        ({"current": dataclasses.replace(BEFORE.current, schedule_time=Time(1.0))}, False),
+        ({"recoveries": (Recovery(cause="NodeLost", to_attempt=1),)}, False),
+    ],
+)
+def test_only_steps_wait_for_their_turn(changes: dict[str, Any], waits: bool) -> None:
+    after = dataclasses.replace(BEFORE, **changes)
+    assert only_counts(BEFORE, Decision(status=after)) is waits
+    assert not only_counts(BEFORE, Decision(status=after, events=(Event(reason="Running", message="it runs"),)))
 
 
 def test_the_number_of_jobs_is_known_before_their_resources_have_come() -> None:
