@@ -176,7 +176,7 @@ def _wake(context: Context, status: Status) -> float:
         lease = context.world.leases.get(status.attempt)
         if lease is not None and lease.renewed_at is not None:
             moments.append(lease.renewed_at + context.limits.heartbeat_stale_seconds + 0.1)
-    if (current is None or current.launch_time is None) and status.phase != Phase.SUSPENDED:
+    if not status.launched and status.phase != Phase.SUSPENDED:
         # What other jobs give back is not watched.
         moments.append(now + (10.0 if status.phase == Phase.WAITING else 2.0))
     return min((moment for moment in moments if moment > now), default=now + 1.0)
