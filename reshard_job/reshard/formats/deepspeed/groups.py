@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.logical import Model, param_groups
+from reshard.formats.deepspeed.muon import is_muon
 from reshard.formats.deepspeed.source import Source
 from reshard.formats.deepspeed.states import GroupState, group_states, same_scalar
-from reshard.formats.deepspeed.unpartitioned import param_states
+from reshard.formats.deepspeed.unpartitioned import ParamState, param_states
 from reshard.formats.pt.objects import Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read_tensor_bytes
 from reshard.layout import ParamGroup, Plain
@@ -46,6 +47,12 @@ def read_groups(source: Source, model: Model) -> tuple[ParamGroup, ...]:
     return tuple(found)
 
 
+def uses_muon(source: Source) -> bool:
+    """DeepSpeed's Muon optimizes some of the parameters."""
+    num_mp = source.topology.tp * source.topology.pp
+    return any(is_muon(group) for mp in range(num_mp) for group in param_groups(source, mp))
+
+
 def group_holder(source: Source, model: Model, group: int) -> tuple[int, int]:
     """A model-parallel rank of the first stage that holds a group of the whole model, and the position there."""
     for pp, stage in enumerate(model.stages):
@@ -72,18 +79,36 @@ def group_state(source: Source, mp: int, group: int) -> GroupState:
 def _unpartitioned(source: Source, mp: int, group: int) -> GroupState:
     file = source.models[mp, 0]
     states = param_states(source.optimizer(mp, 0), file.path)[group]
-    first = states[0]
-    for name, state in zip(source.named[mp][group], states, strict=True):
-        if state.order and {key: same_scalar(value) for key, value in state.scalars.items()} != {
-            key: same_scalar(value) for key, value in first.scalars.items()
-        }:
+    named = list(zip(source.named[mp][group], states, strict=True))
+    counting = expected = states[0]
+    if _counts_in_the_last(param_groups(source, mp)[group], states):
+        *named, (_, counting) = [pair for pair in named if pair[1].order]
+        expected = named[0][1]
+    for name, state in named:
+        if state.order and _comparable(state) != _comparable(expected):
             raise UnsupportedError(
                 f"{name} has done another number of optimizer steps than {next(iter(source.named[mp][group]))},"
                 " which stands in the same parameter group",
                 path=file.path,
                 hint="parameters of one group must get gradients from the same step on",
             )
-    return GroupState(flat=first.tensors, scalars=first.scalars, order=first.order)
+    return GroupState(flat=counting.tensors, scalars=counting.scalars, order=counting.order)
+
+
+def _counts_in_the_last(group: Mapping[str, Any], states: Sequence[ParamState]) -> bool:
+    """The group's steps are counted by the last parameter that had a gradient, as DeepSpeed's FusedAdam does.
+
+    The others keep the count that they began with (deepspeed/ops/adam/fused_adam.py 0.19.8: `state["step"] += 1` stands
+    behind the loop). Its groups have `bias_correction`; those of DeepSpeed's other optimizers have more than that.
+    """
+    held = [state.scalars.get("step") for state in states if state.order]
+    steps = [step for step in held if isinstance(step, int)]
+    fused = "bias_correction" in group and not group.keys() & {"amsgrad", "max_coeff"}
+    return fused and len(steps) == len(held) > 1 and steps[-1] > steps[0]
+
+
+def _comparable(state: ParamState) -> dict[str, Any]:
+    return {key: same_scalar(value) for key, value in state.scalars.items()}
 
 
 def plain(value: Any, file: PtFile) -> Plain:

@@ -105,11 +105,15 @@ def _module(target: Target, like: StatefulDict, template: Template, tp: int) -> 
 
 
 def _frozen(target: Target, like: dict[str, Any], module: StatefulDict, tp: int) -> dict[str, Any]:
-    """ZeRO-2 states parameters that are not optimized once more: the same tensors under two keys."""
-    if target.topology.zero < 2:
-        return {"frozen_param_shapes": None, "frozen_param_fragments": None}
+    """ZeRO-2 states parameters that are not optimized once more: the same tensors under two keys.
+
+    With `exclude_frozen_parameters` there are none, and None has to say so: whatever else DeepSpeed's load finds, an
+    empty dict too, it looks every frozen parameter of the model up in (engine.py 0.19.8, `load_module_state_dict`).
+    """
     buffers = set(like.get("buffer_names") or ())
     frozen = tuple(name for name in target.weights if name not in buffers)
+    if target.topology.zero < 2 or (not frozen and like.get("frozen_param_shapes") is None):
+        return {"frozen_param_shapes": None, "frozen_param_fragments": None}
     return {
         "frozen_param_shapes": target.shapes(frozen, tp),
         "frozen_param_fragments": StatefulDict((name, module[name]) for name in frozen),

@@ -201,7 +201,8 @@ def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.Fil
             f"its files do not fit {topology}",
             path=str(folder),
             problems=problems,
-            hint="a rank did not save, or two saves are mixed in one folder",
+            hint="a rank did not save, two saves are mixed in one folder, or each node saved its own ranks"
+            " (use_node_local_storage): copy the files of all nodes into one folder",
         )
 
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats.deepspeed import flat, names
+from reshard.formats.deepspeed import flat, muon, names
 from reshard.formats.deepspeed.fields import Kind, base_state, fields_for
 from reshard.formats.deepspeed.source import partition_of
-from reshard.formats.deepspeed.target import Target
+from reshard.formats.deepspeed.target import File, Target
 from reshard.formats.deepspeed.template import Template, fragment_address, zero_stage_enum
 from reshard.formats.pt.objects import StatefulDict, Tensor, new_tensor
 
@@ -57,19 +57,14 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buf
     own_partitions = [partition_of(buffer.whole, experts, target.topology, dp)[1] for buffer in buffers]
     partitions: list[dict[str, Tensor]] = []
     base_state_: dict[int, dict[str, Any]] = {}
+    groups = [target.param_group(group, [at]) for at, group in enumerate(stage.ids)]
+    whole = [muon.keeps_whole(group, target.source.zero_config) for group in groups]
     for at, (group, layout, own) in enumerate(zip(stage.ids, layouts, own_partitions, strict=True)):
         found = target.group_template(group, tp)
-        lean = layout.partition - (0 if target.kind is Kind.BF16 else layout.padding(own))
-        partitions.append(
-            {
-                key: new_tensor(dtype, (lean if key == "fp32" else layout.partition,))
-                for key, dtype in found.dtypes.items()
-            }
-        )
+        partitions.append(_own_states(target, found.dtypes, layout, own, whole=whole[at]))
         if found.order:
             base_state_[at] = found.state(partitions[-1])
     spans_of = [layout.spans(own) for layout, own in zip(layouts, own_partitions, strict=True)]
-    groups = [target.param_group(group, [at]) for at, group in enumerate(stage.ids)]
     replaced: dict[str, Any] = {
         "base_optimizer_state": template.copy_except(
             base_state(target.source, mp_like, dp_like), {"state": base_state_, "param_groups": groups}
@@ -90,13 +85,42 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buf
         replaced["zero_stage"] = zero_stage_enum(target.topology.zero)
     value = optimizer_file_value(target, template, like.value, template.copy_except(state, replaced))
     file = target.add_file(names.optimizer_file(target.prefix, dp, pp * target.topology.tp + tp), value)
-    for buffer, spans, tensors in zip(buffers, spans_of, partitions, strict=True):
+    for at, (buffer, spans) in enumerate(zip(buffers, spans_of, strict=True)):
+        tensors, momentum = muon.split(partitions[at], whole=whole[at])
+        if momentum:
+            _add_momentum(target, file, buffer, layouts[at], momentum, pp=pp, tp=tp, own=own_partitions[at])
         for span in spans:
             name = buffer.whole[span.index]
             if target.is_stacked(name):
                 file.add_experts_span(target.params[name], tensors, span, dp % target.topology.ep)
             else:
                 file.add_span(target.params[name], tensors, span, tp, target.copy_of(name, pp))
+
+
+def _own_states(
+    target: Target, dtypes: Mapping[str, str], layout: flat.FlatGroup, own: int, *, whole: bool
+) -> dict[str, Tensor]:
+    """A rank's tensors for one group, by state."""
+    lengths = dict.fromkeys(dtypes, layout.partition)
+    lengths["fp32"] -= 0 if target.kind is Kind.BF16 else layout.padding(own)
+    if whole and muon.MOMENTUM in dtypes:
+        lengths[muon.MOMENTUM] = muon.num_whole(layout, own)
+        if not lengths[muon.MOMENTUM]:
+            del lengths[muon.MOMENTUM]
+    return {key: new_tensor(dtypes[key], (length,)) for key, length in lengths.items()}
+
+
+def _add_momentum(
+    target: Target, file: File, buffer: Buffer, layout: flat.FlatGroup, momentum: Mapping[str, Tensor], *,
+    pp: int, tp: int, own: int,
+) -> None:  # fmt: skip
+    """Muon's, of every parameter of which the rank's partition `own` has a part."""
+    for span in muon.whole_spans(layout, own):
+        name = buffer.whole[span.index]
+        if target.is_stacked(name):
+            muon.refuse_experts(name, str(target.source.folder))
+        copy = target.copy_of(name, pp) + muon.nth_copy(layout, own, span.index) * target.num_copies(name)
+        file.add_span(target.params[name], momentum, span, tp, copy)
 
 
 def optimizer_file_value(

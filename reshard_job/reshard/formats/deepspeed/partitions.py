@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import CorruptSourceError
-from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed import flat, muon
 from reshard.formats.deepspeed.fields import Kind, kind_of
-from reshard.formats.deepspeed.logical import Model, param_shapes
+from reshard.formats.deepspeed.logical import Model, param_groups, param_shapes
 from reshard.formats.deepspeed.rows import Place, Rows, add_span
 from reshard.formats.deepspeed.slots import held_runs
 from reshard.formats.deepspeed.source import Source
@@ -50,6 +50,8 @@ def add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str,
         pp, tp = divmod(mp, topology.tp)
         shapes = param_shapes(source, mp)
         states = group_states(source, mp, dp)
+        groups = param_groups(source, mp)
+        whole_groups = {at for at, group in enumerate(groups) if muon.keeps_whole(group, source.zero_config)}
         if len(states) != len(shapes):
             raise CorruptSourceError(f"{len(states)} groups, param_shapes has {len(shapes)}", path=file.path)
         for at, (state, group) in enumerate(zip(states, shapes, strict=True)):
@@ -59,7 +61,9 @@ def add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str,
             layout = flat.FlatGroup(num_elements=counts, dp=num_partitions, param_alignment=alignment)
             spans = layout.spans(own)
             lean = layout.partition - layout.padding(own)
-            for key, tensor in state.flat.items():
+            partitioned, whole = muon.split(state.flat, whole=at in whole_groups)
+            muon.check(at, whole, layout, own, file.path)
+            for key, tensor in partitioned.items():
                 if tensor.num_elements not in (lean, layout.partition):
                     raise CorruptSourceError(
                         f"group {at}: partition {key!r} has {tensor.num_elements} elements, expected {lean}"
@@ -73,7 +77,14 @@ def add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str,
                 place = Place(topology.tp, tp, copies[param.name].index(pp), files[file.path], 0)
                 if source.experts is not None and param.name in source.experts.stacked:
                     place = place._replace(tp=topology.ep, rank=dp % topology.ep)
-                add_span(rows, param, state.flat, span, place)
+                add_span(rows, param, partitioned, span, place)
+            for span in muon.whole_spans(layout, own) if whole else ():
+                param = model.params[source.whole_name(names[span.index], dp)]
+                if source.experts is not None and param.name in source.experts.stacked:
+                    muon.refuse_experts(param.name, file.path)
+                stages = copies[param.name]
+                copy = stages.index(pp) + muon.nth_copy(layout, own, span.index) * len(stages)
+                add_span(rows, param, whole, span, Place(topology.tp, tp, copy, files[file.path], 0))
 
 
 def add_zero3(rows: Rows, source: Source, model: Model, files: Mapping[str, int]) -> None:

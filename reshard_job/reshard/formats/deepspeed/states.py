@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed.muon import MOMENTUM
 from reshard.formats.deepspeed.source import Source
 from reshard.formats.pt.objects import Tensor
 
@@ -63,7 +64,7 @@ def _split(master: Tensor, found: Any, path: str) -> GroupState:
         if not isinstance(value, Tensor) or not value.shape:
             scalars[key] = value
             continue
-        if len(value.shape) != 1 or value.num_elements < master.num_elements:
+        if len(value.shape) != 1 or (value.num_elements < master.num_elements and key != MOMENTUM):
             raise UnsupportedError(
                 f"optimizer state {key!r} has shape {value.shape}, the partition has {master.shape}",
                 path=path,

@@ -39,12 +39,13 @@ class GroupTemplate:
     scalars: Mapping[str, Any]
 
     def state(self, own: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The optimizer's state of one group or sub-group, with partitions `own`.
+        """The optimizer's state of one group or sub-group, with partitions `own`; states without one are left out.
 
         Scalars are copied for each: groups that share one `step` tensor in the file would share it after loading, and
         each of them would count its own steps onto it.
         """
-        return {key: own[key] if key in own else copy.deepcopy(self.scalars[key]) for key in self.order}
+        held = [key for key in self.order if key in own or key in self.scalars]
+        return {key: own[key] if key in own else copy.deepcopy(self.scalars[key]) for key in held}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -9,8 +9,10 @@ from typing import Any
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.deepspeed import pipeline
+from reshard.formats.deepspeed.advice import advice
 from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.deepspeed.fields import base_state, target_kind
+from reshard.formats.deepspeed.groups import uses_muon
 from reshard.formats.deepspeed.logical import Model, Param
 from reshard.formats.deepspeed.model_files import write_experts, write_layers, write_model
 from reshard.formats.deepspeed.names import NAME
@@ -67,7 +69,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         tensors=tuple(rows.tensors),
         origins=tuple(rows.origins),
         model=_commit_model(extra, target, bounds),
-        notes=rows.notes(),
+        notes=(*rows.notes(), *advice(result)),
     )
 
 
@@ -188,6 +190,12 @@ def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
             f"{change}: DeepSpeed takes BF16_Optimizer for a PipelineModule in {source.half_type} at stage 0 too",
             path=where,
             hint="choose zero=1, whose files are the same",
+        )
+    if (source.topology.zero == 0) != (target.zero == 0) and uses_muon(source):
+        raise UnsupportedError(
+            f"{change}: DeepSpeed's Muon trains with other numbers at stage 0 than at the others",
+            path=where,
+            hint="choose the stage of the source, or for 1, 2 and 3 any of those",
         )
     if not base_state(source, 0, 0).get("param_groups"):
         raise UnsupportedError(

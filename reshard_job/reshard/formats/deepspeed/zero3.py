@@ -70,7 +70,7 @@ def _write_models(target: Target, tp: int, sub_groups: list[tuple[str, ...]]) ->
         for name in like.value.get("buffer_names") or ():
             if name in target.weights:
                 file.add_weight(target.weights[name], value["module"][name], tp, dp)
-    for name in files[0][1]["frozen_param_fragments"]:
+    for name in files[0][1]["frozen_param_fragments"] or ():
         held = [(file, value["frozen_param_fragments"][name]) for file, value in files]
         (slot,), _ = flat.zero3_slots(target.elements((name,), tp), target.topology.dp)
         _add_slots(target, tp, "weight", target.weights[name], _Held(held[0][1].dtype, _runs(held, tp)), slot)
@@ -87,6 +87,8 @@ def _model_value(target: Target, like: PtFile, tp: int, dp: int, sub_groups: lis
         "frozen_param_shapes": StatefulDict((name, Size(target.shard(name, tp))) for name in frozen),
         "frozen_param_fragments": StatefulDict(frozen),
     }
+    if not frozen and like.value.get("frozen_param_shapes") is None:  # as in `model_files`: {} would not be the same
+        replaced |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
     return template.copy_except(like.value, replaced)
 
 

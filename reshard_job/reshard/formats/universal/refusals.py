@@ -9,6 +9,7 @@ from typing import Any
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.flat import zero3_sub_groups
 from reshard.formats.deepspeed.logical import Param
+from reshard.formats.deepspeed.muon import is_muon
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.universal.blueprint import Blueprint, Group
 from reshard.formats.universal.names import MASTER, STEP
@@ -39,6 +40,12 @@ def refuse(blueprint: Blueprint, target: Topology) -> None:
             f"{target}: each rank would load the experts of the first one, as each calls its own {experts[0]}",
             path=where,
             hint="choose --format deepspeed, or ep=1",
+        )
+    if any(is_muon(group.settings) for group in blueprint.groups):
+        raise UnsupportedError(
+            f"{target}: universal checkpoints have no place for the momentum of DeepSpeed's Muon",
+            path=where,
+            hint="choose --format deepspeed",
         )
     for number, group in enumerate(blueprint.groups):
         if more := [key for key in group.scalars if key != STEP]:
