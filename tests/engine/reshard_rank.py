@@ -22,7 +22,10 @@ from model import GptConfig, build, parameter_groups, pipeline_description, univ
 from reshard.topology import Topology
 
 GLOBAL_BATCH = 12
-OPTIONS = ("topology", "model", "size", "frozen", "zero", "bf16", "data_types", "optimizer", "inner", "single")
+OPTIONS = (
+    *("topology", "model", "size", "frozen", "zero", "bf16", "fp16", "data_types"),
+    *("optimizer", "configured", "inner", "single"),
+)
 SIZES = {
     "small": GptConfig(
         layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61, padded_vocabulary=64, sequence=16
@@ -134,6 +137,12 @@ AUTOEP = {
 }
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
 
+CONFIGURED = {
+    "fused": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "muon": {"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.95, "weight_decay": 0.1}},
+}
+"""Optimizers of DeepSpeed's own, named in its configuration."""
+
 
 class CutModel(torch.nn.Module):
     """What AutoTP can cut: one layer by columns, one by rows, unevenly where the width is odd."""
@@ -218,6 +227,9 @@ def config_of(run, topology):
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 4}},
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **({"fp16": {"enabled": True, "initial_scale_power": 8}} if run.get("fp16") else {}),
+        **({"optimizer": CONFIGURED[run["configured"]]} if run.get("configured") else {}),
     }
 
 
@@ -264,8 +276,11 @@ def make_engine(run, config, topology):
         )
     for name in run.get("frozen", ()):
         model.get_parameter(name).requires_grad_(False)
-    optimizer = None if run["model"] == "autoep" else optimizer_of(run, groups_of(run, model))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(run, topology))
+    if run.get("configured"):
+        optimized = {"model_parameters": [item for item in model.parameters() if item.requires_grad]}
+    else:
+        optimized = {"optimizer": None if run["model"] == "autoep" else optimizer_of(run, groups_of(run, model))}
+    engine, *_ = deepspeed.initialize(model=model, config=config_of(run, topology), **optimized)
     return engine, client
 
 
@@ -350,18 +365,23 @@ def main():
         engine, client = engines[key]
         if run.get("load"):
             folder = Path(run["load"])
-            path, state = engine.load_checkpoint(str(folder.parent), tag=None if run.get("untagged") else folder.name)
+            tag = None if run.get("untagged") else folder.name
+            strict = not run.get("without_frozen")
+            path, state = engine.load_checkpoint(str(folder.parent), tag=tag, load_module_strict=strict)
             assert path is not None, folder
             check_client(state, client)
-            if run.get("spoil"):  # a control: what a lost first moment would look like
+            if run.get("spoil"):  # a control: what a lost first moment, or another state, would look like
+                name = "exp_avg" if run["spoil"] is True else run["spoil"]
                 for group_state in engine.optimizer.optimizer.state.values():
-                    group_state["exp_avg"].zero_()
+                    if name in group_state:
+                        group_state[name].zero_()
         losses = []
         for _ in range(run["steps"]):
             losses.append(step_once(engine, config, topology, rank))
             if run.get("save") and engine.global_steps == run["save_at"]:
                 folder = Path(run["save"])
-                engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=dict(client))
+                options = {"exclude_frozen_parameters": True} if run.get("without_frozen") else {}
+                engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=dict(client), **options)
                 if run.get("truth"):
                     write_truth(engine, Path(run["truth"]), topology.coordinate(rank))
         if rank == 0:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 
 from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed.fields import Kind, offload_device
 from reshard.formats.deepspeed.groups import uses_muon
-from reshard.formats.deepspeed.muon import is_offloaded
 from reshard.formats.deepspeed.target import Target
 
 
 def advice(target: Target) -> tuple[str, ...]:
     """Settings of the run that loads the target, for people; none where DeepSpeed's defaults do."""
-    zero, found = target.source.zero_config, []
+    source, zero, found = target.source, target.source.zero_config, []
     if target.round_robin:
         found.append("resume with round_robin_gradients on, as the source ran: DeepSpeed loads other values without it")
-    if target.topology.zero in (1, 2) and uses_muon(target.source):
-        how = "with" if is_offloaded(zero) else "without"
+    scaled = target.kind is Kind.ZERO3 and source.half_type == "float16"  # offloaded it has no loss scale
+    if (target.kind is Kind.ZERO12 or scaled) and uses_muon(source):
+        how = "with" if offload_device(zero) else "without"
         found.append(f"resume {how} offload_optimizer, as the source ran: Muon's momentum is laid out for that")
-    size = zero.get("sub_group_size")
-    if target.topology.zero == 3 and isinstance(size, int) and _is_cut(target, size):
+    size = int(zero.get("sub_group_size") or 0)
+    if target.topology.zero == 3 and size and _is_cut(target, size):
         found.append(f"resume with zero_optimization.sub_group_size {size}, as the source ran: groups are cut by it")
     return tuple(found)
 

@@ -54,7 +54,7 @@ def target_kind(source: Source, stage: int) -> Kind:
         return found
     if stage > 0:
         bf16 = stage == 1 and source.half_type == "bfloat16" and is_wide(source.config)
-        return Kind.BF16 if bf16 else Kind.ZERO12
+        return Kind.BF16 if bf16 and offload_device(source.zero_config) != "cpu" else Kind.ZERO12
     if source.half_type == "float16":
         raise UnsupportedError("fp16 training is not laid out for ZeRO stage 0", path=str(source.folder))
     groups = base_state(source, 0, 0).get("param_groups") or [{}]
@@ -95,6 +95,15 @@ def is_wide(config: Mapping[str, Any]) -> bool:
     """Gradients are gathered in fp32, for which DeepSpeed takes BF16_Optimizer at stage 1."""
     types = config.get("data_types")
     return isinstance(types, Mapping) and types.get("grad_accum_dtype") in _FLOAT32
+
+
+def offload_device(zero_config: Mapping[str, Any]) -> str | None:
+    """Where the optimizer's states are kept instead of in the accelerator, `cpu` or `nvme`."""
+    if zero_config.get("cpu_offload") is True:  # what it was called before
+        return "cpu"
+    offload = zero_config.get("offload_optimizer")
+    device = offload.get("device") if isinstance(offload, Mapping) else None
+    return device if device in ("cpu", "nvme") else None
 
 
 def fields_for(kind: Kind, source: Source, mp: int, dp: int) -> dict[str, Any]:

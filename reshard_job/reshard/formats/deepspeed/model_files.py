@@ -5,6 +5,7 @@ ZeRO-3 stores no weights beside its master weights. A target below gets its weig
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import CorruptSourceError
@@ -99,7 +100,7 @@ def _module(target: Target, like: StatefulDict, template: Template, tp: int) -> 
         elif name in target.params or name in target.weights:
             module[name] = new_tensor(tensor.dtype, target.shard(name, tp))
             own[name] = (target.params.get(name) or target.weights[name], module[name])
-        else:
+        elif target.source.topology.zero < 3 or tensor.num_elements:  # else the second name of what was not saved
             raise CorruptSourceError(f"the module holds {name}, which is neither parameter nor buffer")
     return module, own
 
@@ -110,14 +111,20 @@ def _frozen(target: Target, like: dict[str, Any], module: StatefulDict, tp: int)
     With `exclude_frozen_parameters` there are none, and None has to say so: whatever else DeepSpeed's load finds, an
     empty dict too, it looks every frozen parameter of the model up in (engine.py 0.19.8, `load_module_state_dict`).
     """
-    buffers = set(like.get("buffer_names") or ())
-    frozen = tuple(name for name in target.weights if name not in buffers)
+    frozen = frozen_names(target, like)
     if target.topology.zero < 2 or (not frozen and like.get("frozen_param_shapes") is None):
         return {"frozen_param_shapes": None, "frozen_param_fragments": None}
     return {
         "frozen_param_shapes": target.shapes(frozen, tp),
         "frozen_param_fragments": StatefulDict((name, module[name]) for name in frozen),
     }
+
+
+def frozen_names(target: Target, like: Mapping[str, Any]) -> tuple[str, ...]:
+    """Parameters that are not optimized, by their first names: the module has the second one of some left out."""
+    second = target.source.models[0, 0].value.get("shared_params")
+    others = {*(like.get("buffer_names") or ()), *(second or ())}
+    return tuple(name for name in target.weights if name not in others)
 
 
 def _buffer_names(target: Target, pp: int) -> list[str]:

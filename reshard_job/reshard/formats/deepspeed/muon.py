@@ -3,7 +3,7 @@
 A rank holds that of every parameter of which its partition has a part, one behind the other and without padding. Where
 a border of partitions cuts a parameter, both ranks hold all of its momentum: two copies (stage_1_and_2.py 0.19.8,
 `_muon_momentum_buffer`). Offloaded to the CPU it is partitioned like any other state
-(`_apply_muon_updates_cpu_offload`), and in ZeRO-3 always.
+(`_apply_muon_updates_cpu_offload`), as it always is in ZeRO-3 and BF16_Optimizer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed.fields import Kind, offload_device
 from reshard.formats.deepspeed.flat import FlatGroup, Span
 from reshard.formats.pt.objects import Tensor
 
@@ -24,15 +25,15 @@ def is_muon(group: Mapping[str, Any]) -> bool:
     return group.get("use_muon") is True
 
 
-def is_offloaded(zero_config: Mapping[str, Any]) -> bool:
-    """The optimizer's states are kept outside of the accelerator."""
-    offload = zero_config.get("offload_optimizer")
-    return isinstance(offload, Mapping) and offload.get("device", "none") not in (None, "none")
+def keeps_whole(kind: Kind, group: Mapping[str, Any], zero_config: Mapping[str, Any]) -> bool:
+    """An optimizer of this kind keeps the momentum of whole parameters for the group."""
+    return kind is Kind.ZERO12 and is_muon(group) and offload_device(zero_config) is None
 
 
-def keeps_whole(group: Mapping[str, Any], zero_config: Mapping[str, Any]) -> bool:
-    """At ZeRO-1 and 2 the group's momentum is that of whole parameters."""
-    return is_muon(group) and not is_offloaded(zero_config)
+def same_numbers(one: Kind, other: Kind) -> bool:
+    """Muon goes on alike in both: ZeRO-1 to 3 orthogonalize before gradients are clipped, the others after."""
+    sharded = {Kind.ZERO12, Kind.ZERO3}
+    return one is other or {one, other} <= sharded
 
 
 def whole_spans(layout: FlatGroup, rank: int) -> tuple[Span, ...]:
@@ -76,6 +77,15 @@ def check(at: int, whole: Mapping[str, Tensor], layout: FlatGroup, rank: int, pa
                 " parameters where the optimizer is not offloaded",
                 path=path,
             )
+
+
+def refuse_elastic(path: str) -> None:
+    """Raise UnsupportedError: an elastic checkpoint does not say which groups are Muon's, and cuts off their ends."""
+    raise UnsupportedError(
+        "is an elastic checkpoint with a momentum of another length than its partition",
+        path=path,
+        hint="save Muon's states with elastic_checkpoint false: DeepSpeed takes the padding of the partition off them",
+    )
 
 
 def refuse_experts(name: str, path: str) -> None:

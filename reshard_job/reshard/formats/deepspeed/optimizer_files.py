@@ -58,7 +58,7 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buf
     partitions: list[dict[str, Tensor]] = []
     base_state_: dict[int, dict[str, Any]] = {}
     groups = [target.param_group(group, [at]) for at, group in enumerate(stage.ids)]
-    whole = [muon.keeps_whole(group, target.source.zero_config) for group in groups]
+    whole = [muon.keeps_whole(target.kind, group, target.source.zero_config) for group in groups]
     for at, (group, layout, own) in enumerate(zip(stage.ids, layouts, own_partitions, strict=True)):
         found = target.group_template(group, tp)
         partitions.append(_own_states(target, found.dtypes, layout, own, whole=whole[at]))

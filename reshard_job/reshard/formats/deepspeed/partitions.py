@@ -44,14 +44,15 @@ def add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str,
     """
     topology = source.topology
     copies = _copies(model)
-    aligned = bool(source.zero_config.get("parameter_alignment")) and kind_of(source.optimizer(0, 0)) is Kind.ZERO12
+    kind = kind_of(source.optimizer(0, 0))
+    aligned = bool(source.zero_config.get("parameter_alignment")) and kind is Kind.ZERO12
     alignment = flat.param_alignment(element_bytes, aligned)
     for (mp, dp), file in source.optimizers.items():
         pp, tp = divmod(mp, topology.tp)
         shapes = param_shapes(source, mp)
         states = group_states(source, mp, dp)
         groups = param_groups(source, mp)
-        whole_groups = {at for at, group in enumerate(groups) if muon.keeps_whole(group, source.zero_config)}
+        whole_groups = {at for at, group in enumerate(groups) if muon.keeps_whole(kind, group, source.zero_config)}
         if len(states) != len(shapes):
             raise CorruptSourceError(f"{len(states)} groups, param_shapes has {len(shapes)}", path=file.path)
         for at, (state, group) in enumerate(zip(states, shapes, strict=True)):
@@ -65,6 +66,8 @@ def add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str,
             muon.check(at, whole, layout, own, file.path)
             for key, tensor in partitioned.items():
                 if tensor.num_elements not in (lean, layout.partition):
+                    if key == muon.MOMENTUM and not groups:
+                        muon.refuse_elastic(file.path)
                     raise CorruptSourceError(
                         f"group {at}: partition {key!r} has {tensor.num_elements} elements, expected {lean}"
                         f" or with padding {layout.partition}",

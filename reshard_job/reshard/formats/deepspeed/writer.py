@@ -11,15 +11,17 @@ from reshard.formats.base import Request
 from reshard.formats.deepspeed import pipeline
 from reshard.formats.deepspeed.advice import advice
 from reshard.formats.deepspeed.experts import Experts
-from reshard.formats.deepspeed.fields import base_state, target_kind
+from reshard.formats.deepspeed.fields import base_state, kind_of, offload_device, target_kind
 from reshard.formats.deepspeed.groups import uses_muon
 from reshard.formats.deepspeed.logical import Model, Param
 from reshard.formats.deepspeed.model_files import write_experts, write_layers, write_model
+from reshard.formats.deepspeed.muon import same_numbers
 from reshard.formats.deepspeed.names import NAME
 from reshard.formats.deepspeed.optimizer_files import buffers_of, write_optimizer
 from reshard.formats.deepspeed.origins import TargetRows
 from reshard.formats.deepspeed.progress import Progress
 from reshard.formats.deepspeed.reader import Describes, Extra
+from reshard.formats.deepspeed.source import Source
 from reshard.formats.deepspeed.stages import target_stages
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.zero3 import write_zero3
@@ -38,6 +40,8 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     """
     extra, target = _template(index, request), request.topology
     _refuse(extra, target)
+    if isinstance(index.extra, Extra):
+        _refuse_muon(index.extra.source, extra.source, target)
     stages, bounds = target_stages(extra.source, extra.model, target)
     params = {name: _at_target(param, extra.model, target.tp) for name, param in extra.model.params.items()}
     weights = {name: _at_target(param, extra.model, target.tp) for name, param in extra.weights.items()}
@@ -191,17 +195,31 @@ def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
             path=where,
             hint="choose zero=1, whose files are the same",
         )
-    if (source.topology.zero == 0) != (target.zero == 0) and uses_muon(source):
-        raise UnsupportedError(
-            f"{change}: DeepSpeed's Muon trains with other numbers at stage 0 than at the others",
-            path=where,
-            hint="choose the stage of the source, or for 1, 2 and 3 any of those",
-        )
     if not base_state(source, 0, 0).get("param_groups"):
         raise UnsupportedError(
             "is an elastic checkpoint, which keeps no settings of the optimizer (learning rate, betas, ...)",
             path=where,
             hint="name with --like a checkpoint of the same model that was saved with elastic_checkpoint false",
+        )
+
+
+def _refuse_muon(source: Source, like: Source, target: Topology) -> None:
+    """Muon's momentum means other things to other optimizers of DeepSpeed; `like` is the source, or its template."""
+    if not uses_muon(source):
+        return
+    found, wanted = kind_of(source.optimizer(0, 0)), target_kind(like, target.zero)
+    if not same_numbers(found, wanted):
+        raise UnsupportedError(
+            f"{target}: DeepSpeed's Muon trains with other numbers in {wanted.value} than in {found.value}",
+            path=str(source.folder),
+            hint=f"choose zero={source.topology.zero} as in the source, or a stage with the same optimizer",
+        )
+    devices = {offload_device(found.zero_config) for found in (source, like)}
+    if source.half_type == "float16" and None in devices and len(devices) > 1:
+        raise UnsupportedError(
+            f"{target}: the momentum of DeepSpeed's Muon has the loss scale in it where the optimizer is not offloaded",
+            path=str(source.folder),
+            hint="name with --like a checkpoint with the same offload_optimizer",
         )
 
 

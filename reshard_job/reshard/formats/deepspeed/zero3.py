@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from reshard.formats.deepspeed import flat, names
 from reshard.formats.deepspeed.fields import base_state, fields_for
 from reshard.formats.deepspeed.logical import Param
+from reshard.formats.deepspeed.model_files import frozen_names
 from reshard.formats.deepspeed.optimizer_files import optimizer_file_value
 from reshard.formats.deepspeed.rows import Place
 from reshard.formats.deepspeed.slots import Run, runs_of
@@ -96,8 +97,7 @@ def _frozen(target: Target, like: Mapping[str, Any]) -> tuple[str, ...]:
     """Parameters that are not optimized."""
     if target.source.topology.zero == 3:
         return tuple(like.get("frozen_param_fragments") or ())
-    buffers = set(like.get("buffer_names") or ())
-    return tuple(name for name in target.weights if name not in buffers)
+    return frozen_names(target, like)
 
 
 def _module(target: Target, like: Mapping[str, Any], template: Template, tp: int) -> StatefulDict:
