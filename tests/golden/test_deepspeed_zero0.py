@@ -68,6 +68,39 @@ def step_on(optimizer) -> None:
     optimizer["state"][5]["step"].storage.data = struct.pack("<f", 1.0)
 
 
+def fused(optimizer, steps=(0, 0, 2, 0, 0, 0, 2), **more) -> None:
+    """As DeepSpeed's FusedAdam leaves it: the last parameter of a group counts for all."""
+    for group in optimizer["param_groups"]:
+        group["bias_correction"] = True
+        group.update(more)
+        del group["amsgrad"]
+    for at, step in enumerate(steps):
+        optimizer["state"][at]["step"] = step
+
+
+@pytest.mark.parametrize("steps", [(0, 0, 2, 0, 0, 0, 2), (2, 2, 2, 2, 2, 2, 2), (2, 2, 4, 3, 3, 3, 4)])
+def test_steps_of_a_fused_adam_are_counted_by_the_last_of_a_group(tmp_path, steps):
+    folder = edited(tmp_path, lambda optimizer: fused(optimizer, steps))
+    index = read_checkpoint(folder, None)
+    assert [group.scalars["step"] for group in index.groups] == [steps[2], steps[6]]
+    target = tmp_path / "target" / STEP
+    reshard(folder, target, Topology(dp=2, zero=1))
+    assert [group.scalars["step"] for group in read_checkpoint(target, None).groups] == [steps[2], steps[6]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "more"),
+    [
+        ((0, 1, 2, 0, 0, 0, 2), {}),  # which of the first two?
+        ((2, 2, 1, 2, 2, 2, 2), {}),  # the last one began later
+        ((0, 0, 2, 0, 0, 0, 2), {"max_coeff": 10.0}),  # FusedLamb counts in each
+    ],
+)
+def test_other_steps_are_not_taken_for_those_of_a_fused_adam(tmp_path, steps, more):
+    with pytest.raises(UnsupportedError, match="has done another number of optimizer steps than"):
+        read_checkpoint(edited(tmp_path, lambda optimizer: fused(optimizer, steps, **more)), None)
+
+
 def factor(optimizer) -> None:
     optimizer["state"][1]["row"] = new_tensor("float32", (3,), bytes(12))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed import flat, muon
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.pipeline import balanced, uniform
 from reshard.formats.deepspeed.rows import Place, Rows
@@ -77,6 +77,22 @@ def test_partitions_hold_every_element_once_and_in_order(counts, dp, alignment):
         assert end <= group.partition - group.padding(rank)
     assert seen == list(counts)
     assert all(offset % alignment == 0 for offset in group.offsets)
+
+
+@given(COUNTS, st.integers(1, 9), st.sampled_from([1, 4, 8]))
+def test_momentum_of_whole_parameters_is_at_every_rank_that_has_a_part(counts, dp, alignment):
+    """As DeepSpeed walks over the parameters of a partition, one after the other."""
+    group = flat.FlatGroup(num_elements=tuple(counts), dp=dp, param_alignment=alignment)
+    copies = [0] * len(counts)
+    for rank in range(dp):
+        end = 0
+        for span, part in zip(muon.whole_spans(group, rank), group.spans(rank), strict=True):
+            assert (span.index, span.start, span.stop, span.offset) == (part.index, 0, counts[part.index], end)
+            assert muon.nth_copy(group, rank, span.index) == copies[span.index]
+            copies[span.index] += 1
+            end += span.stop
+        assert muon.num_whole(group, rank) == end
+    assert [found > 0 for found in copies] == [count > 0 for count in counts]
 
 
 @given(COUNTS, st.integers(1, 9))

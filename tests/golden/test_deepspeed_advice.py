@@ -1,0 +1,25 @@
+"""What DeepSpeed's load does not check is said: the run has to set it as the source did."""
+
+import pytest
+
+from reshard.api import plan_of
+from reshard.formats import read_checkpoint
+from reshard.topology import Topology
+from tests.golden.files import golden
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "text"),
+    [
+        ("zero2-dp3-round-robin", "dp=2,zero=1", "resume with round_robin_gradients on"),
+        ("zero2-dp3-round-robin", "dp=2,zero=3", None),
+        ("zero2-dp3", "dp=2,zero=1", None),
+        ("zero3-dp3", "dp=2,zero=3", "resume with zero_optimization.sub_group_size 40"),
+        ("zero3-dp3", "dp=64,zero=3", None),  # all of it is one sub-group there
+        ("zero3-dp3", "dp=2,zero=1", None),
+    ],
+)
+def test_settings_of_the_source_that_the_files_need(name, target, text):
+    notes = plan_of(read_checkpoint(golden(name), None), Topology.parse(target)).summary()["notes"]
+    found = [note for note in notes if note.startswith("resume with")]
+    assert [note.partition(",")[0] for note in found] == ([] if text is None else [text])
