@@ -41,12 +41,17 @@ class Journal:
 
     def done(self) -> set[int]:
         """Units that have a record."""
-        return {int(path.stem) for path in self._folder.glob(_RECORDS)}
+        return {int(path.stem) for path in self._paths()}
+
+    def _paths(self) -> list[Path]:
+        with contextlib.suppress(FileNotFoundError):  # published between two looks of `glob`
+            return sorted(self._folder.glob(_RECORDS))
+        return []
 
     def records(self) -> list[UnitRecord]:
         """All records; one that cannot be read is as good as none."""
         found = []
-        for path in sorted(self._folder.glob(_RECORDS)):
+        for path in self._paths():
             try:
                 record = from_json(path.read_text(encoding="utf-8"))
                 if record.unit != int(path.stem):

@@ -165,6 +165,19 @@ def test_workers_share_a_conversion_and_publish_it_once(tmp_path: Path, undistur
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
+def test_a_result_that_is_published_between_two_looks_is_no_error(tmp_path: Path, monkeypatch) -> None:
+    """`glob` asks whether there is a folder and then reads it, which fails if another worker published meanwhile."""
+    journal = Journal(tmp_path)
+
+    def gone(path: Path, _pattern: str) -> Iterator[Path]:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+        yield
+
+    monkeypatch.setattr(Path, "glob", gone)
+    assert journal.done() == set()
+    assert journal.records() == []
+
+
 def test_a_worker_that_stands_still_does_not_hold_up_the_others(tmp_path: Path, undisturbed: Path) -> None:
     target = tmp_path / "shared" / "step-00000002"
     straggler = worker(target, "0/2")
