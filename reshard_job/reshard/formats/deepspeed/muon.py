@@ -93,5 +93,5 @@ def refuse_experts(name: str, path: str) -> None:
     raise UnsupportedError(
         f"the momentum of Muon for experts, such as {name}, is not laid out",
         path=path,
-        hint="convert at the same expert parallelism within DeepSpeed, or let Adam optimize the experts",
+        hint="resume at the degrees of parallelism that it was saved with, or let Adam optimize the experts",
     )
