@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
-from reshard.formats.deepspeed import flat
 from reshard.formats.deepspeed.fields import Kind, offload_device
 from reshard.formats.deepspeed.groups import uses_muon
 from reshard.formats.deepspeed.target import Target
+from reshard.formats.deepspeed.zero3 import sub_groups
 
 
 def advice(target: Target) -> tuple[str, ...]:
@@ -20,13 +18,6 @@ def advice(target: Target) -> tuple[str, ...]:
         how = "with" if offload_device(zero) else "without"
         found.append(f"resume {how} offload_optimizer, as the source ran: Muon's momentum is laid out for that")
     size = int(zero.get("sub_group_size") or 0)
-    if target.topology.zero == 3 and size and _is_cut(target, size):
+    if target.topology.zero == 3 and size and any(len(parts) > 1 for parts in sub_groups(target, 0)):
         found.append(f"resume with zero_optimization.sub_group_size {size}, as the source ran: groups are cut by it")
     return tuple(found)
-
-
-def _is_cut(target: Target, sub_group_size: int) -> bool:
-    """A parameter group takes several sub-groups."""
-    dp = target.topology.dp
-    counts = [[math.prod(target.shard(name, 0)) for name in group] for stage in target.stages for group in stage.groups]
-    return any(len(flat.zero3_sub_groups(group, dp, sub_group_size)) > 1 for group in counts)

@@ -38,12 +38,12 @@ _FROM_TARGET = frozenset(
 
 def write_zero3(target: Target, tp: int) -> None:
     """Both files of every data-parallel rank: all model files, then all optimizer files."""
-    sub_groups = _sub_groups(target, tp)
-    _write_models(target, tp, [group for found in sub_groups for group in found])
-    _write_optimizers(target, tp, sub_groups)
+    cut = sub_groups(target, tp)
+    _write_models(target, tp, [group for found in cut for group in found])
+    _write_optimizers(target, tp, cut)
 
 
-def _sub_groups(target: Target, tp: int) -> list[list[tuple[str, ...]]]:
+def sub_groups(target: Target, tp: int) -> list[list[tuple[str, ...]]]:
     """Names by parameter group and sub-group; where a group is cut depends on dp."""
     size = int(target.source.zero_config.get("sub_group_size") or _SUB_GROUP_SIZE)
     return [
