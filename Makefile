@@ -32,7 +32,7 @@ $(VENV)/.done: pyproject.toml requirements.lock | $(UV)
 
 # Everybody else waits for whoever compiles them, for minutes if that one is held up: so nobody compiles them beside others.
 comm-op: setup
-	-@$(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import *; [op().load(verbose=False) for op in (ShareMemCommBuilder, FusedAdamBuilder, CPUAdamBuilder)]'
+	-@$(BIN)/python -m testbed extensions
 
 lock: | $(UV) ## resolve the dependencies again and pin them in requirements.lock
 	$(UV) pip compile -q --all-extras --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade pyproject.toml -o requirements.lock

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from testbed import cgroups, components, controlplane, images, machine, nodes, oci, project, storage
+from testbed import cgroups, components, controlplane, extensions, images, machine, nodes, oci, project, storage
 from testbed.dns import Api
 from testbed.errors import CannotRunHereError, TestbedError
 from testbed.paths import (
@@ -226,6 +226,7 @@ def remove_everything() -> None:
         for name in names:
             machine.power_off(name)
         until(_cgroups_are_gone, what="the end of all processes of the test bed", timeout_seconds=20)
+        extensions.remove_abandoned_locks(extensions.folder())
     for link in sorted(path.name for path in Path("/sys/class/net").glob("etj*")):
         run("ip", "link", "del", link, check=False)
     saved = settings()

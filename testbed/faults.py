@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from testbed import cgroups, cluster, machine, nodes
+from testbed import cgroups, cluster, extensions, machine, nodes
 from testbed.errors import TestbedError
 from testbed.shell import run
 
@@ -25,6 +25,7 @@ def node_named(name: str) -> nodes.Node:
 def kill_node(name: str) -> None:
     """Power loss: every process of the node ends at once, nothing says goodbye."""
     machine.power_off(node_named(name).name)
+    extensions.remove_abandoned_locks(extensions.folder())  # every pod of the test bed shares these
 
 
 def heal_node(name: str) -> None:

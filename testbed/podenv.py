@@ -7,14 +7,13 @@ mounts only what that image lacks.
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
+from testbed.extensions import folder as extensions_folder
 from testbed.images import HOST_PYTHON
-from testbed.paths import cache_dir
 from testbed.project import CHECKOUT, EXAMPLE
 from testbed.rootfs import USER
 
@@ -30,7 +29,7 @@ def host_python(template: dict[str, Any]) -> dict[str, Any]:
     result = copy.deepcopy(template)
     spec = result.setdefault("spec", {})
     base, prefix = Path(sys.base_prefix), Path(sys.prefix)
-    extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache_dir() / "torch_extensions")
+    extensions = extensions_folder()
     mounts = {
         "host-usr": ("/usr", True),
         "host-python": (str(base), True),

@@ -10,16 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from testbed import extensions
+
 _SERVER = Path(__file__).with_name("rank_server.py")
-_TORCH_EXTENSIONS = Path.home() / ".cache" / "elastic-training-operator" / "torch_extensions"
 _running: list[subprocess.Popen] = []
 
 
 def common_environment() -> dict[str, str]:
     """Of every rank, whatever it is."""
     return {
-        "TORCH_EXTENSIONS_DIR": str(_TORCH_EXTENSIONS),
         **os.environ,
+        "TORCH_EXTENSIONS_DIR": str(extensions.folder()),
         "DS_ACCELERATOR": "cpu",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
@@ -61,6 +62,7 @@ def _ask(request: str, limit: float) -> list[int | None]:
 
 def _server() -> subprocess.Popen:
     if not _running:
+        extensions.remove_abandoned_locks(extensions.folder())
         _running.append(
             subprocess.Popen(
                 [sys.executable, str(_SERVER)],
