@@ -2,14 +2,17 @@
 
 import itertools
 import json
+import re
 import socket
 import tempfile
 from pathlib import Path
 
+from reshard.api import reshard
 from reshard.topology import Topology
 from tests.engine.rank_client import run_script
 
 _LIMIT_SECONDS = 500
+_OF_THE_RUN_ALONE = {"name", "steps", "save_at", "save", "load", "spoil"}
 _RANK = Path(__file__).with_name("reshard_rank.py")
 
 
@@ -28,20 +31,27 @@ def launch(runs: list[dict], script: Path = _RANK) -> dict[str, list[float]]:
 
 
 def launch_all(runs: list[dict], script: Path = _RANK) -> dict[str, list[float]]:
-    """One set of processes per world size and kind of model: a PipelineModule leaves global state behind."""
+    """One set of processes per world size, kind of model and cp: a pipeline and an mpu leave global state behind.
 
-    def key(run: dict) -> tuple[str, int]:
-        return run["model"], Topology.parse(run["topology"]).world_size
+    Runs that differ only in what they load, save and are called follow each other: they share an engine.
+    """
+
+    def key(run: dict) -> tuple[str, int, int]:
+        topology = Topology.parse(run["topology"])
+        return run["model"], topology.world_size, topology.cp
+
+    def engine(run: dict) -> str:
+        return json.dumps({name: value for name, value in run.items() if name not in _OF_THE_RUN_ALONE}, sort_keys=True)
 
     losses: dict[str, list[float]] = {}
     for _, group in itertools.groupby(sorted(runs, key=key), key=key):
-        losses |= launch(list(group), script)
+        losses |= launch(sorted(group, key=engine), script)
     return losses
 
 
 def folder_of(root: Path, name: str) -> Path:
     """Where a case keeps its second step."""
-    return root / name.replace("/", "-") / "step-00000002"
+    return root / re.sub("[^a-z0-9]+", "-", name) / "step-00000002"
 
 
 def save_all(root: Path, cases: dict[str, dict], script: Path = _RANK) -> dict[str, list[float]]:
@@ -49,6 +59,13 @@ def save_all(root: Path, cases: dict[str, dict], script: Path = _RANK) -> dict[s
     fixed = {"steps": 5, "save_at": 2}
     runs = [{"name": name, **case, **fixed, "save": str(folder_of(root, name))} for name, case in cases.items()]
     return launch_all(runs, script)
+
+
+def goes_on(root: Path, source: str, out: Path, run: dict) -> dict:
+    """Three more steps of `run` from the case `source` of `save_all`, converted into the topology of `run`."""
+    folder = folder_of(out, run["name"])
+    reshard(folder_of(root, source), folder, Topology.parse(run["topology"]))
+    return {**run, "steps": 3, "load": str(folder)}
 
 
 def _free_port() -> int:

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import reshard
-from reshard.topology import Topology
-from tests.engine.reshard_run import launch
+from tests.engine.reshard_run import goes_on, launch_all, save_all
 
 pytestmark = [
     pytest.mark.engine,
@@ -25,23 +23,11 @@ PAIRS = [
 TOLERANCE = 1e-6
 
 
-def run_all(runs: list[dict]) -> dict[str, list[float]]:
-    losses: dict[str, list[float]] = {}
-    runs = sorted(runs, key=lambda run: (Topology.parse(run["topology"]).world_size, run["model"], run["topology"]))
-    for _, group in itertools.groupby(runs, key=lambda run: Topology.parse(run["topology"]).world_size):
-        losses |= launch(list(group))
-    return losses
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     root = tmp_path_factory.mktemp("sources")
-    runs = [
-        {"name": f"{model} {layout}", "model": model, "topology": layout, "steps": 5, "save_at": 2,
-         "save": str(root / model / layout / "step-00000002")}
-        for model, layout in {pair[:2]: None for pair in PAIRS}
-    ]  # fmt: skip
-    return root, run_all(runs)
+    cases = {f"{model} {layout}": {"model": model, "topology": layout} for model, layout, _ in PAIRS}
+    return root, save_all(root, cases)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +36,9 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
     out = tmp_path_factory.mktemp("targets")
     runs = []
     for model, source, target in PAIRS:
-        folder = out / f"{model} {source} to {target}" / "step-00000002"
-        reshard(root / model / source / "step-00000002", folder, Topology.parse(target))
-        runs.append({"name": f"{model} {source} -> {target}", "model": model, "topology": target, "steps": 3,
-                     "load": str(folder)})  # fmt: skip
-    return run_all(runs)
+        run = {"name": f"{model} {source} -> {target}", "model": model, "topology": target}
+        runs.append(goes_on(root, f"{model} {source}", out, run))
+    return launch_all(runs)
 
 
 @pytest.mark.parametrize(("model", "source", "target"), PAIRS)

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import reshard
-from reshard.topology import Topology
-from tests.engine.reshard_run import launch
+from tests.engine.reshard_run import folder_of, goes_on, launch_all, save_all
 
 pytestmark = [
     pytest.mark.engine,
@@ -63,27 +61,11 @@ CONTROLS = ["pipeline/tp=2,pp=1,dp=1", "stages/dp=2,zero=2", "stages/dp=2,zero=3
 """Resumed from their own checkpoint with the first moment set to zero: the comparison has to notice."""
 
 
-def by_processes(runs: list[dict]) -> list[list[dict]]:
-    """Runs that can share processes. A PipelineModule leaves global state behind that a plain model trips over."""
-
-    def key(run: dict) -> tuple[str, int]:
-        return run["model"], Topology.parse(run["topology"]).world_size
-
-    return [list(group) for _, group in itertools.groupby(sorted(runs, key=key), key=key)]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     """Five steps of every case, saved after the second."""
     root = tmp_path_factory.mktemp("sources")
-    runs = [
-        {"name": name, **case, "steps": 5, "save_at": 2, "save": str(root / name.replace("/", "-") / "step-00000002")}
-        for name, case in CASES.items()
-    ]
-    losses: dict[str, list[float]] = {}
-    for group in by_processes(runs):
-        losses |= launch(group)
-    return root, losses
+    return root, save_all(root, CASES)
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +73,11 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
     """Three more steps of every target from every source's conversion."""
     root, _ = uninterrupted
     out = tmp_path_factory.mktemp("targets")
-    runs = []
-    for source, target in PAIRS:
-        name = f"{source} -> {target}"
-        folder = out / f"{len(runs)}" / "step-00000002"
-        topology = Topology.parse(CASES[target]["topology"])
-        reshard(root / source.replace("/", "-") / "step-00000002", folder, topology)
-        runs.append({"name": name, **CASES[target], "steps": 3, "load": str(folder)})
+    runs = [goes_on(root, source, out, {"name": f"{source} -> {target}", **CASES[target]}) for source, target in PAIRS]
     for target in CONTROLS:
-        folder = root / target.replace("/", "-") / "step-00000002"
-        runs.append({"name": f"control -> {target}", **CASES[target], "steps": 3, "load": str(folder), "spoil": True})
-    runs.sort(key=lambda run: run["name"].split(" -> ")[1])
-    losses: dict[str, list[float]] = {}
-    for group in by_processes(runs):
-        losses |= launch(group)
-    return losses
+        own = {"name": f"control -> {target}", "steps": 3, "load": str(folder_of(root, target)), "spoil": True}
+        runs.append({**CASES[target], **own})
+    return launch_all(runs)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{source} -> {target}" for source, target in PAIRS])

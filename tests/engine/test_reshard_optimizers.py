@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import reshard
-from reshard.topology import Topology
-from tests.engine.reshard_run import launch
+from tests.engine.reshard_run import goes_on, launch_all, save_all
 
 pytestmark = [
     pytest.mark.engine,
@@ -38,26 +36,20 @@ def run_of(name: str, stage: int, dp: int) -> dict:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     root = tmp_path_factory.mktemp("sources")
-    runs = [
-        {"name": f"{name}-{stage}", **run_of(name, stage, 2), "steps": 5, "save_at": 2,
-         "save": str(root / f"{name}-{stage}" / "step-00000002")}
-        for name, (stages, _) in VARIANTS.items()
-        for stage in stages
-    ]  # fmt: skip
-    return root, launch(runs)
+    cases = {f"{name}-{stage}": run_of(name, stage, 2) for name, (stages, _) in VARIANTS.items() for stage in stages}
+    return root, save_all(root, cases)
 
 
 @pytest.fixture(scope="module")
 def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
     root, _ = uninterrupted
     out = tmp_path_factory.mktemp("targets")
-    runs = []
-    for name, source, target in PAIRS:
-        folder = out / f"{name}-{source}-{target}" / "step-00000002"
-        reshard(root / f"{name}-{source}" / "step-00000002", folder, Topology(dp=3, zero=target))
-        runs.append({"name": f"{name} {source} -> {target}", **run_of(name, target, 3), "steps": 3,
-                     "load": str(folder)})  # fmt: skip
-    return launch(sorted(runs, key=lambda run: (run["topology"], run.get("optimizer", ""), run.get("single", ""))))
+    return launch_all(
+        [
+            goes_on(root, f"{name}-{source}", out, {"name": f"{name} {source} -> {target}", **run_of(name, target, 3)})
+            for name, source, target in PAIRS
+        ]
+    )
 
 
 @pytest.mark.parametrize(("name", "source", "target"), PAIRS)

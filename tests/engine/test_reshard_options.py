@@ -7,9 +7,7 @@ from shutil import which
 
 import pytest
 
-from reshard.api import reshard
-from reshard.topology import Topology
-from tests.engine.reshard_run import folder_of, launch, save_all
+from tests.engine.reshard_run import goes_on, launch_all, save_all
 
 pytestmark = [
     pytest.mark.engine,
@@ -74,13 +72,11 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
     out = tmp_path_factory.mktemp("targets")
     runs = []
     for name, source, target in PAIRS:
-        folder = folder_of(out, f"{name}-{source}-{target}")
-        reshard(folder_of(root, f"{name}-{source}"), folder, Topology(dp=3, zero=target))
-        own = {**run_of(name, target, 3), "steps": 3, "load": str(folder)}
-        runs.append({"name": f"{name} {source} -> {target}", **own})
+        run = {"name": f"{name} {source} -> {target}", **run_of(name, target, 3)}
+        runs.append(goes_on(root, f"{name}-{source}", out, run))
         if (name, source) == ("muon", 1) and target < 3:
-            runs.append({"name": f"muon without momentum -> {target}", **own, "spoil": "momentum_buffer"})
-    return launch(sorted(runs, key=lambda run: (run["topology"][-1], run["name"])))  # an engine for many
+            runs.append({**runs[-1], "name": f"muon without momentum -> {target}", "spoil": "momentum_buffer"})
+    return launch_all(runs)
 
 
 @pytest.mark.parametrize(("name", "source", "target"), PAIRS)

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import reshard
-from reshard.topology import Topology
-from tests.engine.reshard_run import launch
+from tests.engine.reshard_run import goes_on, launch_all, save_all
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,17 +26,10 @@ PAIRS = [
 ]
 
 
-def folder_of(root: Path, name: str) -> Path:
-    return root / name.replace(",", "-") / "step-00000002"
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     root = tmp_path_factory.mktemp("sources")
-    run = {"model": "pipeline", "steps": 5, "save_at": 2}
-    return root, launch(
-        [{**run, "name": name, "topology": name, "save": str(folder_of(root, name))} for name in SOURCES]
-    )
+    return root, save_all(root, {name: {"model": "pipeline", "topology": name} for name in SOURCES})
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +38,9 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
     out = tmp_path_factory.mktemp("targets")
     runs = []
     for source, target in PAIRS:
-        name = f"{source} -> {target}"
-        reshard(folder_of(root, source), folder_of(out, name), Topology.parse(target))
-        case = {"model": "pipeline", "topology": target, "steps": 3, "load": str(folder_of(out, name))}
-        runs.append({**case, "name": name})
-    return launch(runs)
+        run = {"name": f"{source} -> {target}", "model": "pipeline", "topology": target}
+        runs.append(goes_on(root, source, out, run))
+    return launch_all(runs)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, reshard
+from reshard.api import Conversion, convert
 from reshard.topology import Topology
-from tests.engine.reshard_run import launch
+from tests.engine.reshard_run import folder_of, goes_on, launch_all, save_all
 
 pytestmark = [
     pytest.mark.engine,
@@ -43,36 +43,28 @@ def run_of(name: str, stage: int, dp: int) -> dict:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     root = tmp_path_factory.mktemp("sources")
-    runs = [
-        {"name": f"{name}-{stage}", **run_of(name, stage, 2)}
-        for name, (stages, _) in VARIANTS.items()
-        for stage in stages
-    ]
-    runs.append({"name": "elastic", **run_of("fp32", 2, 2), "zero": {"elastic_checkpoint": True}})
-    for run in runs:
-        run |= {"steps": 5, "save_at": 2, "save": str(root / run["name"] / "step-00000002")}
-    return root, launch(runs)
+    cases = {f"{name}-{stage}": run_of(name, stage, 2) for name, (stages, _) in VARIANTS.items() for stage in stages}
+    cases["elastic"] = {**run_of("fp32", 2, 2), "zero": {"elastic_checkpoint": True}}
+    return root, save_all(root, cases)
 
 
 @pytest.fixture(scope="module")
 def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
     root, _ = uninterrupted
     out = tmp_path_factory.mktemp("targets")
-    runs = []
-    for name, source, target in PAIRS:
-        folder = out / f"{name}-{source}-{target}" / "step-00000002"
-        reshard(root / f"{name}-{source}" / "step-00000002", folder, Topology(dp=3, zero=target))
-        runs.append({"name": f"{name} {source} -> {target}", **run_of(name, target, 3), "load": str(folder)})
+    runs = [
+        goes_on(root, f"{name}-{source}", out, {"name": f"{name} {source} -> {target}", **run_of(name, target, 3)})
+        for name, source, target in PAIRS
+    ]
     wanted = Conversion(
-        source=root / "elastic" / "step-00000002",
-        target=out / "elastic" / "step-00000002",
+        source=folder_of(root, "elastic"),
+        target=folder_of(out, "elastic"),
         topology=Topology(dp=3, zero=1),
-        like=root / "fp32-2" / "step-00000002",
+        like=folder_of(root, "fp32-2"),
     )
     convert(wanted)
-    runs.append({"name": ELASTIC, **run_of("fp32", 1, 3), "load": str(wanted.target)})
-    runs.sort(key=lambda run: (run["topology"], str(run.get("bf16")), str(run.get("data_types"))))
-    return launch([{**run, "steps": 3} for run in runs])
+    runs.append({"name": ELASTIC, **run_of("fp32", 1, 3), "steps": 3, "load": str(wanted.target)})
+    return launch_all(runs)
 
 
 @pytest.mark.parametrize(("name", "source", "target"), PAIRS)
