@@ -113,7 +113,7 @@ def main() -> None:
     def write(folder: Path, tag: str) -> None:
         engine.save_checkpoint(str(folder), tag=tag, client_state=dict(client_state))
 
-    dp_rank = session.topology.coordinate(session.settings.rank).dp
+    dp_rank = session.topology.replica(session.settings.rank)
     for step in range(position.step, options.steps):
         samples = step * plan.global_batch
         batches = micro_batches(windows, plan, first_sample=samples, dp_rank=dp_rank)

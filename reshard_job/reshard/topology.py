@@ -72,6 +72,18 @@ class Topology:
         """Number of ranks."""
         return self.pp * self.dp * self.tp
 
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that get different samples: `cp` of the `dp` ranks share one, each with a part of the sequence."""
+        return self.dp // self.cp
+
+    def replica(self, rank: int) -> int:
+        """Which replica `rank` belongs to, from 0: ranks of one are neighbours, as DeepSpeed groups them.
+
+        Source: deepspeed/runtime/sequence_parallel/parallel_state_sp.py (0.19.8).
+        """
+        return self.coordinate(rank).dp // self.cp
+
     def coordinate(self, rank: int) -> Coordinate:
         """Where `rank` sits, with axes ordered pipe, data, model (slowest to fastest).
 

@@ -4,6 +4,7 @@ Reads a JSON task from argv: runs of one world size, each with its topology, wha
 save. Writes one JSON line per run: the global mean loss of every step.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequences
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from model import GptConfig, build, parameter_groups, pipeline_description, universal_checkpoint_info
 
@@ -220,7 +222,7 @@ def config_of(run, topology):
         **(auto if run["model"] == "autoep" else {}),
         **(cut if run["model"] == "cut" and topology.tp > 1 else {"train_batch_size": GLOBAL_BATCH}),
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": GLOBAL_BATCH // topology.dp,
+        "gradient_accumulation_steps": GLOBAL_BATCH // topology.num_replicas,
         "zero_optimization": {"stage": topology.zero, **run.get("zero", {})},
         "bf16": {"enabled": bool(run.get("bf16"))},
         "data_types": run.get("data_types", {}),
@@ -264,6 +266,12 @@ def groups_of(run, model):
     return groups
 
 
+@functools.cache
+def sequence_mpu(cp):
+    sequences.initialize_sequence_parallel(cp)
+    return sequences
+
+
 def make_engine(run, config, topology):
     if run["model"] == "pipeline":
         model = build(config, topology)
@@ -280,6 +288,8 @@ def make_engine(run, config, topology):
         optimized = {"model_parameters": [item for item in model.parameters() if item.requires_grad]}
     else:
         optimized = {"optimizer": None if run["model"] == "autoep" else optimizer_of(run, groups_of(run, model))}
+    if topology.cp > 1:
+        optimized["mpu"] = sequence_mpu(topology.cp)
     engine, *_ = deepspeed.initialize(model=model, config=config_of(run, topology), **optimized)
     return engine, client
 
@@ -292,12 +302,13 @@ def pipeline_step(engine, config, topology, rank):
 
 
 def flat_step(engine, config, topology, rank):
-    replica = topology.coordinate(rank).dp
-    micro = GLOBAL_BATCH // topology.dp
+    replica, part = topology.replica(rank), topology.coordinate(rank).dp % topology.cp
+    micro = GLOBAL_BATCH // topology.num_replicas
     total = torch.zeros((), dtype=torch.float64)
     for at in range(micro):
-        loss = engine(*batch(config, engine.global_steps, replica * micro + at))
-        engine.backward(loss)
+        sample = batch(config, engine.global_steps, replica * micro + at)
+        loss = engine(*(tokens.chunk(topology.cp, dim=1)[part] for tokens in sample))
+        engine.backward(loss / topology.cp if topology.zero < 3 else loss)  # DeepSpeed sums over cp, but in ZeRO-3
         engine.step()
         total += loss.detach().double() / micro
     torch.distributed.all_reduce(total)

@@ -16,6 +16,7 @@ TARGETS = {
     "pipeline-dp2": ["tp=1", "tp=2", "pp=2", "tp=2,pp=2", "tp=2,pp=3,dp=2", "dp=7"],
     "zero2-dp3": ["dp=1,zero=2", "dp=2,zero=1", "dp=8,zero=2", "dp=64,zero=2"],
     "zero2-dp3-round-robin": ["dp=1,zero=2", "dp=2,zero=1", "dp=8,zero=2"],
+    "zero2-dp4-cp2": ["dp=3,zero=2", "dp=2,cp=2,zero=1", "dp=6,cp=3,zero=2", "dp=4,cp=4"],
     "zero3-dp3": ["dp=1,zero=3", "dp=2,zero=3", "dp=7,zero=3", "dp=64,zero=3"],
     "bf16-dp2": ["dp=1", "dp=3", "dp=4,zero=2"],
     "bf16-optimizer-dp2": ["dp=1", "dp=3", "dp=4,zero=2"],

@@ -24,6 +24,7 @@ CASES = {
         "bf16": True,
         "data_types": {"grad_accum_dtype": "fp32"},
     },
+    "zero2-dp4-cp2": {"model": "flat", "topology": "dp=4,cp=2,zero=2"},
     "elastic-dp2": {"model": "flat", "topology": "dp=2,zero=2", "zero": {"elastic_checkpoint": True}},
     "autoep-dp2-ep2": {"model": "autoep", "topology": "dp=2,ep=2,zero=1"},
     "experts-dp4-ep2": {"model": "moe", "topology": "dp=4,ep=2,zero=1"},

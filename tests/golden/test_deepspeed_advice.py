@@ -23,3 +23,20 @@ def test_settings_of_the_source_that_the_files_need(name, target, text):
     notes = plan_of(read_checkpoint(golden(name), None), Topology.parse(target)).summary()["notes"]
     found = [note for note in notes if note.startswith("resume with")]
     assert [note.partition(",")[0] for note in found] == ([] if text is None else [text])
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "text"),
+    [
+        ("zero2-dp4-cp2", "dp=6,cp=2,zero=1", None),
+        ("zero2-dp4-cp2", "dp=3,zero=2", "gradients are 0.5 times the source's"),
+        ("zero2-dp4-cp2", "dp=4,cp=2,zero=3", "gradients are 0.5 times the source's"),
+        ("zero2-dp4-cp2", "dp=4,cp=4,zero=1", "gradients are 2 times the source's"),
+        ("zero2-dp3", "dp=4,cp=2,zero=3", None),
+        ("zero2-dp3", "dp=4,cp=2,zero=0", "gradients are 2 times the source's"),
+    ],
+)
+def test_gradients_of_another_size_are_told_where_a_sequence_is_spread(name, target, text):
+    notes = plan_of(read_checkpoint(golden(name), None), Topology.parse(target)).summary()["notes"]
+    found = [note for note in notes if "gradients" in note]
+    assert found == [] if text is None else [text in note for note in found] == [True]

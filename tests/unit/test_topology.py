@@ -32,6 +32,13 @@ def test_tensor_neighbours_are_adjacent_ranks_as_in_deepspeed() -> None:
     assert topology.coordinate(4) == (1, 0, 0)
 
 
+def test_ranks_of_one_replica_are_neighbours_as_in_deepspeed() -> None:
+    assert [Topology(dp=6, cp=2).replica(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert Topology(dp=6, cp=2).num_replicas == 3
+    assert [Topology(tp=2, dp=2, cp=2).replica(rank) for rank in range(4)] == [0, 0, 0, 0]
+    assert [Topology(dp=3).replica(rank) for rank in range(3)] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

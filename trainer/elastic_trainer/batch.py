@@ -1,8 +1,8 @@
 """Batch arithmetic: the global batch stays the same at every topology. Pure.
 
 One step consumes `global_batch` samples, numbered consecutively over the whole training. Sample `j` of a step (from 0)
-is processed by data parallel rank `(j // micro_batch) % dp` in micro step `j // (micro_batch * dp)`, so that any number
-of replicas sees the same global sequence.
+is processed by replica `(j // micro_batch) % dp` in micro step `j // (micro_batch * dp)`, so that any number of
+replicas sees the same global sequence. With context parallelism several data parallel ranks are one replica.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class BatchPlan:
     Attributes:
         global_batch: samples per optimizer step.
         micro_batch: samples that one replica processes at once.
-        dp: data parallel replicas.
+        dp: replicas that get different samples (`Topology.num_replicas`).
     """
 
     global_batch: int
@@ -40,7 +40,10 @@ class BatchPlan:
         return self.global_batch // (self.micro_batch * self.dp)
 
     def micro_batches(self, *, first_sample: int, dp_rank: int) -> tuple[range, ...]:
-        """Global sample numbers of each micro step of one replica, for the step that starts at `first_sample`."""
+        """Global sample numbers of each micro step of one replica, for the step that starts at `first_sample`.
+
+        `dp_rank` is the replica's number, from 0 (`Topology.replica`).
+        """
         stride = self.micro_batch * self.dp
         starts = (first_sample + step * stride + dp_rank * self.micro_batch for step in range(self.accumulation_steps))
         return tuple(range(start, start + self.micro_batch) for start in starts)

@@ -133,7 +133,7 @@ class Session:
         return BatchPlan(
             global_batch=self.settings.global_batch or global_batch,
             micro_batch=self.settings.micro_batch or micro_batch,
-            dp=self.topology.dp,
+            dp=self.topology.num_replicas,
         )
 
     def start(self) -> None:

@@ -6,6 +6,7 @@ from reshard.formats.deepspeed.fields import Kind, offload_device
 from reshard.formats.deepspeed.groups import uses_muon
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.zero3 import sub_groups
+from reshard.topology import Topology
 
 
 def advice(target: Target) -> tuple[str, ...]:
@@ -20,4 +21,19 @@ def advice(target: Target) -> tuple[str, ...]:
     size = int(zero.get("sub_group_size") or 0)
     if target.topology.zero == 3 and size and any(len(parts) > 1 for parts in sub_groups(target, 0)):
         found.append(f"resume with zero_optimization.sub_group_size {size}, as the source ran: groups are cut by it")
+    gain = _gradient_gain(target.topology) / _gradient_gain(source.topology)
+    if gain != 1:
+        found.append(
+            f"DeepSpeed's gradients are {gain:g} times the source's at this cp and stage, and the moments do not scale:"
+            f" multiply the loss by {1 / gain:g}, unless the script makes up for it"
+        )
     return tuple(found)
+
+
+def _gradient_gain(topology: Topology) -> int:
+    """By how much gradients exceed their mean over all ranks: those of one sequence are summed but in ZeRO-3.
+
+    Source: engine.py, zero/stage_1_and_2.py (`dp_world_size / sequence_parallel_size`), zero/stage3.py (its
+    reduce-scatter divides by all ranks); DeepSpeed 0.19.8, and seen in its moments.
+    """
+    return 1 if topology.zero == 3 else topology.cp

@@ -83,9 +83,9 @@ def _with_experts(source: Source) -> Source:
     if not source.expert_files and not layers and not any(map(is_native, local)):
         return source
     topology = source.topology
-    if topology.tp * topology.pp > 1 or topology.zero not in (1, 2):
+    if topology.tp * topology.pp * topology.cp > 1 or topology.zero not in (1, 2):
         raise UnsupportedError(
-            f"has experts in the layout {topology}: experts are converted at tp=1, pp=1 and ZeRO stages 1 and 2",
+            f"has experts in the layout {topology}: experts are converted at tp=1, pp=1, cp=1 and ZeRO stages 1 and 2",
             path=where,
         )
     if source.config.get("use_data_before_expert_parallelism"):
@@ -152,11 +152,13 @@ def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) 
         tp = len(layers) or mp
         pp = mp // tp if isinstance(mp, int) else None
     degrees = {"tp": tp, "pp": pp, "dp": dp, "mp": mp}
-    if not all(type(degree) is int and degree >= 1 for degree in degrees.values()) or tp * pp != mp:
+    integers = all(type(degree) is int and degree >= 1 for degree in degrees.values())
+    tp, cp = (1, tp) if integers and mp == pp == 1 and dp % tp == 0 else (tp, 1)  # as parallel_dimensions says it
+    if not integers or tp * pp != mp:
         raise CorruptSourceError(f"its degrees of parallelism {degrees} do not fit each other", path=first.path)
     prefixes = [parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"]
     if not prefixes:
-        return _topology_without_zero(first, Topology(tp=tp, pp=pp, dp=dp))
+        return _topology_without_zero(first, Topology(tp=tp, pp=pp, dp=dp, cp=cp))
     path = folder / names.optimizer_file(prefixes[0], 0, 0)
     if not path.exists():
         raise CorruptSourceError(f"misses {path.name}", path=str(folder))
@@ -165,7 +167,18 @@ def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) 
     stage = zero_stage(inner) if isinstance(inner, Mapping) else -1
     if stage not in (1, 2, 3):
         raise UnsupportedError(f"ZeRO stage {stage}: expected 1, 2 or 3", path=str(path))
-    return Topology(tp=tp, pp=pp, dp=dp, zero=stage)
+    return Topology(tp=tp, pp=pp, dp=dp, cp=cp, zero=stage)
+
+
+def parallel_dimensions(topology: Topology) -> dict[str, int]:
+    """What a model file of such a run says as `checkpoint_parallel_dimensions`.
+
+    DeepSpeed's own mpu for sequence parallelism calls its group the model's
+    (deepspeed/runtime/sequence_parallel/parallel_state_sp.py 0.19.8), and the engine takes that for tensor parallelism,
+    here only: the files are those of tp=1. Other mpus name their tensor parallelism, and nothing tells of cp.
+    """
+    plain = topology.tp * topology.pp == 1
+    return {"pp_degree": topology.pp, "tp_degree": topology.cp if plain else topology.tp}
 
 
 def _topology_without_zero(first: PtFile, topology: Topology) -> Topology:

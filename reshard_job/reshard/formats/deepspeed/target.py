@@ -12,6 +12,7 @@ from reshard.formats.deepspeed import autoep, flat
 from reshard.formats.deepspeed.fields import Kind
 from reshard.formats.deepspeed.groups import group_holder, group_state
 from reshard.formats.deepspeed.logical import Param, Stage, param_groups
+from reshard.formats.deepspeed.opening import parallel_dimensions
 from reshard.formats.deepspeed.origins import TargetRows
 from reshard.formats.deepspeed.progress import Progress
 from reshard.formats.deepspeed.reader import Extra
@@ -174,7 +175,7 @@ class Target:
             **{key: value for key, value in fields.items() if key in like},
             "dp_world_size": topology.dp,
             "mp_world_size": topology.tp * topology.pp,
-            "checkpoint_parallel_dimensions": {"pp_degree": topology.pp, "tp_degree": topology.tp},
+            "checkpoint_parallel_dimensions": parallel_dimensions(topology),
         }
 
     def config(self, template: Template, like: Mapping[str, Any]) -> dict[str, Any]:

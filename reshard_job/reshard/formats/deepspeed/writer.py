@@ -129,8 +129,6 @@ def _refuse(extra: Extra, target: Topology) -> None:
     topology = extra.source.topology
     where = str(extra.source.folder)
     _refuse_stage(extra, target, where)
-    if target.cp > 1:
-        raise UnsupportedError(f"{target}: context parallelism is not laid out", path=where)
     if target.ep > 1 and extra.source.experts is None:
         raise UnsupportedError(f"{target}: the model has no experts", path=where, hint="leave ep out")
     if extra.source.experts is not None:
@@ -171,12 +169,12 @@ def _refuse_buffers(extra: Extra, target: Topology, where: str) -> None:
 
 
 def _refuse_experts(experts: Experts, target: Topology, where: str) -> None:
-    if target.tp > 1 or target.zero not in (1, 2):
+    if target.tp * target.cp > 1 or target.zero not in (1, 2):
         raise UnsupportedError(
-            f"{target}: a model with experts is laid out at tp=1 and ZeRO stages 1 and 2 (DeepSpeed has no other for"
-            " native experts than stage 0)",
+            f"{target}: a model with experts is laid out at tp=1, cp=1 and ZeRO stages 1 and 2 (DeepSpeed has no other"
+            " for native experts than stage 0)",
             path=where,
-            hint="choose zero=1 or 2 without tp, such as --to dp=4,ep=2,zero=1",
+            hint="choose zero=1 or 2 without tp and cp, such as --to dp=4,ep=2,zero=1",
         )
     experts.check(target.ep)
 
