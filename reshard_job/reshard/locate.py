@@ -17,6 +17,7 @@ from reshard.latest import named_in
 from reshard.staging import is_unfinished, unfinished
 
 _MOST_TAGS = 20
+_WEIGHTS = "safetensors"
 _ATTEMPT = re.compile(r"^a(\d+)$", re.ASCII)
 _RESUME = "the command that made it, with --resume, goes on with what is done, and without it begins again"
 _MOST_NAME_BYTES = 255  # of Linux' file systems
@@ -35,6 +36,32 @@ def check_source(path: Path) -> None:
         raise
     except OSError as error:
         raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+
+
+def training_states_beside(path: Path) -> list[str]:
+    """Checkpoints in a folder of safetensors, as trainers save weights and training state side by side."""
+    if (path / COMMIT_FILE).exists() or not _is_of(path, weights=True):
+        return []
+    return [name for name in checkpoints_in(path) if _is_of(path / name, weights=False)]
+
+
+def refuse_weights_beside(path: Path) -> None:
+    """Weights alone are not what is meant where a training state lies beside them, unless their format is asked for.
+
+    Raises:
+        NotACheckpointError: names the training states.
+    """
+    if tags := training_states_beside(path):
+        raise NotACheckpointError(
+            "holds weights, and the state of the training in a folder beside them",
+            path=str(path),
+            problems=tags[:_MOST_TAGS],
+            hint=f"name that folder, {path / _latest(path, tags)}, or say --format safetensors for the weights alone",
+        )
+
+
+def _is_of(path: Path, *, weights: bool) -> bool:
+    return any(reason is None and (name == _WEIGHTS) is weights for name, reason in recognise(path))
 
 
 def _check_source(path: Path) -> None:

@@ -28,7 +28,7 @@ from reshard.errors import (
     VerificationError,
 )
 from reshard.layout import Index
-from reshard.locate import check_source, check_target, newest
+from reshard.locate import check_source, check_target, newest, refuse_weights_beside, training_states_beside
 from reshard.plan import Plan
 from reshard.progress import ProgressLine
 from reshard.remote import location
@@ -63,8 +63,9 @@ def _inspect(options: argparse.Namespace) -> Result:
     check_source(path)
     path, led = _bytes_of(path)
     found = inspection.inspect(path, lambda commit: api.read_source(path, commit, _path(options.patterns)))
-    if led:
-        found = dataclasses.replace(found, notes=(led, *found.notes))
+    beside = [f"{name} in it holds the state of the training: these are the weights alone"
+              for name in training_states_beside(path)]  # fmt: skip
+    found = dataclasses.replace(found, notes=(*([led] if led else []), *found.notes, *beside))
     value = {"ok": not found.problems, "exit_code": int(found.exit_code), **render.inspect_value(found)}
     return Result(value, render.inspect_text(found, tensors=options.tensors), found.exit_code)
 
@@ -341,6 +342,8 @@ def _conversion(options: argparse.Namespace, target: Path | None, *, runs: bool 
     )
     if runs and api.done_without_source(wanted) is None:
         check_source(source)
+    if not options.format and source.is_dir():
+        refuse_weights_beside(source)
     return wanted
 
 

@@ -28,12 +28,15 @@ def has_fp16() -> bool:
 OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 FROZEN = {"frozen": ["embed.weight", "norm.bias"], "without_frozen": True}
 WHOLE = {"zero": {"reduce_scatter": False}}  # DeepSpeed's Muon asks for it at stage 3
+COMPILER = None if which("c++") else "a C++ compiler, called c++: DeepSpeed compiles its FusedAdam"
 LACKS = {
-    "fused": None if which("c++") else "a C++ compiler, called c++: DeepSpeed compiles its FusedAdam",
+    "fused": COMPILER,
+    "fused-bf16": COMPILER,
     "fp16": None if has_fp16() else "a processor with arithmetic in fp16",
 }
 VARIANTS = {
     "fused": ((0, 1, 3), {"configured": "fused"}),
+    "fused-bf16": ((0, 1, 2, 3), {"configured": "fused", "bf16": True}),
     "muon": ((1, 2, 3), {"configured": "muon", **WHOLE}),
     "muon-offloaded": ((1, 2), {"configured": "muon", **OFFLOAD}),
     "muon-round-robin": ((1, 2), {"configured": "muon", "zero": {"round_robin_gradients": True}}),
@@ -52,6 +55,7 @@ TOLERANCE = dict.fromkeys(VARIANTS, 1e-6) | {
     **{name: 1.5e-5 for name in VARIANTS if name.startswith("muon")},
     "muon-wide": 5e-4,
     "fp16": 5e-4,
+    "fused-bf16": 5e-4,
 }
 
 

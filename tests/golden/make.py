@@ -30,6 +30,7 @@ CASES = {
     "experts-dp4-ep2": {"model": "moe", "topology": "dp=4,ep=2,zero=1"},
     "muon-zero2-dp3": {"model": "flat", "topology": "dp=3,zero=2", "configured": "muon"},
     "zero0-dp2": {"model": "flat", "topology": "dp=2,zero=0"},
+    "zero0-fused-bf16-dp2": {"model": "flat", "topology": "dp=2,zero=0", "bf16": True, "configured": "fused"},
     "zero0-bf16-dp2": {"model": "flat", "topology": "dp=2,zero=0", "bf16": True},
 }
 
@@ -40,7 +41,9 @@ def main() -> None:
         folder = HERE / name / "step-00000002"
         shutil.rmtree(folder.parent, ignore_errors=True)
         run = {"name": name, "size": "tiny", "steps": 2, "save_at": 2, "save": str(folder)}
-        told = {} if name.startswith("muon") else {"truth": str(folder.parent / "truth")}  # no accessor gives momentum
+        told = (
+            {} if name.startswith(("muon", "zero0-fused")) else {"truth": str(folder.parent / "truth")}
+        )  # no accessor
         launch([{**run, **CASES[name], **told}])
         for path in folder.parent.iterdir():
             if path.suffix == ".py" or path.name == "latest":

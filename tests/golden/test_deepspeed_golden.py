@@ -5,6 +5,7 @@ The truth beside each checkpoint is what DeepSpeed's own accessors returned when
 
 import hashlib
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -169,3 +170,13 @@ def describe(value):
     if isinstance(value, list | tuple):
         return [describe(item) for item in value]
     return value
+
+
+def test_training_in_bf16_is_told_by_its_files_where_weights_are_not_saved_in_it(tmp_path):
+    """Adapters stay in fp32 at ZeRO-3, and without frozen parameters nothing else is in the module."""
+    folder = Path(shutil.copytree(golden("zero3-dp3"), tmp_path / "source"))
+    for path in folder.glob("zero_*_optim_states.pt"):
+        path.rename(path.with_name(f"bf16_{path.name}"))
+    reshard(folder, tmp_path / "out" / STEP, Topology(dp=2, zero=3))
+    found = sorted(path.name for path in (tmp_path / "out" / STEP).glob("*_optim_states.pt"))
+    assert found == [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]

@@ -10,7 +10,9 @@ from reshard.api import index_of, plan_of, reshard
 from reshard.commit import read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats import read_checkpoint
+from reshard.formats.deepspeed.unpartitioned import FLAT_MASTERS, view
 from reshard.formats.pt.objects import new_tensor
+from reshard.formats.pt.reader import read
 from reshard.topology import Topology
 from tests.golden.files import MODEL, STEP, assemble, edit, golden
 
@@ -24,6 +26,11 @@ def edited(tmp_path: Path, change, name: str = "zero0-dp2") -> Path:
     folder = Path(shutil.copytree(golden(name), tmp_path / "source"))
     edit(folder, MODEL.format(0), lambda value: change(value["optimizer"]))
     return folder
+
+
+def rounded(master):
+    """fp32 as bf16: to nearest, ties to even."""
+    return (master + 0x7FFF + ((master >> 16) & 1)) >> 16
 
 
 def split(optimizer) -> None:
@@ -105,10 +112,6 @@ def factor(optimizer) -> None:
     optimizer["state"][1]["row"] = new_tensor("float32", (3,), bytes(12))
 
 
-def fuse(optimizer) -> None:
-    optimizer["fp32_groups_flat"] = []
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -117,7 +120,6 @@ def fuse(optimizer) -> None:
         (forget, "have no state in the optimizer"),
         (step_on, "norm.bias has done another number of optimizer steps than up.bias"),
         (factor, r"the states of parameter 1 have the shapes \[\(3,\), \(3, 7\)\]"),
-        (fuse, "FP16_Optimizer"),
     ],
 )
 def test_what_is_not_certain_is_refused(tmp_path, change, text):
@@ -152,17 +154,126 @@ def test_checkpoint_without_an_optimizer_is_refused(tmp_path):
         read_checkpoint(folder, None)
 
 
-def test_fused_optimizer_in_bf16_is_not_laid_out_for_zero_0(tmp_path):
+FUSED = "zero0-fused-bf16-dp2"
+
+
+def flat_groups(optimizer, size: int, names=None) -> None:
+    """The one flat group as two: the last `size` elements, and those before."""
+    (master,) = optimizer["fp32_groups_flat"]
+    inner = optimizer["optimizer_state_dict"]
+    moments = {key: value for key, value in inner["state"][0].items() if key != "step"}
+    spans = [(0, master.num_elements - size), (master.num_elements - size, size)]
+    optimizer["fp32_groups_flat"] = [view(master, start, (count,)) for start, count in spans]
+    for number, (start, count) in enumerate(spans):
+        inner["state"][number] = {"step": 2, **{key: view(value, start, (count,)) for key, value in moments.items()}}
+    (group,) = inner["param_groups"]
+    inner["param_groups"] = [{**group, "params": [number]} for number in (0, 1)]
+    for own, found in zip(names or (), inner["param_groups"], strict=False):
+        found["param_names"] = own
+
+
+def test_flat_group_of_a_fused_optimizer_is_that_of_the_module_in_order():
+    (group,) = read_checkpoint(golden(FUSED), None).groups
+    assert group.names == (
+        "embed.weight",
+        "up.weight",
+        "up.bias",
+        "norm.weight",
+        "norm.bias",
+        "down.weight",
+        "down.bias",
+    )
+    tensors = assemble(read_checkpoint(golden(FUSED), None))
+    for name in group.names:
+        assert (tensors[f"weight/{name}"] == rounded(tensors[f"fp32/{name}"])).all()
+        assert tensors[f"exp_avg/{name}"].shape == tensors[f"weight/{name}"].shape
+        assert tensors[f"exp_avg/{name}"].any()
+
+
+@pytest.mark.parametrize("target", ["dp=3,zero=0", "dp=2,zero=1", "dp=3,zero=2", "dp=2,zero=3"])
+def test_flat_group_of_a_fused_optimizer_goes_to_every_stage_and_back_without_changing_a_bit(tmp_path, target):
+    before = assemble(read_checkpoint(golden(FUSED), None))
+    reshard(golden(FUSED), tmp_path / "there" / STEP, Topology.parse(target))
+    reshard(tmp_path / "there" / STEP, tmp_path / "back" / STEP, Topology(dp=2, zero=0))
+    after = assemble(read_checkpoint(tmp_path / "back" / STEP, None))
+    assert before.keys() == after.keys()
+    assert all((after[key] == value).all() for key, value in before.items())
+    found, written = (
+        read(path / MODEL.format(0)).value["optimizer"] for path in (golden(FUSED), tmp_path / "back" / STEP)
+    )
+    assert list(found) == list(written)
+    assert found["optimizer_state_dict"]["param_groups"] == written["optimizer_state_dict"]["param_groups"]
+    assert [item.shape for item in found[FLAT_MASTERS]] == [item.shape for item in written[FLAT_MASTERS]]
+
+
+def test_flat_groups_that_could_hold_several_parameters_are_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"holds 2 flat groups .* more than one assignment .* fits their sizes"):
+        read_checkpoint(edited(tmp_path, lambda optimizer: flat_groups(optimizer, 3), FUSED), None)
+
+
+@pytest.mark.parametrize("are_named", [True, False])
+def test_flat_groups_are_told_apart_by_names_or_by_sizes(tmp_path, are_named):
+    (whole,) = (group.names for group in read_checkpoint(golden(FUSED), None).groups)
+    names = [list(whole[:-1]), [whole[-1]]]  # the only parameter of 7 elements
+
+    def change(optimizer) -> None:
+        flat_groups(optimizer, 7, names if are_named else None)
+
+    index = read_checkpoint(edited(tmp_path, change, FUSED), None)
+    assert [list(group.names) for group in index.groups] == names
+    found, expected = assemble(index), assemble(read_checkpoint(golden(FUSED), None))
+    assert all((found[key] == value).all() for key, value in expected.items())
+
+
+def shorten(optimizer) -> None:
+    state = optimizer["optimizer_state_dict"]["state"][0]
+    state["exp_avg"] = view(state["exp_avg"], 0, (5,))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda optimizer: optimizer.update(fp32_groups_flat=[]), CorruptSourceError, "do not fit the optimizer's"),
+        (lambda optimizer: optimizer.update(fp32_groups_flat=7), CorruptSourceError, "no list of flat tensors"),
+        (shorten, UnsupportedError, "the states of parameter 0 have the shapes"),
+    ],
+)
+def test_damaged_flat_groups_are_refused(tmp_path, change, error, text):
+    with pytest.raises(error, match=text):
+        read_checkpoint(edited(tmp_path, change, FUSED), None)
+
+
+def with_groups(tmp_path: Path, **more) -> Path:
+    """A ZeRO-1 checkpoint in bf16, its groups with more settings."""
     folder = Path(shutil.copytree(golden("bf16-dp2"), tmp_path / "source"))
 
-    def fused(value) -> None:
+    def change(value) -> None:
         for group in value["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
-            group["bias_correction"] = True
+            group.update(more)
 
     for rank in (0, 1):
-        edit(folder, f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", fused)
-    with pytest.raises(UnsupportedError, match="flat master weights for fused optimizers"):
+        edit(folder, f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", change)
+    return folder
+
+
+def test_optimizer_that_deepspeed_does_not_take_at_zero_0_is_refused(tmp_path):
+    folder = with_groups(tmp_path, bias_correction=True)  # with amsgrad: DeepSpeedCPUAdam
+    with pytest.raises(UnsupportedError, match="takes another optimizer at ZeRO stage 0"):
         plan_of(read_checkpoint(folder, None), Topology(zero=0))
+
+
+def test_fp16_of_zero_0_stays_there(tmp_path):
+    folder = Path(shutil.copytree(golden("zero0-bf16-dp2"), tmp_path / "source"))
+
+    def narrow(value) -> None:
+        for tensor in value["module"].values():
+            tensor.storage.dtype = "float16"
+        value["ds_config"]["bf16"]["enabled"] = False
+
+    edit(folder, MODEL.format(0), narrow)
+    plan_of(read_checkpoint(folder, None), Topology(dp=3, zero=0))
+    with pytest.raises(UnsupportedError, match="gradients in fp16 are too small by the loss scale"):
+        plan_of(read_checkpoint(folder, None), Topology(dp=3, zero=1))
 
 
 def pipeline(tmp_path: Path, topology: str = "tp=2,pp=2,zero=0") -> Path:

@@ -143,3 +143,33 @@ def test_what_is_in_the_way_is_told(tmp_path: Path, say: Answer) -> None:
     assert "this conversion: 1 of 7 files is damaged" in told()
     (target / "COMMIT.json").unlink()
     assert "this conversion: it has no COMMIT.json" in told()
+
+
+@pytest.fixture
+def trainers_folder(tmp_path: Path) -> Path:
+    """As Hugging Face's Trainer saves with DeepSpeed: weights, and the state of the training beside them."""
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(Path(__file__).parent / "safetensors" / "llama", folder)
+    shutil.copytree(ZERO2, folder / "global_step2")
+    (folder / "latest").write_text("global_step2")
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_weights_are_not_taken_for_the_training_that_lies_beside_them(
+    trainers_folder: Path, tmp_path: Path, say: Answer, verb: str
+) -> None:
+    out = tmp_path / "out" / "step"
+    found = say.json(verb, trainers_folder, out, "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
+    assert "holds weights, and the state of the training in a folder beside them" in found["message"]
+    assert f"name that folder, {trainers_folder / 'global_step2'}" in found["hint"]
+    assert "--format safetensors" in found["hint"]
+    say.json(verb, trainers_folder, out, "--format", "safetensors")
+    say.json(verb, trainers_folder / "global_step2", tmp_path / "other" / "step", "--to", "dp=2")
+
+
+def test_what_lies_beside_weights_is_told(trainers_folder: Path, say: Answer) -> None:
+    notes = say.json("inspect", trainers_folder)["notes"]
+    assert "global_step2 in it holds the state of the training: these are the weights alone" in notes
+    shutil.rmtree(trainers_folder / "global_step2")
+    assert say.json("inspect", trainers_folder)["notes"] == notes[:-1]

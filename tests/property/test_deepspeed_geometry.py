@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import flat, muon
 from reshard.formats.deepspeed.logical import Param
+from reshard.formats.deepspeed.matching import match_names
 from reshard.formats.deepspeed.pipeline import balanced, uniform
 from reshard.formats.deepspeed.rows import Place, Rows
 from reshard.formats.deepspeed.rules import Rule
-from reshard.formats.deepspeed.unpartitioned import match_names
 from reshard.layout import PADDING
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=8)

@@ -123,7 +123,12 @@ def _model(entries: Sequence[Entry], states: Sequence[tuple[str, ...]], where: s
             leaves.setdefault(str(entry.path[-1]), set()).add(entry.path[:-1])
     every = set().union(*leaves.values()) if leaves else set()
     if not every:
-        raise UnsupportedError("holds no tensor outside of an optimizer: there are no weights", path=where)
+        raise UnsupportedError(
+            "holds no tensor outside of an optimizer: there are no weights",
+            path=where,
+            hint="name the folder with the weights (pytorch_model_fsdp_0 beside accelerate's optimizer_0); torch loads"
+            " this one at any number of ranks as it is",
+        )
     found, lost = set(every), ""
     for tail in states:
         names = [tail[1]] if len(tail) > 2 else list(_prefixes(tail[1]))
@@ -142,7 +147,8 @@ def _model(entries: Sequence[Entry], states: Sequence[tuple[str, ...]], where: s
         raise UnsupportedError(
             f"optimizer states are numbered, not named: {'.'.join(states[0])}",
             path=where,
-            hint="save with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+            hint="save with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or the model's part alone"
+            " where only weights are wanted",
         )
     if not found:
         raise UnsupportedError(

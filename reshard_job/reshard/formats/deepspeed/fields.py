@@ -1,7 +1,7 @@
 """What each kind of optimizer saves besides tensors, and the same in the words of another kind.
 
 Sources: `state_dict` and `load_state_dict` in deepspeed/runtime/zero/stage_1_and_2.py, zero/stage3.py,
-bf16_optimizer.py and fp16/unfused_optimizer.py (0.19.8).
+bf16_optimizer.py, fp16/unfused_optimizer.py and fp16/fused_optimizer.py (0.19.8).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.source import Source
-from reshard.formats.deepspeed.unpartitioned import base_optimizer
+from reshard.formats.deepspeed.unpartitioned import FLAT_MASTERS, base_optimizer
 from reshard.formats.pt.objects import Global, Inert
 
 _CLIP_GRAD = 1.0
@@ -27,6 +27,7 @@ class Kind(enum.Enum):
 
     PLAIN = "optimizer of torch"
     UNFUSED = "FP16_UnfusedOptimizer"
+    FUSED = "FP16_Optimizer"
     ZERO12 = "DeepSpeedZeroOptimizer"
     BF16 = "BF16_Optimizer"
     ZERO3 = "DeepSpeedZeroOptimizer_Stage3"
@@ -38,6 +39,8 @@ def kind_of(state: Mapping[str, Any]) -> Kind:
         return Kind.ZERO3
     if "single_partition_of_fp32_groups" in state:
         return Kind.ZERO12 if "zero_stage" in state else Kind.BF16
+    if FLAT_MASTERS in state:
+        return Kind.FUSED
     return Kind.UNFUSED if "fp32_groups" in state else Kind.PLAIN
 
 
@@ -57,21 +60,28 @@ def target_kind(source: Source, stage: int) -> Kind:
         return Kind.BF16 if bf16 and offload_device(source.zero_config) != "cpu" else Kind.ZERO12
     if source.half_type == "float16":
         raise UnsupportedError("fp16 training is not laid out for ZeRO stage 0", path=str(source.folder))
+    if not source.half_type:
+        return Kind.PLAIN
     groups = base_state(source, 0, 0).get("param_groups") or [{}]
-    if source.half_type and "bias_correction" in groups[0]:
+    if "bias_correction" in groups[0] and not is_fused(groups[0]):
         raise UnsupportedError(
-            "DeepSpeed keeps flat master weights for fused optimizers at ZeRO stage 0, which are not laid out",
+            "DeepSpeed takes another optimizer at ZeRO stage 0 than the one that the source was trained with",
             path=str(source.folder),
             hint="choose zero=1",
         )
-    return Kind.UNFUSED if source.half_type else Kind.PLAIN
+    return Kind.FUSED if is_fused(groups[0]) else Kind.UNFUSED
+
+
+def is_fused(group: Mapping[str, Any]) -> bool:
+    """A parameter group of DeepSpeed's FusedAdam: it has `bias_correction`; those of its other optimizers have more."""
+    return "bias_correction" in group and not group.keys() & {"amsgrad", "max_coeff"}
 
 
 def base_state(source: Source, mp: int, dp: int) -> Mapping[str, Any]:
     """State dict of the optimizer inside; empty for an elastic checkpoint, which keeps no parameter groups."""
     state = source.optimizer(mp, dp)
     kind = kind_of(state)
-    if kind in (Kind.PLAIN, Kind.UNFUSED):
+    if kind in (Kind.PLAIN, Kind.UNFUSED, Kind.FUSED):
         return base_optimizer(state)
     inner = state.get("optimizer_state_dict" if kind is Kind.ZERO3 else "base_optimizer_state")
     return inner if isinstance(inner, Mapping) else {}
@@ -89,6 +99,24 @@ def scaling_of(state: Mapping[str, Any]) -> dict[str, Any]:
 def clipping_of(state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Gradient clipping as a state has it, else as it is configured."""
     return {"clip_grad": state.get("clip_grad", config.get("gradient_clipping", _CLIP_GRAD))}
+
+
+def refuse_small_gradients(source: Source, target: str) -> None:
+    """Moments that only ZeRO-0 can go on with.
+
+    There DeepSpeed divides gradients by a loss scale that it has not multiplied the loss by: engine.py, `backward`,
+    does so for a `ZeROOptimizer` alone (0.19.8; seen in its moments).
+
+    Raises:
+        UnsupportedError: fp16 training at stage 0.
+    """
+    if source.half_type == "float16" and source.topology.zero == 0:
+        raise UnsupportedError(
+            f"{target}: DeepSpeed's gradients in fp16 are too small by the loss scale at ZeRO stage 0, and the moments"
+            " with them",
+            path=str(source.folder),
+            hint="choose zero=0, or start from the weights alone",
+        )
 
 
 def is_wide(config: Mapping[str, Any]) -> bool:
@@ -126,4 +154,6 @@ def fields_for(kind: Kind, source: Source, mp: int, dp: int) -> dict[str, Any]:
     if kind is Kind.UNFUSED:
         return {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": source.step, "optimizer_state_dict": None,
                 "fp32_groups": None}  # fmt: skip
+    if kind is Kind.FUSED:  # bf16, without scaling of gradients
+        return {"optimizer_state_dict": None, FLAT_MASTERS: None, **clip}
     return {"state": None, "param_groups": None}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed.fields import is_fused
 from reshard.formats.deepspeed.logical import Model, param_groups
 from reshard.formats.deepspeed.muon import is_muon
 from reshard.formats.deepspeed.source import Source
@@ -78,7 +79,7 @@ def group_state(source: Source, mp: int, group: int) -> GroupState:
 
 def _unpartitioned(source: Source, mp: int, group: int) -> GroupState:
     file = source.models[mp, 0]
-    states = param_states(source.optimizer(mp, 0), file.path)[group]
+    states = param_states(source.optimizer(mp, 0), file.path, source.named[mp])[group]
     named = list(zip(source.named[mp][group], states, strict=True))
     counting = expected = states[0]
     if _counts_in_the_last(param_groups(source, mp)[group], states):
@@ -99,12 +100,11 @@ def _counts_in_the_last(group: Mapping[str, Any], states: Sequence[ParamState]) 
     """The group's steps are counted by the last parameter that had a gradient, as DeepSpeed's FusedAdam does.
 
     The others keep the count that they began with (deepspeed/ops/adam/fused_adam.py 0.19.8: `state["step"] += 1` stands
-    behind the loop). Its groups have `bias_correction`; those of DeepSpeed's other optimizers have more than that.
+    behind the loop).
     """
     held = [state.scalars.get("step") for state in states if state.order]
     steps = [step for step in held if isinstance(step, int)]
-    fused = "bias_correction" in group and not group.keys() & {"amsgrad", "max_coeff"}
-    return fused and len(steps) == len(held) > 1 and steps[-1] > steps[0]
+    return is_fused(group) and len(steps) == len(held) > 1 and steps[-1] > steps[0]
 
 
 def _comparable(state: ParamState) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def add_unpartitioned(rows: Rows, source: Source, model: Model, files: Mapping[s
     copies = _copies(model)
     for (mp, _), file in source.models.items():
         pp, tp = divmod(mp, topology.tp)
-        states = param_states(source.optimizer(mp, 0), file.path)
+        states = param_states(source.optimizer(mp, 0), file.path, source.named[mp])
         for group, own in zip(source.named[mp], states, strict=True):
             for name, state in zip(group, own, strict=True):
                 for key, tensor in state.tensors.items():

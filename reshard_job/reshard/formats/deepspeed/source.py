@@ -83,7 +83,16 @@ class Source:
 
     @property
     def half_type(self) -> str | None:
-        """`bfloat16` or `float16`, or None for fp32 training."""
+        """`bfloat16` or `float16`, or None for fp32 training.
+
+        The weights need not tell: adapters (LoRA) stay in fp32 at ZeRO-3, and are all that is saved of some models.
+        """
+        if self.prefix:  # engine.py, `_get_zero_ckpt_prefix`: bf16 is enabled
+            return "bfloat16"
+        for section, half in (("bf16", "bfloat16"), ("fp16", "float16")):
+            settings = self.config.get(section)
+            if isinstance(settings, Mapping) and settings.get("enabled") is True:
+                return half
         file = next(iter(self.layers.values()), None)
         weights = self.models[0, 0].value["module"] if file is None else file.value
         types = {tensor.dtype for tensor in weights.values() if isinstance(tensor, Tensor)}

@@ -1,24 +1,29 @@
 """ZeRO-0: the whole optimizer of a tensor-parallel rank, inside its model file.
 
 fp32 training saves the state dict of the torch optimizer; bf16 training that of `FP16_UnfusedOptimizer` around it, with
-master weights. Parameters are numbered, not named: names come from the module's order, group by group.
-Source: deepspeed/runtime/engine.py, `_common_checkpoint_state`, and runtime/fp16/unfused_optimizer.py (0.19.8).
+master weights, or of `FP16_Optimizer` around DeepSpeed's `FusedAdam`, where each parameter group is one flat tensor.
+Parameters are numbered, not named: names come from the module's order, group by group.
+Source: deepspeed/runtime/engine.py, `_common_checkpoint_state`, runtime/fp16/unfused_optimizer.py and
+fused_optimizer.py (0.19.8).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed.matching import Shape, match_names, match_sizes
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.source import Source
-from reshard.formats.pt.objects import Storage, Tensor
+from reshard.formats.pt.objects import Storage, Tensor, contiguous_stride
 from reshard.formats.pt.reader import PtFile
 
-Shape = tuple[int, ...]
-_MAX_STATES = 1 << 20
+FLAT_MASTERS = "fp32_groups_flat"
+"""What only `FP16_Optimizer` saves: `[groups]`, master weights of a group one behind the other, without padding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +47,47 @@ def base_optimizer(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def param_states(optimizer: Mapping[str, Any], path: str) -> list[list[ParamState]]:
-    """States of every parameter, `[groups][params]`.
+def param_states(
+    optimizer: Mapping[str, Any], path: str, named: Sequence[Mapping[str, Shape]]
+) -> list[list[ParamState]]:
+    """States of every parameter, `[groups][params]`; `named` are the groups' names and shapes in the same order.
 
     Raises:
         CorruptSourceError: parts are missing or contradict each other.
-        UnsupportedError: another optimizer wrapper, or states that are neither per weight nor one number.
+        UnsupportedError: states that are neither per weight nor one number.
     """
+    found = _saved_states(optimizer, path)
+    if FLAT_MASTERS not in optimizer:
+        return found
+    return [_cut(group[0], shapes, path) for group, shapes in zip(found, named, strict=True)]
+
+
+def _cut(flat: ParamState, shapes: Mapping[str, Shape], path: str) -> list[ParamState]:
+    """States of a flat group as those of its parameters."""
+    *starts, end = 0, *itertools.accumulate(math.prod(shape) for shape in shapes.values())
+    if wrong := [tensor.shape for tensor in flat.tensors.values() if tensor.shape != (end,)]:
+        raise CorruptSourceError(f"a flat group of {end} elements has a state of the shape {wrong[0]}", path=path)
+    return [
+        dataclasses.replace(flat, tensors={key: view(tensor, start, shape) for key, tensor in flat.tensors.items()})
+        for start, shape in zip(starts, shapes.values(), strict=True)
+    ]
+
+
+def view(flat: Tensor, start: int, shape: Shape) -> Tensor:
+    """A contiguous part of a flat tensor, from element `start` on."""
+    return dataclasses.replace(flat, offset=flat.offset + start, shape=shape, stride=contiguous_stride(shape))
+
+
+def _saved_states(optimizer: Mapping[str, Any], path: str) -> list[list[ParamState]]:
+    """States by the optimizer's own numbers, `[groups][params]`; flat groups have one each."""
     inner = base_optimizer(optimizer)
     groups, states = inner.get("param_groups"), inner.get("state")
-    if "fp32_groups_flat" in optimizer:
-        raise UnsupportedError(
-            "holds flat master weights of FP16_Optimizer (a fused optimizer at ZeRO stage 0)",
-            path=path,
-            hint="train with ZeRO stage 1, or with an optimizer of torch.optim",
-        )
     masters = optimizer.get("fp32_groups")
+    if FLAT_MASTERS in optimizer:
+        flat = optimizer[FLAT_MASTERS]
+        if not isinstance(flat, list) or not all(isinstance(item, Tensor) and len(item.shape) == 1 for item in flat):
+            raise CorruptSourceError(f"its {FLAT_MASTERS} is no list of flat tensors", path=path)
+        masters = [[master] for master in flat]
     if not isinstance(groups, list) or not isinstance(states, Mapping):
         raise CorruptSourceError("its optimizer has no state and param_groups", path=path)
     if masters is not None and [len(group) for group in masters] != [len(group["params"]) for group in groups]:
@@ -91,68 +121,20 @@ def _split(found: Any, master: Tensor | None, number: int, path: str) -> ParamSt
     return ParamState(tensors=tensors, scalars=scalars, order=tuple(found))
 
 
-def match_names(
-    groups: Sequence[Sequence[Shape]], candidates: Sequence[tuple[str, Shape]], path: str
-) -> list[list[str]]:
-    """Names of the optimizer's parameters: in every group they stand in the module's order.
-
-    Args:
-        groups: shape of each parameter, `[groups][params]`.
-        candidates: names and shapes in the module's order; those that are not optimized among them.
-        path: of the file, for messages.
-
-    Raises:
-        UnsupportedError: no assignment of names to groups fits, or more than one.
-    """
-    done = tuple(len(group) for group in groups)
-    spare = len(candidates) - sum(done)
-    ways: list[dict[Shape, tuple[int, Shape | None, int]]] = [{(0,) * len(groups): (1, None, -1)}]
-    for at, (_, shape) in enumerate(candidates):
-        after: dict[Shape, tuple[int, Shape | None, int]] = {}
-        for state, (count, _, _) in ways[-1].items():
-            steps = [
-                (group, (*state[:group], taken + 1, *state[group + 1 :]))
-                for group, taken in enumerate(state)
-                if taken < done[group] and groups[group][taken] == shape
-            ]
-            if at - sum(state) < spare:  # a frozen parameter or a buffer
-                steps.append((-1, state))
-            for group, found in steps:
-                known = after.get(found)
-                after[found] = (count, state, group) if known is None else (min(2, known[0] + count), state, group)
-        if len(after) > _MAX_STATES:
-            raise UnsupportedError(f"{len(groups)} parameter groups cannot be told apart by shapes", path=path)
-        ways.append(after)
-    total = ways[-1].get(done, (0, None, -1))[0]
-    if total != 1:
-        raise UnsupportedError(
-            f"its optimizer numbers its {sum(done)} parameters and does not name them: "
-            + ("no assignment" if total == 0 else "more than one assignment")
-            + " of the module's names to the parameter groups fits their shapes",
-            path=path,
-            hint="train with ZeRO stage 1, or build the optimizer from named_parameters()",
-        )
-    names: list[list[str]] = [[] for _ in groups]
-    state = done
-    for at in range(len(candidates) - 1, -1, -1):
-        _, before, group = ways[at + 1][state]
-        if group >= 0:
-            names[group].append(candidates[at][0])
-        assert before is not None
-        state = before
-    return [group[::-1] for group in names]
-
-
 def named_groups(optimizer: Mapping[str, Any], module: Mapping[str, Tensor], file: PtFile) -> list[dict[str, Shape]]:
     """Names and shapes of the shards of every parameter group, in the optimizer's order; as `param_shapes` would be.
 
     Raises:
         UnsupportedError: names cannot be told.
     """
-    states = param_states(optimizer, file.path)
+    states = _saved_states(optimizer, file.path)
     shapes = [[next((t.shape for t in state.tensors.values()), None) for state in group] for group in states]
     saved = [group.get("param_names") for group in base_optimizer(optimizer)["param_groups"]]
-    if all(isinstance(names, list) and len(names) == len(group) for names, group in zip(saved, states, strict=True)):
+    flat = FLAT_MASTERS in optimizer
+    if all(
+        isinstance(names, list) and (flat or len(names) == len(group))
+        for names, group in zip(saved, states, strict=True)
+    ):
         return [{name: module[name].shape for name in names if name in module} for names in saved]
     unknown = [(at, place) for at, group in enumerate(shapes) for place, shape in enumerate(group) if shape is None]
     if unknown:
@@ -172,8 +154,13 @@ def named_groups(optimizer: Mapping[str, Any], module: Mapping[str, Tensor], fil
             seen.add(view)
             candidates.append((name, tensor.shape))
     known = [[shape for shape in group if shape is not None] for group in shapes]
-    names = match_names(known, candidates, file.path)
-    return [dict(zip(own, found, strict=True)) for own, found in zip(names, known, strict=True)]
+    if flat:
+        counts = [(name, math.prod(shape)) for name, shape in candidates]
+        names = match_sizes([math.prod(shape) for (shape,) in known], counts, file.path)
+    else:
+        names = match_names(known, candidates, file.path)
+    by_name = dict(candidates)
+    return [{name: by_name[name] for name in own} for own in names]
 
 
 def stage_module(source: Source, info: PipelineInfo | None, pp: int, tp: int) -> dict[str, Tensor]:

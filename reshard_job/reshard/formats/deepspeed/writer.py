@@ -11,7 +11,7 @@ from reshard.formats.base import Request
 from reshard.formats.deepspeed import pipeline
 from reshard.formats.deepspeed.advice import advice
 from reshard.formats.deepspeed.experts import Experts
-from reshard.formats.deepspeed.fields import base_state, kind_of, offload_device, target_kind
+from reshard.formats.deepspeed.fields import base_state, kind_of, offload_device, refuse_small_gradients, target_kind
 from reshard.formats.deepspeed.groups import uses_muon
 from reshard.formats.deepspeed.logical import Model, Param
 from reshard.formats.deepspeed.model_files import write_experts, write_layers, write_model
@@ -183,6 +183,8 @@ def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
     """Stages that DeepSpeed has not, or that need what was not saved."""
     source = extra.source
     change = f"from ZeRO stage {source.topology.zero} to {target.zero}"
+    if target.zero > 0:
+        refuse_small_gradients(source, str(target))
     if source.pipeline and target.zero > 1:
         raise UnsupportedError(
             f"{change}: DeepSpeed has neither ZeRO-2 nor ZeRO-3 with a PipelineModule", path=where, hint="choose zero=1"
