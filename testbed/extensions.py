@@ -63,11 +63,12 @@ def remove_abandoned_locks(extensions: Path) -> list[Path]:
 
 
 def _not_held(locks: Iterable[Path]) -> dict[Path, tuple[int, int]]:
-    """Device and inode of the locks that are there and that nobody holds open."""
+    """Device and inode of the locks that are there and that nobody holds open; only root sees what others hold."""
     found = {}
     for path in locks:
         with contextlib.suppress(FileNotFoundError):
-            found[path] = _identity(path)
+            if os.geteuid() in (0, path.stat().st_uid):
+                found[path] = _identity(path)
     held = _open_files() if found else set()
     return {path: identity for path, identity in found.items() if identity not in held}
 

@@ -42,7 +42,10 @@ def training_states_beside(path: Path) -> list[str]:
     """Checkpoints in a folder of safetensors, as trainers save weights and training state side by side."""
     if (path / COMMIT_FILE).exists() or not _is_of(path, weights=True):
         return []
-    return [name for name in checkpoints_in(path) if _is_of(path / name, weights=False)]
+    try:
+        return [name for name in checkpoints_in(path) if _is_of(path / name, weights=False)]
+    except OSError:  # a folder that is not for us, and no checkpoint of ours then
+        return []
 
 
 def refuse_weights_beside(path: Path) -> None:

@@ -342,7 +342,7 @@ def _conversion(options: argparse.Namespace, target: Path | None, *, runs: bool 
     )
     if runs and api.done_without_source(wanted) is None:
         check_source(source)
-    if not options.format and source.is_dir():
+    if options.format != "safetensors" and options.states != "weight" and source.is_dir():
         refuse_weights_beside(source)
     return wanted
 

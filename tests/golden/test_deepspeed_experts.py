@@ -44,8 +44,8 @@ def test_groups_name_the_process_group_of_the_target(tmp_path):
     ("target", "text"),
     [
         ("dp=4,ep=4", "moe1.*has 2 experts, which 4 does not divide"),
-        ("dp=4,ep=2,zero=3", "experts is laid out at tp=1 and ZeRO stages 1 and 2"),
-        ("dp=4,ep=2,zero=0", "experts is laid out at tp=1 and ZeRO stages 1 and 2"),
+        ("dp=4,ep=2,zero=3", "experts is laid out at tp=1, cp=1 and ZeRO stages 1 and 2"),
+        ("dp=4,ep=2,zero=0", "experts is laid out at tp=1, cp=1 and ZeRO stages 1 and 2"),
         ("dp=4,tp=2", "experts is laid out at tp=1"),
     ],
 )

@@ -1,15 +1,18 @@
 """ZeRO-0 numbers its parameters: names are found where that is certain, and nothing is guessed where it is not."""
 
+import dataclasses
 import shutil
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reshard.api import index_of, plan_of, reshard
 from reshard.commit import read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats import read_checkpoint
+from reshard.formats.base import Request
 from reshard.formats.deepspeed.unpartitioned import FLAT_MASTERS, view
 from reshard.formats.pt.objects import new_tensor
 from reshard.formats.pt.reader import read
@@ -225,6 +228,19 @@ def test_flat_groups_are_told_apart_by_names_or_by_sizes(tmp_path, are_named):
     assert all((found[key] == value).all() for key, value in expected.items())
 
 
+def spread(optimizer) -> None:
+    optimizer["fp32_groups_flat"] = [
+        dataclasses.replace(master, stride=(0,)) for master in optimizer["fp32_groups_flat"]
+    ]
+
+
+def turn(optimizer) -> None:
+    """Another parameter's values come first."""
+    (master,) = optimizer["fp32_groups_flat"]
+    content = np.arange(master.num_elements, dtype="<f4").tobytes()
+    optimizer["fp32_groups_flat"] = [new_tensor("float32", master.shape, content)]
+
+
 def shorten(optimizer) -> None:
     state = optimizer["optimizer_state_dict"]["state"][0]
     state["exp_avg"] = view(state["exp_avg"], 0, (5,))
@@ -236,6 +252,9 @@ def shorten(optimizer) -> None:
         (lambda optimizer: optimizer.update(fp32_groups_flat=[]), CorruptSourceError, "do not fit the optimizer's"),
         (lambda optimizer: optimizer.update(fp32_groups_flat=7), CorruptSourceError, "no list of flat tensors"),
         (shorten, UnsupportedError, "the states of parameter 0 have the shapes"),
+        (lambda optimizer: optimizer["optimizer_state_dict"]["state"].clear(), CorruptSourceError, "lacks states"),
+        (spread, CorruptSourceError, "is not contiguous"),
+        (turn, UnsupportedError, "in another order than the module's: embed.weight is not where"),
     ],
 )
 def test_damaged_flat_groups_are_refused(tmp_path, change, error, text):
@@ -262,18 +281,35 @@ def test_optimizer_that_deepspeed_does_not_take_at_zero_0_is_refused(tmp_path):
         plan_of(read_checkpoint(folder, None), Topology(zero=0))
 
 
-def test_fp16_of_zero_0_stays_there(tmp_path):
+def scaled(tmp_path: Path) -> Path:
+    """Trained in fp16 with a loss scale."""
     folder = Path(shutil.copytree(golden("zero0-bf16-dp2"), tmp_path / "source"))
 
-    def narrow(value) -> None:
+    def change(value) -> None:
         for tensor in value["module"].values():
             tensor.storage.dtype = "float16"
         value["ds_config"]["bf16"]["enabled"] = False
+        value["optimizer"]["cur_scale"] = 256
 
-    edit(folder, MODEL.format(0), narrow)
-    plan_of(read_checkpoint(folder, None), Topology(dp=3, zero=0))
-    with pytest.raises(UnsupportedError, match="gradients in fp16 are too small by the loss scale"):
-        plan_of(read_checkpoint(folder, None), Topology(dp=3, zero=1))
+    edit(folder, MODEL.format(0), change)
+    return folder
+
+
+@pytest.mark.parametrize("name", [None, "zero0-bf16-dp2", "bf16-dp2"])
+def test_moments_of_a_scaled_loss_at_zero_0_stay_there(tmp_path, name):
+    source = read_checkpoint(scaled(tmp_path), None)
+    like = None if name is None else read_checkpoint(golden(name), None)
+    if name is None:
+        plan_of(source, Topology(dp=3, zero=0))
+    for target_format in ("deepspeed", "universal"):
+        with pytest.raises(UnsupportedError, match="gradients are too small by the loss scale, 256, at ZeRO stage 0"):
+            plan_of(source, Request(topology=Topology(dp=3, zero=1), like=like), target_format=target_format)
+
+
+def test_a_loss_that_is_not_scaled_goes_on_at_other_stages(tmp_path):
+    folder = scaled(tmp_path)
+    edit(folder, MODEL.format(0), lambda value: value["optimizer"].update(cur_scale=1))
+    plan_of(read_checkpoint(folder, None), Topology(dp=3, zero=1))
 
 
 def pipeline(tmp_path: Path, topology: str = "tp=2,pp=2,zero=0") -> Path:

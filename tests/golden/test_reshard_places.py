@@ -173,3 +173,13 @@ def test_what_lies_beside_weights_is_told(trainers_folder: Path, say: Answer) ->
     assert "global_step2 in it holds the state of the training: these are the weights alone" in notes
     shutil.rmtree(trainers_folder / "global_step2")
     assert say.json("inspect", trainers_folder)["notes"] == notes[:-1]
+
+
+@as_root
+def test_a_folder_beside_weights_that_may_not_be_read_is_left_alone(closed: Path, say: Answer) -> None:
+    folder = closed.parent / "weights"
+    shutil.copytree(Path(__file__).parent / "safetensors" / "llama", folder)
+    (folder / "lost+found").mkdir(0o700)
+    with nobody():
+        assert say.json("inspect", folder)["format"] == "safetensors"
+        say.json("plan", folder, "--format", "dcp")

@@ -44,6 +44,10 @@ class BatchPlan:
 
         `dp_rank` is the replica's number, from 0 (`Topology.replica`).
         """
+        if not 0 <= dp_rank < self.dp:
+            raise ConfigurationError(
+                f"replica {dp_rank} of {self.dp}: with context parallelism it is session.topology.replica(rank)"
+            )
         stride = self.micro_batch * self.dp
         starts = (first_sample + step * stride + dp_rank * self.micro_batch for step in range(self.accumulation_steps))
         return tuple(range(start, start + self.micro_batch) for start in starts)

@@ -9,8 +9,11 @@ from reshard.formats.deepspeed.zero3 import sub_groups
 from reshard.topology import Topology
 
 
-def advice(target: Target) -> tuple[str, ...]:
-    """Settings of the run that loads the target, for people; none where DeepSpeed's defaults do."""
+def advice(target: Target, before: Topology | None) -> tuple[str, ...]:
+    """Settings of the run that loads the target, for people; none where DeepSpeed's defaults do.
+
+    `before` is the source's topology, None where its files do not tell all of it.
+    """
     source, zero, found = target.source, target.source.zero_config, []
     if target.round_robin:
         found.append("resume with round_robin_gradients on, as the source ran: DeepSpeed loads other values without it")
@@ -21,7 +24,7 @@ def advice(target: Target) -> tuple[str, ...]:
     size = int(zero.get("sub_group_size") or 0)
     if target.topology.zero == 3 and size and any(len(parts) > 1 for parts in sub_groups(target, 0)):
         found.append(f"resume with zero_optimization.sub_group_size {size}, as the source ran: groups are cut by it")
-    gain = _gradient_gain(target.topology) / _gradient_gain(source.topology)
+    gain = 1.0 if before is None else _gradient_gain(target.topology) / _gradient_gain(before)
     if gain != 1:
         found.append(
             f"DeepSpeed's gradients are {gain:g} times the source's at this cp and stage, and the moments do not scale:"
@@ -34,6 +37,6 @@ def _gradient_gain(topology: Topology) -> int:
     """By how much gradients exceed their mean over all ranks: those of one sequence are summed but in ZeRO-3.
 
     Source: engine.py, zero/stage_1_and_2.py (`dp_world_size / sequence_parallel_size`), zero/stage3.py (its
-    reduce-scatter divides by all ranks); DeepSpeed 0.19.8, and seen in its moments.
+    reduce-scatter, the default, divides by all ranks); DeepSpeed 0.19.8, and seen in its moments.
     """
     return 1 if topology.zero == 3 else topology.cp

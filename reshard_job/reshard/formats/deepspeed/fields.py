@@ -14,6 +14,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.source import Source
 from reshard.formats.deepspeed.unpartitioned import FLAT_MASTERS, base_optimizer
 from reshard.formats.pt.objects import Global, Inert
+from reshard.topology import Topology
 
 _CLIP_GRAD = 1.0
 """DeepSpeed's default for `gradient_clipping` (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT)."""
@@ -101,22 +102,25 @@ def clipping_of(state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     return {"clip_grad": state.get("clip_grad", config.get("gradient_clipping", _CLIP_GRAD))}
 
 
-def refuse_small_gradients(source: Source, target: str) -> None:
-    """Moments that only ZeRO-0 can go on with.
+def refuse_small_gradients(source: Source, target: Topology) -> None:
+    """Moments that go on at ZeRO-0 alone, or cannot go there.
 
     There DeepSpeed divides gradients by a loss scale that it has not multiplied the loss by: engine.py, `backward`,
     does so for a `ZeROOptimizer` alone (0.19.8; seen in its moments).
 
     Raises:
-        UnsupportedError: fp16 training at stage 0.
+        UnsupportedError: training with a loss scale, from or to stage 0.
     """
-    if source.half_type == "float16" and source.topology.zero == 0:
+    scale = source.optimizer(0, 0).get("cur_scale", 1) if source.topology.zero == 0 else 1
+    if target.zero > 0 and scale != 1:
         raise UnsupportedError(
-            f"{target}: DeepSpeed's gradients in fp16 are too small by the loss scale at ZeRO stage 0, and the moments"
-            " with them",
+            f"{target}: DeepSpeed's gradients are too small by the loss scale, {scale!r:.20}, at ZeRO stage 0, and the"
+            " moments with them",
             path=str(source.folder),
             hint="choose zero=0, or start from the weights alone",
         )
+    if target.zero == 0 < source.topology.zero and source.half_type == "float16":
+        raise UnsupportedError("fp16 training is not laid out for ZeRO stage 0", path=str(source.folder))
 
 
 def is_wide(config: Mapping[str, Any]) -> bool:

@@ -82,13 +82,15 @@ def _only_way(
 ) -> list[list[str]]:
     """Give each name to a group or to none, in order, until the groups have taken `done`."""
     ways: list[_Ways] = [{(0,) * len(done): (1, None, -1)}]
+    num_states = 0
     for at in range(len(names)):
         after: _Ways = {}
         for state, (count, _, _) in ways[-1].items():
             for group, found in steps(at, state):
                 known = after.get(found)
                 after[found] = (count, state, group) if known is None else (min(2, known[0] + count), state, group)
-        if len(after) > _MAX_STATES:
+        num_states += len(after)
+        if num_states > _MAX_STATES:
             raise UnsupportedError(f"{len(done)} parameter groups cannot be told apart by {what[1]}", path=path)
         ways.append(after)
     total = ways[-1].get(done, (0, None, -1))[0]

@@ -15,13 +15,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed.matching import Shape, match_names, match_sizes
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.source import Source
 from reshard.formats.pt.objects import Storage, Tensor, contiguous_stride
-from reshard.formats.pt.reader import PtFile
+from reshard.formats.pt.reader import PtFile, read_tensor_bytes
 
+_SAMPLE = 8  # elements
 FLAT_MASTERS = "fp32_groups_flat"
 """What only `FP16_Optimizer` saves: `[groups]`, master weights of a group one behind the other, without padding."""
 
@@ -85,20 +88,31 @@ def _saved_states(optimizer: Mapping[str, Any], path: str) -> list[list[ParamSta
     masters = optimizer.get("fp32_groups")
     if FLAT_MASTERS in optimizer:
         flat = optimizer[FLAT_MASTERS]
-        if not isinstance(flat, list) or not all(isinstance(item, Tensor) and len(item.shape) == 1 for item in flat):
+        if not isinstance(flat, list) or not all(isinstance(item, Tensor) and item.shape for item in flat):
             raise CorruptSourceError(f"its {FLAT_MASTERS} is no list of flat tensors", path=path)
         masters = [[master] for master in flat]
     if not isinstance(groups, list) or not isinstance(states, Mapping):
         raise CorruptSourceError("its optimizer has no state and param_groups", path=path)
     if masters is not None and [len(group) for group in masters] != [len(group["params"]) for group in groups]:
         raise CorruptSourceError("its fp32_groups do not fit the optimizer's param_groups", path=path)
-    return [
+    found = [
         [
             _split(states.get(number, {}), None if masters is None else masters[at][place], number, path)
             for place, number in enumerate(group["params"])
         ]
         for at, group in enumerate(groups)
     ]
+    if FLAT_MASTERS in optimizer:
+        _check_flat([state for group in found for state in group], path)
+    return found
+
+
+def _check_flat(states: Sequence[ParamState], path: str) -> None:
+    """FP16_Optimizer fills the states of all of its groups as soon as it is made."""
+    if any(tensor.stride != (1,) for state in states for tensor in state.tensors.values()):
+        raise CorruptSourceError(f"its {FLAT_MASTERS}, or a state of one, is not contiguous", path=path)
+    if len({frozenset(state.order) for state in states}) > 1 or not all(state.order for state in states):
+        raise CorruptSourceError("a flat group of its optimizer lacks states", path=path)
 
 
 def _split(found: Any, master: Tensor | None, number: int, path: str) -> ParamState:
@@ -157,10 +171,41 @@ def named_groups(optimizer: Mapping[str, Any], module: Mapping[str, Tensor], fil
     if flat:
         counts = [(name, math.prod(shape)) for name, shape in candidates]
         names = match_sizes([math.prod(shape) for (shape,) in known], counts, file.path)
+        _check_order(names, dict(candidates), states, module, file)
     else:
         names = match_names(known, candidates, file.path)
     by_name = dict(candidates)
     return [{name: by_name[name] for name in own} for own in names]
+
+
+def _check_order(
+    groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], states: Sequence[Sequence[ParamState]],
+    module: Mapping[str, Tensor], file: PtFile,
+) -> None:  # fmt: skip
+    """The first master weights of each parameter, rounded, are its weights: sizes do not tell an order."""
+    for names, (state,) in zip(groups, states, strict=True):
+        start = 0
+        for name in names:
+            count = min(_SAMPLE, math.prod(shapes[name])) if module[name].is_contiguous else 0
+            master = np.frombuffer(_first(state.tensors["fp32"], start, count, file), "<f4")
+            weight = _first(module[name], 0, count, file)
+            if module[name].dtype == "bfloat16":
+                bits = master.view("<u4").astype(np.uint64)
+                rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+            else:
+                rounded = master.astype("<f2").tobytes() if module[name].dtype == "float16" else weight
+            if rounded != weight:
+                raise UnsupportedError(
+                    f"its optimizer holds flat groups in another order than the module's: {name} is not where its size"
+                    " says",
+                    path=file.path,
+                    hint="train with ZeRO stage 1, or build the optimizer from named_parameters()",
+                )
+            start += math.prod(shapes[name])
+
+
+def _first(tensor: Tensor, start: int, count: int, file: PtFile) -> bytes:
+    return read_tensor_bytes(file.path, view(tensor, start, (count,)), limit_bytes=1 << 40)
 
 
 def stage_module(source: Source, info: PipelineInfo | None, pp: int, tp: int) -> dict[str, Tensor]:

@@ -41,6 +41,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     extra, target = _template(index, request), request.topology
     _refuse(extra, target)
     if isinstance(index.extra, Extra):
+        refuse_small_gradients(index.extra.source, target)
         _refuse_muon(index.extra.source, extra.source, target)
     stages, bounds = target_stages(extra.source, extra.model, target)
     params = {name: _at_target(param, extra.model, target.tp) for name, param in extra.model.params.items()}
@@ -73,8 +74,14 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         tensors=tuple(rows.tensors),
         origins=tuple(rows.origins),
         model=_commit_model(extra, target, bounds),
-        notes=(*rows.notes(), *advice(result)),
+        notes=(*rows.notes(), *advice(result, _known_topology(index))),
     )
+
+
+def _known_topology(index: Index) -> Topology | None:
+    """The topology of a source whose files tell all of it: others than DeepSpeed's own say nothing of cp."""
+    own = isinstance(index.extra, Extra) and index.topology.tp * index.topology.pp == 1
+    return index.topology if own else None
 
 
 def _template(index: Index, request: Request) -> Extra:
@@ -183,13 +190,15 @@ def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
     """Stages that DeepSpeed has not, or that need what was not saved."""
     source = extra.source
     change = f"from ZeRO stage {source.topology.zero} to {target.zero}"
-    if target.zero > 0:
-        refuse_small_gradients(source, str(target))
     if source.pipeline and target.zero > 1:
         raise UnsupportedError(
             f"{change}: DeepSpeed has neither ZeRO-2 nor ZeRO-3 with a PipelineModule", path=where, hint="choose zero=1"
         )
-    if source.pipeline and target.zero == 0 and source.half_type:
+    if source.pipeline and target.cp > 1:
+        raise UnsupportedError(
+            f"{target}: DeepSpeed's pipelines have no sequence parallelism", path=where, hint="leave cp out"
+        )
+    if source.pipeline and target.zero == 0 and source.half_type == "bfloat16":
         raise UnsupportedError(
             f"{change}: DeepSpeed takes BF16_Optimizer for a PipelineModule in {source.half_type} at stage 0 too",
             path=where,

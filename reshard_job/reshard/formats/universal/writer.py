@@ -13,9 +13,11 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
+from reshard.formats.deepspeed.fields import refuse_small_gradients
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.origins import TargetRows
 from reshard.formats.deepspeed.progress import Progress
+from reshard.formats.deepspeed.reader import Extra as NativeExtra
 from reshard.formats.deepspeed.rows import Place
 from reshard.formats.deepspeed.rules import WHOLE
 from reshard.formats.deepspeed.template import Template
@@ -86,6 +88,8 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     progress = None if described is index else Progress.of(index, blueprint.aliases)
     blueprint = _at_progress(blueprint, progress)
     check_names((*blueprint.params, *blueprint.weights), str(index.root))
+    if isinstance(index.extra, NativeExtra):
+        refuse_small_gradients(index.extra.source, request.topology)
     refuse(blueprint, request.topology)
     params, weights = (
         {name: param_in_files(param, blueprint, request.topology) for name, param in own.items()}
