@@ -318,14 +318,50 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, name):
     assert "cannot be read: Is a directory" in str(error_of(tmp_path / "folder"))
 
 
-def test_shards_of_tensors_are_refused_with_what_to_do(tmp_path):
-    write(
-        tmp_path / "shard-00001-model-00001-of-00001.safetensors",
-        {**entries(), "__metadata__": {"DCP_SHARDING_INFO": "{}"}},
-    )
+def of_torch(folder: Path, offsets: object, total: object = 26, *, index: bool = True) -> None:
+    """What HuggingFaceStorageWriter of torch 2.13 leaves."""
+    sharding = offsets if isinstance(offsets, str) else json.dumps(offsets)
+    about = {"DCP_VERSION": "1.0", "format": "pt", "DCP_SHARDING_INFO": sharding}
+    write(folder / "model-00001-of-00001.safetensors", {**entries(), "__metadata__": about})
+    listing = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(GOOD, "model-00001-of-00001.safetensors")}
+    if index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+
+
+BEGINNINGS = {"a": {"saved_offsets": [0, 0]}, "b": {"saved_offsets": []}}
+
+
+@pytest.mark.parametrize("total", [26, 20, None, "many"])
+def test_whole_tensors_of_torchs_writer_are_read(tmp_path, total):
+    of_torch(tmp_path, BEGINNINGS, total)
+    index = FORMAT.read(tmp_path, None)
+    assert [tensor.shape for tensor in index.tensors] == [(2, 3), ()]
+    assert index.extra.metadata == {"format": "pt"}
+
+
+@pytest.mark.parametrize(
+    ("offsets", "index"), [(BEGINNINGS, False), ({**BEGINNINGS, "a": {"saved_offsets": [2, 0]}}, True)]
+)
+def test_shards_of_tensors_are_refused_with_what_to_do(tmp_path, offsets, index):
+    of_torch(tmp_path, offsets, index=index)
     error = error_of(tmp_path)
     assert isinstance(error, UnsupportedError)
     assert "consolidate_safetensors_files" in error.hint
+
+
+def test_what_ranks_wrote_over_each_other_is_refused(tmp_path):
+    of_torch(tmp_path, BEGINNINGS, 50)
+    error = error_of(tmp_path)
+    assert isinstance(error, CorruptSourceError)
+    assert "states tensors of 50 bytes, the files hold 26" in str(error)
+
+
+@pytest.mark.parametrize(
+    "offsets", ["{", "[]", {"a": {"saved_offsets": [0, 0]}}, {**BEGINNINGS, "a": 3}, "[" * 100_000]
+)
+def test_sharding_that_says_nothing_is_refused(tmp_path, offsets):
+    of_torch(tmp_path, offsets)
+    assert "does not say where every tensor begins" in str(error_of(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError
-from reshard.formats.safetensors.source import WeightFile, open_source
+from reshard.formats.safetensors.source import SHARDING, WeightFile, open_source
 from reshard.geometry import whole
 from reshard.layout import Index, LogicalTensor, SourceFile, TensorKey
 from reshard.shards import ShardTableBuilder
@@ -17,6 +17,7 @@ from reshard.topology import Topology
 NAME = "safetensors"
 STEP = "reshard.step"
 SAMPLES = "reshard.samples"
+_NOT_CARRIED = frozenset((STEP, SAMPLES, SHARDING, "DCP_VERSION"))
 TOPOLOGY = Topology(zero=0)
 """Of files without a commit, which are laid out for no ranks: whole tensors, nothing partitioned."""
 
@@ -64,7 +65,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         files=tuple(SourceFile(path=file.place, num_bytes=file.num_bytes) for file in files),
         shards=builder.build(),
         aliases=aliases,
-        extra=Extra(metadata={key: value for key, value in stated.items() if key not in {STEP, SAMPLES, *aliases}}),
+        extra=Extra(metadata={key: value for key, value in stated.items() if key not in {*_NOT_CARRIED, *aliases}}),
     )
 
 

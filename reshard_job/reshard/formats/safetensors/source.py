@@ -22,7 +22,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 
 _SERIES = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors$")
 _MAX_INDEX_BYTES = 256 << 20
-_SHARDING = "DCP_SHARDING_INFO"
+SHARDING = "DCP_SHARDING_INFO"  # torch/distributed/checkpoint/_hf_utils.py of torch 2.13
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,28 +69,44 @@ def open_source(folder: Path) -> tuple[WeightFile, ...]:
             path=str(folder),
             hint="keep each with its files in a folder of its own",
         )
-    weight_map = _read_index(folder / place_of(folder, indexes[0])) if indexes else None
+    index_path = folder / place_of(folder, indexes[0]) if indexes else None
+    weight_map, stated_bytes = _read_index(index_path) if index_path else (None, 0)
     wanted = sorted(set(weight_map.values())) if weight_map is not None else present
     _check_series(folder, present, wanted, indexes)
-    files = tuple(_read_file(folder, name) for name in wanted)
+    files = tuple(_read_file(folder, name, listed=weight_map is not None) for name in wanted)
     _check_names(folder, files, weight_map)
+    if index_path and any(SHARDING in file.header.metadata for file in files):
+        _check_bytes(index_path, files, stated_bytes)
     return files
 
 
-def _read_file(folder: Path, name: str) -> WeightFile:
+def _read_file(folder: Path, name: str, *, listed: bool) -> WeightFile:
     place = place_of(folder, name)
     path = folder / place
     with _opened(path) as file:
         num_bytes = file.num_bytes
         length = header.header_bytes(_read(file, header.PREFIX_BYTES, 0), num_bytes, str(path))
         parsed = header.parse(_read(file, length, header.PREFIX_BYTES), num_bytes, str(path))
-    if _SHARDING in parsed.metadata:
+    if SHARDING in parsed.metadata and not (listed and _all_begin_at_zero(parsed, str(path))):
         raise UnsupportedError(
-            "holds shards of tensors, as torch.distributed.checkpoint writes them for each rank",
+            "holds shards of tensors, as torch.distributed.checkpoint writes them for each rank; no file says how large"
+            " a tensor is, so that the last shards could be missing",
             path=str(path),
-            hint="put them together first: torch.distributed.checkpoint's consolidate_safetensors_files",
+            hint="put them together where all are: torch.distributed.checkpoint's consolidate_safetensors_files",
         )
     return WeightFile(name=name, place=place, num_bytes=num_bytes, header=parsed)
+
+
+def _all_begin_at_zero(parsed: Header, path: str) -> bool:
+    """No tensor is a later shard. HuggingFaceStorageWriter says so of whole tensors too, and lists those in an index."""
+    try:
+        shards = json.loads(parsed.metadata[SHARDING], object_pairs_hook=header.unique_pairs)
+        offsets = [shards[entry.name]["saved_offsets"] for entry in parsed.entries]
+        return all(isinstance(offset, list) and not any(offset) for offset in offsets)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CorruptSourceError(
+            f"its {SHARDING} does not say where every tensor begins ({type(error).__name__}: {error})", path=path
+        ) from error
 
 
 @contextlib.contextmanager
@@ -118,8 +134,8 @@ def _read(file: File, length: int, position: int) -> bytes:
     return b"".join(parts)
 
 
-def _read_index(path: Path) -> Mapping[str, str]:
-    """`weight_map` of an index: tensor -> file. Its `total_size` is not read: the headers say more, and are checked."""
+def _read_index(path: Path) -> tuple[Mapping[str, str], int]:
+    """`weight_map` of an index, tensor -> file, and its `total_size`: 0 where there is none."""
     try:
         with _opened(path) as file:
             if file.num_bytes > _MAX_INDEX_BYTES:
@@ -136,7 +152,9 @@ def _read_index(path: Path) -> Mapping[str, str]:
         raise CorruptSourceError(
             "names files that are no safetensors files of its folder", path=str(path), problems=outside[:20]
         )
-    return found
+    about = value.get("metadata")
+    total = about.get("total_size") if isinstance(about, dict) else None
+    return found, total if isinstance(total, int) else 0
 
 
 def _is_plain(name: Any) -> bool:
@@ -166,6 +184,18 @@ def _check_series(folder: Path, present: Sequence[str], wanted: Sequence[str], i
             path=str(folder),
             problems=problems[:20],
             hint="a file was not copied, or two saves are mixed in one folder",
+        )
+
+
+def _check_bytes(index_path: Path, files: Sequence[WeightFile], stated_bytes: int) -> None:
+    """Of torch's writer, `total_size` counts the tensors of all ranks, each of which wrote the file of the same name."""
+    held = sum(entry.num_bytes for file in files for entry in file.header.entries)
+    if stated_bytes > held:
+        raise CorruptSourceError(
+            f"states tensors of {stated_bytes} bytes, the files hold {held}: they are the shards of one rank, which"
+            " wrote over those of the others",
+            path=str(index_path),
+            hint="save again with HuggingFaceStorageWriter(save_distributed=True, enable_consolidation=True)",
         )
 
 
