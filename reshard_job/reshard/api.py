@@ -128,6 +128,8 @@ def plan_of(
         UnsupportedError: the conversion would need a guess.
         PlanError: the plan is not exact.
     """
+    if index.unread is not None:
+        raise index.unread
     request = Request(topology=target) if isinstance(target, Topology) else target
     layout = format_of(target_format or index.format).layout(index, request)
     if request.like is not None and layout.format == index.format:

@@ -81,6 +81,7 @@ def inspect(path: Path, read: Callable[[Commit | None], Index]) -> Inspection:
     except ReshardError as error:
         problems.append(_problem(error))
     if index is not None:
+        problems += [_problem(index.unread)] if index.unread is not None else []
         problems += [_corrupt(message) for message in _cover(index)]
         if commit is not None:
             problems += [_corrupt(message) for message in disagreements(index, commit)]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from reshard.errors import UnsupportedError
 from reshard.intervals import Int64Array
 from reshard.shards import ShardTable
 from reshard.topology import Topology
@@ -192,6 +193,7 @@ class Index:
         extra: what the format's own writer needs besides; opaque here.
         notes: what of the source no writer of another format can take along, in words for the user.
         left_out: states that the source holds and that were not asked for.
+        unread: why only weights are among the tensors of a source that holds more; raised where more is asked for.
     """
 
     root: Path
@@ -207,6 +209,7 @@ class Index:
     extra: Any = None
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    unread: UnsupportedError | None = None
 
     def number_of(self, key: TensorKey) -> int | None:
         """Position of a tensor in `tensors`, or None."""

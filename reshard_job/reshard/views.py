@@ -16,7 +16,12 @@ def select_states(index: Index, states: tuple[str, ...]) -> Index:
 
     Raises:
         UsageError: the source does not hold a state that was asked for.
+        UnsupportedError: it does, but only its weights are read.
     """
+    if index.unread is not None and states == ("weight",):
+        index = dataclasses.replace(index, unread=None)
+    if index.unread is not None:
+        raise index.unread
     if not states:
         return index
     held = sorted({tensor.key.state for tensor in index.tensors})

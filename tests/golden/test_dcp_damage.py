@@ -4,15 +4,19 @@ import contextlib
 import os
 import pickle
 import random
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from reshard.api import index_of, plan_of, view_of
 from reshard.errors import CorruptSourceError, ReshardError, UnsafePickleError, UnsupportedError
 from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import read_metadata
 from reshard.formats.pt.objects import Global, Inert, Size
+from reshard.inspection import inspect
+from reshard.verify import digests
 from tests.golden.dcp_files import NAMES, chunks, convert, edit_metadata, golden, stored
 from tests.golden.files import assemble
 
@@ -90,18 +94,21 @@ METADATA = {
     "no storage data": (set_fields(storage_data=None), CorruptSourceError, "no storage_data"),
     "a path to another key": (
         lambda s: s["planner_data"].update({UP: ("model", "down.weight")}), CorruptSourceError, "another key"),
-    "states are numbered": (
-        lambda s: rename(s, lambda path: ("optim", "state", str(len(path[1])), path[1].rpartition(".")[2])
-                         if path[1].startswith("state.") else path), UnsupportedError, "numbered, not named"),
-    "two optimizers": (
-        lambda s: rename(s, lambda path: ("second", *path[1:]) if path[1] == "param_groups.up.bias.lr" else path),
-        UnsupportedError, "2 optimizers: optim, second"),
     "two models": (
         lambda s: rename(s, lambda path: ("net", *path[1:]) if path[0] == "model" else path, twice="average"),
         UnsupportedError, "the weights could be any of average, net"),
+}  # fmt: skip
+
+OPTIMIZERS = {
+    "states are numbered": (
+        lambda s: rename(s, lambda path: ("optim", "state", str(len(path[1])), path[1].rpartition(".")[2])
+                         if path[1].startswith("state.") else path), "numbered, not named"),
+    "two optimizers": (
+        lambda s: rename(s, lambda path: ("second", *path[1:]) if path[1] == "param_groups.up.bias.lr" else path),
+        "2 optimizers: optim, second"),
     "a state of no weight": (
         lambda s: rename(s, lambda path: ("optim", "state.nobody.exp_avg")
-                         if path[1] == "state.up.bias.exp_avg" else path), UnsupportedError, "state.nobody.exp_avg"),
+                         if path[1] == "state.up.bias.exp_avg" else path), "state.nobody.exp_avg"),
 }  # fmt: skip
 
 
@@ -130,6 +137,40 @@ def test_metadata_that_is_wrong_is_refused_and_the_entry_named(name, copy):
         FORMAT.read(copy, None)
     assert mentioned in str(caught.value)
     assert str(copy) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_of_an_optimizer_that_is_not_understood_the_weights_are_taken_if_they_are_asked_for(name, copy):
+    whole = digests(FORMAT.read(copy, None))
+    change, mentioned = OPTIMIZERS[name]
+    edit_metadata(copy, change)
+    index = index_of(copy)
+    for refused in (
+        lambda: view_of(index),
+        lambda: view_of(index, states=("weight", "exp_avg")),
+        lambda: plan_of(index, index.topology),
+    ):
+        with pytest.raises(UnsupportedError, match=re.escape(mentioned)) as caught:
+            refused()
+        assert str(copy) in str(caught.value)
+        assert "--states weight" in caught.value.hint
+    weights = {key: value for key, value in whole.items() if key.startswith("weight/")}
+    assert digests(view_of(index, states=("weight",))) == weights
+    problems = inspect(copy, lambda commit: FORMAT.read(copy, commit)).problems
+    assert [(problem.kind, mentioned in problem.message) for problem in problems] == [("UnsupportedError", True)]
+
+
+@pytest.mark.parametrize("compiled", [lambda name: f"_orig_mod.{name}", lambda name: name.replace(".", "._orig_mod.")])
+def test_what_torch_compile_puts_into_names_is_no_part_of_them(compiled, copy, tmp_path):
+    """Of a compiled model's own state dict; get_optimizer_state_dict names its states without it."""
+    before = FORMAT.read(copy, None)
+    edit_metadata(copy, lambda s: rename(s, lambda path: ("model", compiled(path[1])) if path[0] == "model" else path))
+    index = FORMAT.read(copy, None)
+    assert [tensor.key for tensor in index.tensors] == [tensor.key for tensor in before.tensors]
+    convert(index, tmp_path / "out", 3)
+    names = [tensor.key.name for tensor in before.tensors if tensor.key.state == "weight"]
+    written = {entry.key for entry in read_metadata(tmp_path / "out")}
+    assert {key for key in written if key.startswith("model.")} == {f"model.{compiled(name)}" for name in names}
 
 
 class Evil:

@@ -20,6 +20,8 @@ from reshard.layout import TensorKey
 _STATE = "state"
 _GROUPS = "param_groups"
 _MODEL = "model"
+_COMPILED = "_orig_mod"
+"""What torch.compile puts before the names of a module's parameters; the names of optimizer states are without."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,17 @@ def find_names(entries: Sequence[Entry], where: str) -> Naming:
     return _sort(entries, _Parts(model, optimizer, frozenset(weights)), where)
 
 
+def find_weights(entries: Sequence[Entry], where: str) -> tuple[Naming, list[Entry]]:
+    """The same for the model's part alone, and the entries that are of no optimizer.
+
+    Raises:
+        UnsupportedError: the weights could be in several places, or are nowhere.
+    """
+    containers = _optimizers(entries)
+    outside = [entry for entry in entries if not any(_under(entry, container) for container in containers)]
+    return _sort(outside, _Parts(_model(outside, [], where), None, frozenset()), where), outside
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parts:
     model: Path_
@@ -120,7 +133,7 @@ def _model(entries: Sequence[Entry], states: Sequence[tuple[str, ...]], where: s
     leaves: dict[str, set[Path_]] = {}
     for entry in entries:
         if entry.is_tensor:
-            leaves.setdefault(str(entry.path[-1]), set()).add(entry.path[:-1])
+            leaves.setdefault(_plain(str(entry.path[-1])), set()).add(entry.path[:-1])
     every = set().union(*leaves.values()) if leaves else set()
     if not every:
         raise UnsupportedError(
@@ -171,7 +184,8 @@ def _without_paths(entries: Sequence[Entry], states: Sequence[tuple[str, ...]]) 
     before: dict[str, set[str]] = {}
     for parts in keys:
         for at in range(len(parts)):
-            before.setdefault(".".join(parts[at:]), set()).add(".".join(parts[:at]))
+            if at == 0 or parts[at - 1] != _COMPILED:
+                before.setdefault(_plain(".".join(parts[at:])), set()).add(".".join(parts[:at]))
     for tail in states:
         having: set[str] = set().union(*(before.get(name, set()) for name in _prefixes(".".join(tail[1:]))))
         found = having if found is None else found & having
@@ -190,7 +204,13 @@ def _inside(entry: Entry, container: Path_) -> bool:
 
 
 def _leaf(entry: Entry, container: Path_) -> str:
-    return str(entry.path[-1]) if len(entry.path) > 1 or not container else entry.key[len(_prefix(container)) :]
+    whole = str(entry.path[-1]) if len(entry.path) > 1 or not container else entry.key[len(_prefix(container)) :]
+    return _plain(whole)
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what torch.compile puts into it, of the whole model or of a part."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
 
 
 def _sort(entries: Sequence[Entry], parts: _Parts, where: str) -> Naming:
@@ -219,8 +239,8 @@ def _sort(entries: Sequence[Entry], parts: _Parts, where: str) -> Naming:
                 (tensors if entry.is_tensor else values)[entry.key] = TensorKey(splits[0][1], splits[0][0])
         elif entry.is_tensor and _inside(entry, parts.model):
             tensors[entry.key] = TensorKey("weight", _leaf(entry, parts.model))
-        elif entry.is_tensor and len(entry.path) > 1 and str(entry.path[-1]) in parts.weights:
-            tensors[entry.key] = TensorKey(dotted(entry.path[:-1]), str(entry.path[-1]))  # an average, for instance
+        elif entry.is_tensor and len(entry.path) > 1 and _plain(str(entry.path[-1])) in parts.weights:
+            tensors[entry.key] = TensorKey(dotted(entry.path[:-1]), _plain(str(entry.path[-1])))  # of an average
         else:
             rest.append(entry.key)
     twice = [str(key) for key, count in Counter(tensors.values()).items() if count > 1]

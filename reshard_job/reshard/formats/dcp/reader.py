@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from reshard.formats.dcp.chunks import in_columns
 from reshard.formats.dcp.groups import find_groups
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, Path_, read_metadata
-from reshard.formats.dcp.naming import Naming, find_names
+from reshard.formats.dcp.naming import Naming, find_names, find_weights
 from reshard.formats.dcp.tables import Parts, check_files, make_table, names_of, num_ranks
 from reshard.layout import (
     Index,
@@ -55,7 +55,8 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     """
     entries = read_metadata(folder)
     check_files(folder, entries)
-    naming, names = find_names(entries, str(folder)), names_of(entries)
+    names = names_of(entries)
+    naming, entries, unread = _find_names(entries, str(folder))
     with Items(folder) as items:
         scalars = _scalars(items, entries, naming)
         groups = _groups(items, entries, naming, scalars)
@@ -81,7 +82,22 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
             naming=naming,
         ),
         notes=_notes(naming),
+        unread=unread,
     )
+
+
+def _find_names(entries: Sequence[Entry], where: str) -> tuple[Naming, tuple[Entry, ...], UnsupportedError | None]:
+    """What the entries are; of an optimizer that is not understood only why, and its entries are left out."""
+    try:
+        return find_names(entries, where), tuple(entries), None
+    except UnsupportedError as error:
+        try:
+            naming, outside = find_weights(entries, where)
+        except UnsupportedError:
+            raise error from None
+        hint = "; ".join(filter(None, (error.hint, "--states weight takes the weights alone")))
+        unread = UnsupportedError(error.message, path=error.path, problems=error.problems, hint=hint)
+        return naming, tuple(outside), unread
 
 
 def _notes(naming: Naming) -> tuple[str, ...]:

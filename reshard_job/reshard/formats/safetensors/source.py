@@ -98,7 +98,7 @@ def _read_file(folder: Path, name: str, *, listed: bool) -> WeightFile:
 
 
 def _all_begin_at_zero(parsed: Header, path: str) -> bool:
-    """No tensor is a later shard. HuggingFaceStorageWriter says so of whole tensors too, and lists those in an index."""
+    """No tensor is a later shard. HuggingFaceStorageWriter says so of whole tensors too, which it lists in an index."""
     try:
         shards = json.loads(parsed.metadata[SHARDING], object_pairs_hook=header.unique_pairs)
         offsets = [shards[entry.name]["saved_offsets"] for entry in parsed.entries]
@@ -188,7 +188,7 @@ def _check_series(folder: Path, present: Sequence[str], wanted: Sequence[str], i
 
 
 def _check_bytes(index_path: Path, files: Sequence[WeightFile], stated_bytes: int) -> None:
-    """Of torch's writer, `total_size` counts the tensors of all ranks, each of which wrote the file of the same name."""
+    """Of torch's writer, `total_size` counts the tensors of all ranks, which may have written the same file."""
     held = sum(entry.num_bytes for file in files for entry in file.header.entries)
     if stated_bytes > held:
         raise CorruptSourceError(
