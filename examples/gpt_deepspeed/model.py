@@ -172,8 +172,8 @@ class Block(nn.Module):
         parts = [rows // size for rows in config.qkv_sizes]
         query, key, content = torch.split(copy_to_group(value) @ self.qkv.T, parts, dim=-1)
         head = config.hidden // config.heads
-        query = _rotate(query.view(batch, sequence, -1, head).transpose(1, 2))
-        key = _rotate(key.view(batch, sequence, -1, head).transpose(1, 2))
+        query = rotate(query.view(batch, sequence, -1, head).transpose(1, 2))
+        key = rotate(key.view(batch, sequence, -1, head).transpose(1, 2))
         content = content.view(batch, sequence, -1, head).transpose(1, 2)
         repeat = config.heads // config.kv_heads
         mixed = nn.functional.scaled_dot_product_attention(
@@ -224,7 +224,7 @@ def _norm(value: Tensor, weight: Tensor) -> Tensor:
     return value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
 
 
-def _rotate(value: Tensor) -> Tensor:
+def rotate(value: Tensor) -> Tensor:
     """Rotary position embedding (Su et al., 2021): [B, heads, S, head]."""
     half = value.shape[-1] // 2
     angle = torch.arange(value.shape[-2])[:, None] * 10000.0 ** (-torch.arange(half) / half)

@@ -2,10 +2,7 @@
 
 import functools
 import json
-import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,45 +14,11 @@ from elastic_trainer.retention import find_commits
 from reshard.commit import read_commit
 from reshard.contract import CommitRef, LeaseKey
 from reshard.topology import Topology
+from tests.engine.example_run import losses, run, start
 
 pytestmark = pytest.mark.engine
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "gpt_deepspeed" / "train.py"
 LAYOUTS = ("tp=1", "tp=2", "pp=2", "dp=2", "tp=2,dp=2", "pp=3")
-
-
-def start(root, topology, *args, launcher=("-m", "elastic_trainer.launch"), **extra):
-    """The example as the operator would start it, on one machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = {
-        **os.environ,
-        "ETJ_TOPOLOGY": topology,
-        "ETJ_CHECKPOINT_ROOT": str(root),
-        "ETJ_HEARTBEAT_SECONDS": "0.2",
-        "PET_NNODES": "1",
-        "PET_NODE_RANK": "0",
-        "PET_NPROC_PER_NODE": str(Topology.parse(topology).world_size),
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": port,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        **extra,
-    }
-    command = [sys.executable, *launcher, str(SCRIPT), *args]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def run(root, topology, *args, code=0, **extra):
-    process = start(root, topology, *args, **extra)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == code, output[-3000:]
-
-
-def losses(root, attempt=1):
-    lines = (root / f"loss-a{attempt}.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
 
 
 @pytest.fixture(scope="module")
