@@ -40,3 +40,25 @@ def test_gradients_of_another_size_are_told_where_a_sequence_is_spread(name, tar
     notes = plan_of(read_checkpoint(golden(name), None), Topology.parse(target)).summary()["notes"]
     found = [note for note in notes if "gradients" in note]
     assert found == [] if text is None else [text in note for note in found] == [True]
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        ("0.15.4", False), ("0.16.0", True), ("0.16.9+unknown", True), ("0.18.9", True), ("0.19.7", True),
+        ("0.19.8", False), ("1.0.0", False), ("None", False), ("", False),
+    ],
+)  # fmt: skip
+def test_pipelines_of_versions_that_scale_gradients_otherwise_are_told(version, told, monkeypatch):
+    index = read_checkpoint(golden("pipeline-tp2-pp2"), None)
+    monkeypatch.setitem(index.extra.source.models[0, 0].value, "ds_version", version)
+    notes = plan_of(index, Topology.parse("pp=1,dp=2,zero=1")).summary()["notes"]
+    assert [f"pipelines by DeepSpeed {version}" in note for note in notes if "moments of pipelines" in note] == (
+        [True] if told else []
+    )
+
+
+def test_modules_that_are_no_pipelines_are_told_nothing_of_them(monkeypatch):
+    index = read_checkpoint(golden("zero2-dp3"), None)
+    monkeypatch.setitem(index.extra.source.models[0, 0].value, "ds_version", "0.16.9")
+    assert not [note for note in plan_of(index, Topology.parse("dp=2,zero=2")).summary()["notes"] if "moments" in note]

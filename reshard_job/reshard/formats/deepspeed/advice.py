@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 from reshard.formats.deepspeed.fields import Kind, offload_device
 from reshard.formats.deepspeed.groups import uses_muon
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.zero3 import sub_groups
 from reshard.topology import Topology
+
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+_OTHER_PIPELINES = (0, 16, 0), (0, 19, 8)
+"""From, and before: 0.15.4 and 0.19.8 divide a pipeline's gradients by the number of micro-batches, once."""
 
 
 def advice(target: Target, before: Topology | None) -> tuple[str, ...]:
@@ -30,7 +36,21 @@ def advice(target: Target, before: Topology | None) -> tuple[str, ...]:
             f"DeepSpeed's gradients are {gain:g} times the source's at this cp and stage, and the moments do not scale:"
             f" multiply the loss by {1 / gain:g}, unless the script makes up for it"
         )
+    version = str(source.models[0, 0].value.get("ds_version"))
+    if source.pipeline and _scales_pipelines_otherwise(version):
+        found.append(
+            f"moments of pipelines by DeepSpeed {version} have the size of its gradients, which were too large by"
+            " gradient_accumulation_steps (since 0.16.0), or too small by it in all stages but the last (0.18.9): where"
+            " that number, pp or the version changes, losses differ until the moments have adapted"
+        )
     return tuple(found)
+
+
+def _scales_pipelines_otherwise(version: str) -> bool:
+    """Seen in moments of 0.16.9 and 0.18.9; in the sources of 0.16.0 to 0.18.0, and 0.19.0 (engine.py, `backward`)."""
+    first, fixed = _OTHER_PIPELINES
+    found = _VERSION.match(version)
+    return found is not None and first <= tuple(map(int, found.groups())) < fixed
 
 
 def _gradient_gain(topology: Topology) -> int:
