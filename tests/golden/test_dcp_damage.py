@@ -213,6 +213,12 @@ def test_files_that_are_wrong_are_refused_and_named(name, copy):
     assert mentioned in str(caught.value)
 
 
+def test_the_empty_file_of_a_rank_that_had_nothing_to_save_is_no_fault(copy):
+    before = digests(FORMAT.read(copy, None))
+    (copy / "__7_0.distcp").touch()
+    assert digests(FORMAT.read(copy, None)) == before
+
+
 def test_a_folder_without_metadata_is_not_of_this_format(copy):
     (copy / ".metadata").unlink()
     assert "written last" in str(FORMAT.sniff(copy))

@@ -138,7 +138,7 @@ def _read_all(source: Source) -> tuple[dict[str, Atoms], list[str]]:
     found: dict[str, Atoms] = {}
     problems: list[str] = []
     for name in (*source.shapes, *source.others):
-        if name in source.shapes or name in source.stored or (source.folder / ZERO / name).is_dir():
+        if name in source.shapes or _needs_atoms(source, name) or (source.folder / ZERO / name).is_dir():
             try:
                 found[name] = read_atoms(source.folder, name)
             except CorruptSourceError as error:
@@ -155,6 +155,11 @@ def _read_all(source: Source) -> tuple[dict[str, Atoms], list[str]]:
     return found, problems
 
 
+def _needs_atoms(source: Source, name: str) -> bool:
+    """Not where a converter of DeepSpeed before 0.19 left what is not optimized in the model file, as it was saved."""
+    return name in source.stored and (source.made_for is not None or name not in source.module)
+
+
 def _in_pieces(source: Source) -> tuple[str, ...]:
     """Frozen parameters of ZeRO-3, which DeepSpeed's converter leaves in pieces in the model files."""
     pieces = source.ranks[0].value["frozen_param_fragments"] if source.ranks else ()
@@ -162,7 +167,7 @@ def _in_pieces(source: Source) -> tuple[str, ...]:
 
 
 def _in_model_file(source: Source, name: str) -> Atoms:
-    """A buffer of ZeRO-3, which DeepSpeed's converter leaves where it was."""
+    """A buffer, which DeepSpeed's converter leaves where it was: of ZeRO-3, and before 0.19."""
     tensor = source.module[name]
     path = Path(source.model.path).name
     return Atoms(states={MASTER: Atom(file=source.model, path=path, tensor=tensor, hints={})}, step=None)
