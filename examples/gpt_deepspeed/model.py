@@ -228,8 +228,9 @@ def rotate(value: Tensor) -> Tensor:
     """Rotary position embedding (Su et al., 2021): [B, heads, S, head]."""
     half = value.shape[-1] // 2
     angle = torch.arange(value.shape[-2])[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    cos, sin = (part.to(value) for part in (angle.cos(), angle.sin()))  # in bf16 so are the values of the attention
     left, right = value[..., :half], value[..., half:]
-    return torch.cat([left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
 def build(config: GptConfig, topology: Topology) -> PipelineModule:

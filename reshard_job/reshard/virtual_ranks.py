@@ -64,7 +64,7 @@ class _Opened:
 
     def keys(self, path: str) -> list[tuple[int, int, int, int]]:
         name = names.parse(path)
-        if name is None or name.kind == "other":
+        if name is None or name.kind in ("other", "expert_optimizer"):
             raise UnsupportedError(f"{path}: which ranks open it is not known", hint="choose --mode materialize")
         degrees = self._topology
         if name.kind == "layer":

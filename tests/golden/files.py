@@ -4,10 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from reshard.api import plan_of
+from reshard.errors import UnsupportedError
+from reshard.formats import read_checkpoint
 from reshard.formats.pt.reader import read
 from reshard.formats.pt.writer import lay_out_pt
 from reshard.layout import Index
+from reshard.topology import Topology
+from reshard.verify import digests
+from reshard.views import select_states
 
 ROOT = Path(__file__).parent / "deepspeed-0.19.8"
 STEP = "step-00000002"
@@ -106,6 +113,18 @@ def edit(folder: Path, name: str, change) -> None:
     for offset, data in layout.fixed:
         content[offset : offset + len(data)] = data
     (folder / name).write_bytes(content)
+
+
+def refused_but_for_weights(folder: Path, text: str) -> None:
+    """What is asked of it besides weights is refused with `text`; those are there, and go to safetensors."""
+    index = read_checkpoint(folder, None)
+    for refused in (lambda: plan_of(index, Topology(dp=3)), lambda: select_states(index, ())):
+        with pytest.raises(UnsupportedError, match=text) as caught:
+            refused()
+        assert "--states weight takes the weights alone" in caught.value.hint
+    weights = digests(select_states(index, ("weight",)))
+    plan = plan_of(select_states(index, ("weight",)), Topology(), target_format="safetensors")
+    assert len(plan.layout.tensors) == len(weights) > 1
 
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_{:02d}_optim_states.pt"

@@ -62,3 +62,17 @@ def test_modules_that_are_no_pipelines_are_told_nothing_of_them(monkeypatch):
     index = read_checkpoint(golden("zero2-dp3"), None)
     monkeypatch.setitem(index.extra.source.models[0, 0].value, "ds_version", "0.16.9")
     assert not [note for note in plan_of(index, Topology.parse("dp=2,zero=2")).summary()["notes"] if "moments" in note]
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "told"),
+    [
+        ("0.14.5", "dp=3,zero=0", True), ("0.17.6", "dp=3,zero=0", True), ("0.18.9", "dp=3,zero=0", False),
+        ("0.14.5", "dp=3,zero=1", False),
+    ],
+)  # fmt: skip
+def test_versions_that_take_another_optimizer_for_bf16_at_zero_0_are_told(version, target, told, monkeypatch):
+    index = read_checkpoint(golden("bf16-dp2"), None)
+    monkeypatch.setitem(index.extra.source.models[0, 0].value, "ds_version", version)
+    notes = plan_of(index, Topology.parse(target)).summary()["notes"]
+    assert [f"DeepSpeed {version}" in note for note in notes if "does not load these files" in note] == [True] * told

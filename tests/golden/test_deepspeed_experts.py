@@ -10,7 +10,9 @@ from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats import read_checkpoint
 from reshard.formats.deepspeed.experts import Experts, find_experts
 from reshard.formats.pt.reader import read
+from reshard.formats.pt.writer import lay_out_pt
 from reshard.topology import Topology
+from reshard.verify import digests
 from tests.golden.files import MODEL, OPTIMIZER, STEP, edit, golden
 
 NAME = "experts-dp4-ep2"
@@ -116,7 +118,7 @@ def test_slice_of_another_expert_is_told_by_its_name(tmp_path):
 
 def test_optimizers_of_experts_at_zero_0_are_refused(tmp_path):
     folder = Path(shutil.copytree(golden("zero0-dp2"), tmp_path / "source"))
-    (folder / "expp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    _save(folder, "expp_rank_0_mp_rank_00_optim_states", {"optimizer": {"state": {}, "param_groups": []}})
     with pytest.raises(UnsupportedError, match="optimizers of experts at ZeRO-0"):
         read_checkpoint(folder, None)
 
@@ -143,3 +145,72 @@ def test_mixed_groups_and_layers_of_different_degrees_are_refused():
         find_experts(files, [f"{PREFIX}0.a", f"{other}0.a", f"{other}1.a"], "path")
     with pytest.raises(CorruptSourceError, match="in files or in the optimizer only"):
         find_experts(files, [f"{PREFIX}0.a"], "path")
+
+
+def _save(folder: Path, name: str, value: dict) -> None:
+    layout = lay_out_pt(name, value)
+    content = bytearray(layout.num_bytes)
+    for offset, data in layout.fixed:
+        content[offset : offset + len(data)] = data
+    (folder / f"{name}.pt").write_bytes(content)
+
+
+def _as_before_0_19(value: dict) -> None:
+    """What `_save_moe_checkpoint` left out of model files then; the tied weight is a copy in both."""
+    for key in ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buffer_names", "shared_params"):
+        del value[key]
+    for key in ("ds_config", "ds_version", "checkpoint_parallel_dimensions", "ds_autoep_layers", "optimizer"):
+        del value[key]
+
+
+@pytest.fixture
+def older(tmp_path):
+    folder = Path(shutil.copytree(golden(NAME), tmp_path / "older"))
+    edit(folder, MODEL.format(0), _as_before_0_19)
+    for part in (0, 1):
+        _save(folder, f"expp_rank_{part}_mp_rank_00_optim_states", {"optimizer": None})
+    return folder
+
+
+def test_names_and_shapes_that_older_model_files_lack_are_those_of_the_optimizer_and_the_weights(older, tmp_path):
+    index, expected = read_checkpoint(older, None), digests(read_checkpoint(golden(NAME), None))
+    found = digests(index)
+    assert index.topology == Topology(dp=4, ep=2)
+    assert {key: found[key] for key in expected} == expected
+    assert [str(key) for key in found.keys() - expected.keys()] == [
+        "weight/head.weight"
+    ]  # a copy, no word that it is tied
+    reshard(older, tmp_path / STEP, Topology(dp=6, ep=2, zero=2))
+    whole = digests(read_checkpoint(tmp_path / STEP, None))
+    assert {key: whole[key] for key in expected} == expected
+
+
+def test_older_experts_in_round_robin_order_are_refused(older):
+    edit(
+        older,
+        OPTIMIZER.format(0),
+        lambda value: value["ds_config"]["zero_optimization"].update(round_robin_gradients=True),
+    )
+    with pytest.raises(UnsupportedError, match="the order of parameters is not known"):
+        read_checkpoint(older, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda state: state["param_slice_mappings"].pop(), "param_slice_mappings has no group 3"),
+        (lambda state: state["partition_count"].__setitem__(0, 0), "partitions"),
+        (lambda state: state["param_slice_mappings"][0].clear(), "misses|disagree|elements"),
+        (lambda state: state["param_slice_mappings"][0].update({"other": 1}), "'other' has no start"),
+    ],
+)
+def test_older_experts_whose_optimizer_says_something_else_are_refused(older, change, text):
+    edit(older, OPTIMIZER.format(0), lambda value: change(value["optimizer_state_dict"]))
+    with pytest.raises(CorruptSourceError, match=text):
+        read_checkpoint(older, None)
+
+
+def test_older_experts_without_weights_are_refused(older):
+    edit(older, MODEL.format(0), lambda value: value["module"].pop("embed.weight"))
+    with pytest.raises(CorruptSourceError, match=r"embed\.weight is in the optimizer, and in no file of weights"):
+        read_checkpoint(older, None)

@@ -140,7 +140,9 @@ def _model(entries: Sequence[Entry], states: Sequence[tuple[str, ...]], where: s
             "holds no tensor outside of an optimizer: there are no weights",
             path=where,
             hint="name the folder with the weights (pytorch_model_fsdp_0 beside accelerate's optimizer_0); torch loads"
-            " this one at any number of ranks as it is",
+            " this one at any number of ranks as it is"
+            if states
+            else "a model saved as one object (flatten_state_dict=False) holds no tensors that could be cut",
         )
     found, lost = set(every), ""
     for tail in states:

@@ -13,6 +13,8 @@ from reshard.topology import Topology
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _OTHER_PIPELINES = (0, 16, 0), (0, 19, 8)
 """From, and before: 0.15.4 and 0.19.8 divide a pipeline's gradients by the number of micro-batches, once."""
+_LOADS_BF16 = (0, 18, 0)
+"""0.14 to 0.16 take BF16_Optimizer for bf16 at ZeRO-0, and 0.17 fails; 0.18.9 and 0.19.8 load the files."""
 
 
 def advice(target: Target, before: Topology | None) -> tuple[str, ...]:
@@ -43,14 +45,23 @@ def advice(target: Target, before: Topology | None) -> tuple[str, ...]:
             " gradient_accumulation_steps (since 0.16.0), or too small by it in all stages but the last (0.18.9): where"
             " that number, pp or the version changes, losses differ until the moments have adapted"
         )
+    if target.kind in (Kind.UNFUSED, Kind.FUSED) and _is_before(version, _LOADS_BF16):
+        found.append(
+            f"DeepSpeed {version} does not load these files (seen in 0.14 to 0.17): train on with 0.18 or later,"
+            " or choose zero=1"
+        )
     return tuple(found)
+
+
+def _is_before(version: str, other: tuple[int, ...]) -> bool:
+    found = _VERSION.match(version)
+    return found is not None and tuple(map(int, found.groups())) < other
 
 
 def _scales_pipelines_otherwise(version: str) -> bool:
     """Seen in moments of 0.16.9 and 0.18.9; in the sources of 0.16.0 to 0.18.0, and 0.19.0 (engine.py, `backward`)."""
     first, fixed = _OTHER_PIPELINES
-    found = _VERSION.match(version)
-    return found is not None and first <= tuple(map(int, found.groups())) < fixed
+    return _is_before(version, fixed) and not _is_before(version, first)
 
 
 def _gradient_gain(topology: Topology) -> int:

@@ -88,6 +88,22 @@ def base_state(source: Source, mp: int, dp: int) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
+def require_settings(source: Source) -> None:
+    """Refuse a source, or a template, that says nothing about the optimizer's parameter groups.
+
+    Raises:
+        UnsupportedError: with the reason.
+    """
+    if source.unread is not None:
+        raise source.unread
+    if not base_state(source, 0, 0).get("param_groups"):
+        raise UnsupportedError(
+            "is an elastic checkpoint, which keeps no settings of the optimizer (learning rate, betas, ...)",
+            path=str(source.folder),
+            hint="name with --like a checkpoint of the same model that was saved with elastic_checkpoint false",
+        )
+
+
 def scaling_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Loss scaling as a state has it, else as DeepSpeed starts."""
     return {

@@ -96,7 +96,9 @@ def describe(source: Source, patterns: Patterns, pipeline: PipelineInfo | None) 
     """
     topology = source.topology
     if topology.tp > 1 and not patterns.declared:
-        unknown = [name for shapes in param_shapes(source, 0) for name in shapes]
+        unknown = [name for shapes in param_shapes(source, 0) for name in shapes] or [
+            *source.models[0, 0].value["module"]
+        ]
         raise UnsupportedError(
             f"written at tp={topology.tp} and says nothing about how tensors are cut: "
             f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}",

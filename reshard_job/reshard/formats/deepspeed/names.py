@@ -18,7 +18,8 @@ _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _MODEL_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _LAYER = re.compile(r"^layer_(\d+)(-model_(\d+))?-model_states\.pt$")
 _EXPERT = re.compile(r"^layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
-_OTHER_EXPERT = re.compile(r"^expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$")
+_OTHER_EXPERT = re.compile(r"^expert_\d+_mp_rank_\d+_model_states\.pt$")
+_EXPERT_OPTIMIZER = re.compile(r"^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,8 @@ class FileName:
     """What a file's name says.
 
     Attributes:
-        kind: `optimizer`, `model`, `layer`, `expert`, or `other` for experts in forms that are not read.
+        kind: `optimizer`, `model`, `layer`, `expert`, `expert_optimizer` for what is beside experts at ZeRO-0 and
+            before DeepSpeed 0.19, or `other` for experts in forms that are not read.
         dp: data-parallel rank, -1 where the name has none.
         mp: model-parallel rank; of a layer file the tensor-parallel rank.
         layer: pipeline layer, or layer of experts; -1 where the name has none.
@@ -56,6 +58,8 @@ def parse(name: str) -> FileName | None:
         return FileName(kind="layer", layer=int(match[1]), mp=int(match[3] or 0), model_axis=match[2] is not None)
     if match := _EXPERT.match(name):
         return FileName(kind="expert", layer=int(match[1]), expert=int(match[2]), mp=int(match[3]))
+    if _EXPERT_OPTIMIZER.match(name):
+        return FileName(kind="expert_optimizer")
     if _OTHER_EXPERT.match(name):
         return FileName(kind="other")
     return None

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.deepspeed import autoep, names, pipeline
+from reshard.formats.deepspeed import autoep, names, older_experts, pipeline
 from reshard.formats.deepspeed.experts import Experts, find_experts, is_native
+from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.source import Source, mapping_of
 from reshard.formats.deepspeed.unpartitioned import named_groups, stage_module
 from reshard.formats.pt.objects import Global, Inert, Tensor
@@ -28,13 +29,7 @@ def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> 
         UnsupportedError: ZeRO-0, experts, or another layout that is not converted.
     """
     found = _scan(folder)
-    if others := [name for name, parsed in found.items() if parsed.kind == "other"]:
-        raise UnsupportedError(
-            f"{len(others)} files of experts such as {others[0]}: experts without a layer's number, and optimizers of"
-            " experts at ZeRO-0, are not converted",
-            path=str(folder),
-            hint="save with DeepSpeed 0.19 at ZeRO stage 1 or 2",
-        )
+    _leave_out_experts(found, folder)
     prefixes = {parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"}
     if len(prefixes) > 1:
         raise CorruptSourceError(
@@ -70,8 +65,24 @@ def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> 
         },
     )
     _check_contents(source)
-    source = _with_experts(source)
+    source = _with_experts(older_experts.complete(source))
     return source if source.optimizers else _with_names(source, commit_model or {})
+
+
+def _leave_out_experts(found: dict[str, names.FileName], folder: Path) -> None:
+    """Take out the files that DeepSpeed before 0.19 saves for experts' optimizers where ZeRO has these."""
+    others = [name for name, parsed in found.items() if parsed.kind == "other"]
+    optimizers = [name for name, parsed in found.items() if parsed.kind == "expert_optimizer"]
+    others += [name for name in optimizers if read(folder / name).value != older_experts.NO_OPTIMIZER]
+    if others:
+        raise UnsupportedError(
+            f"{len(others)} files of experts such as {others[0]}: experts without a layer's number, and optimizers of"
+            " experts at ZeRO-0, are not converted",
+            path=str(folder),
+            hint="save with DeepSpeed 0.19 at ZeRO stage 1 or 2",
+        )
+    for name in optimizers:
+        del found[name]
 
 
 def _with_experts(source: Source) -> Source:
@@ -101,16 +112,39 @@ def _with_experts(source: Source) -> Source:
 
 
 def _with_names(source: Source, commit_model: Mapping[str, Any]) -> Source:
-    """ZeRO-0: find out which parameters the optimizer's numbers mean."""
-    found = {}
+    """ZeRO-0: find out which parameters the optimizer's numbers mean, or why only the weights are to be had."""
     layers = commit_model.get("pipeline", source.models[0, 0].value.get("pipeline_layout"))
     info = pipeline.parse(layers) if source.pipeline else None
-    for (mp, _), file in source.models.items():
-        pp, tp = divmod(mp, source.topology.tp)
-        module = stage_module(source, info, pp, tp) if source.pipeline else mapping_of(file, "module")
-        tensors = {name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor)}
-        found[mp] = named_groups(mapping_of(file, "optimizer"), tensors, file)
-    return dataclasses.replace(source, named=found)
+    try:
+        return dataclasses.replace(source, named={mp: _names(source, info, mp) for mp, _ in source.models})
+    except UnsupportedError as error:
+        if source.pipeline:  # whose layers are known by their parameters
+            raise
+        return weights_alone(source, error)
+
+
+def weights_alone(source: Source, why: UnsupportedError) -> Source:
+    """The same as if its optimizer had no groups, because of what is not understood of it."""
+    hint = "; ".join(filter(None, (why.hint, "--states weight takes the weights alone")))
+    unread = UnsupportedError(why.message, path=why.path, problems=why.problems, hint=hint)
+    return dataclasses.replace(source, named={mp: [] for mp, _ in source.models}, unread=unread)
+
+
+def _names(source: Source, info: PipelineInfo | None, mp: int) -> list[dict[str, tuple[int, ...]]]:
+    file = source.models[mp, 0]
+    if not isinstance(file.value.get("optimizer"), Mapping):
+        lost = _lost_by_deepspeed(file.value)
+        raise UnsupportedError(
+            "has no optimizer, and there are no *_optim_states.pt files",
+            path=file.path,
+            hint="DeepSpeed 0.17 saves no optimizer states in bf16 at ZeRO-0: train with ZeRO stage 1"
+            if lost
+            else "save from an engine with an optimizer",
+        )
+    pp, tp = divmod(mp, source.topology.tp)
+    module = stage_module(source, info, pp, tp) if source.pipeline else mapping_of(file, "module")
+    tensors = {name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor)}
+    return named_groups(mapping_of(file, "optimizer"), tensors, file)
 
 
 def _scan(folder: Path) -> dict[str, names.FileName]:
@@ -182,16 +216,19 @@ def parallel_dimensions(topology: Topology) -> dict[str, int]:
 
 
 def _topology_without_zero(first: PtFile, topology: Topology) -> Topology:
-    """Without optimizer files it is ZeRO-0, if the model file has an optimizer."""
-    if first.value.get("param_shapes") is not None:
+    """Without optimizer files it is ZeRO-0, unless the model file says that there were some."""
+    if first.value.get("param_shapes") is not None and not _lost_by_deepspeed(first.value):
         raise CorruptSourceError("has no *_optim_states.pt files beside it, and was saved with them", path=first.path)
-    if not isinstance(first.value.get("optimizer"), Mapping):
-        raise UnsupportedError(
-            "has no optimizer, and there are no *_optim_states.pt files",
-            path=first.path,
-            hint="save from an engine with an optimizer",
-        )
     return dataclasses.replace(topology, zero=0)
+
+
+def _lost_by_deepspeed(model: Mapping[str, Any]) -> bool:
+    """bf16 at ZeRO-0, of which DeepSpeed 0.17 saves no optimizer states (seen in 0.17.6)."""
+    config = model.get("ds_config")
+    sections = [config.get(key) for key in ("bf16", "zero_optimization")] if isinstance(config, Mapping) else [None]
+    bf16, zero = [section if isinstance(section, Mapping) else {} for section in (*sections, None)[:2]]
+    version = str(model.get("ds_version"))
+    return version.startswith("0.17.") and bf16.get("enabled") is True and zero.get("stage", 0) == 0
 
 
 def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.FileName], prefix: str) -> None:
@@ -219,6 +256,10 @@ def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.Fil
         )
 
 
+def _divides(count: object, dp: int) -> bool:
+    return isinstance(count, int) and count > 0 and dp % count == 0
+
+
 def _check_contents(source: Source) -> None:
     problems: list[str] = []
     reference = source.models[0, 0].value
@@ -234,7 +275,7 @@ def _check_contents(source: Source) -> None:
         counts = source.optimizer(*rank).get("partition_count", source.topology.dp)
         counts = counts if isinstance(counts, list) else [counts]
         dp = source.topology.dp  # the partitions of experts are fewer: each part of them has its own ranks
-        if any(count != dp and (not source.expert_files or dp % count) for count in counts):
+        if any(count != dp and not (source.expert_files and _divides(count, dp)) for count in counts):
             problems.append(f"{Path(file.path).name}: written for {counts} partitions, not {source.topology.dp}")
     problems += [
         f"{Path(file.path).name}: not a dict of tensors"

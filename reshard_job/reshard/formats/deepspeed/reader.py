@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from reshard.commit import Commit
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import patterns, pipeline
 from reshard.formats.deepspeed.groups import read_groups
 from reshard.formats.deepspeed.logical import Model, Param, describe
 from reshard.formats.deepspeed.names import NAME
-from reshard.formats.deepspeed.opening import open_source
+from reshard.formats.deepspeed.opening import open_source, weights_alone
 from reshard.formats.deepspeed.partitions import add_partitions, add_unpartitioned, add_zero3
 from reshard.formats.deepspeed.rows import Rows
 from reshard.formats.deepspeed.source import Source
@@ -74,9 +75,22 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
     Raises:
         CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
+    source = open_source(folder, dict(commit.model) if commit is not None else {})
+    try:
+        return _index(source, commit, told)
+    except UnsupportedError as error:
+        if source.unread is not None or source.pipeline or source.topology.zero == 3:  # no weights without optimizer
+            raise
+        try:
+            return _index(weights_alone(source, error), commit, told)
+        except UnsupportedError:
+            raise error from None
+
+
+def _index(source: Source, commit: Commit | None, told: Mapping[str, Any] | None) -> Index:
+    if source.unread is None:
+        check_scalars(source)
     commit_model = dict(commit.model) if commit is not None else {}
-    source = open_source(folder, commit_model)
-    check_scalars(source)
     first = source.models[0, 0].value
     info = first.get("universal_checkpoint_info") if told is None else told
     layers = commit_model.get("pipeline", first.get("pipeline_layout"))
@@ -93,7 +107,9 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
     else:
         aliases = shared_names(first.get("shared_params"), model)
     element_bytes = 2 if source.half_type else 4
-    if source.topology.zero == 0:
+    if source.unread is not None:
+        pass
+    elif source.topology.zero == 0:
         add_unpartitioned(rows, source, model, files)
     elif source.topology.zero < 3:
         add_partitions(rows, source, model, files, element_bytes)
@@ -102,7 +118,7 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
         add_zero3_frozen(rows, source, model, files, weights)
         add_zero3_buffers(rows, source, model, files, weights)
     return Index(
-        root=folder,
+        root=source.folder,
         format=NAME,
         topology=source.topology,
         step=source.step,
@@ -112,6 +128,7 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
         shards=rows.build(),
         groups=read_groups(source, model),
         aliases=aliases,
+        unread=source.unread,
         extra=Extra(
             source=source,
             model=model,

@@ -30,6 +30,7 @@ class Source:
         expert_files: (layer of experts, expert) -> file with its weights.
         experts: the model's experts, or None.
         named: at ZeRO-0, model-parallel rank -> names and shapes of each parameter group.
+        unread: why its optimizer is taken for one without groups (`weights_alone`), or None.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class Source:
     named: Mapping[int, Sequence[Mapping[str, tuple[int, ...]]]]
     expert_files: Mapping[tuple[int, int], PtFile] = dataclasses.field(default_factory=dict)
     experts: Experts | None = None
+    unread: UnsupportedError | None = None
 
     @property
     def files(self) -> tuple[PtFile, ...]:
@@ -71,6 +73,8 @@ class Source:
 
     def optimizer(self, mp: int, dp: int) -> Mapping[str, Any]:
         """The state of one rank's optimizer as saved."""
+        if self.unread is not None:
+            return {}
         return mapping_of(self.optimizer_file(mp, dp), "optimizer_state_dict" if self.optimizers else "optimizer")
 
     def partition(self, names: Sequence[str], dp: int) -> tuple[int, int]:

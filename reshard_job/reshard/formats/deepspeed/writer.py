@@ -11,7 +11,13 @@ from reshard.formats.base import Request
 from reshard.formats.deepspeed import pipeline
 from reshard.formats.deepspeed.advice import advice
 from reshard.formats.deepspeed.experts import Experts
-from reshard.formats.deepspeed.fields import base_state, kind_of, offload_device, refuse_small_gradients, target_kind
+from reshard.formats.deepspeed.fields import (
+    kind_of,
+    offload_device,
+    refuse_small_gradients,
+    require_settings,
+    target_kind,
+)
 from reshard.formats.deepspeed.groups import uses_muon
 from reshard.formats.deepspeed.logical import Model, Param
 from reshard.formats.deepspeed.model_files import write_experts, write_layers, write_model
@@ -204,12 +210,7 @@ def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
             path=where,
             hint="choose zero=1, whose files are the same",
         )
-    if not base_state(source, 0, 0).get("param_groups"):
-        raise UnsupportedError(
-            "is an elastic checkpoint, which keeps no settings of the optimizer (learning rate, betas, ...)",
-            path=where,
-            hint="name with --like a checkpoint of the same model that was saved with elastic_checkpoint false",
-        )
+    require_settings(source)
 
 
 def _refuse_muon(source: Source, like: Source, target: Topology) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import pipeline
-from reshard.formats.deepspeed.fields import base_state
+from reshard.formats.deepspeed.fields import require_settings
 from reshard.formats.deepspeed.groups import group_holder, group_state
 from reshard.formats.deepspeed.logical import Model, Param, layer_weights, param_groups
 from reshard.formats.deepspeed.patterns import Patterns
@@ -94,12 +94,7 @@ def blueprint_of(index: Index) -> Blueprint | None:
 
 def _of_native(extra: NativeExtra) -> Blueprint:
     source, model = extra.source, extra.model
-    if not base_state(source, 0, 0).get("param_groups"):
-        raise UnsupportedError(
-            "is an elastic checkpoint, which keeps no settings of the optimizer (learning rate, betas, ...)",
-            path=str(source.folder),
-            hint="name with --like a checkpoint of the same model that was saved with elastic_checkpoint false",
-        )
+    require_settings(source)
     tp = source.topology.tp
     known = model.patterns.declared and (tp > 1 or model.patterns.tells_rows)
     stacks = {} if source.experts is None else {name: for_stack(n) for name, n in source.experts.stacked.items()}
