@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 from lightkube import AsyncClient
@@ -43,7 +44,6 @@ from elastic_operator.status import Status
 from elastic_operator.wire import format_time, to_wire
 from reshard.contract import GROUP, KIND, VERSION, LeaseKey, Request
 
-_GONE, _CONFLICT = 404, 409
 _MESSAGE_LIMIT = 1024
 """Of a core/v1 Event."""
 
@@ -80,7 +80,7 @@ class Applier:
         try:
             return dict(await self._client.replace(body, field_manager=MANAGER))
         except ApiError as error:
-            if error.status.code in (_CONFLICT, _GONE):
+            if error.status.code in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):
                 raise ConflictError(str(error)) from error
             raise
 
@@ -177,7 +177,7 @@ class Applier:
             again = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": moment}
             await self._client.patch(EVENT, name, again, namespace=namespace, patch_type=PatchType.MERGE)
         except ApiError as error:
-            if error.status.code == _GONE:
+            if error.status.code == HTTPStatus.NOT_FOUND:
                 return False
             raise
         return True
@@ -197,7 +197,7 @@ class Applier:
         try:
             await self._client.create(make(kind, manifest), field_manager=MANAGER)
         except ApiError as error:
-            if error.status.code != _CONFLICT:
+            if error.status.code != HTTPStatus.CONFLICT:
                 raise
 
     async def _delete(self, kind: Any, namespace: str, name: str, *, uid: str = "", **options: Any) -> None:
@@ -205,7 +205,7 @@ class Applier:
             try:
                 found = await self._client.get(kind, name, namespace=namespace)
             except ApiError as error:
-                if error.status.code == _GONE:
+                if error.status.code == HTTPStatus.NOT_FOUND:
                     return
                 raise
             if found["metadata"]["uid"] != uid:
@@ -218,5 +218,5 @@ class Applier:
         try:
             await call
         except ApiError as error:
-            if error.status.code != _GONE:
+            if error.status.code != HTTPStatus.NOT_FOUND:
                 raise

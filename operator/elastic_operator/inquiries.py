@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from lightkube import AsyncClient
@@ -20,8 +21,6 @@ from elastic_operator.record import Record
 from elastic_operator.resources import EVENT, JOB, make
 from elastic_operator.spec import SpecError
 from elastic_operator.status import Status
-
-_TOO_MANY = 429
 
 
 class RefusedError(Exception):
@@ -87,7 +86,8 @@ class Inquiries:
             await self._applier.act(*key, action)
         except ApiError as error:
             code = error.status.code or 500
-            if not isinstance(action, Create | LaunchAttempt) or not 400 <= code < 500 or code == _TOO_MANY:
+            refused = 400 <= code < 500 and code != HTTPStatus.TOO_MANY_REQUESTS
+            if not refused or not isinstance(action, Create | LaunchAttempt):
                 raise
             said = trouble.refused(attempt, error.status.message)
             new = self._troubles.get(key) != said

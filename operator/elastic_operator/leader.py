@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import os
 import time
+from http import HTTPStatus
 from typing import Any, NoReturn
 
 import httpx2
@@ -31,7 +32,6 @@ RETRY_SECONDS = 2.0
 LOST = 70
 """Exit code of a process that is not the leader any more (EX_SOFTWARE)."""
 
-_CONFLICT, _GONE = 409, 404
 _SERVICE_ACCOUNT = "system:serviceaccount:"
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class Leader:
         try:
             return await self._client.get(LEASE, self._name, namespace=self._namespace)
         except ApiError as error:
-            if error.status.code == _GONE:
+            if error.status.code == HTTPStatus.NOT_FOUND:
                 return None
             raise
 
@@ -199,7 +199,7 @@ class Leader:
         try:
             await call
         except ApiError as error:
-            if error.status.code == _CONFLICT:
+            if error.status.code == HTTPStatus.CONFLICT:
                 return False
             raise
         return True

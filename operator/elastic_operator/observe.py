@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from lightkube import AsyncClient
@@ -142,7 +143,7 @@ class Observer:
         try:
             return accepted.newest(await self.revisions(namespace, job), uid)
         except ApiError as error:
-            if error.status.code == 403:
+            if error.status.code == HTTPStatus.FORBIDDEN:
                 return None
             raise
 
@@ -191,7 +192,7 @@ class Observer:
         try:
             return dict(await self._client.get(TRAINING_JOB, key[1], namespace=key[0]))
         except ApiError as error:
-            if error.status.code == 404:
+            if error.status.code == HTTPStatus.NOT_FOUND:
                 return None
             raise
 

@@ -103,11 +103,6 @@ class PlanResult:
     rejected: tuple[Rejection, ...]
     reason: str
 
-    @property
-    def node_names(self) -> tuple[str, ...]:
-        """Usable nodes for `best`, in the capacity's order; at least as many as it needs."""
-        return () if self.best is None else self.capacity.usable(self.best.per_node)
-
 
 def plan(spec: Spec, capacity: Capacity, current: Topology | None = None) -> PlanResult:
     """Choose what to run on `capacity`. `current` is what ran last, for ties only."""

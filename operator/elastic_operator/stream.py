@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections.abc import AsyncIterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import httpx2
@@ -26,7 +27,6 @@ SILENCE_SECONDS = 90.0
 _CONNECT_SECONDS = 10.0
 _LIST_SECONDS = 60.0
 _CHUNK = 500
-_EXPIRED = 410
 
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -158,7 +158,7 @@ async def events(
         async for line in lines(answer.aiter_raw()):
             event = _EVENT.decode(line)
             if event.type == "ERROR":
-                if event.object.get("code") == _EXPIRED:
+                if event.object.get("code") == HTTPStatus.GONE:
                     raise ExpiredError(str(event.object.get("message")))
                 raise WatchError(str(event.object.get("message")))
             yield event.type, event.object
@@ -178,7 +178,7 @@ async def lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _check(answer: httpx2.Response) -> None:
-    if answer.status_code == _EXPIRED:
+    if answer.status_code == HTTPStatus.GONE:
         raise ExpiredError(f"{answer.url.path}: the version is too old")
     answer.raise_for_status()
 

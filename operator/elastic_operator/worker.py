@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from lightkube.core.exceptions import ApiError
@@ -59,7 +60,6 @@ PROGRESS_SECONDS_PER_JOB = 0.05
 HELD_BACK_SECONDS = 1.0
 """After which a plan that waits for other jobs' pods to be placed is looked at again."""
 
-_FORBIDDEN = 403
 
 _FIRST_BACKOFF_SECONDS = 0.5
 _LAST_BACKOFF_SECONDS = 30.0
@@ -366,7 +366,7 @@ class Workers:
         try:
             await self._applier.keep_spec(read_record(resource).job, resource["spec"])
         except ApiError as error:
-            if error.status.code != _FORBIDDEN:
+            if error.status.code != HTTPStatus.FORBIDDEN:
                 raise
             if not self._told_forbidden:
                 logger.warning("accepted specs cannot be kept, and a refused edit stops recovery: %s", error)

@@ -125,7 +125,7 @@ def test_what_is_chosen_can_run_and_fits(spec, free, quota):
         assert item.cost.total > 0
     assert (result.best is None) == (not result.candidates)
     if result.best is not None:
-        assert len(result.node_names) >= result.best.num_nodes
+        assert len(result.capacity.usable(result.best.per_node)) >= result.best.num_nodes
 
 
 @settings(deadline=None)

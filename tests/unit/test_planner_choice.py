@@ -202,9 +202,9 @@ def test_a_large_model_is_split_until_it_fits():
     assert "GiB per accelerator" in nothing.reason
 
 
-def test_node_names_are_those_that_have_enough_in_the_order_given():
+def test_usable_nodes_are_those_that_have_enough_in_the_order_given():
     result = plan(make_spec(), capacity(1, 2, 2))
-    assert result.node_names == ("node-1", "node-2")
+    assert result.capacity.usable(result.best.per_node) == ("node-1", "node-2")
 
 
 def test_explain_shows_candidates_and_refusals():

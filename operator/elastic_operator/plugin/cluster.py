@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import httpx2
@@ -23,7 +24,6 @@ Json = dict[str, Any]
 
 _TIMEOUT = httpx2.Timeout(30.0, connect=10.0)
 _MANAGER = "kubectl-etj"
-_FORBIDDEN, _UNAUTHORIZED, _ABSENT, _SERVER = 403, 401, 404, 500
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Cluster:
             try:
                 return dict(self.client.get(TRAINING_JOB, name, namespace=self.namespace))
             except ApiError as error:
-                if error.status.code != _ABSENT or not _names_an_object(error):
+                if error.status.code != HTTPStatus.NOT_FOUND or not _names_an_object(error):
                     raise
         raise PluginError(Exit.REFUSED, self._no_such_job(name))
 
@@ -119,7 +119,7 @@ class Cluster:
         except ApiError as error:
             raise _refusal(error, what, self.config.context_name) from error
         except httpx2.HTTPStatusError as error:
-            if error.response.status_code == _ABSENT and f"/{GROUP}/" in str(error.request.url):
+            if error.response.status_code == HTTPStatus.NOT_FOUND and f"/{GROUP}/" in str(error.request.url):
                 raise _not_installed() from error
             raise PluginError(Exit.REFUSED, f"cannot {what}: {server} answers {error.response.status_code}") from error
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
@@ -162,11 +162,11 @@ def _not_installed() -> PluginError:
 def _refusal(error: ApiError, what: str, context: str) -> PluginError:
     status = error.status
     message = " ".join((status.message or "").split())
-    if status.code == _ABSENT and f"/{GROUP}/" in str(error.request.url) and not _names_an_object(error):
+    if status.code == HTTPStatus.NOT_FOUND and f"/{GROUP}/" in str(error.request.url) and not _names_an_object(error):
         return _not_installed()
-    if status.code == _FORBIDDEN:
+    if status.code == HTTPStatus.FORBIDDEN:
         return PluginError(Exit.REFUSED, f"you may not {what}: {message}")
-    if status.code == _UNAUTHORIZED:
+    if status.code == HTTPStatus.UNAUTHORIZED:
         text = f"the cluster does not accept the credentials of context {context}: {message}"
         return PluginError(Exit.UNREACHABLE, text)
     return PluginError(Exit.REFUSED, f"cannot {what}: {message}")
