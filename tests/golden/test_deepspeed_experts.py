@@ -214,3 +214,10 @@ def test_older_experts_without_weights_are_refused(older):
     edit(older, MODEL.format(0), lambda value: value["module"].pop("embed.weight"))
     with pytest.raises(CorruptSourceError, match=r"embed\.weight is in the optimizer, and in no file of weights"):
         read_checkpoint(older, None)
+
+
+def test_older_experts_without_files_of_the_optimizer_are_damage(older):
+    for path in older.glob("zero_pp_rank_*"):
+        path.unlink()
+    with pytest.raises(CorruptSourceError, match=r"has no \*_optim_states\.pt files beside it"):
+        read_checkpoint(older, None)

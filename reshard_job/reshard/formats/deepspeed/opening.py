@@ -192,7 +192,7 @@ def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) 
         raise CorruptSourceError(f"its degrees of parallelism {degrees} do not fit each other", path=first.path)
     prefixes = [parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"]
     if not prefixes:
-        return _topology_without_zero(first, Topology(tp=tp, pp=pp, dp=dp, cp=cp))
+        return _topology_without_zero(first, Topology(tp=tp, pp=pp, dp=dp, cp=cp), found)
     path = folder / names.optimizer_file(prefixes[0], 0, 0)
     if not path.exists():
         raise CorruptSourceError(f"misses {path.name}", path=str(folder))
@@ -215,9 +215,10 @@ def parallel_dimensions(topology: Topology) -> dict[str, int]:
     return {"pp_degree": topology.pp, "tp_degree": topology.cp if plain else topology.tp}
 
 
-def _topology_without_zero(first: PtFile, topology: Topology) -> Topology:
-    """Without optimizer files it is ZeRO-0, unless the model file says that there were some."""
-    if first.value.get("param_shapes") is not None and not _lost_by_deepspeed(first.value):
+def _topology_without_zero(first: PtFile, topology: Topology, found: Mapping[str, names.FileName]) -> Topology:
+    """Without optimizer files it is ZeRO-0, unless the model file says that there were some, or has experts."""
+    experts = any(parsed.kind == "expert" for parsed in found.values()) and first.value.get("optimizer") is None
+    if experts or (first.value.get("param_shapes") is not None and not _lost_by_deepspeed(first.value)):
         raise CorruptSourceError("has no *_optim_states.pt files beside it, and was saved with them", path=first.path)
     return dataclasses.replace(topology, zero=0)
 
