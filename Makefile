@@ -11,7 +11,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CACHE_DIR)/torch_extensions
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup comm-op lint test test-fast test-engine test-cluster demo bench format lock clean testbed-up testbed-down lock-images images images-load
+.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster demo bench format lock clean testbed-up testbed-down lock-images images images-load
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -71,6 +71,10 @@ test-engine: comm-op ## the tier with torch and DeepSpeed
 test-cluster: comm-op ## the tier on a real cluster
 	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # 3: not on this machine, as tests say
 	$(BIN)/pytest tests/cluster
+
+soak: setup ## other random examples in every run, and more of them; SOAK_SECONDS=600 for the readers' fuzz targets
+	ETJ_SOAK=1 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SOAK_SECONDS),600) --seed $$(date +%s)
 
 demo: setup ## the whole story on real parts: train, lose a node, reshard, resume, grow back
 	$(BIN)/python -m demo $(DEMO_ARGS)

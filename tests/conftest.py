@@ -2,6 +2,10 @@
 
 import pytest
 
+from tests import randomness
+
+randomness.load_profile()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

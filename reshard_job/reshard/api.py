@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import hashlib
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reshard.check import check_plan
@@ -26,39 +26,53 @@ from reshard.commit import (
     vacant,
     write_commit,
 )
-from reshard.contract import ReshardReport
-from reshard.digest import finished, to_hex
+from reshard.contract import COMMIT_FILE, ReshardReport
+from reshard.conversion import PLAN, Conversion
 from reshard.errors import (
     CorruptSourceError,
+    PlanError,
+    ReshardError,
     SourceError,
     TargetError,
     UncommittedError,
     UsageError,
-    VerificationError,
 )
 from reshard.execute import Mover, Outcome, Progress
+from reshard.files import identity_at, noting_opened
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import Request
 from reshard.formats.deepspeed import FORMAT as DEEPSPEED
+from reshard.formats.pt.trust import trusting
 from reshard.journal import FOLDER as JOURNAL_FOLDER
 from reshard.journal import Journal
 from reshard.latest import latest_file, point
 from reshard.layout import PADDING, Index
 from reshard.limits import default_num_threads
+from reshard.origin import (
+    Origin,
+    check_origin,
+    join,
+    origin_of,
+    refuse_changed,
+    refuse_other_content,
+    with_identities,
+)
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
+from reshard.read_back import read_back
+from reshard.reading import changed
 from reshard.remote import RemotePath, location
 from reshard.reports import done_report
+from reshard.source_checks import check_metadata, check_settings, damage_first, places_digest
 from reshard.staging import FINISH_FILE, Sharing, only_one, staging
 from reshard.topology import Topology
-from reshard.verify import compare, digests
 from reshard.views import select_states
 from reshard.working import Moved, Resumed, Work, do, kept
 from reshard.writing import target_errors
 
+__all__ = ("Conversion", "convert", "index_of", "plan_conversion", "plan_of", "reshard", "view_of")
+
 _REMOTE_THREADS = 8
 _BY_ANOTHER = "converted by another run, which was faster; what this one had done is removed"
-_PLAN = "plan"
-"""Key of `Commit.options`: fingerprint of the plan that made the commit."""
 
 
 def index_of(source: Path, *, require_commit: bool = False, patterns: Path | None = None) -> Index:
@@ -74,11 +88,20 @@ def index_of(source: Path, *, require_commit: bool = False, patterns: Path | Non
         UncommittedError: there is no marker and `require_commit` asks for one.
         SourceError: damaged, or of no known format.
     """
-    commit = _checked_commit(source, require_commit=require_commit)
-    if commit is not None and commit.format == VIRTUAL:  # its bytes, and all that is known of them, are where it leads
-        source = source_of(source, commit)
-        commit = _checked_commit(source, require_commit=False)
-    return read_source(source, commit, patterns)
+    marker = None
+    with contextlib.suppress(UncommittedError):
+        marker = read_commit(source)
+    if marker is not None and marker.format == VIRTUAL:  # its bytes, and all that is known of them, are where it leads
+        check_files(source, marker)
+        source, require_commit = source_of(source, marker), False
+    if isinstance(source, RemotePath):
+        source.forget()
+    with noting_opened() as opened:
+        with contextlib.suppress(OSError):  # it has no marker
+            opened[f"{source}/{COMMIT_FILE}"] = identity_at(source / COMMIT_FILE)
+        commit = _checked_commit(source, require_commit=require_commit)
+        index = read_source(source, commit, patterns)
+    return with_identities(index, opened, commit)
 
 
 def _checked_commit(source: Path, *, require_commit: bool) -> Commit | None:
@@ -114,6 +137,7 @@ def plan_of(
     target_format: str = "",
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     num_threads: int = 0,
+    agreement: bool = True,
 ) -> Plan:
     """Lay out, plan and prove a conversion; nothing is written.
 
@@ -123,6 +147,7 @@ def plan_of(
         target_format: name of a format; empty for the source's.
         memory_bytes: for buffers.
         num_threads: 0 for the processors that this process may use.
+        agreement: compare what the source holds twice: copies of a tensor, and weights with their masters.
 
     Raises:
         UnsupportedError: the conversion would need a guess.
@@ -135,7 +160,15 @@ def plan_of(
     if request.like is not None and layout.format == index.format:
         note = f"settings, schedule and all that is not tensors are those of {request.like.root}, not of the source"
         layout = dataclasses.replace(layout, notes=(*layout.notes, note))
-    plan = make_plan(index, layout, memory_bytes=memory_bytes, num_threads=num_threads or _num_threads(index))
+    if layout.zeros is None:
+        raise PlanError(f"the format {layout.format} does not say which bytes of its files are padding")
+    plan = make_plan(
+        index,
+        layout,
+        memory_bytes=memory_bytes,
+        num_threads=num_threads or _num_threads(index),
+        agreement=agreement,
+    )
     check_plan(plan)
     return plan
 
@@ -143,62 +176,6 @@ def plan_of(
 def _num_threads(index: Index) -> int:
     """A store answers many requests at a time, whatever processors there are here."""
     return _REMOTE_THREADS if isinstance(index.root, RemotePath) else default_num_threads()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """What a run is asked for.
-
-    Attributes:
-        source: folder of one checkpoint.
-        target: folder to make; its parent is made if needed.
-        topology: degrees of the target.
-        target_format: name of a format; empty for the source's.
-        weight_dtype: type of the weights, or None for the source's.
-        states: states to take along (`weight`, `fp32`, `exp_avg`, ...); empty for all.
-        like: checkpoint of the target's format that says what the source cannot, or None.
-        names: file with a name map (`reshard.names`) that the target's names follow, or None.
-        patterns: file of patterns for a DeepSpeed source that does not say how it is cut, or None.
-        file_bytes: largest size of a file where the format leaves that open; None for its default.
-        attempt: recorded in the commit.
-        require_commit: refuse a source without a commit marker.
-        keeps_stage: nobody asked for a ZeRO stage: native DeepSpeed checkpoints keep theirs.
-    """
-
-    source: Path
-    target: Path
-    topology: Topology
-    target_format: str = ""
-    weight_dtype: str | None = None
-    states: tuple[str, ...] = ()
-    like: Path | None = None
-    names: Path | None = None
-    patterns: Path | None = None
-    file_bytes: int | None = None
-    attempt: int = 0
-    require_commit: bool = False
-    keeps_stage: bool = False
-
-    @property
-    def options(self) -> dict[str, str]:
-        """What tells the result from that of another conversion of the same source, for the commit."""
-        found = {
-            "dtype": self.weight_dtype or "",
-            "states": ",".join(self.states),
-            "names": _content_hash(self.names),
-            "patterns": _content_hash(self.patterns),
-        }
-        return {key: value for key, value in found.items() if value}
-
-
-def _content_hash(path: Path | None) -> str:
-    """Name and content of a small file, in short; empty for None."""
-    if path is None:
-        return ""
-    try:
-        return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", path=str(path)) from error
 
 
 def view_of(index: Index, *, states: tuple[str, ...] = (), names: Path | None = None) -> Index:
@@ -222,20 +199,29 @@ def plan_conversion(wanted: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BY
     Raises:
         ReshardError: see `reshard.errors`.
     """
-    index = index_of(wanted.source, require_commit=wanted.require_commit, patterns=wanted.patterns)
-    request = Request(
-        topology=_topology(index, wanted),
-        weight_dtype=wanted.weight_dtype,
-        like=None if wanted.like is None else index_of(wanted.like),
-        file_bytes=wanted.file_bytes,
-    )
-    return plan_of(
-        view_of(index, states=wanted.states, names=wanted.names),
-        request,
-        target_format=wanted.target_format,
-        memory_bytes=memory_bytes,
-        num_threads=num_threads,
-    )
+    with trusting(wanted.allow_globals), damage_first():
+        index = index_of(wanted.source, require_commit=wanted.require_commit, patterns=wanted.patterns)
+        request = Request(
+            topology=_topology(index, wanted),
+            weight_dtype=wanted.weight_dtype,
+            like=None if wanted.like is None else _example(wanted.like),
+            file_bytes=wanted.file_bytes,
+        )
+        return plan_of(
+            view_of(index, states=wanted.states, names=wanted.names),
+            request,
+            target_format=wanted.target_format,
+            memory_bytes=memory_bytes,
+            num_threads=num_threads,
+            agreement=not wanted.allow_differences,
+        )
+
+
+def _example(folder: Path) -> Index:
+    """The checkpoint that says what the source cannot: all that it says must be what was committed."""
+    index = index_of(folder)
+    check_settings(index)
+    return index
 
 
 def _topology(index: Index, wanted: Conversion) -> Topology:
@@ -292,8 +278,13 @@ def convert(
     pointer = latest_file(wanted.target, plan.layout.format) if latest else None
     done = already_done(wanted, plan, crc=reread)
     if done is not None:
+        check_origin(done, plan, wanted.target)
         named = _name_latest(pointer, wanted.target, sharing)
         return report(done, message="already converted and committed", latest=named)
+    origin = Origin.of(plan.index, wanted.request)
+    if sharing is not Sharing.ALONE:
+        refuse_changed(origin, wanted.source, wanted.target)
+    checked = check_metadata(plan.index)
     if planned is not None:
         planned(plan)
     with staging(wanted.target, plan.fingerprint, plan.bytes_to_write, sharing) as folder, kept(folder, plan, sharing):
@@ -301,15 +292,24 @@ def convert(
         work = Work()
         done = already_done(wanted, plan)  # by another worker, while this one planned
         if done is None:
+            join(origin, wanted.source, folder, sharing)
             with Mover(plan, folder, sync=sync, bytes_per_second=bytes_per_second, progress=progress) as mover:
                 work = do(mover, folder, sharing, worker, resumed)
                 with only_one(folder):
                     done = already_done(wanted, plan)
                     if done is None:
                         records = work.records if sharing is Sharing.ALONE else Journal(folder).records()
-                        outcome = mover.finish(records, fresh=sharing is Sharing.ALONE)
+                        touched = join(origin, wanted.source, folder, sharing)
+                        outcome = mover.finish(records, fresh=sharing is Sharing.ALONE, touched=touched)
+                        if outcome.touched:
+                            _check_indexed_alike(wanted, plan, outcome)
                         _check_source_digests(plan, outcome, told=wanted.patterns is not None)
-                        done = _publish(folder, wanted, plan, _commit(plan, wanted, outcome), pointer, reread=reread)
+                        commit = _commit(plan, wanted, outcome)
+                        with ThreadPoolExecutor(1) as pool, trusting(wanted.allow_globals):
+                            synced = pool.submit(mover.sync)  # the storage works while the result is read back
+                            read_back(folder, plan, commit, reread=reread)
+                            synced.result()
+                        done = _publish(folder, wanted, plan, commit, pointer)
         if outcome is None:
             shutil.rmtree(folder, ignore_errors=True)
             named = _name_latest(pointer, wanted.target, sharing)
@@ -318,8 +318,23 @@ def convert(
             return report(done, message=what, moved=work.moved, latest=named)
     tensors = "1 tensor" if len(outcome.digests) == 1 else f"{len(outcome.digests)} tensors"
     message = f"converted {_what(plan)}, {tensors} verified{work.resumed}"
-    moved = Moved(outcome.bytes_read, outcome.bytes_written).less(work.before)
+    moved = Moved(outcome.bytes_read + checked, outcome.bytes_written).less(work.before)
     return report(done, moved=moved, message=message, latest="" if pointer is None else str(pointer))
+
+
+def _check_indexed_alike(wanted: Conversion, plan: Plan, outcome: Outcome) -> None:
+    """Files that somebody touched say the same of what lies where as before.
+
+    Raises:
+        SourceChangedError: they do not.
+    """
+    with contextlib.suppress(ReshardError):
+        again = plan_conversion(wanted, memory_bytes=plan.memory_bytes, num_threads=plan.num_threads)
+        if again.fingerprint == plan.fingerprint and places_digest(again.index) == places_digest(plan.index):
+            return
+    raise changed(
+        [f"{path}: is not the file that was indexed" for path in sorted(outcome.touched)], str(plan.index.root)
+    )
 
 
 def _what(plan: Plan) -> str:
@@ -353,12 +368,7 @@ def done_without_source(wanted: Conversion) -> Commit | None:
             return None
         commit = read_commit(wanted.target)
         zero = commit.topology.zero if wanted.keeps_stage else wanted.topology.zero
-        if (
-            commit.source == plain(wanted.source)
-            and commit.topology == dataclasses.replace(wanted.topology, zero=zero)
-            and wanted.target_format in ("", commit.format)
-            and {**commit.options, _PLAN: ""} == {**wanted.options, _PLAN: ""}
-        ):
+        if wanted.has_made(commit, dataclasses.replace(wanted.topology, zero=zero)):
             check_files(wanted.target, commit)
             return commit
     return None
@@ -369,14 +379,18 @@ def already_done(wanted: Conversion, plan: Plan, *, crc: bool = False) -> Commit
 
     Raises:
         TargetTakenError: there is something else.
+        SourceChangedError: there is what this command made of the source when that was another one.
     """
     if vacant(wanted.target):
         return None
+    commit = None
     with contextlib.suppress(SourceError):
         commit = read_commit(wanted.target)
-        if commit.options == {**wanted.options, _PLAN: plan.fingerprint}:
+        if commit.options == {**wanted.options, PLAN: plan.fingerprint}:
             check_files(wanted.target, commit, crc=crc)
             return commit
+    if commit is not None and wanted.has_made(commit, plan.layout.topology):
+        refuse_other_content(commit, plan, wanted.target)
     raise taken(wanted.target)
 
 
@@ -434,34 +448,19 @@ def _commit(plan: Plan, wanted: Conversion, outcome: Outcome) -> Commit:
         data=data,
         model=plan.layout.model,
         source=plain(wanted.source),
-        options={**wanted.options, _PLAN: plan.fingerprint},
+        options={**wanted.options, PLAN: plan.fingerprint},
+        origin=origin_of(plan, outcome),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        owner=wanted.owner,
     )
 
 
-def _reread(staging: Path, commit: Commit) -> None:
-    """Read the result as any reader would. What is wrong with it is the target's fault, never the source's."""
-    try:
-        index = read_checkpoint(staging, commit)
-        found = digests(index, commit=commit)
-        # Another amount of padding than the source's was not converted: it is zero.
-        padding = {str(tensor.key): tensor.num_bytes for tensor in index.tensors if tensor.key.name.endswith(PADDING)}
-        zero = {key for key, count in padding.items() if found[key] == to_hex(finished(0, count))}
-        compare(commit.digests, {key: found[key] for key in found if key in commit.digests or key not in zero})
-    except SourceError as error:
-        raise VerificationError(
-            f"what was written reads back differently: nothing was published\n{error}", path=str(staging)
-        ) from error
-
-
-def _publish(
-    folder: Path, wanted: Conversion, plan: Plan, commit: Commit, pointer: Path | None, *, reread: bool
-) -> Commit:
+def _publish(folder: Path, wanted: Conversion, plan: Plan, commit: Commit, pointer: Path | None) -> Commit:
     """Commit the result, let it appear under its name, and let the file `pointer` name it."""
-    if reread:
-        _reread(folder, commit)
     with target_errors(folder, commit.num_bytes):
         shutil.rmtree(folder / JOURNAL_FOLDER, ignore_errors=True)
+        for draft in folder.glob(f".{COMMIT_FILE}.*"):  # of a run that was killed as it wrote the marker
+            draft.unlink(missing_ok=True)
         write_commit(folder, commit)
     try:
         folder.rename(wanted.target)
@@ -472,6 +471,8 @@ def _publish(
             raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
     else:
         done = commit
+        # A worker that came late may have begun a journal again; by its old name nobody finds the folder any more.
+        shutil.rmtree(wanted.target / JOURNAL_FOLDER, ignore_errors=True)
         sync_folder(wanted.target.parent)
     if pointer is not None:
         point(pointer, wanted.target)
@@ -486,6 +487,8 @@ def _name_latest(pointer: Path | None, target: Path, sharing: Sharing) -> str:
     and names newer checkpoints: it leaves the file alone, unless the one that published has died before it did it.
     """
     if pointer is None:
+        if sharing is not Sharing.TOGETHER:  # of a run that was killed behind the rename
+            (target / FINISH_FILE).unlink(missing_ok=True)
         return ""
     if sharing is Sharing.TOGETHER and pointer.exists() and not (target / FINISH_FILE).exists():
         return ""

@@ -11,13 +11,16 @@ from reshard.formats import FORMATS, known_formats
 from reshard.latest import check_format
 from reshard.limits import buffer_bytes, format_bytes, parse_bytes
 from reshard.modes import parse_loader
-from reshard.remote import local
+from reshard.remote import check_path, local
 from reshard.topology import Topology
 
 MOST_THREADS = 256
+MOST_ATTEMPTS = (1 << 63) - 1
 SMALLEST_MEMORY_BYTES = 1 << 20
 
+_LONGEST_NUMBER = 40
 _FOLDERS = {"path": "the path", "source": "the source", "target": "the target", "first": "A", "second": "B"}
+_FILES = ("like", "names", "patterns", "report", "svg")
 _OF_FILES = ("resume", "reread", "worker", "limit_rate", "no_sync")
 _OF_A_TARGET = ("dtype", "like", "file_size")
 
@@ -31,6 +34,8 @@ def check(options: argparse.Namespace) -> None:
     for name, what in _FOLDERS.items():
         if getattr(options, name, None) == "":
             raise UsageError(f"{what} is an empty string: name a folder")
+    for name in (*_FOLDERS, *_FILES):
+        check_path(getattr(options, name, None) or ".")
     states(getattr(options, "states", ""))
     if options.verb in ("plan", "run", "explain"):
         _check_conversion(options)
@@ -68,8 +73,8 @@ def _check_resources(options: argparse.Namespace) -> None:
 def _check_run(options: argparse.Namespace) -> None:
     worker(options.worker)
     size("--limit-rate", options.limit_rate)
-    if options.attempt < 0:
-        raise UsageError(f"--attempt {options.attempt}: expected 0 or more")
+    if not 0 <= options.attempt <= MOST_ATTEMPTS:
+        raise UsageError(f"--attempt {options.attempt}: expected 0 or more, at most {MOST_ATTEMPTS}")
     if options.mode == "virtual":
         _refuse_idle(options, _OF_FILES, "--mode virtual moves no bytes, so it does nothing")
         if options.latest:
@@ -123,7 +128,8 @@ def worker(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     number, _, count = text.partition("/")
-    if not (text.isascii() and number.isdigit() and count.isdigit() and int(number) < int(count)):
+    digits = len(text) <= _LONGEST_NUMBER and text.isascii() and number.isdigit() and count.isdigit()
+    if not (digits and int(number) < int(count)):
         raise UsageError(f"--worker {text}: write the worker's number, from 0, and their number, for instance 0/4")
     return int(number), int(count)
 

@@ -27,10 +27,15 @@ def _float32_of_bfloat16(bits: Bits) -> npt.NDArray[np.float32]:
 def _bfloat16_of_float32(values: npt.NDArray[np.float32]) -> Bits:
     """Source of the rounding: c10/util/BFloat16.h, round_to_nearest_even (torch 2.13)."""
     bits = values.view(np.uint32)
-    bias = ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)
-    with np.errstate(over="ignore"):
-        rounded: Bits = ((bits + bias) >> np.uint32(16)).astype(np.uint16)
-    rounded[np.isnan(values)] = _QUIET_NAN
+    wide = bits >> np.uint32(16)  # in place from here on: masters of whole models come through here
+    wide &= np.uint32(1)
+    wide += np.uint32(0x7FFF)
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide += bits
+        wide >>= np.uint32(16)
+        rounded: Bits = wide.astype(np.uint16)
+        if np.isnan(values.sum()):  # some are, or infinities of both signs
+            rounded[np.isnan(values)] = _QUIET_NAN
     return rounded
 
 

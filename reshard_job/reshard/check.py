@@ -11,8 +11,9 @@ Different polynomials agree at a random point modulo p with probability at most 
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +22,19 @@ from reshard.cast import can_cast
 from reshard.errors import PlanError
 from reshard.fixed import places, same_places
 from reshard.intervals import Int64Array
-from reshard.layout import LogicalTensor, TargetFile
+from reshard.layout import PADDING, LogicalTensor, TargetFile, TensorKey
 from reshard.plan import Plan
-from reshard.shards import Ranges, ShardTable
+from reshard.shards import Ranges, ShardTable, ranges_of
 
 _PAIRS_AT_ONCE = 1 << 22
 _PRIME = np.uint64((1 << 31) - 1)
 _DRAWS = 2
+_ROUNDED = {"weight", "fp32"}
 UInt64Array = npt.NDArray[np.uint64]
 
 
 def check_plan(plan: Plan) -> None:
-    """Check source cover, target cover, types, and the target files' byte ranges.
+    """Check source cover, target cover, types, names, and that every byte of the target files is accounted for.
 
     Raises:
         PlanError: with every problem found, each naming the tensor or file.
@@ -42,7 +44,7 @@ def check_plan(plan: Plan) -> None:
     problems += _family_problems(index.tensors, index.shards, len(index.files), side="source")
     problems += _family_problems(plan.target_tensors, layout.shards, len(layout.files), side="target")
     if not problems:
-        source_rows = [rows for rows in plan.source_rows if len(rows)]
+        source_rows = [rows for rows in (*plan.source_rows, *plan.copy_rows) if len(rows)]
         if source_rows:
             rows = np.concatenate(source_rows)
             problems += cover_problems(plan.index.tensors, plan.index.shards, rows, side="source")
@@ -55,14 +57,42 @@ def check_plan(plan: Plan) -> None:
 
 
 def _type_problems(plan: Plan) -> list[str]:
+    """Tensors that are made of another name, shape or type than can become theirs."""
+    names = _FirstNames(plan.index.aliases, plan.layout.aliases)
     problems = []
     for tensor, origin in zip(plan.target_tensors, plan.origins.tolist(), strict=True):
         source = plan.index.tensors[origin]
-        if tensor.shape != source.shape:
+        if tensor.key != source.key and not names.may_become(source.key, tensor.key):
+            problems.append(f"target {tensor.key} is made of {source.key}")
+        elif tensor.shape != source.shape:
             problems.append(f"target {tensor.key} {list(tensor.shape)} is made of {source.key} {list(source.shape)}")
         elif not can_cast(source.dtype, tensor.dtype):
             problems.append(f"target {tensor.key}: {source.dtype} cannot become {tensor.dtype}")
     return problems
+
+
+class _FirstNames:
+    """Names of tied weights, all of which are of one tensor."""
+
+    def __init__(self, *aliases: Mapping[str, str]) -> None:
+        self._first: dict[str, str] = {}
+        for second, first in itertools.chain.from_iterable(known.items() for known in aliases):
+            one, other = self._of(first), self._of(second)
+            if one != other:
+                self._first[other] = one
+
+    def _of(self, name: str) -> str:
+        while name in self._first:
+            name = self._first[name]
+        return name
+
+    def may_become(self, source: TensorKey, target: TensorKey) -> bool:
+        """A tensor can be made of another: the same state of the same parameter, or a weight and its master."""
+        states = {source.state, target.state}
+        return (len(states) == 1 or states == _ROUNDED) and self._name(source) == self._name(target)
+
+    def _name(self, key: TensorKey) -> tuple[str, bool]:
+        return self._of(key.name.removesuffix(PADDING)), key.name.endswith(PADDING)
 
 
 def _absent(plan: Plan) -> list[str]:
@@ -178,14 +208,15 @@ def _overlap(offset: Int64Array, size: Int64Array) -> tuple[int, int] | None:
 
 
 def _file_problems(plan: Plan) -> list[str]:
-    """Ranges of target files that lie outside, or are written twice.
+    """Ranges of target files that lie outside, are written twice, or are not accounted for.
 
     Files are looked at in groups of consecutive ones that hold the same ranges, as the ranks of ZeRO-3 do.
     """
     shards, files = plan.layout.shards, plan.layout.files
     item = np.array([tensor.item_bytes for tensor in plan.target_tensors], dtype=np.int64)[shards.tensor]
     ranges, gaps = shards.ranges(item)  # rows with gaps interleave with their neighbours
-    dense = _concatenate(ranges, _fixed_ranges(files))
+    fixed, zeros = _fixed_ranges(files), layout_zeros(plan)
+    dense = _concatenate(_concatenate(ranges, fixed), zeros)
     borders = np.concatenate(([0, len(files)], dense.first, dense.last, shards.file[gaps], shards.file[gaps] + 1))
     border = np.array(sorted(set(borders.tolist())))  # np.unique would import all of numpy.ma
     sizes = np.array([file.num_bytes for file in files], dtype=np.int64)
@@ -209,7 +240,28 @@ def _file_problems(plan: Plan) -> list[str]:
         f"target file {files[at].path}: {sizes[at]} bytes, but byte {last[at] - 1} is written"
         for at in np.flatnonzero(last > sizes)[:20].tolist()
     ]
+    if not problems and plan.layout.zeros is not None:
+        found = shards.bytes_by_file(item, len(files)) + bytes_by_file(fixed, len(files))
+        found += bytes_by_file(zeros, len(files))
+        problems = [
+            f"target file {files[at].path}: {sizes[at] - found[at]} of {sizes[at]} bytes are neither of a tensor, nor"
+            " constant, nor padding"
+            for at in np.flatnonzero(found != sizes)[:20].tolist()
+        ]
     return problems
+
+
+def layout_zeros(plan: Plan) -> Ranges:
+    """Bytes of the target that stay zero on purpose; none where that is not known."""
+    return ranges_of(()) if plan.layout.zeros is None else plan.layout.zeros
+
+
+def bytes_by_file(ranges: Ranges, num_files: int) -> Int64Array:
+    """Bytes of ranges in each file, [num_files]."""
+    step = np.zeros(num_files + 1, dtype=np.int64)
+    np.add.at(step, ranges.first, ranges.stop - ranges.start)
+    np.add.at(step, ranges.last, ranges.start - ranges.stop)
+    return np.cumsum(step)[:-1]
 
 
 def _fixed_ranges(files: Sequence[TargetFile]) -> Ranges:
@@ -220,7 +272,7 @@ def _fixed_ranges(files: Sequence[TargetFile]) -> Ranges:
         if at == len(files) or not same_places(files[first].fixed, files[at].fixed):
             found += [(first, at, start, start + length) for start, length in places(files[first].fixed) if length]
             first = at
-    return Ranges(*np.array(found, dtype=np.int64).reshape(-1, 4).T)
+    return ranges_of(found)
 
 
 def _concatenate(one: Ranges, other: Ranges) -> Ranges:

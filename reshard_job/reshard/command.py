@@ -20,10 +20,11 @@ from reshard.arguments import check
 from reshard.contract import ExitCode
 from reshard.endings import heeded
 from reshard.errors import ReshardError, TargetError, UsageError
+from reshard.formats.pt.trust import trusting
 from reshard.options import parse
 from reshard.render import error_value
 from reshard.reports import failure_report
-from reshard.streams import harmless, open_streams, say, tell
+from reshard.streams import open_streams, say, tell
 from reshard.verbs import VERBS, check_report, write_report
 
 
@@ -36,21 +37,20 @@ def run(words: Sequence[str]) -> int:
         options = parse(words)
         with _endings_as_interrupt():
             check(options)
-            result = VERBS[options.verb](options)
+            with trusting(options.allow_global):
+                result = VERBS[options.verb](options)
     except ReshardError as error:
-        return _failed(options, error, error.exit_code, "\n".join([str(error), *_notes(error)]), started)
+        return _failed(options, error, error.exit_code, [*error.lines(), *_notes(error)], started)
     except KeyboardInterrupt as error:
         return _failed(options, error, ExitCode.INTERRUPTED, _interrupted(options, error), started)
     except Exception as error:
-        import traceback
-
-        tell(traceback.format_exc())
-        return _failed(options, error, ExitCode.INTERNAL, f"a bug: {type(error).__name__}: {error}", started)
+        tell(_traceback(error))
+        return _failed(options, error, ExitCode.INTERNAL, [f"a bug: {type(error).__name__}: {error}"], started)
     try:
-        say(json.dumps(result.value, indent=1) if options.json else result.text)
+        say(_json(result.value) if options.json else result.lines)
     except TargetError as error:
         done = "; the conversion itself is done" if options.verb == "run" else ""
-        tell(f"reshard: {error}{done}\n")
+        tell([f"reshard: {error}{done}"])
         return int(error.exit_code)
     return int(result.exit_code)
 
@@ -66,19 +66,35 @@ def _notes(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", ()))
 
 
-def _interrupted(options: argparse.Namespace, error: BaseException) -> str:
+def _json(value: dict[str, Any]) -> list[str]:
+    """Lines of a JSON text; of what a terminal obeys, `json` leaves DEL as it is."""
+    return json.dumps(value, indent=1).replace("\x7f", "\\u007f").split("\n")
+
+
+def _traceback(error: BaseException) -> list[str]:
+    """Lines about an error that nobody foresaw, the cause first; its message is one line, whatever it holds."""
+    import traceback
+
+    cause = error.__cause__ or error.__context__
+    before = _traceback(cause) if cause is not None else []
+    frames = [line for entry in traceback.format_tb(error.__traceback__) for line in entry.splitlines()]
+    return [*before, *frames, f"{type(error).__name__}: {error}"]
+
+
+def _interrupted(options: argparse.Namespace, error: BaseException) -> list[str]:
     if options.verb != "run":
-        return "interrupted"
+        return ["interrupted"]
     if notes := _notes(error):
-        return "\n".join(["interrupted; nothing was published", *notes])
-    return "interrupted; nothing was published, and nothing is kept (--resume keeps what is done)"
+        return ["interrupted; nothing was published", *notes]
+    return ["interrupted; nothing was published, and nothing is kept (--resume keeps what is done)"]
 
 
 def _failed(
-    options: argparse.Namespace, error: BaseException, exit_code: ExitCode, message: str, started: float
+    options: argparse.Namespace, error: BaseException, exit_code: ExitCode, lines: list[str], started: float
 ) -> int:
     """Say why on stderr, in the report, and as JSON."""
-    tell(harmless(f"reshard: {message}\n"))
+    tell([f"reshard: {lines[0]}", *lines[1:]])
+    message = "\n".join(lines)
     value: dict[str, Any] = {"ok": False, "exit_code": int(exit_code)}
     if options.verb == "run":
         source, target = (Path(getattr(options, name, "")) for name in ("source", "target"))
@@ -89,7 +105,7 @@ def _failed(
         value = json.loads(report.to_json())
     if options.json:
         with contextlib.suppress(TargetError):
-            say(json.dumps({**value, "error": error_value(error, int(exit_code), message)}, indent=1))
+            say(_json({**value, "error": error_value(error, int(exit_code), message)}))
     return int(exit_code)
 
 

@@ -19,8 +19,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
 from reshard import seal
-from reshard.contract import COMMIT_FILE, CommitRef
-from reshard.errors import CorruptSourceError, ReshardError, TargetError, TargetTakenError, UncommittedError
+from reshard.contract import COMMIT_FILE, UNCONFIRMED_FILE, CommitRef
+from reshard.errors import (
+    CorruptSourceError,
+    ReshardError,
+    TargetError,
+    TargetTakenError,
+    UncommittedError,
+    UsageError,
+)
 from reshard.topology import Topology
 
 COMMIT_VERSION = 1
@@ -77,6 +84,8 @@ class Commit:
         source: folder of the commit that this one was converted from; empty for a trainer's own.
         options: what the conversion was asked for besides the topology (`dtype`, `states`, `names`); usually empty.
         created: RFC 3339 time, UTC.
+        owner: UID of the job that wrote it; empty without a cluster, and in commits of older versions.
+        origin: digests of what was converted: `identity` of the source's files, `content` of what was read of them.
     """
 
     format: str
@@ -92,6 +101,8 @@ class Commit:
     source: str = ""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     created: str = ""
+    owner: str = ""
+    origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -191,9 +202,10 @@ def _parse(value: Any, path: Path) -> Commit:
     for name, digest in digests.items():
         name.encode("utf-8")
         _hex(digest, 8)
-    options = _of(dict, value, "options", {})
-    for key in options:
-        _of(str, options, key)
+    options, origin = _of(dict, value, "options", {}), _of(dict, value, "origin", {})
+    for texts in (options, origin):
+        for key in texts:
+            _of(str, texts, key)
     return Commit(
         format=_of(str, value, "format"),
         step=_count(value, "step"),
@@ -205,9 +217,11 @@ def _parse(value: Any, path: Path) -> Commit:
         digests=digests,
         data=_of(dict, value, "data", {}),
         model=_of(dict, value, "model", {}),
-        source=_of(str, value, "source", ""),
+        source=_source(value),
         options=options,
         created=_of(str, value, "created", ""),
+        owner=_of(str, value, "owner", ""),
+        origin=origin,
     )
 
 
@@ -218,6 +232,13 @@ def _of(kind: type[_Kind], value: Any, key: str, default: _Kind | None = None) -
         raise ValueError(f"{key} is {found!r:.60}, expected a {kind.__name__}")
     if isinstance(found, str):
         found.encode("utf-8")  # half of a surrogate pair is no text
+    return found
+
+
+def _source(value: Any) -> str:
+    found = _of(str, value, "source", "")
+    if "\0" in found:
+        raise ValueError("source holds a zero byte")
     return found
 
 
@@ -247,6 +268,8 @@ def _refuse(constant: str) -> NoReturn:
 
 def _as_path(path: str | Path) -> Path:
     """As it is: `Path(path)` would make a path of this machine of one in an object store."""
+    if "\0" in str(path):
+        raise UsageError(f"{str(path)!r:.200} is no path: it holds a zero byte")
     return path if isinstance(path, Path) else Path(path)
 
 
@@ -369,22 +392,33 @@ def _check_parents(root: Path, name: str, known: set[str]) -> None:
             known.add(str(parent))
 
 
-def write_commit(folder: str | Path, commit: Commit) -> None:
+def write_commit(folder: str | Path, commit: Commit, *, name: str = COMMIT_FILE) -> None:
     """Publish `folder` as a commit: write the marker beside its name, fsync, rename, fsync the folder.
 
-    The caller has already synced the files themselves.
+    The caller has already synced the files themselves. With `name` UNCONFIRMED_FILE nothing is published yet:
+    see `confirm_commit`.
 
     Raises:
         TargetError: the marker would not be read back: nothing is written.
         OSError: it cannot be written.
     """
-    path = _as_path(folder) / COMMIT_FILE
+    path = _as_path(folder) / name
     content = seal.sealed(commit.to_dict())
     try:
         _decode(content, path)
     except ReshardError as error:
         raise TargetError(f"would not be read back, so it is not written: {error.message}", path=str(path)) from error
     replace_file(path, content)
+
+
+def confirm_commit(folder: Path) -> None:
+    """Publish a folder whose marker was written as UNCONFIRMED_FILE, by a rename.
+
+    Raises:
+        OSError: there is no such marker, or it cannot be renamed.
+    """
+    (folder / UNCONFIRMED_FILE).rename(folder / COMMIT_FILE)
+    sync_folder(folder)
 
 
 def plain(path: Path) -> str:
@@ -419,6 +453,33 @@ def sync_folder(folder: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, and sync the name of each in the folder above it.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    missing = [folder, *folder.parents]
+    missing = missing[: next((at for at, path in enumerate(missing) if path.is_dir()), len(missing))]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+def sync_folders(folder: Path) -> None:
+    """Make all names in `folder` and in the folders below it durable, the deepest first; links are not followed.
+
+    Raises:
+        OSError: one cannot be synced.
+    """
+    for root, _, _ in os.walk(folder, topdown=False, onerror=_raise):
+        sync_folder(root)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def file_crc32(path: str | Path) -> int:

@@ -2,6 +2,8 @@
 
 Names of environment variables, Lease annotations, labels and exit codes, and the report that a reshard pod leaves in
 its termination message. Standard library only: the operator imports this and `reshard.topology`, nothing else.
+
+What arrives is read strictly: whoever writes it may be wrong, or may mean harm.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 GROUP = "elastictraining.dev"
 VERSION = "v1alpha1"
@@ -29,12 +31,25 @@ ELASTIC_TRAINER = "elastic_trainer"
 COMMIT_FILE = "COMMIT.json"
 """Written last; a checkpoint folder without it does not exist."""
 
+UNCONFIRMED_FILE = "COMMIT.unconfirmed.json"
+"""COMMIT_FILE of a complete save whose attempt could not reach its Lease; renamed once it can. No reader takes it."""
+
+OWNER_FILE = "OWNER.json"
+"""Names the job that writes below a checkpoint root."""
+
+MAX_RELEASED = 32
+"""Names in LeaseKey.RELEASED at most."""
+
 
 class Env(enum.StrEnum):
     """Environment of the training container (operator writes, `elastic_trainer` reads)."""
 
     JOB = "ETJ_JOB"
     NAMESPACE = "ETJ_NAMESPACE"
+    JOB_UID = "ETJ_JOB_UID"
+    """UID of the ElasticTrainingJob: the owner of ETJ_CHECKPOINT_ROOT. Empty without a cluster."""
+    TAKE_OVER = "ETJ_TAKE_OVER"
+    """`true` where `spec.checkpoint.takeOver` lets the job take ETJ_CHECKPOINT_ROOT over from another one."""
     ATTEMPT = "ETJ_ATTEMPT"
     TOPOLOGY = "ETJ_TOPOLOGY"
     WORLD_SIZE = "ETJ_WORLD_SIZE"
@@ -81,6 +96,13 @@ class LeaseKey(enum.StrEnum):
     """Rank 0 writes the newest commit as JSON: `CommitRef.to_json`."""
     RESUME_ERROR = f"{GROUP}/resume-error"
     """Rank 0 writes why ETJ_RESUME could not be used; the operator falls back to the previous commit."""
+    OWNER_ERROR = f"{GROUP}/owner-error"
+    """Rank 0 writes why it may not use ETJ_CHECKPOINT_ROOT; the operator ends the job."""
+    RELEASED = f"{GROUP}/released"
+    """The operator writes the commits that nothing refers to any more, as a JSON array of `a<N>/step-...`, relative to
+    ETJ_CHECKPOINT_ROOT. Rank 0 removes these and no others."""
+    REMOVED = f"{GROUP}/removed"
+    """Rank 0 writes those of RELEASED that are not there any more, likewise."""
     LOADER = f"{GROUP}/loader"
     """Rank 0 writes what `restore()` can load besides files, as JSON: `VirtualLoader.to_json`."""
     REQUEST = f"{GROUP}/request"
@@ -115,6 +137,10 @@ class TrainerExit(enum.IntEnum):
     DRAINED = 75
     RESUME_INVALID = 76
     """ETJ_RESUME names a commit that cannot be used."""
+    NOT_OWNER = 77
+    """ETJ_CHECKPOINT_ROOT belongs to another job."""
+    UNPUBLISHED = 78
+    """Training is done or drained, but its last save could not be published."""
 
 
 class ExitCode(enum.IntEnum):
@@ -126,8 +152,10 @@ class ExitCode(enum.IntEnum):
     SOURCE_INVALID = 10
     UNSUPPORTED = 11
     PLAN_INVALID = 12
+    SOURCE_CHANGED = 13
     TARGET_FAILED = 20
     STORAGE_FULL = 21
+    NOT_OWNER = 22
     VERIFICATION_FAILED = 30
     INTERRUPTED = 130
 
@@ -161,7 +189,7 @@ class CommitRef:
         """Inverse of `to_json`; keys that this version does not know are ignored.
 
         Raises:
-            ValueError: not JSON, or a field is missing.
+            ValueError: not JSON, or a field is missing, of another type or out of its range.
         """
         return _from_wire(cls, text)
 
@@ -187,14 +215,9 @@ class VirtualLoader:
         """Inverse of `to_json`; keys that this version does not know are ignored.
 
         Raises:
-            ValueError: not JSON, or a field is missing or of another type.
+            ValueError: not JSON, or a field is missing, of another type or out of its range.
         """
-        found = _from_wire(cls, text)
-        try:
-            manifests = tuple(int(version) for version in found.manifests)
-            return cls(manifests=manifests, memory_bytes=int(found.memory_bytes))
-        except TypeError as error:
-            raise ValueError(f"VirtualLoader: expected integers, found {text[:80]!r}") from error
+        return _from_wire(cls, text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +280,7 @@ class ReshardReport:
         """Inverse of `to_json`; keys that this version does not know are ignored.
 
         Raises:
-            ValueError: not JSON, or a field is missing.
+            ValueError: not JSON, or a field is missing, of another type or out of its range.
         """
         return _from_wire(cls, text)
 
@@ -266,15 +289,172 @@ TERMINATION_MESSAGE_LIMIT_BYTES = 4096
 """Kubernetes keeps no more (core/v1, terminationMessagePath)."""
 
 
+MAX_TEXT = 16_384
+"""Longest JSON of one object here, in characters; everything that is written is far below."""
+
+MAX_URI = 4096
+"""Longest folder, in characters (PATH_MAX)."""
+
+MAX_COUNT = 10**15
+"""Largest step and number of samples: sums of many of them still fit 64 bits."""
+
+MAX_BYTES = 10**18
+"""Largest number of bytes."""
+
+MAX_ATTEMPT = 999_999_999
+"""Largest number of an attempt, of nine digits."""
+
+MAX_SECONDS = 10**9
+"""Longest duration."""
+
+
+def _whole(path: str, value: object, most: int) -> int:
+    """An integer in 0..most; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{path}: expected an integer, found {_brief(value)}")
+    if not 0 <= value <= most:
+        raise ValueError(f"{path}: expected 0 to {most}, found {_brief(value)}")
+    return value
+
+
+def _number(path: str, value: object, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{path}: expected a number, found {_brief(value)}")
+    if not 0 <= value <= most:
+        raise ValueError(f"{path}: expected 0 to {most}, found {_brief(value)}")
+    return float(value)
+
+
+def _flag(path: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{path}: expected true or false, found {_brief(value)}")
+    return value
+
+
+def _text(path: str, value: object, most: int) -> str:
+    """A string of printable characters."""
+    if not isinstance(value, str):
+        raise ValueError(f"{path}: expected a string, found {_brief(value)}")
+    if len(value) > most:
+        raise ValueError(f"{path}: expected at most {most} characters, found {len(value)}")
+    if not value.isprintable():
+        raise ValueError(f"{path}: expected printable characters, found {_brief(value)}")
+    return value
+
+
+def _prose(path: str, value: object) -> str:
+    """A text for people, as it is: see `sentence`."""
+    if not isinstance(value, str):
+        raise ValueError(f"{path}: expected a string, found {_brief(value)}")
+    return value
+
+
+def _topology(path: str, value: object) -> dict[str, int]:
+    """Some degrees; whether they go together is for `reshard.topology` to say."""
+    if not isinstance(value, dict) or not 1 <= len(value) <= _MAX_DEGREES:
+        raise ValueError(f"{path}: expected 1 to {_MAX_DEGREES} degrees of parallelism, found {_brief(value)}")
+    return {_text(path, key, 16): _whole(f"{path}.{key[:16]}", item, _MAX_DEGREE) for key, item in value.items()}
+
+
+def _versions(path: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_VERSIONS:
+        raise ValueError(f"{path}: expected a list of 1 to {_MAX_VERSIONS} integers, found {_brief(value)}")
+    return tuple(_whole(f"{path}[{at}]", item, MAX_ATTEMPT) for at, item in enumerate(value))
+
+
+_MAX_DEGREES = 16
+_MAX_DEGREE = 10**6
+_MAX_VERSIONS = 16
+
+_Reader = Callable[[str, object], Any]
+_READERS: Mapping[type, Mapping[str, _Reader]] = {
+    CommitRef: {
+        "uri": lambda path, value: _text(path, value, MAX_URI),
+        "step": lambda path, value: _whole(path, value, MAX_COUNT),
+        "samples": lambda path, value: _whole(path, value, MAX_COUNT),
+        "attempt": lambda path, value: _whole(path, value, MAX_ATTEMPT),
+        "topology": _topology,
+        "num_bytes": lambda path, value: _whole(path, value, MAX_BYTES),
+    },
+    VirtualLoader: {
+        "manifests": _versions,
+        "memory_bytes": lambda path, value: _whole(path, value, MAX_BYTES),
+    },
+    ReshardReport: {
+        "ok": _flag,
+        "exit_code": lambda path, value: _whole(path, value, 255),
+        "message": _prose,
+        "source": lambda path, value: _text(path, value, MAX_URI),
+        "target": lambda path, value: _text(path, value, MAX_URI),
+        "step": lambda path, value: _whole(path, value, MAX_COUNT),
+        "samples": lambda path, value: _whole(path, value, MAX_COUNT),
+        "mode": lambda path, value: _text(path, value, 32),
+        "mode_reason": _prose,
+        "bytes_read": lambda path, value: _whole(path, value, MAX_BYTES),
+        "bytes_written": lambda path, value: _whole(path, value, MAX_BYTES),
+        "num_files": lambda path, value: _whole(path, value, MAX_COUNT),
+        "seconds": lambda path, value: _number(path, value, MAX_SECONDS),
+        "peak_rss_bytes": lambda path, value: _whole(path, value, MAX_BYTES),
+        "num_tensors": lambda path, value: _whole(path, value, MAX_COUNT),
+        "digest": lambda path, value: _text(path, value, 128),
+        "verified": _flag,
+        "latest": lambda path, value: _text(path, value, MAX_URI),
+        "contract_version": lambda path, value: _whole(path, value, MAX_ATTEMPT),
+    },
+}
+"""How each field is read: of what pods say, only what has the type and the range that it should have is believed."""
+
 _Wire = TypeVar("_Wire", CommitRef, VirtualLoader, ReshardReport)
 
 
 def _from_wire(cls: type[_Wire], text: str) -> _Wire:
-    value = json.loads(text)
+    value = parse_json(text)
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object for {cls.__name__}, found {text[:80]!r}")
-    known = {field.name for field in dataclasses.fields(cls)}
+        raise ValueError(f"expected a JSON object for {cls.__name__}, found {_brief(value)}")
+    readers = _READERS[cls]
     try:
-        return cls(**{key: item for key, item in value.items() if key in known})
+        return cls(**{name: read(name, value[name]) for name, read in readers.items() if name in value})
     except TypeError as error:
         raise ValueError(f"{cls.__name__}: {error}") from error
+
+
+def parse_json(text: str) -> object:
+    """Read JSON of bounded length, depth and numbers.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"expected at most {MAX_TEXT} characters of JSON, found {len(text)}")
+    try:
+        return json.loads(text, parse_int=_parse_int, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("expected JSON of few levels, found one of too many") from None
+
+
+def _parse_int(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"expected a number of at most {_MAX_DIGITS} digits, found {len(text)}")
+    return int(text)
+
+
+_MAX_DIGITS = 24
+
+
+def _refuse(text: str) -> object:
+    raise ValueError(f"expected JSON, which has no {text}")
+
+
+def _brief(value: object) -> str:
+    """A value for an error: short, and printable in any terminal."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def sentence(text: str, most: int = 512) -> str:
+    """`text` in one line of printable characters, of at most `most` bytes in UTF-8; a longer one ends in `...`."""
+    text = text[: 4 * most]
+    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    if len(line.encode()) <= most:
+        return line
+    return line.encode()[: most - 3].decode(errors="ignore") + "..."

@@ -86,6 +86,17 @@ def starting_in(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
     return list(pieces[first : bisect.bisect_left(pieces, end, key=lambda piece: piece.start)])
 
 
+def disjoint(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """Sorted pieces that do not overlap, and the others."""
+    taken: list[Piece] = []
+    doubled: list[Piece] = []
+    position = 0
+    for piece in pieces:
+        (taken if piece.start >= position else doubled).append(piece)
+        position = max(position, taken[-1].start + taken[-1].num_bytes)
+    return taken, doubled
+
+
 def gaps(pieces: Sequence[Piece], start: int, end: int) -> list[tuple[int, int]] | None:
     """(position, length) of what sorted pieces leave out of start:end; None if pieces overlap."""
     left_out, position = [], start

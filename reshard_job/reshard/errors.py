@@ -9,12 +9,14 @@
     │   ├── NotACheckpointError  no format recognises the path
     │   ├── UncommittedError     there is no commit marker where one is demanded
     │   ├── CorruptSourceError   truncated, flipped, missing or mixed files
+    │   ├── SourceChangedError   another content than when the conversion began, or than was converted
     │   ├── UnsafePickleError    a pickle that wants more than data
     │   └── StoreError           an object store does not answer as it should
     ├── UnsupportedError         understood, but refused: layout or conversion we will not guess at
     ├── PlanError                the plan does not cover the target exactly
     ├── TargetError              the target cannot be written
     │   ├── TargetTakenError     there is something else of this name
+    │   ├── NotOwnerError        the checkpoint root belongs to another job
     │   └── StorageFullError     no space left
     └── VerificationError        digests differ: the result was not committed
 
@@ -47,12 +49,13 @@ class ReshardError(Exception):
         self.hint = hint
         self.problems = tuple(problems)
 
+    def lines(self) -> list[str]:
+        """Return what is told of the error, one item a line; a name in it may hold line breaks of its own."""
+        first = f"{self.path}: {self.message}" if self.path else self.message
+        return [first, *(f"  - {problem}" for problem in self.problems), *([f"hint: {self.hint}"] if self.hint else [])]
+
     def __str__(self) -> str:
-        parts = [f"{self.path}: {self.message}" if self.path else self.message]
-        parts += [f"  - {problem}" for problem in self.problems]
-        if self.hint:
-            parts.append(f"hint: {self.hint}")
-        return "\n".join(parts)
+        return "\n".join(self.lines())
 
 
 class UsageError(ReshardError, ValueError):
@@ -83,6 +86,12 @@ class CorruptSourceError(SourceError):
     """Truncated, flipped, missing or mixed files."""
 
 
+class SourceChangedError(SourceError):
+    """The source has another content than when the conversion began, or than the result was made of."""
+
+    exit_code = ExitCode.SOURCE_CHANGED
+
+
 class UnsafePickleError(SourceError):
     """A pickle that wants more than data."""
 
@@ -111,6 +120,12 @@ class TargetError(ReshardError):
 
 class TargetTakenError(TargetError):
     """There is something else of the target's name, and it is never touched."""
+
+
+class NotOwnerError(TargetError):
+    """The checkpoint root belongs to another job: nothing is written there."""
+
+    exit_code = ExitCode.NOT_OWNER
 
 
 class StorageFullError(TargetError):

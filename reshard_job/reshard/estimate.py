@@ -106,9 +106,10 @@ class Estimate:
 
 def estimate(plan: Plan, rates: Rates) -> Estimate:
     """Seconds for a plan: storage takes turns with itself, checks run on all threads beside it."""
-    read = plan.bytes_to_read / rates.read.bytes_per_second
+    num_bytes = plan.bytes_to_read + plan.bytes_to_compare
+    read = num_bytes / rates.read.bytes_per_second
     write = plan.bytes_to_write / rates.write.bytes_per_second
-    check = (plan.bytes_to_read + plan.bytes_to_write) / rates.check.bytes_per_second / plan.num_threads
+    check = (num_bytes + plan.bytes_to_write) / rates.check.bytes_per_second / plan.num_threads
     # One thread reads, checks and writes in turn; with several, one's checks hide behind another's storage.
     busy = read + write + check if plan.num_threads == 1 else max(read + write, check)
     return Estimate(
@@ -126,7 +127,7 @@ def estimate_manifest(num_bytes: int, rates: Rates) -> Estimate:
 
 def count_requests(plan: Plan) -> tuple[int, int]:
     """Ranges of files that will be read and written: at most a tile in one piece, one for each gap in a box."""
-    read = np.concatenate([np.zeros(0, dtype=np.int64), *plan.source_rows])
+    read = np.concatenate([np.zeros(0, dtype=np.int64), *plan.source_rows, *plan.copy_rows])
     write = np.concatenate([np.zeros(0, dtype=np.int64), *plan.target_rows])
     return (
         _ranges(plan.index.shards, read, plan.index.tensors, plan.tile_bytes),

@@ -11,17 +11,23 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from reshard import crc, proof
+import numpy as np
+
+from reshard import crc, proof, source_checks
+from reshard.crc import Piece
 from reshard.digest import to_hex
 from reshard.errors import VerificationError
 from reshard.geometry import tiles
+from reshard.intervals import Int64Array
+from reshard.masters import check_masters
 from reshard.plan import Plan
 from reshard.proof import UnitRecord
-from reshard.reading import Source
+from reshard.reading import Source, changed
 from reshard.tile import Carrier, touching
 from reshard.writing import Target
 
@@ -44,24 +50,31 @@ class Outcome:
         file_crc32: CRC-32 of every target file, in the layout's order.
         bytes_read: from the source.
         bytes_written: to the target.
+        content: `source_checks.content_digest` of what was read.
+        touched: source files whose identity is another one at the end, and what was read of them the same.
     """
 
     digests: dict[str, str]
     file_crc32: tuple[int, ...]
     bytes_read: int
     bytes_written: int
+    content: str
+    touched: frozenset[str]
 
 
 def execute(plan: Plan, folder: Path, *, progress: Progress | None = None, sync: bool = True) -> Outcome:
     """Convert into `folder`, which exists, is empty, and is published by the caller afterwards.
 
     Raises:
-        CorruptSourceError: the source ended early or does not match its own checksums.
+        CorruptSourceError: the source ended early or does not match its own checksums, or those of its commit.
+        SourceChangedError: the source is not the one that was indexed.
         StorageFullError: no space left for the target.
         VerificationError: the digests of source and target differ.
     """
     with Mover(plan, folder, sync=sync, progress=progress) as mover:
-        return mover.finish(mover.do(range(len(plan.units))))
+        outcome = mover.finish(mover.do(range(len(plan.units))))
+        mover.sync()
+        return outcome
 
 
 class Mover:
@@ -78,7 +91,7 @@ class Mover:
     ) -> None:
         self.plan = plan
         self._source = Source(plan.index.root, plan.index.files, bytes_per_second=bytes_per_second)
-        self._target = Target(folder, plan.layout.files)
+        self._target = Target(folder, plan.layout.files, plan.layout.zeros)
         self._sync = sync
         self._progress = progress
         self._stop = threading.Event()
@@ -180,28 +193,60 @@ class Mover:
         every = ((file, piece) for file, pieces in record.written.items() for piece in pieces)
         return not reread or all(self._target.holds(file, piece) for file, piece in every)
 
-    def finish(self, records: Iterable[UnitRecord], *, fresh: bool = True) -> Outcome:
-        """Compare digests and checksums, and complete the files, which are `fresh` if this run made them.
+    def sync(self) -> None:
+        """Wait until all that was written is on stable storage, where this run was asked for that.
 
         Raises:
-            VerificationError: digests differ, or a unit is missing.
-            CorruptSourceError: the source does not match its own checksums.
+            StorageFullError, TargetError: the storage refuses.
+        """
+        if self._sync:
+            self._target.sync()
+
+    def finish(self, records: Iterable[UnitRecord], *, fresh: bool = True, touched: Collection[str] = ()) -> Outcome:
+        """Compare digests and checksums, and complete the files.
+
+        Args:
+            records: of all units.
+            fresh: this run made the files.
+            touched: source files that other runs, which made some of the records, knew with another identity.
+
+        Raises:
+            VerificationError: digests differ, a unit is missing, weights are not their masters rounded, or a byte of a
+                file is not accounted for.
+            CorruptSourceError: the source does not match its own checksums, or those of its commit.
+            SourceChangedError: the source is not the one that was indexed.
             StorageFullError, TargetError: the files cannot be completed.
         """
         every = {record.unit: record for record in records}
         if missing := set(range(len(self.plan.units))) - every.keys():
             raise VerificationError(f"{len(missing)} of {len(self.plan.units)} units were not done")
         read, written = proof.merge(r.read for r in every.values()), proof.merge(r.written for r in every.values())
-        more = self._source.check_sums(read)
+        more, touched_now = self._check_source(read, touched)
         digests = proof.compare(self.plan, every.values())
+        check_masters(self.plan, self._source, proof.unequal_roundings(self.plan, every.values()))
         proof.check_written(self.plan, written)
-        sums, fixed = self._target.finish(written, sync=self._sync, fresh=fresh)
+        sums, fixed = self._target.finish(written, fresh=fresh)
         return Outcome(
             digests={str(self.plan.target_tensors[at].key): to_hex(value) for at, value in sorted(digests.items())},
             file_crc32=tuple(sums),
             bytes_read=proof.num_bytes(read) + more,
             bytes_written=proof.num_bytes(written) + fixed,
+            content=source_checks.content_digest(self.plan.index, read),
+            touched=frozenset(touched_now),
         )
+
+    def _check_source(self, read: source_checks.Ranges, touched: Collection[str]) -> tuple[int, Collection[str]]:
+        """(Bytes read for it, files that somebody touched meanwhile); raises as `finish` does."""
+        index = self.plan.index
+        whole, more = source_checks.check_committed(self._source, index, read, self.plan.num_threads)
+        more += self._source.check_sums(read, without=whole)
+        now = source_checks.touched_files(index)
+        proved = {index.files[number].path for number in whole}
+        if doubted := (now.keys() | set(touched)) - proved:
+            more += source_checks.check_again(self._source, index, read, doubted)
+            if later := [path for path, found in source_checks.touched_files(index).items() if now.get(path) != found]:
+                raise changed([f"{path}: was touched while it was compared" for path in later], str(index.root))
+        return more, now.keys()
 
     def _do_unit(self, unit: int, carrier: Carrier, progress: Progress | None) -> UnitRecord:
         record = UnitRecord(unit=unit)
@@ -210,17 +255,25 @@ class Mover:
             item_bytes = self.plan.index.tensors[number].item_bytes
             source = self.plan.index.shards.touching(self.plan.source_rows[number], region)
             target = self.plan.layout.shards.touching(self.plan.target_rows[number], region)
+            copies = self.plan.index.shards.touching(copy_rows_of(self.plan, number), region)
             for tile in tiles(region.size, max(1, self.plan.tile_bytes // item_bytes)):
                 if self._stop.is_set():
                     return record
-                carrier.move(record, number, tile.shift(region.offset), (source, target))
+                carrier.move(record, number, tile.shift(region.offset), (source, target, copies))
                 if progress is not None:
                     progress(tile.num_elements * item_bytes)
+        for file, piece in self._source.between():
+            record.read[file].append(piece)
         if any(len(set(pieces)) != len(pieces) for pieces in record.written.values()):
             raise VerificationError(f"unit {unit} of the plan wrote bytes twice: nothing was published")
         for pieces in (*record.read.values(), *record.written.values()):
             pieces[:] = crc.join(pieces)
         return record
+
+
+def copy_rows_of(plan: Plan, number: int) -> Int64Array:
+    """Rows of a source tensor that hold other copies, to be compared with the one that is converted."""
+    return plan.copy_rows[number] if plan.copy_rows else plan.source_rows[number][:0]
 
 
 def pays_to_fork(num_bytes: int) -> bool:
@@ -238,11 +291,38 @@ def can_fork() -> bool:
     return tasks.is_dir() and len(list(tasks.iterdir())) == 1 and not (started and started.current_process().daemon)
 
 
+def content_now(plan: Plan) -> str:
+    """Read what a conversion reads, and return the `content_digest` of it.
+
+    Raises:
+        SourceError: the source cannot be read.
+    """
+    index = plan.index
+    source = Source(index.root, index.files)
+    found: list[dict[int, list[Piece]]] = []
+    try:
+        for unit in range(len(plan.units)):
+            pieces: dict[int, list[Piece]] = defaultdict(list)
+            source.expect(_extents(plan, unit))
+            for number, region in plan.units[unit].regions:
+                rows = index.shards.touching(plan.source_rows[number], region)
+                for row, part in touching(index.shards, rows, region):
+                    positions, num_bytes = row.runs(part, index.tensors[number].item_bytes)
+                    pieces[row.file] += [source.checksum(row.file, position, num_bytes) for position in positions]
+            for file, piece in source.between():
+                pieces[file].append(piece)
+            found.append({file: crc.join(every) for file, every in pieces.items()})
+    finally:
+        source.close()
+    return source_checks.content_digest(index, proof.merge(found))
+
+
 def _extents(plan: Plan, unit: int) -> Iterator[tuple[int, int, int]]:
     """(file, first byte, first byte behind) of what a unit reads of every source box."""
     for number, region in plan.units[unit].regions:
         item_bytes = plan.index.tensors[number].item_bytes
-        for row, part in touching(plan.index.shards, plan.source_rows[number], region):
+        rows = np.concatenate([plan.source_rows[number], copy_rows_of(plan, number)])
+        for row, part in touching(plan.index.shards, rows, region):
             first = sum((p - b) * s for p, b, s in zip(part.offset, row.box.offset, row.strides, strict=True))
             last = first + sum((size - 1) * stride for size, stride in zip(part.size, row.strides, strict=True))
             start = row.byte_offset + first * item_bytes

@@ -217,8 +217,8 @@ def _place_dict(place: Place) -> dict[str, Any]:
     return value
 
 
-def to_text(found: Explanation, aliases: Mapping[str, str]) -> str:
-    """For people; `aliases` are `Index.aliases`."""
+def to_lines(found: Explanation, aliases: Mapping[str, str]) -> list[str]:
+    """Return lines for people; `aliases` are `Index.aliases`."""
     names = [alias for alias, name in aliases.items() if name == found.tensor.key.name]
     also = f"; also called {', '.join(names)}" if names else ""
     lines = [f"{_describe(found.tensor)}{also}", f"  source: {found.source}"]
@@ -232,7 +232,7 @@ def to_text(found: Explanation, aliases: Mapping[str, str]) -> str:
         lines += _table(item.places)
     if found.target and not found.targets:
         lines.append(f"  target: {found.target}: does not hold this tensor")
-    return "\n".join(lines)
+    return lines
 
 
 def _describe(tensor: LogicalTensor) -> str:

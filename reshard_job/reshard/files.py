@@ -5,6 +5,8 @@ Readers of formats open what they read through `open_file`, so that they need no
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import errno
 import functools
@@ -12,7 +14,7 @@ import io
 import mmap
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -20,11 +22,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from reshard.identity import FileIdentity
 from reshard.remote import RemotePath, location
 
 Bytes = npt.NDArray[np.uint8]
 
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
+
+_opened: contextvars.ContextVar[dict[str, FileIdentity] | None] = contextvars.ContextVar("opened", default=None)
 
 
 class File(Protocol):
@@ -38,6 +43,11 @@ class File(Protocol):
     @property
     def slow_to_ask(self) -> bool:
         """Every read is a request over a network: better few large ones."""
+        ...
+
+    @property
+    def identity(self) -> FileIdentity:
+        """What tells it from another file of its name."""
         ...
 
     def read(self, num_bytes: int, position: int) -> bytes:
@@ -72,9 +82,9 @@ class LocalFile:
 
     slow_to_ask = False
 
-    def __init__(self, path: Path, *, follow: bool = False) -> None:
+    def __init__(self, path: Path, *, follow: bool = False, root: Path | None = None) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-        self._descriptor = os.open(path, flags)
+        self._descriptor = os.open(path, flags) if root is None else _open_below(root, path, flags)
         mode = os.fstat(self._descriptor).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # devices never end; of a folder, reading says what it is
             os.close(self._descriptor)
@@ -84,6 +94,11 @@ class LocalFile:
     def num_bytes(self) -> int:
         """Size now."""
         return os.fstat(self._descriptor).st_size
+
+    @property
+    def identity(self) -> FileIdentity:
+        """What tells it now from another file of its name."""
+        return FileIdentity.of_status(os.fstat(self._descriptor))
 
     def read(self, num_bytes: int, position: int) -> bytes:
         """See `File`."""
@@ -152,18 +167,88 @@ def c_function(name: str, *types: Any) -> Callable[..., int] | None:
     return found
 
 
-def open_file(path: str | Path, *, follow: bool = False) -> File:
+def _open_below(root: Path, path: Path, flags: int) -> int:
+    """Open a file without following a link in any folder between it and `root`, which may be a link itself.
+
+    Raises:
+        OSError: it cannot be opened, or one of the folders is a link.
+    """
+    folders = path.relative_to(root).parts[:-1]
+    if (
+        not folders or ".." in folders
+    ):  # the latter is a link of a download cache that was judged before it was followed
+        return os.open(path, flags)
+    here = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for folder in folders:
+            try:
+                inner = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+            except NotADirectoryError as error:
+                raise OSError(errno.ELOOP, f"{folder} is a link or no folder", str(path)) from error
+            os.close(here)
+            here = inner
+        return os.open(path.name, flags, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def open_file(path: str | Path, *, follow: bool = False, root: Path | None = None) -> File:
     """Open a file for reading.
 
     Args:
         path: of this machine, or a URL.
         follow: a symbolic link is followed, not refused.
+        root: folder of the checkpoint that the file belongs to: folders in it that are links are refused, too.
 
     Raises:
         OSError: it cannot be opened.
     """
     found = path if isinstance(path, Path) else location(path)
-    return found.open_remote() if isinstance(found, RemotePath) else LocalFile(found, follow=follow)
+    file: File = found.open_remote() if isinstance(found, RemotePath) else LocalFile(found, follow=follow, root=root)
+    if (opened := _opened.get()) is not None:
+        opened.setdefault(str(found), file.identity)
+    return file
+
+
+@contextlib.contextmanager
+def noting_opened() -> Iterator[dict[str, FileIdentity]]:
+    """Collect path and identity of every file that this thread opens with `open_file`, as it was when first opened."""
+    opened: dict[str, FileIdentity] = {}
+    token = _opened.set(opened)
+    try:
+        yield opened
+    finally:
+        _opened.reset(token)
+        if (outer := _opened.get()) is not None:
+            outer.update({path: outer.get(path, found) for path, found in opened.items()})
+
+
+def identity_at(path: Path) -> FileIdentity:
+    """Return the identity of the file that has a path now.
+
+    A local file is opened, because a network file system asks its server then, and may answer from memory else.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    if isinstance(path, RemotePath):
+        return path.identity()
+    with LocalFile(path) as file:
+        return file.identity
+
+
+def read_all(file: File) -> bytes:
+    """Return the whole content of a file, which one read gives at most 2 GiB of.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    parts: list[bytes] = []
+    position, num_bytes = 0, file.num_bytes
+    while position < num_bytes and (part := file.read(num_bytes - position, position)):
+        parts.append(part)
+        position += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class Stream(io.RawIOBase):

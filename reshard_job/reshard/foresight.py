@@ -8,6 +8,7 @@ from pathlib import Path
 from reshard import api, virtual
 from reshard.commit import VIRTUAL
 from reshard.errors import ReshardError
+from reshard.origin import check_origin, check_unread_origin
 from reshard.plan import Plan
 from reshard.staging import above, check_free, forbidden
 
@@ -27,12 +28,19 @@ def is_done(wanted: api.Conversion, plan: Plan, mode: str) -> bool:
 
     Raises:
         TargetTakenError: it is something else.
+        SourceChangedError: it was made of what the source was before.
         UnsupportedError: `virtual` cannot make it.
     """
     if mode != VIRTUAL:
-        return api.already_done(wanted, plan) is not None
+        done = api.already_done(wanted, plan)
+        if done is not None:
+            check_origin(done, plan, wanted.target)
+        return done is not None
     virtual.ranks_of(plan)
-    return virtual.already_done(virtual.settled(wanted, plan)) is not None
+    prepared = virtual.already_done(virtual.settled(wanted, plan))
+    if prepared is not None:
+        check_unread_origin(prepared, plan.index, wanted.target)
+    return prepared is not None
 
 
 def _check_room(target: Path, num_bytes: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Sequence
 
 
@@ -27,7 +28,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.size):
             raise ValueError(f"offset {self.offset} and size {self.size} differ in their number of dims")
-        if any(value < 0 for value in (*self.offset, *self.size)):
+        if self.size and (min(self.offset) < 0 or min(self.size) < 0):
             raise ValueError(f"negative offset or size: {self}")
 
     @property
@@ -43,19 +44,19 @@ class Box:
     @property
     def end(self) -> tuple[int, ...]:
         """First element behind the box, [ndim]."""
-        return tuple(offset + size for offset, size in zip(self.offset, self.size, strict=True))
+        return tuple(map(operator.add, self.offset, self.size))
 
     def intersect(self, other: Box) -> Box | None:
         """The common region, or None where there is none."""
+        if len(self.size) != len(other.size):
+            raise ValueError(f"{self} and {other} differ in their number of dims")
         low = tuple(map(max, self.offset, other.offset))
-        high = tuple(map(min, self.end, other.end))
-        if any(start >= stop for start, stop in zip(low, high, strict=True)):
-            return None
-        return Box(low, tuple(stop - start for start, stop in zip(low, high, strict=True)))
+        size = tuple(map(operator.sub, map(min, self.end, other.end), low))
+        return None if size and min(size) <= 0 else Box(low, size)
 
     def shift(self, by: Sequence[int]) -> Box:
         """The same region, moved; `by` is [ndim]."""
-        return Box(tuple(offset + step for offset, step in zip(self.offset, by, strict=True)), self.size)
+        return Box(tuple(map(operator.add, self.offset, by)), self.size)
 
     def contains(self, other: Box) -> bool:
         """`other` lies inside."""

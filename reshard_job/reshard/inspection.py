@@ -11,8 +11,9 @@ import numpy as np
 from reshard.check import cover_problems
 from reshard.commit import Commit, check_files, read_commit
 from reshard.contract import COMMIT_FILE, ExitCode
-from reshard.errors import ReshardError, UncommittedError
+from reshard.errors import ReshardError, UncommittedError, UnsafePickleError
 from reshard.formats import recognise
+from reshard.formats.pt.trust import trusting
 from reshard.layout import Index
 
 
@@ -23,14 +24,19 @@ class Problem:
     Attributes:
         kind: class of the error.
         exit_code: of that class.
-        message: names the file or tensor, what was expected and found.
+        lines: name the file or tensor, what was expected and found; what belongs to it follows line by line.
         hint: what to do.
     """
 
     kind: str
     exit_code: ExitCode
-    message: str
+    lines: tuple[str, ...]
     hint: str = ""
+
+    @property
+    def message(self) -> str:
+        """All lines as one text."""
+        return "\n".join(self.lines)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +82,13 @@ def inspect(path: Path, read: Callable[[Commit | None], Index]) -> Inspection:
     notes: list[str] = []
     commit, committed = _commit(path, problems, notes)
     index: Index | None = None
+    refused: list[UnsafePickleError] = []
     try:
-        index = read(commit)
+        with trusting((), refused):
+            index = read(commit)
     except ReshardError as error:
         problems.append(_problem(error))
+    problems = [*map(_problem, refused), *problems]
     if index is not None:
         problems += [_problem(index.unread)] if index.unread is not None else []
         problems += [_corrupt(message) for message in _cover(index)]
@@ -145,9 +154,9 @@ def _cover(index: Index) -> list[str]:
 
 def _problem(error: ReshardError) -> Problem:
     where = f"{error.path}: " if error.path else ""
-    message = "\n".join([f"{where}{error.message}", *(f"  - {problem}" for problem in error.problems)])
-    return Problem(kind=type(error).__name__, exit_code=error.exit_code, message=message, hint=error.hint)
+    lines = (f"{where}{error.message}", *(f"  - {problem}" for problem in error.problems))
+    return Problem(kind=type(error).__name__, exit_code=error.exit_code, lines=lines, hint=error.hint)
 
 
 def _corrupt(message: str, hint: str = "") -> Problem:
-    return Problem(kind="CorruptSourceError", exit_code=ExitCode.SOURCE_INVALID, message=message, hint=hint)
+    return Problem(kind="CorruptSourceError", exit_code=ExitCode.SOURCE_INVALID, lines=(message,), hint=hint)

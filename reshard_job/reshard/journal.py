@@ -34,10 +34,14 @@ class Journal:
 
     def record(self, record: UnitRecord) -> None:
         """Leave the record of a unit."""
-        draft = self._folder / f".{record.unit:08d}.{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):  # published meanwhile: others did this unit too
-            draft.write_text(to_json(record), encoding="utf-8")
-            draft.rename(self._folder / f"{record.unit:08d}.json")
+        self.note(f"{record.unit:08d}.json", to_json(record))
+
+    def note(self, name: str, content: str) -> None:
+        """Leave a file, whole or not at all."""
+        draft = self._folder / f".{name.removesuffix('.json')}.{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):  # published meanwhile: others did this too
+            draft.write_text(content, encoding="utf-8")
+            draft.rename(self._folder / name)
 
     def done(self) -> set[int]:
         """Units that have a record."""
@@ -120,6 +124,7 @@ def to_json(record: UnitRecord) -> str:
             "target": [[number, replica, f"{value:08x}"] for (number, replica), value in record.target.items()],
             "read": [[file, *piece] for file, pieces in record.read.items() for piece in pieces],
             "written": [[file, *piece] for file, pieces in record.written.items() for piece in pieces],
+            "rounded": [[number, f"{value:08x}"] for number, value in record.rounded.items()],
         }
     )
 
@@ -136,6 +141,8 @@ def from_json(text: str) -> UnitRecord:
         record.source[_count(number)] = _term(term)
     for number, replica, term in value["target"]:
         record.target[_count(number), _count(replica)] = _term(term)
+    for number, term in value.get("rounded", ()):  # records of older versions have none: compared by reading
+        record.rounded[_count(number)] = _term(term)
     for name, pieces in (("read", record.read), ("written", record.written)):
         for file, start, num_bytes, crc32 in value[name]:
             pieces[_count(file)].append(Piece(_count(start), _count(num_bytes), _count(crc32)))

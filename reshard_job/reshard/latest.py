@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.commit import replace_file
-from reshard.errors import TargetError, UsageError
+from reshard.errors import NotACheckpointError, TargetError, UsageError
+from reshard.files import open_file
 
 _MEGATRON = "megatron"
 FILES = {"deepspeed": "latest", "universal": "latest_universal", _MEGATRON: "latest_checkpointed_iteration.txt"}
@@ -70,15 +71,34 @@ def _iteration(name: str) -> str | None:
 
 
 def named_in(folder: Path) -> Iterator[str]:
-    """Names that the files in `folder` give, whether or not there are such folders."""
+    """Names that the files in `folder` give, whether or not there are such folders.
+
+    Raises:
+        NotACheckpointError: such a file is a link that leads out of the folder.
+    """
     for target_format, file in FILES.items():
         path = folder / file
         if path.is_file() and path.stat().st_size < _MOST_BYTES:
-            text = path.read_text(encoding="utf-8", errors="replace").strip()
+            with open_file(_file_of(path)) as content:
+                text = content.read(_MOST_BYTES, 0).decode("utf-8", "replace").strip()
             if target_format != _MEGATRON:
                 yield text
             elif text == _RELEASE or (text.isascii() and text.isdigit()):
                 yield text if text == _RELEASE else f"iter_{text:0>7}"
+
+
+def _file_of(path: Path) -> Path:
+    """Return the file that holds the text: that of a link outside of the folder could be any, and would be told."""
+    if not path.is_symlink():
+        return path
+    found = path.resolve()
+    if found.parent != path.parent.resolve():
+        raise NotACheckpointError(
+            "is a link that leads out of its folder, expected the file that names a checkpoint",
+            path=str(path),
+            hint="copy what it links to into its place: cp --remove-destination",
+        )
+    return found
 
 
 def check_format(target_format: str) -> None:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from reshard.errors import UnsupportedError
+from reshard.identity import FileIdentity
 from reshard.intervals import Int64Array
-from reshard.shards import ShardTable
+from reshard.shards import Ranges, ShardTable
 from reshard.topology import Topology
 
 ITEM_BYTES: Mapping[str, int] = {
@@ -149,11 +150,15 @@ class SourceFile:
         path: relative to the index' root.
         num_bytes: size when it was indexed.
         checksums: what the container states about byte ranges, in ascending order.
+        crc32: of the whole file, where the commit states it.
+        identity: of the file when it was indexed, or None where that was not asked.
     """
 
     path: str
     num_bytes: int
     checksums: Sequence[Checksum] = ()
+    crc32: int | None = dataclasses.field(default=None, compare=False)
+    identity: FileIdentity | None = dataclasses.field(default=None, compare=False)
 
 
 Plain = int | float | str | bool | None | Sequence["Plain"] | Mapping[str, "Plain"]
@@ -193,7 +198,10 @@ class Index:
         extra: what the format's own writer needs besides; opaque here.
         notes: what of the source no writer of another format can take along, in words for the user.
         left_out: states that the source holds and that were not asked for.
+        metadata: files without shards that were read to index it; empty where that was not asked.
         unread: why only weights are among the tensors of a source that holds more; raised where more is asked for.
+        has_rounded_weights: the framework guarantees that each `weight` is the `fp32` of its name, rounded to its type.
+        rank_local: tensors that each data-parallel rank computes for itself, whose copies may differ (buffers).
     """
 
     root: Path
@@ -209,7 +217,10 @@ class Index:
     extra: Any = None
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    metadata: tuple[SourceFile, ...] = dataclasses.field(default=(), compare=False)
     unread: UnsupportedError | None = None
+    has_rounded_weights: bool = False
+    rank_local: frozenset[TensorKey] = frozenset()
 
     def number_of(self, key: TensorKey) -> int | None:
         """Position of a tensor in `tensors`, or None."""
@@ -233,7 +244,7 @@ class ChecksumField:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFile:
-    """A file to be written. Bytes that are neither fixed nor covered by a shard are zero.
+    """A file to be written. Bytes that are neither fixed nor covered by a shard are zero, see `TargetLayout.zeros`.
 
     Attributes:
         path: relative to the target's folder.
@@ -262,6 +273,9 @@ class TargetLayout:
             type may differ and is converted, rounding to nearest even. One source tensor may have several targets.
         model: `Commit.model` of the target.
         notes: what of the source the target does not hold, in words for the user.
+        aliases: second name of a tied weight -> its first, as far as only the target knows it.
+        zeros: bytes that stay zero on purpose (padding, alignment): with them, the fixed bytes and the shards, every
+            byte of every file is accounted for once. None where that is not known, as in a virtual commit.
     """
 
     format: str
@@ -272,3 +286,5 @@ class TargetLayout:
     origins: tuple[int, ...] = ()
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    zeros: Ranges | None = None

@@ -74,6 +74,9 @@ def _text(path: str) -> str:
     return ""
 
 
+_MOST_DIGITS = 18  # an exabyte
+
+
 def parse_bytes(text: str) -> int:
     """Read `256MiB`, `1GiB`, `64KiB`, `1TiB` or a number of bytes.
 
@@ -83,7 +86,7 @@ def parse_bytes(text: str) -> int:
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "B": 1, "": 1}
     number = text.rstrip("KMGTiB")
     unit = text[len(number) :]
-    if unit not in units or not number.isascii() or not number.isdigit():
+    if unit not in units or not number.isascii() or not number.isdigit() or len(number) > _MOST_DIGITS:
         raise ValueError(f"cannot read {text!r}: write a number of B, KiB, MiB, GiB or TiB, for instance 256MiB")
     return int(number) * units[unit]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from reshard.commit import read_commit
 from reshard.contract import COMMIT_FILE
 from reshard.errors import NotACheckpointError, ReshardError, SourceError, TargetError, UsageError
-from reshard.formats import known_formats, recognise
+from reshard.formats import FORMATS, format_of, known_formats, recognise
 from reshard.latest import named_in
 from reshard.staging import is_unfinished, unfinished
 
@@ -64,7 +64,9 @@ def refuse_weights_beside(path: Path) -> None:
 
 
 def _is_of(path: Path, *, weights: bool) -> bool:
-    return any(reason is None and (name == _WEIGHTS) is weights for name, reason in recognise(path))
+    # Formats that are not asked are not imported: a conversion begins sooner.
+    names = [name for name in FORMATS if (name == _WEIGHTS) is weights]
+    return any(format_of(name).sniff(path) is None for name in names)
 
 
 def _check_source(path: Path) -> None:
@@ -125,7 +127,10 @@ def checkpoints_in(path: Path) -> list[str]:
 
 def _latest(path: Path, tags: list[str]) -> str:
     """The folder that the framework's own file names, else the last."""
-    return next((name for name in named_in(path) if name in tags), tags[-1])
+    try:
+        return next((name for name in named_in(path) if name in tags), tags[-1])
+    except (OSError, NotACheckpointError):  # this is a hint for people, and no more
+        return tags[-1]
 
 
 def newest(path: Path) -> Path:

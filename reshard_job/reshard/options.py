@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from typing import Never
 
@@ -12,6 +11,7 @@ from reshard.cast import FLOATS
 from reshard.contract import ExitCode
 from reshard.errors import UsageError
 from reshard.formats import known_formats
+from reshard.streams import say
 
 VERBS = ("inspect", "plan", "run", "verify", "explain")
 
@@ -76,7 +76,7 @@ class ShowVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_values: object) -> Never:
         """Say it and end."""
-        sys.stdout.write(f"reshard {version()}\n")
+        say([f"reshard {version()}"])
         parser.exit()
 
 
@@ -158,6 +158,7 @@ def _add_inspect(verb: Parser) -> None:
     verb.add_argument("path", metavar="PATH", help="folder of one checkpoint")
     verb.add_argument("--tensors", action="store_true", help="list every tensor: shape, type, copies, boxes")
     _add_patterns(verb)
+    _add_trust(verb)
 
 
 def _add_plan(verb: Parser) -> None:
@@ -205,6 +206,7 @@ def _add_verify(verb: Parser) -> None:
     verb.add_argument("--states", default="", metavar="A,B", help="compare only these (weight, fp32, exp_avg, ...)")
     verb.add_argument("--names", metavar="FILE", help="name map: A is compared under the names that it gives")
     _add_patterns(verb)
+    _add_trust(verb)
     verb.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
@@ -243,11 +245,29 @@ def _add_conversion(verb: Parser) -> None:
         "--like", metavar="DIR", help="a checkpoint of the target's format and the same model, as template"
     )
     verb.add_argument("--file-size", metavar="SIZE", help="largest file of the format safetensors (default: 5GiB)")
+    verb.add_argument(
+        "--allow-differences",
+        action="store_true",
+        help="convert also where copies of a tensor differ between ranks (the first is taken), or weights are not"
+        " their master weights rounded",
+    )
+    _add_trust(verb)
 
 
 def _add_patterns(verb: Parser) -> None:
     verb.add_argument(
         "--patterns", metavar="FILE", help="how tensor parallelism cut a DeepSpeed source that does not say it (YAML)"
+    )
+
+
+def _add_trust(verb: Parser) -> None:
+    verb.add_argument(
+        "--allow-global",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a class or function, by its full name, that pickles may name besides those that frameworks write; who"
+        " loads the result runs it (may be repeated)",
     )
 
 

@@ -11,19 +11,20 @@ import sys
 from pathlib import Path
 
 from reshard.contract import ExitCode
+from reshard.streams import tell
 
 
 def main() -> int:
     """Entry point; returns only where the command cannot be started."""
     if len(sys.argv) < 3:
-        sys.stderr.write("usage: python -m reshard.owner PATH COMMAND...\n")
+        tell(["usage: python -m reshard.owner PATH COMMAND..."])
         return ExitCode.USAGE
     path, command = Path(sys.argv[1]), sys.argv[2:]
     try:
         become(path)
         os.execvp(command[0], command)
     except OSError as error:
-        sys.stderr.write(f"reshard.owner: {command[0]!r} cannot be run as the owner of {path}: {error}\n")
+        tell([f"reshard.owner: {command[0]!r} cannot be run as the owner of {path}: {error}"])
         return ExitCode.INTERNAL
 
 

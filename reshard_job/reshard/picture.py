@@ -15,6 +15,7 @@ from typing import NamedTuple
 from reshard.explain import Explanation, Place
 from reshard.geometry import Box
 from reshard.layout import LogicalTensor
+from reshard.streams import printable
 
 MAX_TENSORS = 12
 """More do not fit a picture that anyone reads."""
@@ -100,7 +101,7 @@ def _side(
     x_scale, y_scale = _WIDTH / max(1, columns), height / max(1, rows)
     parts: list[str] = []
     for place in places:
-        tip = escape(f"{place.label} {place.box}: {place.file}, bytes {place.start}:{place.stop}")
+        tip = escape(printable(f"{place.label} {place.box}: {place.file}, bytes {place.start}:{place.stop}"))
         for label, box in place.origins or ((place.label, place.box),):
             for cut in rectangles(box, tensor.shape):
                 area = _area(left, top, x_scale, y_scale, cut)
@@ -192,4 +193,4 @@ def _colour(number: int) -> str:
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
     style = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.2f}" y="{y:.2f}"{style}>{escape(text)}</text>'
+    return f'<text x="{x:.2f}" y="{y:.2f}"{style}>{escape(printable(text))}</text>'

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from reshard.cast import can_cast
 from reshard.errors import PlanError
 from reshard.fixed import identity
 from reshard.geometry import Box, tiles
 from reshard.intervals import Int64Array
-from reshard.layout import Index, LogicalTensor, TargetLayout
+from reshard.layout import Index, LogicalTensor, TargetLayout, TensorKey
 from reshard.remote import RemotePath
+from reshard.replicas import copies_to_compare
 from reshard.shards import ShardTable
 
 DEFAULT_MEMORY_BYTES = 96 << 20
@@ -47,6 +50,21 @@ class Unit:
     num_bytes: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rounding:
+    """A tensor that must be another one, rounded.
+
+    Attributes:
+        weight: position in `Index.tensors` of the rounded tensor.
+        master: position of the tensor that it was rounded from.
+        dtype: type of the weight.
+    """
+
+    weight: int
+    master: int
+    dtype: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that `execute` needs to know.
@@ -60,6 +78,11 @@ class Plan:
         bytes_to_write: size of all target files.
         memory_bytes: for buffers, all threads together.
         num_threads: that read and write at the same time.
+        copy_rows: rows of `index.shards` that must hold the same elements as those of `source_rows`, by source tensor:
+            copies of which it is not known that they are equal; empty where copies are not compared.
+        bytes_to_compare: tensor bytes of `copy_rows`, which are read besides `bytes_to_read`.
+        roundings: which source tensors must be others, rounded.
+        notes: what was found about copies, in words for the user.
     """
 
     index: Index
@@ -70,6 +93,15 @@ class Plan:
     bytes_to_write: int
     memory_bytes: int
     num_threads: int
+    copy_rows: tuple[Int64Array, ...] = ()
+    bytes_to_compare: int = 0
+    roundings: tuple[Rounding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def rounded_types(self) -> Mapping[int, str]:
+        """Source tensors whose digest is taken in a type, to compare weights with masters: position -> type."""
+        return {at: pair.dtype for pair in self.roundings for at in (pair.weight, pair.master)}
 
     @property
     def target_tensors(self) -> tuple[LogicalTensor, ...]:
@@ -159,28 +191,46 @@ class Plan:
             "tensors": int(np.count_nonzero(np.bincount(self.layout.shards.tensor))),
             "source_shards": int(self.index.shards.num_boxes[np.concatenate([_NO_ROWS, *self.source_rows])].sum()),
             "target_shards": int(self.layout.shards.num_boxes.sum()),
-            "bytes_to_read": self.bytes_to_read,
+            "bytes_to_read": self.bytes_to_read + self.bytes_to_compare,
+            "bytes_to_compare": self.bytes_to_compare,
             "bytes_to_write": self.bytes_to_write,
             "files_to_write": len(self.layout.files),
             "units": len(self.units),
             "memory_bytes": self.memory_bytes,
             "threads": self.num_threads,
-            "notes": [*(self.index.notes if self.layout.format != self.index.format else ()), *self.layout.notes],
+            "notes": [
+                *(self.index.notes if self.layout.format != self.index.format else ()),
+                *self.layout.notes,
+                *self.notes,
+            ],
         }
 
 
 def make_plan(
-    index: Index, layout: TargetLayout, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_threads: int = 1
+    index: Index,
+    layout: TargetLayout,
+    *,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    num_threads: int = 1,
+    agreement: bool = False,
 ) -> Plan:
     """Match a source with a target.
+
+    Args:
+        index: the source.
+        layout: the target.
+        memory_bytes: for buffers.
+        num_threads: that read and write at the same time.
+        agreement: compare what the source holds twice: copies of a tensor, and weights with their masters.
 
     Raises:
         PlanError: the target wants a tensor that the source does not hold.
     """
     target_rows = _target_rows(index, layout)
+    all_rows = index.shards.by_tensor(len(index.tensors))
     source_rows = [
         _one_replica(index.shards, rows) if len(target) else rows[:0]
-        for rows, target in zip(index.shards.by_tensor(len(index.tensors)), target_rows, strict=True)
+        for rows, target in zip(all_rows, target_rows, strict=True)
     ]
     absent = [
         str(tensor.key)
@@ -189,18 +239,35 @@ def make_plan(
     ]
     if absent:
         raise PlanError("the source does not hold tensors that the target needs", problems=absent)
+    copies = copies_to_compare(index, all_rows, source_rows) if agreement else None
     return Plan(
         index=index,
         layout=layout,
         source_rows=tuple(source_rows),
         target_rows=tuple(target_rows),
-        bytes_to_read=sum(
-            _num_bytes(index.shards, rows, tensor) for rows, tensor in zip(source_rows, index.tensors, strict=True)
-        ),
+        bytes_to_read=_num_bytes(index, source_rows),
         bytes_to_write=sum(file.num_bytes for file in layout.files),
         memory_bytes=memory_bytes,
         num_threads=num_threads,
+        copy_rows=() if copies is None else copies.rows,
+        bytes_to_compare=0 if copies is None else _num_bytes(index, copies.rows),
+        roundings=_roundings(index, source_rows) if agreement and index.has_rounded_weights else (),
+        notes=() if copies is None else copies.notes,
     )
+
+
+def _roundings(index: Index, source_rows: Sequence[Int64Array]) -> tuple[Rounding, ...]:
+    """Weights and masters of one name that are both read."""
+    read = {tensor.key: at for at, tensor in enumerate(index.tensors) if len(source_rows[at])}
+    found = []
+    for (state, name), weight in read.items():
+        master = read.get(TensorKey("fp32", name)) if state == "weight" else None
+        if master is None or index.tensors[weight].shape != index.tensors[master].shape:
+            continue
+        dtype = index.tensors[weight].dtype
+        if can_cast(index.tensors[master].dtype, dtype):
+            found.append(Rounding(weight, master, dtype))
+    return tuple(found)
 
 
 def _origins(index: Index, layout: TargetLayout) -> Int64Array:
@@ -228,5 +295,9 @@ def _one_replica(shards: ShardTable, rows: Int64Array) -> Int64Array:
     return ordered
 
 
-def _num_bytes(shards: ShardTable, rows: Int64Array, tensor: LogicalTensor) -> int:
-    return int(shards.num_elements[rows].sum()) * tensor.item_bytes
+def _num_bytes(index: Index, rows: Sequence[Int64Array]) -> int:
+    """Bytes of rows by tensor."""
+    num_elements = index.shards.num_elements
+    return sum(
+        int(num_elements[own].sum()) * tensor.item_bytes for own, tensor in zip(rows, index.tensors, strict=True)
+    )

@@ -9,7 +9,7 @@ import time
 from typing import TextIO
 
 from reshard.limits import format_bytes, format_seconds
-from reshard.streams import overwrites, tell
+from reshard.streams import overwrites, show, tell
 
 _RECENT_SECONDS = 10.0  # the rate is that of about this long, so that the time left follows a storage that slows down
 
@@ -77,6 +77,6 @@ class ProgressLine:
 
     def _print(self, text: str) -> None:
         if self._terminal:  # a longer line would begin a new one, which the next could not clear
-            tell(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", self._stream)
+            show(text[: shutil.get_terminal_size().columns - 1], self._stream)
         else:
-            tell(f"reshard: {text}\n", self._stream)
+            tell([f"reshard: {text}"], self._stream)

@@ -17,7 +17,7 @@ from reshard import crc
 from reshard.crc import Piece
 from reshard.digest import finished, to_hex
 from reshard.errors import VerificationError
-from reshard.plan import Plan
+from reshard.plan import Plan, Rounding
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class UnitRecord:
         target: (target tensor, replica) -> term of what was written.
         read: source file -> ranges.
         written: target file -> ranges.
+        rounded: source tensor of `Plan.rounded_types` -> term of its digest in that type.
     """
 
     unit: int
@@ -37,6 +38,7 @@ class UnitRecord:
     target: dict[tuple[int, int], int] = dataclasses.field(default_factory=lambda: defaultdict(int))
     read: dict[int, list[Piece]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     written: dict[int, list[Piece]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    rounded: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
 
 
 def merge(parts: Iterable[Mapping[int, list[Piece]]]) -> dict[int, list[Piece]]:
@@ -76,6 +78,15 @@ def check_written(plan: Plan, written: Mapping[int, list[Piece]]) -> None:
         raise VerificationError(
             f"{len(problems)} files were not written as planned: nothing was published", problems=problems[:20]
         )
+
+
+def unequal_roundings(plan: Plan, records: Iterable[UnitRecord]) -> list[Rounding]:
+    """Weights whose digest is not that of their masters, rounded."""
+    terms: dict[int, int] = defaultdict(int)
+    for record in records:
+        for number, term in record.rounded.items():
+            terms[number] ^= term
+    return [pair for pair in plan.roundings if terms[pair.weight] != terms[pair.master]]
 
 
 def compare(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:

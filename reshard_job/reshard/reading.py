@@ -8,14 +8,14 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from reshard import crc
 from reshard.crc import Piece
-from reshard.errors import CorruptSourceError
+from reshard.errors import CorruptSourceError, SourceChangedError
 from reshard.files import Bytes, File, LocalFile, open_file
 from reshard.handles import Handles
 from reshard.layout import Checksum, SourceFile
@@ -24,7 +24,6 @@ GAP_BYTES = 256 << 10
 """Bytes that may be read for nothing to save a request: about what a store sends in the time that it takes to answer
 one (10 ms at 25 MB/s for a single stream)."""
 
-_GAP_LIMIT_BYTES = 1 << 20
 _BLOCK_BYTES = 4 << 20
 
 
@@ -108,10 +107,11 @@ class Source:
         Args:
             ranges: (file, first byte, first byte behind) of what will be read.
         """
-        self._fetched.blocks = {}
+        self._fetched.blocks, self._fetched.between = {}, []
         awaited: dict[int, list[tuple[int, int]]] = {}
         blocks: dict[int, list[tuple[int, Bytes]]] = {}
-        for file, start, end in coalesce(sorted(ranges)):
+        wanted = sorted(ranges)
+        for file, start, end in coalesce(wanted):
             with self._open_files.borrow(file) as source:
                 if isinstance(source, LocalFile):
                     if self._pace is None:
@@ -123,7 +123,24 @@ class Source:
             block: Bytes = np.empty(end - start, dtype=np.uint8)
             self.fill(file, start, block)
             blocks.setdefault(file, []).append((start, block))
+            if self._files[file].crc32 is not None:
+                self._note_between(file, wanted, start, block)
         self._fetched.blocks, self._fetched.awaited = blocks, awaited
+
+    def _note_between(self, file: int, wanted: Sequence[tuple[int, int, int]], start: int, block: Bytes) -> None:
+        """Keep the checksums of what was fetched between the ranges: it would be fetched again for that of the file."""
+        first, last = (bisect.bisect_left(wanted, (file, at, 0)) for at in (start, start + len(block)))
+        position = start
+        for _, low, high in wanted[first:last]:
+            if low > position:
+                content = block[position - start : low - start]
+                self._fetched.between.append((file, Piece(position, len(content), crc.crc32(content.data))))
+            position = max(position, high)
+
+    def between(self) -> Sequence[tuple[int, Piece]]:
+        """(File, range) of what the last `expect` of this thread fetched between the ranges that it was given."""
+        found: Sequence[tuple[int, Piece]] = getattr(self._fetched, "between", ())
+        return found
 
     def _block_with(self, file: int, position: int, num_bytes: int) -> Bytes | None:
         blocks = getattr(self._fetched, "blocks", {}).get(file)
@@ -134,8 +151,12 @@ class Source:
         inside = at >= 0 and position + num_bytes <= start + len(block)
         return block[position - start : position - start + num_bytes] if inside else None
 
-    def check_sums(self, read: Mapping[int, Sequence[Piece]]) -> int:
-        """Compare what was read with the checksums that the containers state, reading small gaps to complete a range.
+    def check_sums(self, read: Mapping[int, Sequence[Piece]], without: Collection[int] = ()) -> int:
+        """Compare what was read with the checksums that the containers state, reading what completes a range.
+
+        Args:
+            read: ranges by file.
+            without: files to leave out.
 
         Returns:
             Bytes that were read to complete ranges.
@@ -145,10 +166,11 @@ class Source:
         """
         problems: list[str] = []
         more = 0
-        for number, file in enumerate(self._files):
-            pieces = sorted(set(read.get(number, ())))
-            for stated in file.checksums:
-                found = self._checksum(number, pieces, stated)
+        for number, pieces in sorted(read.items()):
+            file = self._files[number]
+            ordered = sorted(set(pieces)) if file.checksums and number not in without else []
+            for stated in file.checksums if ordered else ():
+                found = self._checksum(number, ordered, stated)
                 if found is None:
                     continue
                 actual, num_bytes = found
@@ -173,21 +195,29 @@ class Source:
         return Piece(position, num_bytes, value)
 
     def _checksum(self, file: int, pieces: Sequence[Piece], stated: Checksum) -> tuple[int, int] | None:
-        """(CRC-32 of the range, bytes read to complete it), or None where little of the range was needed."""
+        """(CRC-32 of the range, bytes read to complete it), or None where nothing of the range was needed."""
         end = stated.start + stated.num_bytes
         inside = [piece for piece in crc.starting_in(pieces, stated.start, end) if piece.start + piece.num_bytes <= end]
-        if not inside:
-            return None
-        gaps = crc.gaps(inside, stated.start, end)
-        if gaps is None:  # ranges that were read twice, with other limits
-            inside, gaps = [], [(stated.start, stated.num_bytes)]
-        elif sum(length for _, length in gaps) > _GAP_LIMIT_BYTES:
-            return None
-        more = 0
-        for start, length in gaps:
-            inside.append(self.checksum(file, start, length))
+        return self.complete(file, inside, stated.start, stated.num_bytes) if inside else None
+
+    def complete(self, file: int, pieces: Sequence[Piece], start: int, num_bytes: int) -> tuple[int, int]:
+        """Return the CRC-32 of a range of which sorted pieces inside it are known, and how many bytes this has read.
+
+        Of pieces that overlap one is taken, and the other is read again: it must still be what it was.
+
+        Raises:
+            SourceChangedError: it is not.
+            CorruptSourceError: the file cannot be read.
+        """
+        taken, doubled = crc.disjoint(pieces)
+        for piece in doubled:
+            if self.checksum(file, piece.start, piece.num_bytes) != piece:
+                raise changed([f"{self._files[file].path}: was read twice with another content"], str(self._root))
+        more = sum(piece.num_bytes for piece in doubled)
+        for at, length in crc.gaps(taken, start, start + num_bytes) or ():
+            taken.append(self.checksum(file, at, length))
             more += length
-        return crc.assemble(inside, start=stated.start, num_bytes=stated.num_bytes), more
+        return crc.assemble(taken, start=start, num_bytes=num_bytes), more
 
     def close(self) -> None:
         """Close all files."""
@@ -198,14 +228,21 @@ class Source:
 
     def _open(self, file: int) -> File:
         try:
-            found = open_file(self._root / self._files[file].path)
+            found = open_file(self._root / self._files[file].path, root=self._root)
         except OSError as error:
             raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=self._path(file)) from error
+        expected = self._files[file].identity
+        is_stated = self._files[file].crc32 is not None
+        if expected is not None and (why := expected.difference(found.identity, is_stated=is_stated)):
+            found.close()
+            raise changed([f"{self._files[file].path}: {why}"], str(self._root))
         return found
 
 
 def differs(file: SourceFile, stated: Checksum, actual: int) -> str:
-    """What to say of a range with another checksum than its file states."""
+    """What to say of a range with another checksum than its file states, or of a file with another than its commit."""
+    if stated.start == 0 and stated.num_bytes == file.num_bytes:
+        return f"{file.path}: CRC-32 {stated.crc32:08x} was committed, the content has {actual:08x}"
     where = f"{file.path}: bytes {stated.start}:{stated.start + stated.num_bytes}"
     return f"{where} have CRC-32 {actual:08x}, the file itself states {stated.crc32:08x}"
 
@@ -214,6 +251,16 @@ def damaged(problems: Sequence[str], path: str | None) -> CorruptSourceError:
     """What to raise where ranges of a source differ from their checksums."""
     what = "1 tensor is damaged" if len(problems) == 1 else f"{len(problems)} tensors are damaged"
     return CorruptSourceError(what, path=path, problems=problems[:20], hint="use an earlier commit")
+
+
+def changed(problems: Sequence[str], path: str) -> SourceChangedError:
+    """What to raise where files are not those that were indexed."""
+    return SourceChangedError(
+        "the source changed while it was converted: nothing was published",
+        path=path,
+        problems=problems[:20],
+        hint="convert it again when nobody writes to it, or use an earlier commit",
+    )
 
 
 def coalesce(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:

@@ -1,11 +1,12 @@
 """Checkpoints in object stores, by fsspec: `s3://bucket/folder`, `gs://...`, `memory://...`.
 
 A `RemotePath` answers what the readers of formats ask a path (its name, its children, its size), and gives files that
-are read by ranges. Objects are written once and never changed, so what was asked once is remembered.
+are read by ranges. What lies in a folder is asked once and remembered by most libraries, until `RemotePath.forget`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import importlib
@@ -14,7 +15,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
@@ -22,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import StoreError, UsageError
+from reshard.identity import FileIdentity
 
-_URL = re.compile(r"^([a-z][a-z0-9+.-]+)://")
+_URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 _COLLAPSED = re.compile(r"^([a-z][a-z0-9+.-]+):/")
 _FILE = "file://"
 _LIBRARIES = {
@@ -35,6 +37,12 @@ _LIBRARIES = {
     "abfs": "adlfs",
     "abfss": "adlfs",
 }
+_VERSIONS = (
+    *("ETag", "etag", "generation", "VersionId", "version_id"),
+    *("LastModified", "last_modified", "updated", "mtime", "modified", "created"),
+)
+"""Keys under which stores of fsspec name the content of an object; the first that there is tells it from others."""
+
 _BLOCK_BYTES = 64 << 10  # a reader of metadata asks for neighbouring bits: one request for all of them
 
 
@@ -61,7 +69,7 @@ def location(text: str) -> Path:
     """The path that a user names: a folder of this machine (also as `file:///folder`), or a URL.
 
     Raises:
-        UsageError: a URL that names no bucket, or of a store for which no library is installed.
+        UsageError: a URL that names no bucket, or of a store for which no library is installed; or it can be no path.
     """
     path = local(text)
     if path is not None:
@@ -77,10 +85,14 @@ def local(text: str) -> Path | None:
     """The path of this machine that a user names, or None for a URL of a store.
 
     Raises:
-        UsageError: a URL of another machine's file.
+        UsageError: a URL of another machine's file, or what can be no path.
     """
-    if _URL.match(text) is None:
+    check_path(text)
+    match = _URL.match(text)
+    if match is None:
         return Path(text)
+    if match[1] != match[1].lower():
+        raise UsageError(f"{text}: expected the scheme of the URL in lower case", hint=f"write {match[1].lower()}://")
     if not text.startswith(_FILE):
         return None
     path = text.removeprefix(_FILE).removeprefix("localhost")
@@ -89,6 +101,20 @@ def local(text: str) -> Path | None:
     from urllib.parse import unquote
 
     return Path(unquote(path))
+
+
+def check_path(text: str) -> None:
+    """Refuse what the operating system takes for no path at all.
+
+    Raises:
+        UsageError: it holds a zero byte, or half of a surrogate pair.
+    """
+    try:
+        name = os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{text!r:.200} is no path: it holds half of a surrogate pair") from error
+    if b"\0" in name:
+        raise UsageError(f"{text!r:.200} is no path: it holds a zero byte")
 
 
 @functools.cache
@@ -100,8 +126,11 @@ def _filesystem(scheme: str) -> Any:
             f"{scheme}:// needs a library that is not installed: {error}",
             hint=f"pip install {_LIBRARIES.get(scheme, 'the fsspec implementation of that store')}",
         ) from error
-    except ValueError as error:
-        raise UsageError(f"{scheme}:// is of no store that fsspec knows: {error}") from error
+    except Exception as error:  # implementations raise what they like
+        raise UsageError(
+            f"{scheme}:// is of no store that can be opened by its URL alone: {error}",
+            hint=f"name a folder of this machine, or a URL such as {', '.join(f'{known}://' for known in _LIBRARIES)}",
+        ) from error
 
 
 class RemotePath(PosixPath):
@@ -212,7 +241,30 @@ class RemotePath(PosixPath):
         info = self._info()
         if info["type"] == "directory":
             raise IsADirectoryError(f"{self}: is a folder")
-        return RemoteFile(self, int(info["size"]))
+        return RemoteFile(self, int(info["size"]), _identity(info))
+
+    def identity(self) -> FileIdentity:
+        """Return what tells the object from another of its name.
+
+        Raises:
+            OSError: there is no such object.
+        """
+        return _identity(self._info())
+
+    def forget(self, folders: Iterable[RemotePath] = ()) -> None:
+        """Ask the store anew from now on, where its library remembers what there is; first about some folders.
+
+        To list a folder is one request for many objects, and most libraries then answer from the list.
+        """
+        self.filesystem().invalidate_cache()
+        for folder in sorted(folders):
+            with contextlib.suppress(OSError):
+                next(iter(folder.iterdir()), None)
+
+
+def _identity(info: dict[str, Any]) -> FileIdentity:
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+    return FileIdentity(int(info.get("size") or 0), version=version.strip('"'))
 
 
 def _as_oserror(error: Exception, path: RemotePath) -> OSError:
@@ -231,10 +283,11 @@ class RemoteFile:
 
     slow_to_ask = True
 
-    def __init__(self, path: RemotePath, num_bytes: int) -> None:
+    def __init__(self, path: RemotePath, num_bytes: int, identity: FileIdentity) -> None:
         self._path = path
         self._filesystem = path.filesystem()
         self.num_bytes = num_bytes
+        self.identity = identity
         self._block: tuple[int, bytes] = (0, b"")
 
     def read(self, num_bytes: int, position: int) -> bytes:

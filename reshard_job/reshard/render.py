@@ -111,7 +111,7 @@ def _counts(index: Index) -> tuple[list[int], list[int]]:
     return copies.tolist(), index.shards.boxes_by_tensor(len(index.tensors)).tolist()
 
 
-def inspect_text(found: Inspection, *, tensors: bool) -> str:
+def inspect_lines(found: Inspection, *, tensors: bool) -> list[str]:
     """`reshard inspect`."""
     index, commit = found.index, found.commit
     told = index or commit
@@ -132,13 +132,14 @@ def inspect_text(found: Inspection, *, tensors: bool) -> str:
         lines += [f"  tied      {alias} = {name}" for alias, name in index.aliases.items()]
         lines += _tensor_table(index) if tensors else []
     lines += [f"  note      {note}" for note in found.notes]
-    lines += [_problem_text(item.message, int(item.exit_code), item.kind, item.hint) for item in found.problems]
-    return "\n".join(lines)
+    for item in found.problems:
+        lines += _problem_lines("problem", item.lines, int(item.exit_code), item.kind, item.hint)
+    return lines
 
 
-def _problem_text(message: str, exit_code: int, kind: str, hint: str) -> str:
-    told = "\n            ".join([*message.splitlines(), *([f"hint: {hint}"] if hint else [])])
-    return f"  problem   {kind} ({exit_code}): {told}"
+def _problem_lines(label: str, told: Sequence[str], exit_code: int, kind: str, hint: str) -> list[str]:
+    first, *others = (*told, *([f"hint: {hint}"] if hint else []))
+    return [f"  {label:<9} {kind} ({exit_code}): {first}", *(f"            {line}" for line in others)]
 
 
 def _commit_text(found: Inspection) -> str:
@@ -217,6 +218,7 @@ def manifest_value(
     return {
         **value,
         "bytes_to_read": 0,
+        "bytes_to_compare": 0,
         "bytes_to_load": plan.bytes_to_read,
         "bytes_to_write": sum(sizes.values()),
         "files_to_write": len(sizes),
@@ -224,7 +226,7 @@ def manifest_value(
     }
 
 
-def plan_text(value: Mapping[str, Any], estimated: Estimate) -> str:
+def plan_lines(value: Mapping[str, Any], estimated: Estimate) -> list[str]:
     """`reshard plan`."""
     first, *rates = estimated.lines()
     lines = [
@@ -243,11 +245,10 @@ def plan_text(value: Mapping[str, Any], estimated: Estimate) -> str:
         lines.append("  done      the target is the result of this conversion already: run would change nothing")
     if (refused := value.get("refused")) is not None:
         told = f"{refused['path']}: {refused['message']}" if refused["path"] else refused["message"]
-        found = _problem_text(told, refused["exit_code"], refused["kind"], refused["hint"])
-        lines.append(found.replace("  problem ", "  refused ", 1))
+        lines += _problem_lines("refused", [told], refused["exit_code"], refused["kind"], refused["hint"])
     if "files" in value:
         lines += [f"  file      {item['path']}  {format_bytes(item['bytes'])}" for item in value["files"]]
-    return "\n".join([*lines, "  exact: every element of every copy is written once"])
+    return [*lines, "  exact: every element of every copy is written once"]
 
 
 def _moves(value: Mapping[str, Any]) -> list[str]:
@@ -267,18 +268,16 @@ def _moves(value: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def report_text(report: ReshardReport) -> str:
+def report_lines(report: ReshardReport) -> list[str]:
     """`reshard run`."""
     rate = f", {format_bytes(report.bytes_read / report.seconds)}/s" if report.seconds and report.bytes_read else ""
-    return "\n".join(
-        (
-            f"{report.target}: {report.message}",
-            f"  read {format_bytes(report.bytes_read)}, wrote {format_bytes(report.bytes_written)}",
-            f"  {counted(report.num_files, 'file')}, {report.seconds:.2f} s{rate}",
-            f"  digest {report.digest or '-'}, peak memory {format_bytes(report.peak_rss_bytes)}",
-            *([f"  named in {report.latest}"] if report.latest else []),
-        )
-    )
+    return [
+        f"{report.target}: {report.message}",
+        f"  read {format_bytes(report.bytes_read)}, wrote {format_bytes(report.bytes_written)}",
+        f"  {counted(report.num_files, 'file')}, {report.seconds:.2f} s{rate}",
+        f"  digest {report.digest or '-'}, peak memory {format_bytes(report.peak_rss_bytes)}",
+        *([f"  named in {report.latest}"] if report.latest else []),
+    ]
 
 
 def error_value(error: BaseException, exit_code: int, message: str) -> dict[str, Any]:

@@ -64,6 +64,11 @@ class Ranges(NamedTuple):
     stop: Int64Array
 
 
+def ranges_of(rows: Sequence[tuple[int, int, int, int]]) -> Ranges:
+    """Ranges from rows of (first file, file behind the last, first byte, byte behind the last)."""
+    return Ranges(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
+
+
 _PARTS_AT_ONCE = 1 << 20
 _NONE = np.zeros(0, dtype=np.int64)
 

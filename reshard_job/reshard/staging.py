@@ -12,14 +12,24 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.errors import CorruptSourceError, StorageFullError, TargetError, TargetTakenError, VerificationError
+from reshard.commit import make_folder
+from reshard.errors import (
+    CorruptSourceError,
+    SourceChangedError,
+    StorageFullError,
+    TargetError,
+    TargetTakenError,
+    VerificationError,
+)
 from reshard.limits import format_bytes
 from reshard.writing import free_bytes, target_errors
 
 FINISH_FILE = ".finish"
 """Locked by the worker that completes a shared result."""
 
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _UNFINISHED = re.compile(r"\..+\.partial-[0-9a-f]{1,16}", re.DOTALL)
+_NUMBER = re.compile(r"[0-9a-f]{1,16}")
 
 
 class Sharing(enum.Enum):
@@ -66,16 +76,15 @@ def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) ->
     descriptor = None
     try:  # from before the folder is made: a signal may come at once
         with _permission(target), target_errors(target, num_bytes):
-            parent.mkdir(parents=True, exist_ok=True)
-            for stale in parent.glob(f".{target.name}.partial-*"):
+            make_folder(parent)
+            for stale in _left_behind(target):
                 if stale != folder:
                     _remove_unless_locked(stale)
             check_free(parent, num_bytes - _allocated_bytes(folder))
-            folder.mkdir(exist_ok=True)
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = _own(folder)
         _lock(descriptor, folder, shared=sharing is Sharing.TOGETHER)
         yield folder
-    except (VerificationError, CorruptSourceError):
+    except (VerificationError, CorruptSourceError, SourceChangedError):
         keep = sharing is Sharing.TOGETHER
         raise
     except TargetTakenError:  # it can never be published
@@ -113,6 +122,26 @@ def forbidden(folder: Path) -> TargetError:
     )
 
 
+def _own(folder: Path) -> int:
+    """Make the folder unless it is there, and open it; no link is followed: what is written would lie elsewhere.
+
+    Raises:
+        TargetError: a link or something else has its name.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+    try:
+        return os.open(folder, _FOLDER)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise TargetError(
+            f"is a {'link' if folder.is_symlink() else 'file'}, expected the folder of the unfinished result",
+            path=str(folder),
+            hint="remove it, and run the same command again",
+        ) from error
+
+
 def _lock(descriptor: int, folder: Path, *, shared: bool) -> None:
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -139,8 +168,17 @@ def check_free(parent: Path, num_bytes: int) -> None:
         )
 
 
+def _left_behind(target: Path) -> list[Path]:
+    """Return the folders of unfinished results of this very target: its name is text, and no pattern."""
+    stem = unfinished(target, "").name
+    found = [path for path in target.parent.iterdir() if path.name.startswith(stem)]
+    return [path for path in found if _NUMBER.fullmatch(path.name, len(stem))]
+
+
 def _allocated_bytes(folder: Path) -> int:
     """Bytes that an unfinished result occupies already."""
+    if folder.is_symlink():
+        return 0
     found = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -150,7 +188,7 @@ def _allocated_bytes(folder: Path) -> int:
 
 def _remove_unless_locked(folder: Path) -> None:
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(folder, _FOLDER)
     except OSError:
         return
     try:
@@ -169,10 +207,14 @@ def _remove_unless_locked(folder: Path) -> None:
 def only_one(folder: Path) -> Iterator[None]:
     """Of all workers on an unfinished result, one at a time; the folder may be gone when it is one's turn."""
     try:
-        descriptor = os.open(folder / FINISH_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(folder / FINISH_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except FileNotFoundError:
         yield
         return
+    except OSError as error:
+        raise TargetError(
+            f"cannot be opened: {error.strerror}", path=str(folder / FINISH_FILE), hint="remove it, and run again"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -2,6 +2,8 @@
 
 A terminal is closed, the reader of a pipe leaves, a log fills its disk: stderr is then no longer written. Data that
 cannot be written to stdout is an error, unless its reader has seen enough (`| head`).
+
+All that the program says leaves it here, line by line, through `printable`: names in a checkpoint are chosen by others.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ import codecs
 import io
 import os
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 from reshard.errors import TargetError
 
 _LEGIBLE = "reshard.legible"
-_CODES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+_FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF  # what Python makes of bytes of a name that are no text (PEP 383)
 
 
 def open_streams() -> None:
@@ -30,18 +33,28 @@ def open_streams() -> None:
 
 
 def _legible(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Names that are no text as the bytes that they are, characters that the encoding lacks as escapes."""
+    """Characters that the encoding lacks as escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    try:
-        return error.object[error.start : error.end].encode("ascii", "surrogateescape"), error.end
-    except UnicodeEncodeError:
-        return codecs.backslashreplace_errors(error)
+    return codecs.backslashreplace_errors(error)
 
 
-def harmless(text: str) -> str:
-    """Text without what a terminal obeys: names in a checkpoint are chosen by others."""
-    return text.translate(_CODES)
+def printable(line: str) -> str:
+    """Return one line of text with escapes for every character that a terminal, or the reader's eye, would obey.
+
+    These are all that Unicode does not call printable: control characters (line breaks and tabs among them), marks that
+    reverse the direction of text or have no width, separators of lines and paragraphs, and halves of surrogate pairs.
+    A byte of a file's name that is no text becomes `\\xff`. Letters of all languages stay.
+    """
+    if line.isprintable():
+        return line
+    return "".join(letter if letter.isprintable() else _escape(ord(letter)) for letter in line)
+
+
+def _escape(code: int) -> str:
+    if _FIRST_BYTE <= code <= _LAST_BYTE:
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def overwrites(stream: TextIO) -> bool:
@@ -49,9 +62,17 @@ def overwrites(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def tell(text: str, stream: TextIO | None = None) -> None:
-    """Log or progress, on stderr if no other stream is named; where it cannot be written, it is not."""
-    stream = sys.stderr if stream is None else stream
+def tell(lines: Iterable[str], stream: TextIO | None = None) -> None:
+    """Write lines of a log, on stderr if no other stream is named; where they cannot be written, they are not."""
+    _write("".join(f"{printable(line)}\n" for line in lines), sys.stderr if stream is None else stream)
+
+
+def show(line: str, stream: TextIO) -> None:
+    """Write a line over the one that a terminal shows."""
+    _write(f"\r\x1b[K{printable(line)}", stream)
+
+
+def _write(text: str, stream: TextIO) -> None:
     try:
         stream.write(text)
         stream.flush()
@@ -59,14 +80,14 @@ def tell(text: str, stream: TextIO | None = None) -> None:
         _let_go(stream)
 
 
-def say(text: str) -> None:
-    """Data, on stdout.
+def say(lines: Iterable[str]) -> None:
+    """Write lines of data, on stdout.
 
     Raises:
         TargetError: it cannot be written, and that is not because the reader has left.
     """
     try:
-        sys.stdout.write(harmless(text) + "\n")
+        sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
         sys.stdout.flush()
     except BrokenPipeError:
         _let_go(sys.stdout)

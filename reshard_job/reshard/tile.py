@@ -18,6 +18,7 @@ from reshard import crc
 from reshard.cast import UNSIGNED, Bits, cast
 from reshard.crc import Piece
 from reshard.digest import Tally, box_term
+from reshard.errors import CorruptSourceError
 from reshard.files import Bytes
 from reshard.geometry import Box
 from reshard.intervals import Int64Array
@@ -124,24 +125,26 @@ class Carrier:
         self._plan, self._source, self._target = plan, source, target
         self._scratch: Bytes = np.empty(0, dtype=np.uint8)
 
-    def move(self, record: UnitRecord, number: int, tile: Box, rows: tuple[Int64Array, Int64Array]) -> None:
+    def move(self, record: UnitRecord, number: int, tile: Box, rows: tuple[Int64Array, Int64Array, Int64Array]) -> None:
         """Move a tile, and note what was read and written and the terms of both sides.
 
         Args:
             record: of the unit.
             number: of the tensor, its position in `Index.tensors`.
             tile: in that tensor.
-            rows: of source and target that may touch the tile.
+            rows: of source, target, and other copies in the source that may touch the tile.
 
         Raises:
-            CorruptSourceError: it cannot be read.
+            CorruptSourceError: it cannot be read, or another copy in the source differs.
             StorageFullError, TargetError: it cannot be written.
             VerificationError: a target box did not get all of its elements.
         """
         tensor = self._plan.index.tensors[number]
         sources = list(touching(self._plan.index.shards, rows[0], tile))
         for part, own in self._apart(sources, tile, tensor):
-            self._pass(record, tensor, part, own, rows[1])
+            elements = self._pass(record, number, part, own, rows[1])
+            if elements is not None and len(rows[2]):
+                self._compare(record, tensor, (part, elements), own, rows[2])
 
     def _apart(self, sources: Sequence[_Part], tile: Box, tensor: LogicalTensor) -> list[tuple[Box, Sequence[_Part]]]:
         """The parts of a tile that can each be looked at, as tiles of their own; else the tile, to be put together."""
@@ -151,15 +154,19 @@ class Carrier:
         return [(tile, sources)]
 
     def _pass(
-        self, record: UnitRecord, tensor: LogicalTensor, tile: Box, sources: Sequence[_Part], target_rows: Int64Array
-    ) -> None:
-        """Move a tile that is made of these sources."""
+        self, record: UnitRecord, number: int, tile: Box, sources: Sequence[_Part], target_rows: Int64Array
+    ) -> Bits | None:
+        """Move a tile that is made of these sources; its elements, or None if the target has none of it."""
+        tensor = self._plan.index.tensors[number]
         parcels: dict[str, list[_Parcel]] = defaultdict(list)
         for row, part in touching(self._plan.layout.shards, target_rows, tile):
             wanted = self._plan.target_tensors[row.tensor]
             parcels[wanted.dtype].append(_parcel(row, part, tile, tensor.shape, wanted.item_bytes))
         if not parcels:
-            return
+            return None
+        rounded = self._plan.rounded_types.get(number)
+        if rounded is not None:
+            parcels[rounded] += ()  # nothing to send, and the term in that type
         row, part = sources[0]
         found = look(self._source, row, tile, tensor.item_bytes) if part == tile else None
         if found is not None:
@@ -175,6 +182,56 @@ class Carrier:
             record.target[parcel.row.tensor, parcel.row.replica] ^= parcel.tally.term
         for target, dtype in {parcel.row.tensor: dtype for dtype, found in parcels.items() for parcel in found}.items():
             record.source[target] ^= terms[dtype]
+        if rounded is not None:
+            record.rounded[number] ^= terms[rounded]
+        return elements
+
+    def _compare(
+        self,
+        record: UnitRecord,
+        tensor: LogicalTensor,
+        tile: tuple[Box, Bits],
+        sources: Sequence[_Part],
+        copy_rows: Int64Array,
+    ) -> None:
+        """Read the other copies of a tile, and compare them with its elements.
+
+        Raises:
+            CorruptSourceError: one differs, with the tensor and the files of both.
+        """
+        region, elements = tile
+        for row, part in touching(self._plan.index.shards, copy_rows, region):
+            found = look(self._source, row, part, tensor.item_bytes)
+            if found is not None:
+                position, other = found
+                record.read[row.file].append(Piece(position, other.nbytes, crc.crc32(_flat(other).data)))
+            else:
+                other = np.empty(part.size, dtype=elements.dtype)
+                record.read[row.file] += gather(self._source, row, part, other)
+            inside: tuple[Any, ...] = (*_slices(part, region), ...)
+            expected = np.ascontiguousarray(elements[inside])
+            if np.array_equal(_flat(expected), _flat(other)):
+                continue
+            unequal = (_flat(expected) != _flat(other)).reshape(-1, tensor.item_bytes).any(axis=1)
+            place = np.unravel_index(int(unequal.argmax()), part.size)
+            first = tuple(int(at) + low for at, low in zip(place, part.offset, strict=True))
+            raise self._differs(tensor, first, int(unequal.sum()), sources, row)
+
+    def _differs(
+        self, tensor: LogicalTensor, first: tuple[int, ...], count: int, sources: Sequence[_Part], other: ShardRow
+    ) -> CorruptSourceError:
+        """What to raise where copies differ: element `first` is in one of the sources and in another copy."""
+        element, files = Box(first, (1,) * len(first)), self._plan.index.files
+        own = next((row.file for row, part in sources if part.contains(element)), sources[0][0].file)
+        elements = f"{count} element{'' if count == 1 else 's'} of a part"
+        where = f"{files[own].path} and {files[other.file].path} differ in {elements}, the first at {list(first)}"
+        return CorruptSourceError(
+            "copies of one tensor differ: nothing was published",
+            path=str(self._plan.index.root),
+            problems=[f"{tensor.key}: {where}"],
+            hint="ranks wrote different values, or a file is damaged: use an earlier checkpoint, or convert the first"
+            " copies with --allow-differences",
+        )
 
     def _collect(
         self,
@@ -222,6 +279,8 @@ class Carrier:
             if own is not None:
                 crc32 = crc.combine(crc32, own, band.nbytes)
             for dtype, found in parcels.items():
+                if not found and not came:  # the term is known
+                    continue
                 converted = cast(band, source_dtype, dtype)
                 known = own if dtype == source_dtype else None
                 if came:
@@ -261,6 +320,11 @@ def _parcel(row: ShardRow, part: Box, tile: Box, shape: tuple[int, ...], item_by
         run_bytes=run_bytes,
         tally=Tally(part, shape, item_bytes),
     )
+
+
+def _flat(elements: Bits) -> Bytes:
+    """Bytes of contiguous elements."""
+    return elements.reshape(-1).view(np.uint8)
 
 
 def _num_ones(size: Sequence[int]) -> int:

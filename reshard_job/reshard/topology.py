@@ -18,6 +18,10 @@ DEGREES = ("tp", "pp", "dp", "ep", "cp")
 """Axis names in the order in which people write them."""
 
 _KEYS = (*DEGREES, "zero")
+MOST_RANKS = 1 << 20
+"""Largest world size that is planned. A plan takes work and memory for every rank."""
+
+_MOST_DIGITS = 18
 _SHORT = re.compile(r"^(tp|pp|dp|ep|cp|zero)\s*=\s*(-?\d+)$")
 
 
@@ -64,6 +68,8 @@ class Topology:
             problems.append(f"dp={self.dp} is not divisible by ep*cp={self.ep}*{self.cp}")
         if not problems and self.pp > 1 and self.zero > 1:
             problems.append(f"zero={self.zero} with pp={self.pp}: DeepSpeed refuses ZeRO-2 and ZeRO-3 with a pipeline")
+        if not problems and self.world_size > MOST_RANKS:
+            problems.append(f"pp*dp*tp={self.pp}*{self.dp}*{self.tp} are {self.world_size} ranks, at most {MOST_RANKS}")
         if problems:
             raise TopologyError("; ".join(problems))
 
@@ -145,7 +151,7 @@ class Topology:
             name, _, number = (word.strip() for word in part.partition("="))
             if number and name not in _KEYS:
                 raise TopologyError(f"there is no degree {name!r} ({text!r}): expected some of {', '.join(_KEYS)}")
-            if match is None:
+            if match is None or len(match[2]) > _MOST_DIGITS:
                 place = "" if part == text else f" in {text!r}"
                 raise TopologyError(f"cannot read {part!r}{place}: write for instance tp=2,pp=2,dp=3,zero=1")
             if match[1] in values:

@@ -27,18 +27,19 @@ from reshard.errors import (
     UsageError,
     VerificationError,
 )
+from reshard.job_env import claim_target
 from reshard.layout import Index
 from reshard.locate import check_source, check_target, newest, refuse_weights_beside, training_states_beside
 from reshard.plan import Plan
 from reshard.progress import ProgressLine
 from reshard.remote import location
 from reshard.staging import Sharing, above
-from reshard.streams import harmless, tell
+from reshard.streams import tell
 from reshard.verify import digests as read_digests
 from reshard.verify import total, verify_commit
 from reshard.views import keep_tensors
 from reshard.working import Resumed
-from reshard.writing import free_bytes
+from reshard.writing import free_bytes, target_errors
 
 if TYPE_CHECKING:
     from reshard.agree import Agreement
@@ -52,7 +53,7 @@ class Result:
     """What a verb has found: for machines, for people, and how the process ends."""
 
     value: dict[str, Any]
-    text: str
+    lines: Sequence[str]
     exit_code: ExitCode = ExitCode.OK
 
 
@@ -67,7 +68,7 @@ def _inspect(options: argparse.Namespace) -> Result:
               for name in training_states_beside(path)]  # fmt: skip
     found = dataclasses.replace(found, notes=(*([led] if led else []), *found.notes, *beside))
     value = {"ok": not found.problems, "exit_code": int(found.exit_code), **render.inspect_value(found)}
-    return Result(value, render.inspect_text(found, tensors=options.tensors), found.exit_code)
+    return Result(value, render.inspect_lines(found, tensors=options.tensors), found.exit_code)
 
 
 def _bytes_of(path: Path) -> tuple[Path, str]:
@@ -99,7 +100,7 @@ def _plan(options: argparse.Namespace) -> Result:
         value["refused"] = None if refused is None else render.error_value(refused, refused.exit_code, str(refused))
     code = ExitCode.OK if refused is None else refused.exit_code
     told = {"ok": refused is None, **({} if refused is None else {"exit_code": int(code)}), **value}
-    return Result(told, render.plan_text(value, estimated), code)
+    return Result(told, render.plan_lines(value, estimated), code)
 
 
 def _priced(
@@ -133,10 +134,10 @@ def _run(options: argparse.Namespace) -> Result:
     expected: list[int] = []
 
     def note(*texts: str) -> None:
-        tell(harmless("".join(f"reshard: note: {text}\n" for text in texts if not options.quiet)))
+        tell(f"reshard: note: {text}" for text in texts if not options.quiet)
 
     def planned(plan: Plan) -> None:
-        note(*plan.summary()["notes"])
+        note(*plan.summary()["notes"], *_allowed(options), *_not_compared(plan, mode))
         expected.append(plan.bytes_to_read // (worker[1] if worker else 1))
         line.expect(expected[0])
 
@@ -144,6 +145,8 @@ def _run(options: argparse.Namespace) -> Result:
         note(f"--resume: {before}")
         line.expect(expected[0] - before.num_bytes)
 
+    with target_errors(wanted.target, 0):
+        wanted = dataclasses.replace(wanted, owner=claim_target(wanted.source, wanted.target))
     plan, mode = _chosen(options, wanted)
     if plan is not None and mode.mode == VIRTUAL:
         from reshard import virtual
@@ -172,10 +175,24 @@ def _run(options: argparse.Namespace) -> Result:
     return _reported(options, report, mode)
 
 
+def _allowed(options: argparse.Namespace) -> list[str]:
+    """What to say of names that the user trusts."""
+    names = sorted(set(options.allow_global))
+    return [f"--allow-global: pickles of the result may name {', '.join(names)}, as COMMIT.json says"] if names else []
+
+
+def _not_compared(plan: Plan, mode: Choice) -> list[str]:
+    """What to say of copies that a conversion into files would compare."""
+    if mode.mode != VIRTUAL or not plan.bytes_to_compare:
+        return []
+    what = f"copies of tensors ({plan.bytes_to_compare} bytes) are not compared in a virtual commit"
+    return [f"{what}, which loads one of each: reshard verify compares them"]
+
+
 def _reported(options: argparse.Namespace, report: ReshardReport, mode: Choice) -> Result:
     report = dataclasses.replace(report, mode_reason=mode.reason)
     write_report(options.report, report)
-    return Result(json.loads(report.to_json()), render.report_text(report))
+    return Result(json.loads(report.to_json()), render.report_lines(report))
 
 
 def _mode(options: argparse.Namespace, plan: Plan) -> Choice:
@@ -217,7 +234,7 @@ def _verify(options: argparse.Namespace) -> Result:
         return _compared(options, value, _compare(seen, digests))
     value["committed"] = (seen[0].root / COMMIT_FILE).exists()
     proved = "as committed" if value["committed"] else "no COMMIT.json: copies agree, the files' own checksums hold"
-    return Result(value, f"{options.first}: {value['tensors']} tensors, digest {value['digest']}: {proved}")
+    return Result(value, [f"{options.first}: {value['tensors']} tensors, digest {value['digest']}: {proved}"])
 
 
 def _held(index: Index, states: tuple[str, ...], names: Path | None) -> Index:
@@ -280,7 +297,7 @@ def _compared(options: argparse.Namespace, value: dict[str, Any], found: Agreeme
     if found.rounded:
         lines.append(f"  {found.rounded} of them: of another type, equal when rounded to nearest even")
     lines += [f"  not compared: {note}" for note in found.not_compared]
-    return Result({**value, "second": str(options.second), **facts}, "\n".join(lines))
+    return Result({**value, "second": str(options.second), **facts}, lines)
 
 
 def _explain(options: argparse.Namespace) -> Result:
@@ -298,8 +315,8 @@ def _explain(options: argparse.Namespace) -> Result:
     found = explain.explain(index, explain.find(index, options.tensor), plan)
     if options.svg is not None:
         _draw(Path(options.svg), found)
-    text = "\n".join(explain.to_text(item, index.aliases) for item in found)
-    return Result({"ok": True, "source": str(source), "tensors": [explain.to_dict(item) for item in found]}, text)
+    lines = [line for item in found for line in explain.to_lines(item, index.aliases)]
+    return Result({"ok": True, "source": str(source), "tensors": [explain.to_dict(item) for item in found]}, lines)
 
 
 def _draw(path: Path, found: Sequence[Explanation]) -> None:
@@ -339,6 +356,8 @@ def _conversion(options: argparse.Namespace, target: Path | None, *, runs: bool 
         attempt=getattr(options, "attempt", 0),
         require_commit=getattr(options, "require_commit", False),
         keeps_stage="zero" not in (options.to or "zero"),
+        allow_differences=options.allow_differences,
+        allow_globals=tuple(options.allow_global),
     )
     if runs and api.done_without_source(wanted) is None:
         check_source(source)
@@ -387,8 +406,9 @@ def write_report(path: str | None, report: ReshardReport) -> None:
         return
     try:
         Path(path).write_text(report.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise TargetError(f"the report cannot be written: {error.strerror}", path=path) from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise TargetError(f"the report cannot be written: {why}", path=path) from error
 
 
 VERBS: Mapping[str, Callable[[argparse.Namespace], Result]] = {

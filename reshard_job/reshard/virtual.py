@@ -30,9 +30,12 @@ from reshard.commit import (
 from reshard.contract import ExitCode, ReshardReport
 from reshard.errors import SourceError, TargetError, UnsupportedError
 from reshard.intervals import Int64Array
+from reshard.layout import Checksum, SourceFile
 from reshard.modes import Choice, Loader, choose
+from reshard.origin import check_unread_origin, unread_origin
 from reshard.plan import DEFAULT_MEMORY_BYTES, Plan
 from reshard.reports import peak_rss_bytes
+from reshard.source_checks import check_settings, touched_files
 from reshard.staging import Sharing, staging
 from reshard.virtual_manifest import Manifest, commit_crc32, encode
 from reshard.virtual_needs import needs_of
@@ -72,7 +75,8 @@ def prepare(
 
     Args:
         wanted: source, target and what to do.
-        memory_bytes: for buffers of a plan; nothing is read but metadata.
+        memory_bytes: for buffers of a plan; nothing is read but metadata, and committed files whose metadata only the
+            commit proves.
         planned: shown the plan before the manifest is written.
         plan: of the conversion, where it is known already.
 
@@ -85,7 +89,9 @@ def prepare(
     wanted = settled(wanted, plan)
     commit = already_done(wanted)
     if commit is not None:
+        check_unread_origin(commit, plan.index, wanted.target)
         return _report(commit, wanted, started, 0, "already prepared and committed")
+    check_settings(plan.index, is_loaded_later=True)
     if planned is not None:
         planned(plan)
     contents = manifest_files(plan)
@@ -98,6 +104,7 @@ def prepare(
                     stream.write(content)
                     stream.flush()
                     os.fsync(stream.fileno())
+            touched_files(plan.index)  # raises where the manifest describes files that are no longer there
             write_commit(folder, commit)
         _publish(folder, wanted)
     what = f"prepared {plan.index.topology} to {plan.layout.topology}; its bytes are read where they are, when loaded"
@@ -111,7 +118,18 @@ def manifest_files(plan: Plan) -> dict[str, bytes]:
         UnsupportedError: see `ranks_of`.
     """
     source_commit = commit_crc32(plan.index.root)
-    return encode(Manifest(plan=plan, fingerprint=plan.fingerprint, ranks=ranks_of(plan), source_commit=source_commit))
+    index = dataclasses.replace(plan.index, files=tuple(_with_stated(file) for file in plan.index.files))
+    stated = dataclasses.replace(plan, index=index)
+    return encode(
+        Manifest(plan=stated, fingerprint=plan.fingerprint, ranks=ranks_of(plan), source_commit=source_commit)
+    )
+
+
+def _with_stated(file: SourceFile) -> SourceFile:
+    """A file whose container states no checksums with that of its commit, so that loading can prove what was read."""
+    if file.crc32 is None or file.checksums:
+        return file
+    return dataclasses.replace(file, checksums=(Checksum(start=0, num_bytes=file.num_bytes, crc32=file.crc32),))
 
 
 def ranks_of(plan: Plan) -> tuple[Int64Array, ...]:
@@ -174,7 +192,9 @@ def _commit(plan: Plan, wanted: Conversion, contents: dict[str, bytes]) -> Commi
         model=plan.layout.model,
         source=str(wanted.source),
         options={**_options(wanted), "plan": plan.fingerprint},
+        origin=unread_origin(plan.index),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        owner=wanted.owner,
     )
 
 

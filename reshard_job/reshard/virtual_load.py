@@ -121,7 +121,8 @@ def prove(files: Sequence[SourceFile], read: Iterable[Ranges], root: Path | None
     Args:
         files: of the source.
         read: what each node has read.
-        root: folder of the source, to read the padding that no rank needs; None leaves such ranges open.
+        root: folder of the source, to read what no rank needs: padding, and all of a file that the commit alone proves;
+            None leaves such ranges open.
 
     Raises:
         CorruptSourceError: with every range that differs.
@@ -139,14 +140,11 @@ def prove(files: Sequence[SourceFile], read: Iterable[Ranges], root: Path | None
                 inside = _inside(sorted(found), stated)
                 if not inside:
                     continue
-                if source is not None:
-                    inside = sorted([*inside, *_padding(source, number, inside, stated)])
-                chain = _chain(inside, stated)
-                if chain is None:
+                actual = _crc32(source, number, inside, stated, is_file=_is_file(files[number], stated))
+                if actual is None:
                     left += 1
                     continue
                 proved += 1
-                actual = crc.assemble(chain, start=stated.start, num_bytes=stated.num_bytes)
                 if actual != stated.crc32:
                     problems.append(differs(files[number], stated, actual))
     finally:
@@ -165,16 +163,36 @@ def _inside(pieces: Sequence[Piece], stated: Checksum) -> list[Piece]:
     return [piece for piece in pieces[first:last] if piece.start + piece.num_bytes <= end]
 
 
-def _padding(source: Source, file: int, pieces: Sequence[Piece], stated: Checksum) -> list[Piece]:
-    """Read what sorted pieces leave out of the stated range; nothing where that is much."""
+def _is_file(file: SourceFile, stated: Checksum) -> bool:
+    """True for a checksum of a whole file: that of the commit, the only one there is, see `reshard.virtual`."""
+    return stated.start == 0 and stated.num_bytes == file.num_bytes
+
+
+def _crc32(source: Source | None, file: int, pieces: Sequence[Piece], stated: Checksum, *, is_file: bool) -> int | None:
+    """CRC-32 of a stated range of which sorted pieces are known, or None where too much of it is not.
+
+    A whole file is read to its end, however much that is: nothing else proves what was read of it.
+    """
+    if source is not None:
+        pieces = sorted([*pieces, *_padding(source, file, pieces, stated, is_limited=not is_file)])
+    chain = _chain(pieces, stated)
+    if chain is not None:
+        return crc.assemble(chain, start=stated.start, num_bytes=stated.num_bytes)
+    if source is None or not is_file:
+        return None
+    return source.complete(file, pieces, stated.start, stated.num_bytes)[0]  # pieces overlap
+
+
+def _padding(source: Source, file: int, pieces: Sequence[Piece], stated: Checksum, *, is_limited: bool) -> list[Piece]:
+    """Read what sorted pieces leave out of the stated range; with a limit nothing where that is much."""
     gaps, position = [], stated.start
     for piece in (*pieces, Piece(stated.start + stated.num_bytes, 0, 0)):
         if piece.start > position:
             gaps.append((position, piece.start - position))
         position = max(position, piece.start + piece.num_bytes)
-    if sum(length for _, length in gaps) > _LARGEST_PADDING_BYTES:
+    if is_limited and sum(length for _, length in gaps) > _LARGEST_PADDING_BYTES:
         return []
-    return [source.read_into(file, start, np.empty(length, dtype=np.uint8)) for start, length in gaps]
+    return [source.checksum(file, start, length) for start, length in gaps]
 
 
 def _chain(pieces: Sequence[Piece], stated: Checksum) -> list[Piece] | None:

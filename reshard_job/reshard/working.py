@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from reshard.errors import CorruptSourceError, TargetTakenError, VerificationError
+from reshard.errors import CorruptSourceError, SourceChangedError, TargetTakenError, VerificationError
 from reshard.execute import Mover
 from reshard.journal import Journal
 from reshard.limits import format_bytes
@@ -147,7 +147,8 @@ def kept(folder: Path, plan: Plan, sharing: Sharing) -> Iterator[None]:
         yield
     except BaseException as error:
         removed = isinstance(error, TargetTakenError) or (
-            sharing is Sharing.RESUMABLE and isinstance(error, VerificationError | CorruptSourceError)
+            sharing is Sharing.RESUMABLE
+            and isinstance(error, VerificationError | CorruptSourceError | SourceChangedError)
         )
         if sharing is not Sharing.ALONE and not removed:
             with contextlib.suppress(OSError):

@@ -17,11 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from reshard import crc
+from reshard.commit import sync_folders
 from reshard.crc import Piece
-from reshard.errors import StorageFullError, TargetError
+from reshard.errors import StorageFullError, TargetError, VerificationError
 from reshard.files import Bytes, c_function
 from reshard.handles import Handles
 from reshard.layout import TargetFile
+from reshard.shards import Ranges
 
 _BLOCK_BYTES = 4 << 20
 _WRITE_BYTES = 1 << 20
@@ -37,9 +39,17 @@ _SYNC_THREADS = 16
 class Target:
     """Files of a target checkpoint in a folder that no reader sees yet. Several processes may fill the same folder."""
 
-    def __init__(self, folder: Path, files: Sequence[TargetFile]) -> None:
+    def __init__(self, folder: Path, files: Sequence[TargetFile], zeros: Ranges | None = None) -> None:
+        """Nothing is opened or made yet.
+
+        Args:
+            folder: of the target.
+            files: all of them.
+            zeros: bytes that stay zero on purpose; None where that is not known.
+        """
         self._folder = folder
         self._files = files
+        self._zeros = None if zeros is None else _Zeros(zeros)
         self._descriptors = Handles(self._open, os.close)
         self.created: set[int] = set()
         """Files that were not there in their final size."""
@@ -89,14 +99,11 @@ class Target:
         """Send what was written to stable storage; the name of a new file may not be there yet."""
         self._stable(file, os.fdatasync)
 
-    def finish(
-        self, written: Mapping[int, Sequence[Piece]], *, sync: bool = True, fresh: bool = True
-    ) -> tuple[list[int], int]:
-        """Write everything that is not tensor data, and sync.
+    def finish(self, written: Mapping[int, Sequence[Piece]], *, fresh: bool = True) -> tuple[list[int], int]:
+        """Write everything that is not tensor data.
 
         Args:
             written: ranges with tensor data.
-            sync: wait for stable storage.
             fresh: the files were made by this run, so that what nobody wrote is zero; else zeros are written.
 
         Returns:
@@ -105,8 +112,10 @@ class Target:
         Raises:
             StorageFullError: no space left.
             TargetError: any other failure.
+            VerificationError: a byte was neither written once nor stays zero on purpose.
         """
         sums: list[int] = []
+        problems: list[str] = []
         count = 0
         for number, file in enumerate(self._files):
             pieces = sorted(set(written.get(number, ())))
@@ -120,13 +129,41 @@ class Target:
                 pieces.append(self.write(number, position, np.frombuffer(content, dtype=np.uint8)))
                 count += len(content)
             sums.append(crc.assemble(pieces, start=0, num_bytes=file.num_bytes))
+            problems += self._unaccounted(number, pieces)
             for position, length in () if fresh else crc.gaps(sorted(pieces), 0, file.num_bytes) or ():
                 self.write(number, position, np.zeros(length, dtype=np.uint8))
-        if sync:
-            with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-                for _ in pool.map(self._stable, range(len(self._files)), itertools.repeat(os.fsync)):
-                    pass
+        if problems:
+            raise VerificationError(
+                f"{len(problems)} files are not accounted for byte by byte: nothing was published",
+                problems=problems[:20],
+            )
         return sums, count
+
+    def sync(self) -> None:
+        """Have all files and the names of all folders on stable storage.
+
+        Raises:
+            StorageFullError, TargetError: the storage refuses.
+        """
+        with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+            for _ in pool.map(self._stable, range(len(self._files)), itertools.repeat(os.fsync)):
+                pass
+        with target_errors(self._folder, 0):
+            sync_folders(self._folder)
+
+    def _unaccounted(self, number: int, written: Sequence[Piece]) -> list[str]:
+        """What is wrong with a file of which these ranges were written: bytes left out, or written twice."""
+        if self._zeros is None:
+            return []
+        file = self._files[number]
+        every = sorted([*written, *self._zeros.of(number)])
+        gaps = crc.gaps(every, 0, file.num_bytes)
+        if gaps is None:
+            return [f"{file.path}: bytes were written twice, or should have stayed zero"]
+        return [
+            f"{file.path}: bytes {start}:{start + length} are neither of a tensor, nor constant, nor padding"
+            for start, length in gaps[:1]
+        ]
 
     def _stable(self, file: int, call: Callable[[int], None]) -> None:
         with self._descriptors.borrow(file) as descriptor, self._errors(file, self._files[file].num_bytes):
@@ -152,6 +189,27 @@ class Target:
                 os.close(descriptor)
                 raise
         return descriptor
+
+
+class _Zeros:
+    """Bytes that stay zero, by file: those of few files at hand, and those of thousands of files as they are."""
+
+    def __init__(self, zeros: Ranges) -> None:
+        wide = zeros.last - zeros.first > 1
+        order = np.argsort(zeros.first[~wide], kind="stable")
+        self._single = Ranges(*(column[~wide][order] for column in zeros))
+        self._wide = Ranges(*(column[wide] for column in zeros))
+
+    def of(self, file: int) -> list[Piece]:
+        """Ranges of a file."""
+        low, high = np.searchsorted(self._single.first, (file, file + 1))
+        wide = np.flatnonzero((self._wide.first <= file) & (file < self._wide.last))
+        parts = ((self._single, slice(low, high)), (self._wide, wide))
+        return [
+            Piece(start, stop - start, 0)
+            for ranges, rows in parts
+            for start, stop in zip(ranges.start[rows].tolist(), ranges.stop[rows].tolist(), strict=True)
+        ]
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:

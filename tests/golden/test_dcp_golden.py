@@ -13,7 +13,7 @@ from reshard.formats.dcp.metadata import read_metadata
 from reshard.layout import TensorKey
 from reshard.topology import Topology
 from reshard.verify import digests
-from tests.golden.dcp_files import NAMES, ROOT, check_archives, convert, golden, items
+from tests.golden.dcp_files import NAMES, ROOT, check_archives, convert, golden, items, meaning
 from tests.golden.files import assemble
 from tests.golden.files import golden as deepspeed
 
@@ -81,7 +81,7 @@ def test_another_number_of_ranks_keeps_every_element_and_every_object(name, worl
     assert again.topology.world_size == min(world, 6)  # six rows at most: more ranks have nothing
     old, new = items(golden(name)), items(tmp_path / "out")
     carried = [key for key in old if key[0] in {entry.key for entry in index.extra.carried}]
-    assert all(old[key] == new[key] for key in carried)
+    assert all(meaning(old[key]) == meaning(new[key]) for key in carried)
     assert check_archives(tmp_path / "out") == len(new)
     assert layout.notes == ()
 

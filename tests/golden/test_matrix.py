@@ -115,7 +115,9 @@ def test_padding_rows_that_are_not_zero_are_not_accepted(tmp_path, monkeypatch):
     )
     name = "exp_avg/tied_modules.embed.weight#padding"
     real = matrix.digests
-    monkeypatch.setattr("reshard.api.digests", lambda index, **options: {**real(index, **options), name: "1" * 16})
+    monkeypatch.setattr(
+        "reshard.read_back.digests", lambda index, **options: {**real(index, **options), name: "1" * 16}
+    )
     with pytest.raises(VerificationError, match=f"{name}: only in the second"):
         convert(wanted, reread=True, sync=False)
     assert not wanted.target.exists()

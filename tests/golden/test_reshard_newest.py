@@ -97,3 +97,25 @@ def test_a_file_that_names_no_checkpoint_is_refused_and_no_other_is_taken(
     assert "there is no checkpoint of that name" in report["message"]
     assert f"for instance {training / 'global_step10'}" in report["message"]
     assert not (tmp_path / "out").exists()
+
+
+def test_the_file_that_names_the_newest_may_be_a_link_to_a_file_beside_it(training: Path) -> None:
+    (training / "latest").rename(training / "best")
+    (training / "latest").symlink_to("best")
+    assert newest(training) == training / "global_step2"
+
+
+@pytest.mark.parametrize("to", ["../secret", "hop"])
+def test_such_a_link_out_of_the_folder_is_refused_by_name_and_a_hint_does_without_it(
+    training: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    (training.parent / "secret").write_text("the password")
+    (training / "hop").symlink_to("../secret")
+    (training / "latest").unlink()
+    (training / "latest").symlink_to(to)
+    report = run(capsys, training, training.parent / "out", code=ExitCode.SOURCE_INVALID)
+    assert report["error"]["path"] == str(training / "latest")
+    assert "is a link that leads out of its folder" in report["error"]["message"]
+    assert "copy what it links to" in report["error"]["hint"] and "password" not in str(report)
+    assert main(["inspect", str(training)]) == ExitCode.SOURCE_INVALID
+    assert f"for instance {training / 'global_step10'}" in capsys.readouterr().err

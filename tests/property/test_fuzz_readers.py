@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from reshard.errors import CorruptSourceError, ReshardError
+from tests import randomness
 from tests.fuzz import guard, mutate
 from tests.fuzz.families import ALL as TARGETS
 from tests.fuzz.families import FAMILIES
@@ -27,23 +26,15 @@ HERE = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_mutation_ends_in_the_same_result_or_in_an_error_of_ours(name, tmp_path_factory):
-    folder, seen, number = tmp_path_factory.mktemp("fuzz"), set(), 0
-
-    @settings(
-        max_examples=EXAMPLES.get(name, 150),
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-    )
-    @given(st.randoms(use_true_random=False))
-    def check(chance: random.Random) -> None:
-        nonlocal number
-        number += 1
-        case = folder / str(number)
+    folder, seen = tmp_path_factory.mktemp("fuzz"), set()
+    for seed in randomness.seeds(EXAMPLES.get(name, 150)):
+        case = folder / str(seed)
         case.mkdir()
-        seen.add(TARGETS[name](chance, case))
-
-    check()
+        try:
+            seen.add(TARGETS[name](random.Random(f"{name} {seed}"), case))
+        except BaseException as error:
+            error.add_note(f"repeat with: python -m tests.fuzz --target {name} --seed {seed} --cases 1")
+            raise
     assert len(seen) > 1, f"all cases ended as {seen}: the mutations do not reach anything"
 
 

@@ -106,7 +106,9 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(
     found=st.lists(cases(), min_size=1, max_size=3),
     layers=st.integers(1, 2),

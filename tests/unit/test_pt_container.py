@@ -26,6 +26,7 @@ from reshard.formats.pt.objects import (
     new_tensor,
 )
 from reshard.formats.pt.reader import read
+from reshard.formats.pt.trust import trusting
 from reshard.formats.pt.writer import lay_out_pt
 
 
@@ -192,16 +193,19 @@ def test_pickle_that_runs_a_command_is_refused_and_runs_nothing(tmp_path, how, p
     assert not trap.exists()
 
 
-def test_unknown_class_is_kept_as_a_recipe_and_not_imported(tmp_path):
+def test_trusted_class_is_kept_as_a_recipe_and_not_imported(tmp_path):
     module = "module_that_must_not_be_imported"
     (tmp_path / f"{module}.py").write_text("raise AssertionError('imported')\n")
     pickled = b"\x80\x02c" + module.encode() + b"\nThing\n)\x81}X\x01\x00\x00\x00aK\x01sb."
-    found = load_pickle(pickled)
-    assert isinstance(found, Inert)
-    assert found.target == Global(module, "Thing")
-    assert found.state == {"a": 1}
+    with pytest.raises(UnsafePickleError, match=rf"names {module}\.Thing"):
+        load_pickle(pickled)
+    with trusting([f"{module}.Thing"]):
+        found = load_pickle(pickled)
+        assert isinstance(found, Inert)
+        assert found.target == Global(module, "Thing")
+        assert found.state == {"a": 1}
+        assert emit(found)[0].startswith(b"\x80\x02c" + module.encode())
     assert module not in sys.modules
-    assert emit(found)[0].startswith(b"\x80\x02c" + module.encode())
 
 
 NESTED_KEY = b"\x80\x02}" + b"K\x01" + b"2\x86" * 60 + b"N" + b"s."

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import UsageError
-from reshard.explain import explain, find, to_dict, to_text
+from reshard.explain import explain, find, to_dict, to_lines
 from reshard.geometry import Box
 from reshard.layout import Index, LogicalTensor, SourceFile, TargetFile, TargetLayout, TensorKey
 from reshard.picture import draw, matrix_shape, rectangles
@@ -84,7 +84,7 @@ def test_the_source_alone_is_told_with_all_its_copies() -> None:
         ("S4", "s3.pt", 1, True),
     ]
     assert (
-        to_text(found, {})
+        "\n".join(to_lines(found, {}))
         == """\
 fp32/layer.weight  [4, 6] float32, 96 B
   source: deepspeed tp=2,pp=1,dp=2,zero=1
@@ -99,7 +99,7 @@ def test_with_a_target_every_box_says_what_it_is_made_of() -> None:
     plan = planned()
     (found,) = explain(plan.index, [0], plan)
     assert (
-        to_text(found, plan.index.aliases)
+        "\n".join(to_lines(found, plan.index.aliases))
         == """\
 fp32/layer.weight  [4, 6] float32, 96 B; also called head.weight
   source: deepspeed tp=2,pp=1,dp=2,zero=1
@@ -117,7 +117,7 @@ fp32/layer.weight  [4, 6] float32, 96 B; also called head.weight
 def test_what_the_target_leaves_out_is_said() -> None:
     plan = planned()
     (found,) = explain(plan.index, [1], plan)
-    assert to_text(found, {}).endswith("target: safetensors tp=1,pp=1,dp=3,zero=1: does not hold this tensor")
+    assert to_lines(found, {})[-1].endswith("target: safetensors tp=1,pp=1,dp=3,zero=1: does not hold this tensor")
     assert to_dict(found)["target"]["tensors"] == []
 
 

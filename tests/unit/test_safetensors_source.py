@@ -115,7 +115,9 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
         assert isinstance(error_of(tmp_path), CorruptSourceError), length
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_whatever_happens_to_its_bytes_a_header_is_understood_or_refused(tmp_path, data):
     path = tmp_path / "model.safetensors"

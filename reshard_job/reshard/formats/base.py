@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from reshard.commit import Commit
-from reshard.errors import CorruptSourceError, ReshardError, UsageError
+from reshard.errors import CorruptSourceError, ReshardError, TopologyError, UsageError
 from reshard.layout import Index, TargetLayout
 from reshard.topology import Topology
 
@@ -33,6 +33,18 @@ class Request:
     weight_dtype: str | None = None
     like: Index | None = None
     file_bytes: int | None = None
+
+
+def stated_topology(path: str, *, tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1, zero: int = 1) -> Topology:
+    """Return the topology that a checkpoint's files state; `path` is where they state it.
+
+    Raises:
+        CorruptSourceError: no such topology is possible, or it has more ranks than are planned.
+    """
+    try:
+        return Topology(tp=tp, pp=pp, dp=dp, cp=cp, zero=zero)
+    except TopologyError as error:
+        raise CorruptSourceError(f"states impossible degrees of parallelism: {error.message}", path=path) from error
 
 
 class Format(Protocol):

@@ -10,9 +10,9 @@ from reshard.errors import UsageError
 from reshard.names.arithmetic import evaluate
 from reshard.names.rules import NameMap, Rule
 from reshard.names.syntax import read_rule, read_template
+from reshard.yaml_file import read_yaml
 
 VERSION = 1
-_MAX_BYTES = 1 << 20
 _TOP = {"version", "description", "constants", "rules", "drop", "tied", "untied"}
 
 
@@ -26,7 +26,7 @@ def load(path: str | Path, constants: Mapping[str, int] | None = None) -> NameMa
     Raises:
         UsageError: with everything that is wrong with it, each by rule.
     """
-    value = _read(Path(path))
+    value = read_yaml(Path(path))
     try:
         return build(value, constants, path=str(path))
     except UsageError as error:
@@ -57,37 +57,6 @@ def build(value: Any, constants: Mapping[str, int] | None = None, *, path: str =
     if problems:
         raise UsageError(f"{len(problems)} problems in the name map", problems=problems[:20])
     return NameMap(rules=tuple(rules), tied=tied, untied=untied, path=path)
-
-
-def _read(path: Path) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise UsageError(
-            "name maps are YAML, which this installation cannot read", path=str(path), hint="pip install PyYAML"
-        ) from error
-
-    class Loader(yaml.SafeLoader):
-        """Plain data only, and no key twice."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for at, key in enumerate(keys):
-                if key in keys[:at]:
-                    raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is there twice", node.start_mark)
-            return dict(super().construct_mapping(node, deep))
-
-    try:
-        text = path.read_bytes()
-        if len(text) > _MAX_BYTES:
-            raise UsageError(f"is larger than {_MAX_BYTES} bytes: no name map", path=str(path))
-        return yaml.load(text, Loader=Loader)
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", path=str(path)) from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"is no YAML: {error}", path=str(path)) from error
 
 
 def _constants(value: Any, replaced: Mapping[str, int], problems: list[str]) -> dict[str, int]:

@@ -11,16 +11,18 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.names.arithmetic import evaluate
+from reshard.names.split import Ends, number, one_of, split, text_without
 
 Bindings = Mapping[str, int | str]
 """What the fields of a template stand for in one name."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_CHOICE = re.compile(r"^\s*([A-Za-z_]\w*)\s*:\s*(.+?)\s*$")
+_CHOICE = re.compile(r"([A-Za-z_]\w*)\s*:\s*(.+)")
 _NUMBER = re.compile(r"^\s*([A-Za-z_]\w*)\s*([+-].*)?$")
+_ENDS: Mapping[str, Ends] = {"int": number, "word": text_without("."), "any": text_without("\n")}
 _PATTERNS = {"int": r"0|[1-9]\d{0,17}", "word": r"[^.]+", "any": r".+"}
 
 
@@ -41,7 +43,17 @@ class Field:
     @property
     def pattern(self) -> str:
         """Regular expression of what it stands for."""
-        return _PATTERNS.get(self.kind) or "|".join(re.escape(word) for word in self.kind.split("|"))
+        return _PATTERNS.get(self.kind) or "|".join(re.escape(word) for word in self.words)
+
+    @property
+    def words(self) -> list[str]:
+        """The words to choose from; empty of the other kinds."""
+        return [] if self.kind in _PATTERNS else self.kind.split("|")
+
+    @property
+    def ends(self) -> Ends:
+        """How it finds its end in a name."""
+        return one_of(self.words) if self.words else _ENDS[self.kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +72,31 @@ class Template:
         return {part.name: part.kind for part in self.parts if isinstance(part, Field)}
 
     @functools.cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile(
-            "".join(f"({part.pattern})" if isinstance(part, Field) else re.escape(part) for part in self.parts)
-        )
+    def _pattern(self) -> re.Pattern[str] | None:
+        """Regular expression of the names; None where it could try many ways to read a name."""
+        if not all(itertools.starmap(_ends_in_one_way, itertools.pairwise((*self.parts, "")))):
+            return None
+        texts = (f"({part.pattern})" if isinstance(part, Field) else re.escape(part) for part in self.parts)
+        return re.compile("".join(texts), re.ASCII)
+
+    @functools.cached_property
+    def _splitting(self) -> tuple[str | Ends, ...]:
+        return tuple(part if isinstance(part, str) else part.ends for part in self.parts)
+
+    def _split(self, name: str) -> Sequence[str] | None:
+        if self._pattern is None:
+            return split(name, self._splitting)
+        found = self._pattern.fullmatch(name)
+        return None if found is None else found.groups()
 
     def match(self, name: str) -> Bindings | None:
         """What the fields stand for in `name`, or None if it is no such name."""
-        found = self._pattern.fullmatch(name)
-        if found is None:
+        texts = self._split(name)
+        if texts is None:
             return None
         bindings: dict[str, int | str] = {}
         fields = (part for part in self.parts if isinstance(part, Field))
-        for field, text in zip(fields, found.groups(), strict=True):
+        for field, text in zip(fields, texts, strict=True):
             value = int(text) - field.offset if field.kind == "int" else text
             if bindings.setdefault(field.name, value) != value:
                 return None
@@ -107,6 +131,18 @@ class Template:
 
     def __str__(self) -> str:
         return "".join(part if isinstance(part, str) else _text(part) for part in self.parts)
+
+
+def _ends_in_one_way(part: str | Field, behind: str | Field) -> bool:
+    """A field's end is known wherever it begins: what is behind it cannot be a part of it, and no word of another."""
+    if isinstance(part, str) or not isinstance(behind, str):
+        return isinstance(part, str)
+    if part.kind == "int":
+        return behind[:1] not in tuple("0123456789")
+    if part.kind == "word":
+        return behind[:1] in ("", ".")
+    words = sorted(part.words)  # of words that begin with one another, neighbours do
+    return part.kind != "any" and not any(word.startswith(before) for before, word in itertools.pairwise(words))
 
 
 def _text(field: Field) -> str:
@@ -144,7 +180,7 @@ def _merged(parts: Iterable[str | Field]) -> Template:
 
 
 def _field(inner: str, text: str, constants: Mapping[str, int]) -> Field | str:
-    if choice := _CHOICE.match(inner):
+    if choice := _CHOICE.fullmatch(inner.strip()):
         words = choice[2].split("|")
         if len(set(words)) < len(words) or not all(words):
             raise ValueError(f"{text!r}: {{{inner}}} has an empty word, or one twice")

@@ -14,7 +14,6 @@ from reshard.files import File, open_file
 from reshard.formats.dcp.alike import Pattern, learn
 from reshard.formats.dcp.archive import Window, read_directory
 from reshard.formats.dcp.metadata import Entry, Place
-from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry as ZipEntry
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import build
@@ -141,12 +140,12 @@ class Items:
         number: int | float = struct.unpack_from(code, data, value.offset * ITEM_BYTES[value.dtype])[0]
         return number
 
-    def raw(self, key: str, place: Place) -> bytes:
-        """All bytes of an item, after a look at its checksums and at the names in its pickle.
+    def whole(self, key: str, place: Place) -> Any:
+        """The object of an item that is to be written again, with the bytes of its tensors.
 
         Raises:
-            UnsupportedError: larger than `MAX_OBJECT_BYTES`.
-            UnsafePickleError: it would run code where the target is loaded.
+            UnsupportedError: larger than `MAX_OBJECT_BYTES`, or with tensors that are not read.
+            UnsafePickleError: it names what is not accepted.
             CorruptSourceError: damaged.
         """
         if place.length > MAX_OBJECT_BYTES:
@@ -154,13 +153,13 @@ class Items:
                 f"{place.file}: {key} has {place.length} bytes, objects of up to {MAX_OBJECT_BYTES} are carried along"
             )
         window = self._window(key, place)
-        for entry in read_directory(window).values():
-            content = _checked(window, entry)
-            if entry.name == "data.pkl":
-                machine.load(content, persistent_load=str, rebuild=machine.rebuild_containers, path=window.where)
-        data = window.get(0, place.length)
-        self.num_bytes_read += window.num_bytes_read + len(data)
-        return data
+        entries = read_directory(window)
+        _check_order(window, entries)
+        value, storages = build(_pickle(window, entries), entries, window.where)
+        for name, storage in storages.items():
+            storage.data = _checked(window, entries[f"data/{name}"])
+        self.num_bytes_read += window.num_bytes_read
+        return value
 
     def _value(self, window: Window) -> tuple[Any, Mapping[str, ZipEntry]]:
         """The item's object, and the archive's entries of tensor storages."""

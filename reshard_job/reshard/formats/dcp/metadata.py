@@ -8,11 +8,13 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py (`_StorageInf
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.files import open_file, read_all
 from reshard.formats.dcp.chunks import Piece, Pieces, Place
 from reshard.formats.dcp.joined import join
 from reshard.formats.dcp.listed import (
@@ -89,11 +91,17 @@ def read_metadata(folder: Path, *, in_columns: bool = True) -> tuple[Entry, ...]
     """
     path = folder / METADATA_FILE
     try:
-        num_bytes = path.stat().st_size
-        _check_memory(num_bytes, path)
-        data = path.read_bytes()
+        with open_file(path) as file:
+            num_bytes = file.num_bytes
+            _check_memory(num_bytes, path)
+            data = read_all(file)
     except OSError as error:
-        raise CorruptSourceError(f"cannot be read: {error.strerror}", path=str(path)) from error
+        link = error.errno == errno.ELOOP
+        raise CorruptSourceError(
+            "is a symbolic link" if link else f"cannot be read: {error.strerror or error}",
+            path=str(path),
+            hint="copy what it links to into the folder: cp -rL" if link else "",
+        ) from error
     has_runs = False
     if in_columns:
         root, has_runs = columns.load_columns(

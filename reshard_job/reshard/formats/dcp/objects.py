@@ -24,12 +24,12 @@ _ABSENT = object()
 
 
 def carried(files: RankFiles, folder: Path, chosen: Iterable[Entry]) -> list[Entry]:
-    """Copies of entries, byte for byte."""
+    """Copies of entries, written anew: nothing but what was read and accepted gets into the target."""
     entries = []
     with Items(folder) as items:
         for entry in sorted(chosen, key=lambda entry: entry.chunks[0][1]):
             box, place = entry.chunks[0]
-            moved = files.add_raw(0, items.raw(entry.key, place))
+            moved = files.add_copy(0, items.whole(entry.key, place))
             entries.append(dataclasses.replace(entry, chunks=((box, moved),)))
     return entries
 

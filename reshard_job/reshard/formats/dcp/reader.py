@@ -11,6 +11,7 @@ import numpy as np
 
 from reshard.commit import Commit
 from reshard.errors import UnsupportedError
+from reshard.formats.base import stated_topology
 from reshard.formats.dcp.chunks import in_columns
 from reshard.formats.dcp.groups import find_groups
 from reshard.formats.dcp.items import Items
@@ -23,7 +24,6 @@ from reshard.layout import (
     ParamGroup,
     TensorKey,
 )
-from reshard.topology import Topology
 
 NAME = "dcp"
 _STEP = "step"
@@ -68,7 +68,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         root=folder,
         format=NAME,
         # DCP records no mesh: as many data-parallel ranks as have files, cut like FSDP.
-        topology=Topology(dp=num_ranks(names), zero=3) if commit is None else commit.topology,
+        topology=stated_topology(str(folder), dp=num_ranks(names), zero=3) if commit is None else commit.topology,
         step=_step(scalars) if commit is None else commit.step,
         samples=0 if commit is None else commit.samples,
         tensors=tensors,

@@ -16,6 +16,7 @@ from reshard.formats.pt.archive import Slot
 from reshard.formats.pt.objects import Tensor, new_tensor
 from reshard.formats.pt.writer import lay_out_pt
 from reshard.layout import ChecksumField, TargetFile
+from reshard.shards import Ranges, ranges_of
 
 _STEM = "archive"  # torch.save's prefix where it writes into a stream
 _ALIGNMENT = 64
@@ -55,11 +56,15 @@ class _Alike:
     first: int
     end: int = 0
     fixed: list[Piece] = dataclasses.field(default_factory=list)
+    zeros: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     checksums: list[ChecksumField] = dataclasses.field(default_factory=list)
 
-    def behind(self) -> int:
-        """Where the next item begins."""
-        return self.end + -self.end % _ALIGNMENT
+    def align(self) -> int:
+        """Where the next item begins; zeros lead there."""
+        start = self.end + -self.end % _ALIGNMENT
+        if start > self.end:
+            self.zeros.append((self.end, start))
+        return start
 
 
 class RankFiles:
@@ -74,7 +79,7 @@ class RankFiles:
     def add_raw(self, rank: int, data: bytes) -> Place:
         """An item whose bytes are known."""
         file = self._alike[self._cut(rank, rank + 1).start]
-        start = file.behind()
+        start = file.align()
         file.fixed.append((start, data))
         file.end = start + len(data)
         return Place(file_name(rank), start, len(data))
@@ -83,12 +88,12 @@ class RankFiles:
         """An item for plain data, or for a tensor whose bytes are known."""
         alike = (type(value).__name__, repr(value))  # the same settings come for every parameter
         if alike not in self._contents or isinstance(value, Tensor):
-            layout = lay_out_pt(_STEM, value)
-            content = bytearray(layout.num_bytes)
-            for offset, data in layout.fixed:
-                content[offset : offset + len(data)] = data
-            self._contents[alike] = bytes(content)
+            self._contents[alike] = _content(value)
         return self.add_raw(rank, self._contents[alike])
+
+    def add_copy(self, rank: int, value: Any) -> Place:
+        """An item for whatever object a reader makes, its tensors' bytes known; every pickle of the target is ours."""
+        return self.add_raw(rank, _content(value))
 
     def add_chunk(self, rank: int, dtype: str, shape: tuple[int, ...]) -> tuple[Place, int]:
         """An item for a chunk; also the position of its first element in the file."""
@@ -101,7 +106,7 @@ class RankFiles:
         slot, found = layout.slot, []
         for at in self._cut(first, last):
             file = self._alike[at]
-            start = file.behind()
+            start = file.align()
             file.fixed += [(start + offset, data) for offset, data in layout.fixed]
             if slot.num_bytes:
                 positions = tuple(start + position for position in slot.crc_positions)
@@ -133,6 +138,12 @@ class RankFiles:
             ]
         return tuple(files)
 
+    def zeros(self) -> Ranges:
+        """Bytes between items, in the files that `build` makes."""
+        return ranges_of(
+            [(file.first, self._last(at), *pair) for at, file in enumerate(self._alike) for pair in file.zeros]
+        )
+
     def _last(self, at: int) -> int:
         """Rank behind the last of those that are alike."""
         return self._alike[at + 1].first if at + 1 < len(self._alike) else self._world_size
@@ -148,9 +159,19 @@ class RankFiles:
         found = self._alike[at]
         if found.first == rank:
             return at
-        copied = dataclasses.replace(found, first=rank, fixed=found.fixed[:], checksums=found.checksums[:])
+        copied = dataclasses.replace(
+            found, first=rank, fixed=found.fixed[:], zeros=found.zeros[:], checksums=found.checksums[:]
+        )
         self._alike.insert(at + 1, copied)
         return at + 1
+
+
+def _content(value: Any) -> bytes:
+    layout = lay_out_pt(_STEM, value)
+    content = bytearray(layout.num_bytes)
+    for offset, data in layout.fixed:
+        content[offset : offset + len(data)] = data
+    return bytes(content)
 
 
 def file_name(rank: int) -> str:

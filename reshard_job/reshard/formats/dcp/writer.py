@@ -41,6 +41,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         topology=request.topology,
         files=(*files.build(), metadata_file(entries)),
         shards=table.build(),
+        zeros=files.zeros(),
         tensors=tuple(item.tensor for item in wanted),
         origins=tuple(item.origin for item in wanted),
         notes=notes,

@@ -7,6 +7,7 @@ Source: deepspeed/checkpoint/affine.py, `ParamAffineMap.to_dict` (0.19.8).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,10 +17,28 @@ from reshard.formats.deepspeed.rules import Piece, Rule, Shape
 from reshard.geometry import strides_of
 
 _VERSION = 1
-_MAX_PIECES = 1 << 16
+_MAX_PIECES = 1 << 16  # of one piece
+_MAX_UNROLLED = 1 << 22  # of all maps together
 
 
-def check_map(name: str, entry: Any, rule: Rule, whole: Shape, tp: int) -> None:
+@dataclasses.dataclass(slots=True)
+class Unrolled:
+    """How many parts of pieces the maps of one description have been taken apart into."""
+
+    count: int = 0
+
+    def add(self, more: int) -> None:
+        """Count `more` parts.
+
+        Raises:
+            ValueError: they are more than are taken apart.
+        """
+        self.count += more
+        if self.count > _MAX_UNROLLED:
+            raise ValueError(f"its maps have more than {_MAX_UNROLLED} pieces")
+
+
+def check_map(name: str, entry: Any, rule: Rule, whole: Shape, tp: int, *, unrolled: Unrolled | None = None) -> None:
     """Hold a parameter's map against its rule.
 
     Raises:
@@ -29,10 +48,13 @@ def check_map(name: str, entry: Any, rule: Rule, whole: Shape, tp: int) -> None:
     try:
         ranks = {int(rank): value for rank, value in entry["ranks"].items()}
         logical = tuple(entry["logical_shape"])
+        unrolled = unrolled or Unrolled()
         scaled = sorted({piece.get("scale", 1.0) for value in ranks.values() for piece in value["pieces"]} - {1.0})
         found = {
             rank: sorted(
-                piece for found in value["pieces"] for piece in _boxes(found, tuple(value["shard_shape"]), logical)
+                piece
+                for found in value["pieces"]
+                for piece in _boxes(found, tuple(value["shard_shape"]), logical, unrolled)
             )
             for rank, value in ranks.items()
         }
@@ -62,20 +84,21 @@ def maps_of(info: Mapping[str, Any]) -> Mapping[str, Any]:
         UnsupportedError: a later version of maps.
     """
     found = info.get("affine_map") or {}
-    version = found.get("version", _VERSION)
-    if version > _VERSION:
+    version = found.get("version", _VERSION) if isinstance(found, Mapping) else None
+    if not isinstance(version, int | float) or version > _VERSION:
         raise UnsupportedError(f"affine maps of version {version}: this version of reshard knows {_VERSION}")
     params = found.get("params") or {}
     return params if isinstance(params, Mapping) else {}
 
 
-def _boxes(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> Iterator[Piece]:
+def _boxes(piece: Mapping[str, Any], shard: Shape, whole: Shape, unrolled: Unrolled) -> Iterator[Piece]:
     """Boxes of a piece; leading dims of the piece that no dim of the tensor is are unrolled."""
     shape = tuple(piece["shape"])
     todo = [(shape, piece["source"][0], tuple(piece["source"][1]), piece["dest"][0], tuple(piece["dest"][1]))]
     done = 0
     while todo:
         size, source, source_strides, dest, dest_strides = todo.pop()
+        unrolled.add(1)
         if 0 in size:
             continue
         inside = _box(size, source, source_strides, whole)

@@ -81,6 +81,14 @@ class FlatGroup:
         """Elements of padding at the end of a rank's partition."""
         return min(self.partition, max(0, (rank + 1) * self.partition - self.used))
 
+    def gaps(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(position in a rank's partition, elements) of what is padding: behind parameters, and at the buffer's end."""
+        low, high = rank * self.partition, (rank + 1) * self.partition
+        ends = [start + count for start, count in zip(self.offsets, self.num_elements, strict=True)]
+        padded = [*zip(ends, self.param_paddings, strict=True), (self.used, self.partition * self.dp - self.used)]
+        cut = [(max(start, low), min(start + count, high)) for start, count in padded]
+        return tuple((start - low, stop - start) for start, stop in cut if start < stop)
+
     def spans(self, rank: int) -> tuple[Span, ...]:
         """What lies in a rank's partition, in order."""
         low, high = rank * self.partition, (rank + 1) * self.partition

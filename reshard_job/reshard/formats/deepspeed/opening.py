@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.base import stated_topology
 from reshard.formats.deepspeed import autoep, names, older_experts, pipeline
 from reshard.formats.deepspeed.experts import Experts, find_experts, is_native
 from reshard.formats.deepspeed.pipeline import PipelineInfo
@@ -18,6 +20,7 @@ from reshard.formats.pt.reader import PtFile, read
 from reshard.formats.pt.twins import Twins
 from reshard.topology import Topology
 
+_MOST_MISSING = 20
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
 
@@ -192,7 +195,7 @@ def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) 
         raise CorruptSourceError(f"its degrees of parallelism {degrees} do not fit each other", path=first.path)
     prefixes = [parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"]
     if not prefixes:
-        return _topology_without_zero(first, Topology(tp=tp, pp=pp, dp=dp, cp=cp), found)
+        return _topology_without_zero(first, stated_topology(first.path, tp=tp, pp=pp, dp=dp, cp=cp), found)
     path = folder / names.optimizer_file(prefixes[0], 0, 0)
     if not path.exists():
         raise CorruptSourceError(f"misses {path.name}", path=str(folder))
@@ -201,7 +204,7 @@ def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) 
     stage = zero_stage(inner) if isinstance(inner, Mapping) else -1
     if stage not in (1, 2, 3):
         raise UnsupportedError(f"ZeRO stage {stage}: expected 1, 2 or 3", path=str(path))
-    return Topology(tp=tp, pp=pp, dp=dp, cp=cp, zero=stage)
+    return stated_topology(first.path, tp=tp, pp=pp, dp=dp, cp=cp, zero=stage)
 
 
 def parallel_dimensions(topology: Topology) -> dict[str, int]:
@@ -234,19 +237,13 @@ def _lost_by_deepspeed(model: Mapping[str, Any]) -> bool:
 
 def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.FileName], prefix: str) -> None:
     """Every rank has its files, and there is no file of a rank that does not exist."""
-    num_mp = topology.tp * topology.pp
-    model_ranks = [None] if topology.zero < 3 else list(range(topology.dp))
-    expected = {names.model_file(mp, dp=dp) for mp in range(num_mp) for dp in model_ranks}
-    if topology.zero:
-        expected |= {names.optimizer_file(prefix, dp, mp) for mp in range(num_mp) for dp in range(topology.dp)}
-    layers = {parsed.layer for parsed in found.values() if parsed.kind == "layer"}
-    axis = any(parsed.model_axis for parsed in found.values())
-    expected |= {names.layer_file(layer, tp, model_axis=axis) for layer in layers for tp in range(topology.tp)}
-    experts = [(parsed.layer, parsed.expert) for parsed in found.values() if parsed.kind == "expert"]
-    counts = {layer: 1 + max(expert for at, expert in experts if at == layer) for layer, _ in experts}
-    expected |= {names.expert_file(layer, expert) for layer, count in counts.items() for expert in range(count)}
-    problems = [f"{name} is missing" for name in sorted(expected - found.keys())]
-    problems += [f"{name} belongs to no rank of this layout" for name in sorted(found.keys() - expected)]
+    most = len(found) + _MOST_MISSING  # numbers in names and files may promise any number of files
+    expected = set(itertools.islice(_expected_names(topology, found, prefix), most + 1))
+    problems = [f"{name} is missing" for name in sorted(expected - found.keys())[:_MOST_MISSING]]
+    if len(expected) <= most:
+        problems += [f"{name} belongs to no rank of this layout" for name in sorted(found.keys() - expected)]
+    else:
+        problems += [f"{len(found)} files are there, more than {most} are expected"]
     if problems:
         raise CorruptSourceError(
             f"its files do not fit {topology}",
@@ -255,6 +252,27 @@ def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.Fil
             hint="a rank did not save, two saves are mixed in one folder, or each node saved its own ranks"
             " (use_node_local_storage): copy the files of all nodes into one folder",
         )
+
+
+def _expected_names(topology: Topology, found: Mapping[str, names.FileName], prefix: str) -> Iterator[str]:
+    """Yield the name of every file of the layout."""
+    num_mp = topology.tp * topology.pp
+    for mp in range(num_mp):
+        for dp in [None] if topology.zero < 3 else range(topology.dp):
+            yield names.model_file(mp, dp=dp)
+        for dp in range(topology.dp) if topology.zero else ():
+            yield names.optimizer_file(prefix, dp, mp)
+    axis = any(parsed.model_axis for parsed in found.values())
+    for layer in {parsed.layer for parsed in found.values() if parsed.kind == "layer"}:
+        for tp in range(topology.tp):
+            yield names.layer_file(layer, tp, model_axis=axis)
+    counts: dict[int, int] = {}
+    for parsed in found.values():
+        if parsed.kind == "expert":
+            counts[parsed.layer] = max(counts.get(parsed.layer, 0), parsed.expert + 1)
+    for layer, count in counts.items():
+        for expert in range(count):
+            yield names.expert_file(layer, expert)
 
 
 def _divides(count: object, dp: int) -> bool:

@@ -87,6 +87,7 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buf
     file = target.add_file(names.optimizer_file(target.prefix, dp, pp * target.topology.tp + tp), value)
     for at, (buffer, spans) in enumerate(zip(buffers, spans_of, strict=True)):
         tensors, momentum = muon.split(partitions[at], whole=whole[at])
+        file.add_gaps(tensors.values(), layouts[at].gaps(own_partitions[at]))
         if momentum:
             _add_momentum(target, file, buffer, layouts[at], momentum, pp=pp, tp=tp, own=own_partitions[at])
         for span in spans:

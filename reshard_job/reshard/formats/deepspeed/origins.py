@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.rows import Rows
+from reshard.formats.deepspeed.slots import Chunks, Run
 from reshard.layout import PADDING, Index, LogicalTensor, TensorKey
+from reshard.shards import ShardRow
 
 _OTHER = {"weight": "fp32", "fp32": "weight"}
 """Weights and master weights are rounded forms of one another: either can be made of the other."""
@@ -21,11 +23,13 @@ class TargetRows(Rows):
 
     Attributes:
         origins: position in the source's tensors of each of `tensors`.
+        zeros: bytes that stay zero on purpose: (first file, file behind the last, first byte, byte behind the last).
     """
 
     def __init__(self, index: Index, aliases: Mapping[str, str]) -> None:
         super().__init__()
         self.origins: list[int] = []
+        self.zeros: list[tuple[int, int, int, int]] = []
         self._index = index
         self._known = {tensor.key: at for at, tensor in enumerate(index.tensors)}
         self._twins: dict[str, set[str]] = defaultdict(set)
@@ -35,6 +39,23 @@ class TargetRows(Rows):
         self._left_out: set[TensorKey] = set()
         self._problems: dict[str, None] = {}
         self._missing: list[str] = []
+
+    def add_zeros(self, file: int, start: int, num_bytes: int, *, num_files: int = 1) -> None:
+        """Bytes at the same place of consecutive files are padding."""
+        if num_bytes and num_files > 0:
+            self.zeros.append((file, file + num_files, start, start + num_bytes))
+
+    def _leave_out(self, row: ShardRow, item_bytes: int) -> None:
+        positions, num_bytes = row.runs(row.box, item_bytes)
+        for position in positions:
+            self.add_zeros(row.file, position, num_bytes)
+
+    def _leave_out_chunks(self, chunks: Sequence[tuple[Run, Chunks]], item_bytes: int) -> None:
+        for run, chunk in chunks:
+            count, rest = divmod(chunk.stop - chunk.start, chunk.size)
+            start = run.byte_offset + chunk.skipped * item_bytes
+            self.add_zeros(chunk.file, start, chunk.size * item_bytes, num_files=count)
+            self.add_zeros(chunk.file + count, start, rest * item_bytes)
 
     def source_type(self, state: str, name: str) -> str | None:
         """Type of a tensor in the source, or None if the source does not hold it."""

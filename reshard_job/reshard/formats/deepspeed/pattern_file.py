@@ -6,13 +6,14 @@ The words are those of Universal Checkpointing (Lian et al., USENIX ATC 2025, se
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import UsageError
 from reshard.formats.deepspeed import patterns
+from reshard.formats.deepspeed.regex import PatternError, PatternSet
+from reshard.yaml_file import read_yaml
 
 VERSION = 1
 _KEYS = {"pattern", "kind", "dim", "parts", "view", "vocabulary"}
@@ -25,14 +26,7 @@ def load(path: str | Path) -> Mapping[str, Any]:
     Raises:
         UsageError: with everything that is wrong with the file.
     """
-    import yaml
-
-    try:
-        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"cannot be read: {error}", path=str(path)) from error
+    value = read_yaml(Path(path))
     try:
         return build(value)
     except UsageError as error:
@@ -74,9 +68,9 @@ def _rule(info: dict[str, Any], rule: Any) -> list[str]:
         return [f"expected a mapping with pattern and kind, found {rule!r:.80}"]
     problems = [f"unknown key {key}" for key in sorted(rule.keys() - _KEYS, key=str)]
     try:
-        re.compile(rule["pattern"])
-    except re.error as error:
-        problems.append(f"pattern {rule['pattern']!r}: {error}")
+        PatternSet([rule["pattern"]])
+    except PatternError as error:
+        problems.append(str(error))
     add = _KINDS.get(rule.get("kind", ""))
     if add is None:
         return [*problems, f"kind {rule.get('kind')!r}: expected one of {', '.join(_KINDS)}"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.deepspeed.affine import check_map, maps_of
+from reshard.formats.deepspeed.affine import Unrolled, check_map, maps_of
+from reshard.formats.deepspeed.regex import PatternError, PatternSet
 from reshard.formats.deepspeed.rules import WHOLE, Rule, Shape
 
 _VOCABULARY = "vocabulary_parameter_patterns"
@@ -25,6 +25,7 @@ _TWO_SUB = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
 _WIDTHS = "sub_param_shard_widths"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+_MAPS = "affine_map"
 COLUMN = "parameter_with_column_parallelism_patterns"
 """Ours: names what is cut along dim 0, in a description in which nothing is left to a default."""
 
@@ -40,6 +41,10 @@ class Patterns:
 
     info: Mapping[str, Any]
     declared: bool
+    _unrolled: Unrolled = dataclasses.field(default_factory=Unrolled, init=False, repr=False, compare=False)
+    _sets: dict[str, tuple[PatternSet, Sequence[int]]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def vocabulary_rows(self) -> tuple[int, int] | None:
@@ -64,6 +69,11 @@ class Patterns:
             return None
         if self.vocabulary_multiple is None:
             return rows[1]
+        if self.vocabulary_multiple > rows[1]:
+            raise CorruptSourceError(
+                f"universal_checkpoint_info: a vocabulary of {rows[1]} padded rows is no multiple of"
+                f" {self.vocabulary_multiple}"
+            )
         unit = self.vocabulary_multiple * tp
         return math.ceil(rows[0] / unit) * unit
 
@@ -81,9 +91,47 @@ class Patterns:
     def names(self, name: str) -> bool:
         """Some pattern says how a tensor is cut; otherwise that is DeepSpeed's default for parameters, dim 0."""
         listed = (_REPLICATED, _AVERAGED, COLUMN, _ROW, _TWO_SUB, _VOCABULARY)
-        return any(_matches(pattern, name) for key in listed for pattern in self.info.get(key) or ()) or any(
-            _sub_matches(entry, name) for entry in self.info.get(_SUB) or ()
-        )
+        return any(self._find(key, name) for key in (*listed, _SUB))
+
+    def is_vocabulary(self, name: str) -> bool:
+        """A pattern calls it a vocabulary's."""
+        return bool(self._find(_VOCABULARY, name))
+
+    def _find(self, key: str, name: str) -> list[int]:
+        """Positions of the entries of a list or a mapping of the description that match a name.
+
+        Raises:
+            UnsupportedError: a pattern is refused, or there is something else than patterns.
+        """
+        if key not in self._sets:
+            self._sets[key] = self._read(key)
+        patterns, entries = self._sets[key]
+        try:
+            return sorted({entries[at] for at in patterns.find(name)})
+        except PatternError as error:
+            raise UnsupportedError(f"universal_checkpoint_info: {error}") from error
+
+    def _values(self, key: str, name: str) -> Iterator[Any]:
+        """What a mapping of the description says of the patterns that match a name."""
+        numbers = self._find(key, name)
+        if numbers:
+            values = list((maps_of(self.info) if key == _MAPS else self.info[key]).values())
+            yield from (values[at] for at in numbers)
+
+    def _read(self, key: str) -> tuple[PatternSet, Sequence[int]]:
+        """The patterns of a list or a mapping, and which of its entries each is of."""
+        found = maps_of(self.info) if key == _MAPS else self.info.get(key) or ()
+        expected: Any = Mapping if key in (_MAPS, _WIDTHS, _UNSUPPORTED) else list | tuple
+        if found and not isinstance(found, expected):
+            raise UnsupportedError(f"{key} of universal_checkpoint_info is {found!r:.80}: expected patterns")
+        entries: Sequence[int] = range(len(found))
+        if key == _SUB:
+            owned = [(at, pattern) for at, entry in enumerate(found) for pattern in _patterns_of(entry)]
+            found, entries = [pattern for _, pattern in owned], [at for at, _ in owned]
+        try:
+            return PatternSet(found), entries
+        except PatternError as error:
+            raise UnsupportedError(f"universal_checkpoint_info: {error}") from error
 
     def rule(self, name: str, num_dims: int) -> Rule:
         """The rule for a parameter.
@@ -91,15 +139,11 @@ class Patterns:
         Raises:
             UnsupportedError: two categories claim it, or a category that cannot be converted exactly.
         """
-        found = [
-            key
-            for key in (_REPLICATED, _AVERAGED, COLUMN, _ROW, _TWO_SUB)
-            if any(_matches(pattern, name) for pattern in self.info.get(key) or ())
-        ]
-        subs = [entry for entry in self.info.get(_SUB) or () if _sub_matches(entry, name)]
+        found = [key for key in (_REPLICATED, _AVERAGED, COLUMN, _ROW, _TWO_SUB) if self._find(key, name)]
+        subs = [self.info[_SUB][at] for at in self._find(_SUB, name)]
         if len(found) + len(subs) > 1:
             raise UnsupportedError(f"{name}: {[*found, *[_SUB] * len(subs)]} of universal_checkpoint_info all claim it")
-        vocabulary = any(_matches(pattern, name) for pattern in self.info.get(_VOCABULARY) or ())
+        vocabulary = self.is_vocabulary(name)
         self._refuse_unsupported(name)
         if subs:
             return self._sub_rule(name, num_dims, subs[0])
@@ -141,15 +185,13 @@ class Patterns:
 
     def _declared_widths(self, name: str) -> tuple[Shape, ...]:
         """What each rank of the source holds of each fused part, `[parts][ranks]`; empty where it is not said."""
-        for pattern, widths in (self.info.get(_WIDTHS) or {}).items():
-            if _matches(pattern, name):
-                return tuple(tuple(int(width) for width in part) for part in widths)
+        for widths in self._values(_WIDTHS, name):
+            return tuple(tuple(int(width) for width in part) for part in widths)
         return ()
 
     def _refuse_unsupported(self, name: str) -> None:
-        for pattern, reason in (self.info.get(_UNSUPPORTED) or {}).items():
-            if _matches(pattern, name):
-                raise UnsupportedError(f"{name}: DeepSpeed's AutoTP says it cannot be converted: {reason}")
+        for reason in self._values(_UNSUPPORTED, name):
+            raise UnsupportedError(f"{name}: DeepSpeed's AutoTP says it cannot be converted: {reason!s:.200}")
 
     def resolve(self, name: str, shards: Sequence[Shape]) -> tuple[Rule, Shape]:
         """The rule of a parameter with shards of these shapes, one for each rank, and its whole shape.
@@ -160,9 +202,8 @@ class Patterns:
         if not self.declared:
             return WHOLE.resolve(name, shards)
         rule, whole = self.rule(name, len(shards[0])).resolve(name, shards)
-        for pattern, entry in maps_of(self.info).items():
-            if _matches(pattern, name):
-                check_map(name, entry, rule, whole, len(shards))
+        for entry in self._values(_MAPS, name):
+            check_map(name, entry, rule, whole, len(shards), unrolled=self._unrolled)
         return rule, whole
 
     def info_at(self, tp: int, source_tp: int) -> Mapping[str, Any]:
@@ -182,21 +223,15 @@ class Patterns:
         return {**info, _WIDTHS: widths}
 
 
-def _sub_matches(entry: Any, name: str) -> bool:
+def _patterns_of(entry: Any) -> Sequence[Any]:
+    """The patterns of an entry about a fused parameter, which has what is asked for below."""
     if not isinstance(entry, Mapping) or not {"patterns", "shape", "partition_dim"} <= entry.keys():
         raise UnsupportedError(
             f"{_SUB} of universal_checkpoint_info has an entry without patterns, shape, partition_dim"
         )
-    return any(_matches(pattern, name) for pattern in entry["patterns"])
-
-
-def _matches(pattern: Any, name: str) -> bool:
-    if not isinstance(pattern, str):
-        raise UnsupportedError(f"universal_checkpoint_info: pattern {pattern!r:.80} is not a string")
-    try:
-        return re.match(pattern, name) is not None
-    except re.error as error:
-        raise UnsupportedError(f"universal_checkpoint_info: pattern {pattern!r:.80}: {error}") from error
+    if not isinstance(entry["patterns"], list | tuple):
+        raise UnsupportedError(f"{_SUB} of universal_checkpoint_info has the patterns {entry['patterns']!r:.80}")
+    return entry["patterns"]
 
 
 def parse(info: Any) -> Patterns:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed.regex import Matcher, PatternError
+
+MOST_LAYERS = 1 << 10
+"""Of a pipeline. DeepSpeed's way to balance stages takes work in proportion to the square of the layers."""
+
+_UNBOUNDED = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +47,8 @@ def parse(value: Any) -> PipelineInfo | None:
         return None
     try:
         tied = value.get("tied")
+        if not 0 <= int(value["num_layers"]) <= MOST_LAYERS:
+            raise ValueError(f"num_layers is {value['num_layers']!r:.40}, expected at most {MOST_LAYERS}")
         return PipelineInfo(
             num_layers=int(value["num_layers"]),
             partition_method=str(value.get("partition_method", "parameters")).lower(),
@@ -85,8 +94,11 @@ def stage_bounds(info: PipelineInfo, num_stages: int, layer_elements: Sequence[i
                 f"partition method {method!r} needs the layers' class names",
                 hint="write them as layer_types into the commit's model.pipeline",
             )
-        wanted = re.compile(method.split(":")[1], re.IGNORECASE)
-        return balanced([int(bool(wanted.search(name))) for name in info.layer_types], num_stages)
+        try:
+            wanted = Matcher(method.split(":")[1], re.IGNORECASE, anywhere=True)
+            return balanced([int(wanted.match(name)) for name in info.layer_types], num_stages)
+        except PatternError as error:
+            raise UnsupportedError(f"partition method: {error}") from error
     raise UnsupportedError(f"partition method {method!r} is not known: expected uniform, parameters or type:<regex>")
 
 
@@ -107,23 +119,23 @@ def balanced(weights: Sequence[int], num_parts: int) -> tuple[int, ...]:
     count = len(weights)
     if count <= num_parts:
         return uniform(count, num_parts)
-    prefix = [0]
-    for weight in weights:
-        prefix.append(prefix[-1] + weight)
-    # With no items in no parts the largest part is 0 and the smallest is unbounded.
-    best: list[list[tuple[float, float, float, int]]] = [
-        [(math.inf, math.inf, math.inf, 0)] * (num_parts + 1) for _ in range(count + 1)
-    ]
-    best[0][0] = (0.0, 0.0, math.inf, 0)
-    for items in range(1, count + 1):
-        for parts in range(1, min(items, num_parts) + 1):
-            for cut in range(items):
-                _, largest, smallest, _ = best[cut][parts - 1]
-                size = prefix[items] - prefix[cut]
-                largest, smallest = max(largest, size), min(smallest, size)
-                if best[items][parts][0] >= largest - smallest:
-                    best[items][parts] = (largest - smallest, largest, smallest, cut)
+    prefix = np.cumsum([0, *weights], dtype=np.int64)
+    size = prefix[:, None] - prefix  # of a last part, [items, items before it]
+    possible = np.tri(count + 1, k=-1, dtype=np.bool_)
+    # With no items in no parts the largest part is 0 and the smallest is unbounded; some items in none are impossible.
+    largest, smallest = np.full(count + 1, _UNBOUNDED), np.full(count + 1, _UNBOUNDED)
+    largest[0] = 0
+    cuts = []
+    for _ in range(num_parts):
+        above, below = np.maximum(largest, size), np.minimum(smallest, size)
+        spread = np.where(possible & (above < _UNBOUNDED), above - below, _UNBOUNDED)
+        cut = count - np.argmin(spread[:, ::-1], axis=1)  # the last of the best
+        rows = np.arange(count + 1)
+        reached = spread[rows, cut] < _UNBOUNDED
+        largest = np.where(reached, above[rows, cut], _UNBOUNDED)
+        smallest = np.where(reached, below[rows, cut], _UNBOUNDED)
+        cuts.append(cut.tolist())
     bounds = [count]
     for parts in range(num_parts, 0, -1):
-        bounds.append(best[bounds[-1]][parts][3])
+        bounds.append(cuts[parts - 1][bounds[-1]])
     return tuple(reversed(bounds))

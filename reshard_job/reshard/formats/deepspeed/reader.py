@@ -27,7 +27,7 @@ from reshard.formats.deepspeed.weights import (
     shared_names,
 )
 from reshard.formats.pt.reader import PtFile
-from reshard.layout import Checksum, Index, SourceFile
+from reshard.layout import Checksum, Index, SourceFile, TensorKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,8 @@ def _index(source: Source, commit: Commit | None, told: Mapping[str, Any] | None
         groups=read_groups(source, model),
         aliases=aliases,
         unread=source.unread,
+        has_rounded_weights=_has_rounded_weights(source),
+        rank_local=_rank_local(source),
         extra=Extra(
             source=source,
             model=model,
@@ -138,6 +140,29 @@ def _index(source: Source, commit: Commit | None, told: Mapping[str, Any] | None
             aliases=aliases,
         ),
     )
+
+
+def _has_rounded_weights(source: Source) -> bool:
+    """DeepSpeed rounds each weight from its master in every step, and when it loads a checkpoint.
+
+    Not with what changes weights behind the optimizer's back, or lets them lag behind their masters.
+    """
+    config = source.models[0, 0].value.get("ds_config")
+    config = config if isinstance(config, Mapping) else {}
+    zero = config.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    offload = zero.get("offload_optimizer")
+    changed = any(config.get(key) for key in ("quantize_training", "compression_training", "hybrid_engine"))
+    lags = bool(zero.get("zenflow")) or (isinstance(offload, Mapping) and bool(offload.get("super_offload")))
+    return source.unread is None and source.topology.zero < 3 and not changed and not lags
+
+
+def _rank_local(source: Source) -> frozenset[TensorKey]:
+    """Buffers of ZeRO-3, of which each data-parallel rank saves its own (running means of a batch norm)."""
+    if source.topology.zero < 3:
+        return frozenset()
+    names = {name for file in source.models.values() for name in file.value.get("buffer_names") or ()}
+    return frozenset(TensorKey("weight", name) for name in names)
 
 
 def _source_files(files: Sequence[PtFile]) -> tuple[SourceFile, ...]:

@@ -10,11 +10,11 @@ from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed.flat import Span
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.rules import Piece
-from reshard.formats.deepspeed.slots import Run, chunks_of
+from reshard.formats.deepspeed.slots import Chunks, Run, chunks_of
 from reshard.formats.pt.objects import Tensor
 from reshard.geometry import Box, flat_interval_to_boxes, strides_of
 from reshard.layout import ITEM_BYTES, PADDING, LogicalTensor, TensorKey
-from reshard.shards import ShardTable, ShardTableBuilder
+from reshard.shards import ShardRow, ShardTable, ShardTableBuilder
 
 
 class Place(NamedTuple):
@@ -95,9 +95,12 @@ class Rows:
             begin = sum(at * stride for at, stride in zip(part.offset, strides, strict=True))
             chunks = [(run, chunk) for run in runs for chunk in chunks_of(run, size, begin, begin + part.num_elements)]
             tensor = self._tensor(state, param, is_padding, dtype) if chunks else None
-            for run, chunk in chunks if tensor is not None else ():
+            if tensor is None:
+                self._leave_out_chunks(chunks, item_bytes)
+                continue
+            for run, chunk in chunks:
                 self._builder.add_family(
-                    tensor=tensor or 0,
+                    tensor=tensor,
                     box=box,
                     start=chunk.start - begin,
                     stop=chunk.stop - begin,
@@ -113,17 +116,32 @@ class Rows:
     ) -> None:
         for is_padding, part, whole in _pieces(param, place, box):
             tensor = self._tensor(state, param, is_padding, dtype)
-            if tensor is None:
-                continue
             inside = sum((at - low) * stride for at, low, stride in zip(part.offset, box.offset, strides, strict=True))
-            self._builder.add(
-                tensor=tensor,
+            row = ShardRow(
+                tensor=-1 if tensor is None else tensor,
+                replica=_replica(param, place),
                 box=whole,
                 file=place.file,
                 byte_offset=place.byte_offset + inside * ITEM_BYTES[dtype],
                 strides=strides,
-                replica=_replica(param, place),
             )
+            if tensor is None:
+                self._leave_out(row, ITEM_BYTES[dtype])
+                continue
+            self._builder.add(
+                tensor=tensor,
+                box=whole,
+                file=row.file,
+                byte_offset=row.byte_offset,
+                strides=strides,
+                replica=row.replica,
+            )
+
+    def _leave_out(self, row: ShardRow, item_bytes: int) -> None:
+        """A box belongs to no tensor."""
+
+    def _leave_out_chunks(self, chunks: Sequence[tuple[Run, Chunks]], item_bytes: int) -> None:
+        """Elements in the files of consecutive ranks belong to no tensor."""
 
     def _identity(self, state: str, param: Param, is_padding: bool) -> tuple[TensorKey, tuple[int, ...]]:
         """Key and shape of a parameter's tensor; a padded vocabulary has two."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.formats.deepspeed import autoep, flat
@@ -263,6 +263,15 @@ class File:
         """Part of each partition is part of a parameter's shard."""
         for state, tensor in tensors.items():
             self._add_part(state, param, tensor, span, self.place(tensor, tp, copy))
+
+    def add_gaps(self, tensors: Iterable[Tensor], gaps: Iterable[tuple[int, int]]) -> None:
+        """Elements of each partition, (position, number), are padding; some partitions end before theirs."""
+        padding = tuple(gaps)
+        for tensor in tensors:
+            start, item_bytes = self.place(tensor, 0, 0).byte_offset, ITEM_BYTES[tensor.dtype]
+            for position, count in padding:
+                held = max(0, min(count, tensor.num_elements - position))
+                self.target.rows.add_zeros(self.index, start + position * item_bytes, held * item_bytes)
 
     def add_experts_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, part: int) -> None:
         """Part of each partition is part of a stack of experts, of which the rank holds a part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,16 @@ def add_modules(
     if any(list(module) != list(modules[0]) for module in modules):
         raise CorruptSourceError("tensor-parallel ranks hold modules of different names", path=str(source.folder))
     seen: dict[str, Tensor] = {}
+    copies: Counter[str] = Counter()
     aliases: dict[str, str] = {}
+
+    def add(name: str, shards: list[Tensor]) -> None:
+        param = _weight(name, shards, model, source, weights)
+        for tp, tensor in enumerate(shards):
+            place = Place(source.topology.tp, tp, copies[name], files[source.models[tp, 0].path], 0)
+            _add_weight(rows, param, tensor, place)
+        copies[name] += 1
+
     # Models with experts are saved with a copy for each name of a tied weight.
     shared = shared_names(source.models[0, 0].value.get("shared_params"), model)
     for name in modules[0]:
@@ -61,16 +71,28 @@ def add_modules(
         twin = next((other for other, tensor in seen.items() if shards[0].same_view(tensor)), shared.get(name))
         if twin is not None and name not in model.params:
             aliases[name] = twin
+            first = modules[0].get(twin)
+            if first is not None and not shards[0].same_view(first):
+                add(twin, shards)
             continue
         seen[name] = shards[0]
-        param = _weight(name, shards, model, source, weights)
-        for tp, tensor in enumerate(shards):
-            _add_weight(rows, param, tensor, Place(source.topology.tp, tp, 0, files[source.models[tp, 0].path], 0))
+        for own in (shards, *_stated_again(source, name, shards)):
+            add(name, own)
     experts = source.experts
     others = (name for name in model.params.keys() - set(modules[0]) if experts is None or not experts.holds(name))
     if missing := sorted(others):
         raise CorruptSourceError(f"the module misses {', '.join(missing[:5])}", path=source.models[0, 0].path)
     return aliases
+
+
+def _stated_again(source: Source, name: str, shards: list[Tensor]) -> list[list[Tensor]]:
+    """Shards of a frozen parameter as `frozen_param_fragments` holds them, where that is a copy of its own."""
+    fragments = [source.models[tp, 0].value.get("frozen_param_fragments") for tp in range(source.topology.tp)]
+    found = [held.get(name) if isinstance(held, Mapping) else None for held in fragments]
+    again = [tensor for tensor in found if isinstance(tensor, Tensor)]
+    kinds = [(tensor.shape, tensor.dtype) for tensor in again]
+    is_whole = kinds == [(tensor.shape, tensor.dtype) for tensor in shards]
+    return [again] if is_whole and not again[0].same_view(shards[0]) else []
 
 
 def add_experts(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:

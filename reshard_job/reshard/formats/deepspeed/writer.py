@@ -32,6 +32,7 @@ from reshard.formats.deepspeed.stages import target_stages
 from reshard.formats.deepspeed.target import Target
 from reshard.formats.deepspeed.zero3 import write_zero3
 from reshard.layout import Index, TargetLayout
+from reshard.shards import ranges_of
 from reshard.topology import Topology
 
 
@@ -81,6 +82,8 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         origins=tuple(rows.origins),
         model=_commit_model(extra, target, bounds),
         notes=(*rows.notes(), *advice(result, _known_topology(index))),
+        aliases=extra.aliases,
+        zeros=ranges_of(rows.zeros),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from reshard.formats.deepspeed.slots import Run, runs_of
 from reshard.formats.deepspeed.target import File, Target
 from reshard.formats.deepspeed.template import Template, zero_stage_enum
 from reshard.formats.deepspeed.twins import Twins
-from reshard.formats.pt.objects import Size, StatefulDict, Tensor, new_tensor
+from reshard.formats.pt.objects import ITEM_BYTES, Size, StatefulDict, Tensor, new_tensor
 from reshard.formats.pt.reader import PtFile
 
 _SUB_GROUP_SIZE = 10**9
@@ -127,6 +128,18 @@ def _runs(held: list[tuple[File, Tensor]], tp: int) -> tuple[Run, ...]:
 def _add_slots(target: Target, tp: int, state: str, param: Param, held: _Held, slot: flat.Slot) -> None:  # noqa: PLR0917
     place = Place(target.topology.tp, tp, 0, 0, 0)
     target.rows.add_slots(state, param, place, held.runs, dtype=held.dtype, offset=slot.offset, size=slot.size)
+    num_elements, item_bytes = math.prod(target.shard(param.name, tp)), ITEM_BYTES[held.dtype]
+    if not slot.size:
+        return
+    full = num_elements // slot.size  # ranks whose slot has no padding; the next one's has some, or is all padding
+    used = num_elements % slot.size
+    for run in held.runs:
+        start = run.byte_offset + slot.offset * item_bytes
+        if run.first <= full < run.last:
+            held_bytes = (slot.size - used) * item_bytes
+            target.rows.add_zeros(run.file + full - run.first, start + used * item_bytes, held_bytes)
+        empty = max(run.first, full + 1)
+        target.rows.add_zeros(run.file + empty - run.first, start, slot.size * item_bytes, num_files=run.last - empty)
 
 
 def _fragment(target: Target, name: str, tp: int) -> Tensor:

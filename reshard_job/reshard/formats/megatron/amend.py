@@ -74,17 +74,16 @@ def common_object(folder: Path, entry: Entry, files: RankFiles, progress: Progre
     """
     place = entry.chunks[0][1]
     with Items(folder) as items:
-        value = items.object(entry.key, place)
-        raw = items.raw(entry.key, place)
+        value = items.whole(entry.key, place)
     if not amend(value, progress, str(folder)):
-        return dataclasses.replace(entry, chunks=((None, files.add_raw(0, raw)),))
+        return dataclasses.replace(entry, chunks=((None, files.add_copy(0, value)),))
     if emit(value)[1]:
         raise UnsupportedError(
             f"{entry.key} holds tensors, and would have to say another step",
             path=str(folder),
             hint="name with --like a checkpoint of the source's step",
         )
-    return dataclasses.replace(entry, chunks=((None, files.add_object(0, value)),))
+    return dataclasses.replace(entry, chunks=((None, files.add_copy(0, value)),))
 
 
 def amend(value: Any, progress: Progress, where: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard.formats.base import stated_topology
 from reshard.formats.dcp.items import Items, plain
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.pt.objects import Inert
@@ -67,7 +68,7 @@ def read_common(folder: Path, entries: Iterable[Entry], items: Items) -> Common:
     return Common(
         step=_integer(fields.get("iteration")),
         samples=samples if isinstance(samples, int) else 0,
-        topology=_topology(arguments),
+        topology=_topology(arguments, str(folder)),
         settings=tuple(_settings(fields.get("optimizer"))),
         sharding=sharding if isinstance(sharding, str) else "",
     )
@@ -105,12 +106,13 @@ def _integer(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _topology(arguments: Mapping[str, Any]) -> Topology | None:
+def _topology(arguments: Mapping[str, Any], path: str) -> Topology | None:
     tp, pp = (_integer(arguments.get(f"{kind}_model_parallel_size")) for kind in ("tensor", "pipeline"))
     dp = _integer(arguments.get("data_parallel_size"))
     if tp is None or pp is None or dp is None:
         return None
-    return Topology(tp=tp, pp=pp, dp=dp, zero=1 if arguments.get("use_distributed_optimizer") else 0)
+    zero = 1 if arguments.get("use_distributed_optimizer") else 0
+    return stated_topology(path, tp=tp, pp=pp, dp=dp, zero=zero)
 
 
 def _settings(optimizer: Any) -> Iterable[Mapping[str, Plain]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from reshard.errors import UnsupportedError
+from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.dcp.chunks import Chunks
 from reshard.formats.dcp.metadata import Entry
 from reshard.layout import TensorKey
@@ -95,10 +95,16 @@ def layers_of(entry: Entry, name: str, chunks: Chunks, where: str) -> tuple[int,
 
     Raises:
         UnsupportedError: chunks of several layers, which Megatron-Core does not write.
+        CorruptSourceError: more layers than chunks.
     """
     match = _STACKED.match(name)
     if match is None or not entry.shape:
         return 0, (name,)
+    if entry.shape[0] > len(chunks.size):
+        raise CorruptSourceError(
+            f"{entry.key} {list(entry.shape)}: {len(chunks.size)} chunks cannot hold {entry.shape[0]} layers",
+            path=where,
+        )
     wide = np.flatnonzero(chunks.size[:, 0] != 1)
     if len(wide):
         box, _ = chunks.piece(int(wide[0]), len(entry.shape))

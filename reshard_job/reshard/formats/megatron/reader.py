@@ -9,6 +9,7 @@ import numpy as np
 
 from reshard.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.base import stated_topology
 from reshard.formats.dcp.chunks import in_columns
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, read_metadata
@@ -25,7 +26,6 @@ from reshard.formats.megatron.common import COMMON_KEY, Common, differing, find_
 from reshard.formats.megatron.example import Extra, Home
 from reshard.formats.megatron.names import Named, find_names, layers_of
 from reshard.layout import Index, LogicalTensor, TensorKey
-from reshard.topology import Topology
 
 NAME = "megatron"
 _BACKEND = "torch_dist"
@@ -57,7 +57,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     if commit is not None:
         topology, step, samples = commit.topology, commit.step, commit.samples
     else:
-        topology = common.topology or Topology(dp=num_ranks(names_of(entries)), zero=0)
+        topology = common.topology or stated_topology(str(folder), dp=num_ranks(names_of(entries)), zero=0)
         step, samples = common.step or 0, common.samples
     return Index(
         root=folder,

@@ -66,6 +66,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         topology=request.topology,
         files=(*files.build(), *others, metadata_file(entries)),
         shards=table.build(),
+        zeros=files.zeros(),
         tensors=tuple(item.tensor for item in placing.tensors),
         origins=tuple(item.origin for item in placing.tensors),
         notes=(*placing.notes, *notes),

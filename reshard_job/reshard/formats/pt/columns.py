@@ -96,7 +96,8 @@ def load_columns(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebui
     found = ColumnMachine(data, persistent_load, rebuild, path)
     try:
         value = found.run()
-        check_extent(value, path)
+        check_extent(value, path, found.weights)
+        found.judge(value)
         return value, found.num_records > 0
     except UnsafePickleError:
         if len(data) > machine.MAX_PICKLE_BYTES:
@@ -133,7 +134,7 @@ class _UnlikeError(Exception):
     """The pickle does something that the columns cannot follow."""
 
 
-class _Memo(dict[int, Any]):
+class _Memo(machine.Memo):
     """Objects by number; those of records are not there, but for their strings."""
 
     def __init__(self, strings: list[str]) -> None:
@@ -154,6 +155,12 @@ class _Memo(dict[int, Any]):
     def is_dense(self) -> bool:
         """Numbers are 0, 1, 2, ... so far, as picklers give them."""
         return self.top < self.count
+
+    def put(self, number: int, value: Any) -> None:
+        """Keep an object under a number, which no pickler takes out of order."""
+        if number > self.count:
+            raise _UnlikeError
+        self[number] = value
 
     def __setitem__(self, number: int, value: Any) -> None:
         if self.num_hidden and number < self.count and number not in self:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError
 from reshard.formats.pt.objects import (
     STORAGE_CLASSES,
     UNTYPED_DTYPES,
@@ -21,6 +21,7 @@ from reshard.formats.pt.objects import (
     Storage,
     Tensor,
 )
+from reshard.formats.pt.trust import is_accepted
 
 _REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_NEWER_TENSOR = Global("torch._utils", "_rebuild_tensor_v3")
@@ -37,6 +38,7 @@ def emit(value: Any) -> tuple[bytes, list[Storage]]:
     Raises:
         UnsupportedError: an object that a reader of `.pt` files never yields.
         CorruptSourceError: nested too deeply.
+        UnsafePickleError: a name that is not accepted (`trust`).
     """
     emitter = Emitter()
     try:
@@ -170,8 +172,8 @@ class Emitter:
 
     def _global(self, value: Global) -> None:
         if not self.recall(value):
-            if "\n" in value.module + value.name:
-                raise CorruptSourceError(f"{value!r} is not a name")
+            if not is_accepted(value):  # whatever way it came: nothing else gets into a file
+                raise UnsafePickleError(f"{value!s:.200} is not among the names that may be written into a pickle")
             self.parts.append(b"c" + f"{value.module}\n{value.name}\n".encode())
             self.remember(value, value)
 

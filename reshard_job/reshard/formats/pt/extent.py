@@ -6,6 +6,7 @@ whoever walks it, and a list can hold itself. Real checkpoints share few contain
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import UnsafePickleError
@@ -22,15 +23,20 @@ MAX_SHARING = 64
 _HINT = "the file was tampered with, or holds objects that do not belong into a checkpoint: save plain data"
 
 
-def check_extent(root: Any, path: str) -> None:
+def check_extent(root: Any, path: str, weights: Mapping[int, int]) -> None:
     """Check that a walk over the tree ends soon; takes time linear in the number of objects.
+
+    Args:
+        root: of the tree.
+        path: of the file, for messages.
+        weights: of long texts and numbers, by identity: as how many objects each counts.
 
     Raises:
         UnsafePickleError: too deep, too large when unfolded, or an object that contains itself.
     """
-    sizes: dict[int, int] = {}
+    sizes: dict[int, int] = dict(weights)
     entered: set[int] = set()
-    count = depth = 0
+    count, depth = sum(weights.values()), 0
     todo: list[tuple[Any, bool]] = [(root, False)]
     while todo:
         value, leaving = todo.pop()

@@ -2,7 +2,8 @@
 
 The machine of the standard library calls whatever a pickle names, and its C form can be made to allocate gigabytes by
 a short pickle. This one knows the opcodes that torch.save and the standard pickler emit for data (protocols 2 to 5),
-calls no name at all, and turns unknown classes into `Inert` recipes. Time and memory are linear in the pickle's length.
+calls no name at all, accepts those of the allow list (`trust`), and turns their objects into `Inert` recipes. Time and
+memory are linear in the pickle's length.
 Source of the opcodes: Lib/pickletools.py of CPython 3.11.
 """
 
@@ -12,15 +13,22 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsafePickleError
+from reshard.errors import CorruptSourceError, ReshardError, UnsafePickleError
 from reshard.formats.pt.extent import check_extent
-from reshard.formats.pt.objects import Global, Inert, Size, StatefulDict, brief
+from reshard.formats.pt.objects import ORDERED_DICT, WITH_ATTRIBUTES, Global, Inert, Size, StatefulDict, brief
+from reshard.formats.pt.trust import is_accepted, judge
 
 MAX_PICKLE_BYTES = 256 << 20
 """A pickle of metadata is a few hundred bytes per tensor; a longer one is not metadata."""
 
 _MAX_INTEGER_BYTES = 1 << 10  # longer ones take Python quadratic time to print
+_MAX_KEY_PARTS = 16  # a tuple is hashed anew wherever it is a key
+_MAX_KEY_CHARACTERS = 1 << 14  # equal texts of two objects are compared whole
+_MAX_COLLISIONS = 16  # of tuples, whose hashes can be made to collide: each takes a comparison with all the others
 _MAX_KEY_BITS = 60  # integers up to 2**61 - 1 differ in their hashes; larger ones can be made to collide
+_MOST_PROBES = 1 << 26  # of numbers that are keys, besides those for each byte of the pickle
+_PROBES_PER_BYTE = 64
+_NEAR = 16
 _MAX_NAME = 1 << 10
 MARK = object()
 """What stands on the stack for a mark."""
@@ -28,69 +36,13 @@ _UINT2 = struct.Struct("<H")
 _UINT4 = struct.Struct("<I")
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
-_SAFE_BUILTINS = frozenset(
-    [
-        "bool",
-        "bytearray",
-        "bytes",
-        "complex",
-        "dict",
-        "float",
-        "frozenset",
-        "int",
-        "list",
-        "object",
-        "range",
-        "set",
-        "slice",
-        "str",
-        "tuple",
-    ]
-)
-_BUILTINS = frozenset(("builtins", "__builtin__"))
-_FORBIDDEN = frozenset(
-    [
-        "_pickle",
-        "asyncio",
-        "code",
-        "codeop",
-        "commands",
-        "ctypes",
-        "gc",
-        "importlib",
-        "inspect",
-        "io",
-        "marshal",
-        "multiprocessing",
-        "nt",
-        "operator",
-        "os",
-        "pdb",
-        "pickle",
-        "pip",
-        "pkgutil",
-        "platform",
-        "posix",
-        "pty",
-        "pydoc",
-        "runpy",
-        "shutil",
-        "signal",
-        "site",
-        "socket",
-        "ssl",
-        "subprocess",
-        "sys",
-        "tempfile",
-        "threading",
-        "timeit",
-        "types",
-        "urllib",
-        "webbrowser",
-        "zipimport",
-    ]
-)
-"""Modules that checkpoints have no use for. Nothing of them would run here, but it would in who loads the target."""
+MAX_DIMS = 64
+"""Of a tensor."""
+
+LONG_BYTES = 64
+"""Texts and numbers of so many bytes count as several objects, in each place where they are."""
+
+_BYTES_OF_AN_OBJECT = 32
 
 PersistentLoad = Callable[[Any], Any]
 Rebuild = Callable[[Global, tuple[Any, ...]], Any]
@@ -107,7 +59,7 @@ def load(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebuild, path
         path: file to name in errors.
 
     Raises:
-        UnsafePickleError: an opcode that data does not need, or too large.
+        UnsafePickleError: a name that is not accepted (`trust`), an opcode that data does not need, or too large.
         CorruptSourceError: not a well-formed pickle.
     """
     if len(data) > MAX_PICKLE_BYTES:
@@ -115,12 +67,46 @@ def load(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebuild, path
     machine = Machine(data, persistent_load, rebuild, path)
     try:
         value = machine.run()
+    except ReshardError:
+        machine.judge_names()
+        raise
     except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        machine.judge_names()
         raise CorruptSourceError(
             f"broken pickle at byte {machine.position}: {type(error).__name__}: {error!s:.300}", path=path
         ) from error
-    check_extent(value, path)
+    check_extent(value, path, machine.weights)
+    machine.judge(value)
     return value
+
+
+class Memo(dict[int, Any]):
+    """Objects by number, which picklers count from 0.
+
+    A number out of that order is kept apart, as a text: a file cannot choose the hash of a text, and that of a number
+    it can, so that each look at it meets all the others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apart: dict[str, Any] = {}
+
+    @property
+    def count(self) -> int:
+        """Objects that were memoized."""
+        return len(self) + len(self.apart)
+
+    def put(self, number: int, value: Any) -> None:
+        """Keep an object under a number."""
+        if number > len(self):
+            self.apart[str(number)] = value
+            return
+        self[number] = value
+        if self.apart:
+            self.apart.pop(str(number), None)
+
+    def __missing__(self, number: int) -> Any:
+        return self.apart[str(number)]
 
 
 class Machine:
@@ -130,19 +116,84 @@ class Machine:
         self.data = data
         self.position = 0
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self.memo = Memo()
         self.persistent_load = persistent_load
         self.rebuild = rebuild
         self.path = path
+        self.made: list[Inert] = []
+        self.refused: dict[Global, None] = {}
+        self.weights: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self._tuples: dict[int, dict[int, int]] = {}
+        self._scattered: dict[int, int] = {}
+        self._probes_left = _MOST_PROBES + _PROBES_PER_BYTE * len(data)
+
+    def judge(self, value: Any) -> None:
+        """Refuse the pickle, of which `value` was made, for all that it names and is not accepted.
+
+        Raises:
+            UnsafePickleError: lists the names, and those that are used as nobody uses them.
+        """
+        judge(self.refused, self.made, value, self.path)
+
+    def judge_names(self) -> None:
+        """Refuse a pickle that was not read to its end for its names: they say more than where it breaks off.
+
+        Raises:
+            UnsafePickleError: lists the names.
+        """
+        judge(self.refused, (), None, self.path)
+
+    def weigh(self, value: Any, num_bytes: int) -> None:
+        """Remember how much work it is to walk over a long text or number: a pickle can refer to it many times."""
+        if num_bytes >= LONG_BYTES:
+            self.weights[id(value)] = num_bytes // _BYTES_OF_AN_OBJECT
+            self._kept.append(value)  # so that nothing else is ever called by its identity
+
+    def count_tuple(self, target: dict[Any, Any], key: tuple[Any, ...]) -> None:
+        """Count how many tuples that are keys of a dict have the same hash.
+
+        Raises:
+            ValueError: they were made to.
+        """
+        hashes = self._tuples.setdefault(id(target), {})
+        hashes[hash(key)] = count = hashes.get(hash(key), 0) + 1
+        if count > _MAX_COLLISIONS:
+            raise ValueError(f"{count} keys of a dict are tuples with the same hash")
+
+    def count_key(self, target: dict[Any, Any], key: Any) -> None:
+        """Count how many places a dict may have to look at for a key whose hash a file can choose.
+
+        Numbers that follow each other from 0, as optimizers number parameters, have places of their own: a dict has
+        at least 1.5 places for a key. Other numbers, and tuples of them, can be made to meet all the keys before.
+
+        Raises:
+            ValueError: more than is in proportion to the pickle.
+        """
+        if isinstance(key, tuple):
+            self.count_tuple(target, key)
+        elif not isinstance(key, int | float):
+            return
+        scattered = self._scattered.get(id(target), 0)
+        if isinstance(key, int) and 0 <= key < len(target) * 3 // 2 + _NEAR:
+            self._probes_left -= min(scattered, len(target))
+        else:
+            if not scattered:
+                self._kept.append(target)  # so that no other dict is ever called by its identity
+            self._scattered[id(target)] = scattered + 1
+            self._probes_left -= len(target)
+        if self._probes_left < 0:
+            raise ValueError(f"a dict of {len(target)} keys has too many that are scattered numbers")
 
     def run(self) -> Any:
         """Most opcodes of a large pickle are handled here: a call for each would double the time."""
         data, table, stack, memo, position = self.data, TABLE, self.stack, self.memo, 0
+        apart = memo.apart
         try:
             while True:  # with a condition here, CPython 3.11 would not specialize the loop of one long run
                 opcode = data[position]
                 position += 1
-                if opcode == 0x94:  # MEMOIZE
+                if opcode == 0x94 and not apart:  # MEMOIZE
                     memo[len(memo)] = stack[-1]
                 elif opcode == 0x6A:  # LONG_BINGET
                     stack.append(memo[_UINT4.unpack_from(data, position)[0]])
@@ -195,7 +246,24 @@ class Machine:
         """The next bytes, as a signed number."""
         if count > _MAX_INTEGER_BYTES:
             raise ValueError(f"an integer of {count} bytes: at most {_MAX_INTEGER_BYTES} are read")
-        return int.from_bytes(self.take(count), "little", signed=True)
+        value = int.from_bytes(self.take(count), "little", signed=True)
+        self.weigh(value, count)
+        return value
+
+    def text(self, width: int) -> str:
+        """A text, behind a length of `width` bytes."""
+        count = self.uint(width)
+        value = self.take(count).decode("utf-8", "surrogatepass")
+        if count >= LONG_BYTES:
+            self.weigh(value, count)
+        return value
+
+    def content(self, width: int) -> bytes:
+        """Bytes, behind a length of `width` bytes."""
+        count = self.uint(width)
+        value = self.take(count)
+        self.weigh(value, count)
+        return value
 
     def line(self) -> str:
         """Up to the next end of a line."""
@@ -221,17 +289,27 @@ class Machine:
         if not isinstance(args, tuple):
             raise ValueError(f"arguments of {target} are a {type(args).__name__}")
         known = self.rebuild(target, args)
-        return Inert(kind, target, args) if known is NotImplemented else known
+        made = Inert(kind, target, args)
+        if known is NotImplemented or target.name == WITH_ATTRIBUTES.name:
+            self.made.append(made)
+        return made if known is NotImplemented else known
 
 
 def _check_key(key: Any) -> Any:
     """Only keys whose hash takes constant time: a tuple of tuples can take 2**depth."""
-    if type(key) is str or type(key) is Inert:  # an Inert hashes by identity
+    kind = type(key)
+    if kind is Inert or (kind is str and len(key) <= _MAX_KEY_CHARACTERS):  # an Inert hashes by identity
         return key
-    if isinstance(key, tuple):
+    if isinstance(key, str | bytes):
+        if len(key) > _MAX_KEY_CHARACTERS:
+            raise ValueError(f"a key of {len(key)} characters: at most {_MAX_KEY_CHARACTERS} are read")
+    elif isinstance(key, tuple):
+        if len(key) > _MAX_KEY_PARTS:
+            raise ValueError(f"a key is a tuple of {len(key)} parts: at most {_MAX_KEY_PARTS} are read")
         for part in key:
             if not isinstance(part, _SCALARS):
                 raise ValueError("a key is a tuple of something other than scalars")
+            _check_key(part)
     elif isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS:
         raise ValueError(f"a key is an integer of {key.bit_length()} bits")
     elif not isinstance(key, (*_SCALARS, Global, Inert)):
@@ -246,7 +324,10 @@ def set_items(machine: Machine, pairs: list[Any]) -> None:
     target = machine.stack[-1]
     if isinstance(target, dict):
         for index in range(0, len(pairs), 2):
-            target[_check_key(pairs[index])] = pairs[index + 1]
+            key = _check_key(pairs[index])
+            if type(key) is not str:
+                machine.count_key(target, key)
+            target[key] = pairs[index + 1]
     elif isinstance(target, Inert):
         target.pairs += [(_check_key(pairs[index]), pairs[index + 1]) for index in range(0, len(pairs), 2)]
     else:
@@ -269,7 +350,11 @@ def _build(machine: Machine) -> None:
     target = machine.stack[-1]
     if not isinstance(target, Inert | StatefulDict):
         raise ValueError(f"a state is set on a {type(target).__name__}")
+    if target.state is not None:
+        raise ValueError(f"a second state is set on a {type(target).__name__}")
     target.state = state
+    if isinstance(target, StatefulDict):
+        machine.made.append(Inert("reduce", ORDERED_DICT, (), state))
 
 
 def _pop_item(machine: Machine) -> None:
@@ -284,17 +369,13 @@ def _pop_pair(machine: Machine) -> None:
 
 
 def _name(machine: Machine, module: str, name: str) -> None:
-    """Push a name; refuse those that only serve to break out."""
+    """Push a name; one that is not accepted is refused when all is read (`Machine.judge`)."""
     if len(module) + len(name) > _MAX_NAME:
         raise ValueError(f"a name of {len(module) + len(name)} characters")
-    root = module.partition(".")[0]
-    if root in _FORBIDDEN or (root in _BUILTINS and name not in _SAFE_BUILTINS):
-        raise UnsafePickleError(
-            f"its pickle names {module}.{name}, which no checkpoint has use for",
-            path=machine.path,
-            hint="do not load this file with anything: it was made to run code",
-        )
-    machine.stack.append(Global(module, name))
+    found = Global(module, name)
+    if not is_accepted(found):
+        machine.refused[found] = None
+    machine.stack.append(found)
 
 
 def _global(machine: Machine) -> None:
@@ -337,9 +418,13 @@ def _tuple_of(count: int) -> Callable[[Machine], None]:
 
 def _put(width: int) -> Callable[[Machine], None]:
     def operation(machine: Machine) -> None:
-        machine.memo[machine.uint(width)] = machine.stack[-1]
+        machine.memo.put(machine.uint(width), machine.stack[-1])
 
     return operation
+
+
+def _memoize(machine: Machine) -> None:
+    machine.memo.put(machine.memo.count, machine.stack[-1])
 
 
 def _push(read: Callable[[Machine], Any]) -> Callable[[Machine], None]:
@@ -368,12 +453,12 @@ for _code, _operation in {
     b"\x8a": _push(lambda m: m.integer(m.uint(1))),
     b"\x8b": _push(lambda m: m.integer(m.uint(4))),
     b"G": _push(lambda m: struct.unpack(">d", m.take(8))[0]),
-    b"X": _push(lambda m: m.take(m.uint(4)).decode("utf-8", "surrogatepass")),
-    b"\x8c": _push(lambda m: m.take(m.uint(1)).decode("utf-8", "surrogatepass")),
-    b"\x8d": _push(lambda m: m.take(m.uint(8)).decode("utf-8", "surrogatepass")),
-    b"B": _push(lambda m: m.take(m.uint(4))),
-    b"C": _push(lambda m: m.take(m.uint(1))),
-    b"\x8e": _push(lambda m: m.take(m.uint(8))),
+    b"X": _push(lambda m: m.text(4)),
+    b"\x8c": _push(lambda m: m.text(1)),
+    b"\x8d": _push(lambda m: m.text(8)),
+    b"B": _push(lambda m: m.content(4)),
+    b"C": _push(lambda m: m.content(1)),
+    b"\x8e": _push(lambda m: m.content(8)),
     b")": _push(lambda m: ()),
     b"t": lambda m: m.stack.append(tuple(m.since_mark())),
     b"\x85": _tuple_of(1),
@@ -387,6 +472,7 @@ for _code, _operation in {
     b"u": lambda m: set_items(m, m.since_mark()),
     b"q": _put(1),
     b"r": _put(4),
+    b"\x94": _memoize,
     b"c": _global,
     b"\x93": _stack_global,
     b"R": _reduce,
@@ -401,6 +487,8 @@ def rebuild_containers(target: Global, args: tuple[Any, ...]) -> Any:
     """The containers that pickles build by a call: OrderedDict and torch.Size; NotImplemented for all else."""
     name = target.name
     if name == "Size" and target.module == "torch" and len(args) == 1 and isinstance(args[0], tuple | list):
+        if len(args[0]) > MAX_DIMS:  # every call makes a copy
+            raise ValueError(f"a torch.Size of {len(args[0])} dims: at most {MAX_DIMS} are read")
         for size in args[0]:
             if type(size) is not int or size < 0:
                 raise ValueError(f"a torch.Size of {brief(args[0])}")

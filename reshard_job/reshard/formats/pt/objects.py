@@ -63,6 +63,11 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
+ORDERED_DICT = Global("collections", "OrderedDict")
+WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
+"""Rebuilds a tensor that has attributes."""
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Inert:
     """The recipe of an object of a class that we do not know: enough to put it back, not enough to run it.

@@ -17,6 +17,7 @@ from reshard.formats.pt.objects import (
     ITEM_BYTES,
     STORAGE_DTYPES,
     UNTYPED_DTYPES,
+    WITH_ATTRIBUTES,
     Global,
     Storage,
     Tensor,
@@ -27,9 +28,9 @@ _TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
 _NEWER_TENSOR = Global("torch._utils", "_rebuild_tensor_v3")
 _TENSORS = (_TENSOR, _NEWER_TENSOR)
 _UNTYPED = frozenset((Global("torch.storage", "UntypedStorage"), Global("torch", "UntypedStorage")))
-_WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
-_MAX_DIMS = 64
 _MAX_SIZE = 1 << 58  # of elements of 16 bytes, positions still fit 63 bits
+_MAX_REPEATED = 1 << 20  # elements of a tensor whose strides repeat elements (`expand`), besides
+_MAX_REPEATS = 64  # times those of its storage
 _MAX_RECORD_BYTES = 1 << 10
 _MAX_CHECKED_BYTES = 32 << 20  # storages of small tensors are read whole, to check them
 
@@ -53,8 +54,12 @@ class PtFile:
     metadata_bytes: int
 
 
-def read(path: str | Path) -> PtFile:
+def read(path: str | Path, *, root: Path | None = None) -> PtFile:
     """Read the metadata of a `.pt` file.
+
+    Args:
+        path: the file.
+        root: folder of its checkpoint, where it does not lie in that itself: no link on the way there is followed.
 
     Raises:
         UnsupportedError: legacy layout, compressed entries, big-endian or exotic tensors.
@@ -63,11 +68,11 @@ def read(path: str | Path) -> PtFile:
     """
     name = str(path)
     try:
-        file = open_file(path)
+        file = open_file(path, root=root)
     except OSError as error:
         link = error.errno == errno.ELOOP
         raise CorruptSourceError(
-            "is a symbolic link" if link else f"cannot be opened: {error.strerror or error}",
+            "is a symbolic link, or lies behind one" if link else f"cannot be opened: {error.strerror or error}",
             path=name,
             hint="copy what it links to into the folder: cp -rL" if link else "",
         ) from error
@@ -202,7 +207,7 @@ class _Tensors:
 
     def rebuild(self, target: Global, args: tuple[Any, ...]) -> Any:
         """Known calls of torch/_utils.py and _tensor.py; anything else that is not a container stays inert."""
-        if target == _WITH_ATTRIBUTES and len(args) == 4 and args[0] in _TENSORS and isinstance(args[2], tuple):
+        if target == WITH_ATTRIBUTES and len(args) == 4 and args[0] in _TENSORS and isinstance(args[2], tuple):
             inner = self.rebuild(args[0], args[2])
             return dataclasses.replace(inner, attributes=(args[1], args[3]))
         if target.module == "torch._utils":
@@ -242,10 +247,18 @@ class _Tensors:
         if not isinstance(size, tuple) or not isinstance(stride, tuple) or len(size) != len(stride):
             raise ValueError(f"a tensor of size {brief(size)} and stride {brief(stride)}")
         numbers = (offset, *size, *stride)
-        if len(size) > _MAX_DIMS or not all(type(number) is int and 0 <= number < _MAX_SIZE for number in numbers):
+        if len(size) > machine.MAX_DIMS or not all(
+            type(number) is int and 0 <= number < _MAX_SIZE for number in numbers
+        ):
             raise ValueError(f"a tensor of size {brief(size)}, stride {brief(stride)} and offset {brief(offset)}")
         if math.prod(max(1, length) for length in size) >= _MAX_SIZE:
             raise ValueError(f"a tensor of size {brief(size)}")
+        if math.prod(size) > _MAX_REPEATED + _MAX_REPEATS * storage.num_elements:
+            raise UnsupportedError(
+                f"a tensor of size {brief(size)} repeats a storage of {storage.num_elements} elements",
+                path=self.path,
+                hint="save what it repeats, or a contiguous copy",
+            )
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= storage.num_elements:
             raise CorruptSourceError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,8 @@ from reshard.formats.safetensors.hub import place_of
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
-_SERIES = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors$")
+_SERIES = re.compile(r"^(?P<stem>.+)-(?P<number>\d{1,18})-of-(?P<count>\d{1,18})\.safetensors$", re.ASCII)
+_MOST_MISSING = 20
 _MAX_INDEX_BYTES = 256 << 20
 SHARDING = "DCP_SHARDING_INFO"  # torch/distributed/checkpoint/_hf_utils.py of torch 2.13
 
@@ -169,8 +171,9 @@ def _check_series(folder: Path, present: Sequence[str], wanted: Sequence[str], i
         if match := _SERIES.match(name):
             series.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
     for (stem, count), numbers in series.items():
-        if not indexes and (lost := sorted(set(range(1, count + 1)) - numbers)):
-            problems.append(f"{stem}: of {count} files number {', '.join(map(str, lost[:20]))} is missing")
+        lost = itertools.islice((number for number in range(1, count + 1) if number not in numbers), _MOST_MISSING)
+        if not indexes and (listed := ", ".join(map(str, lost))):
+            problems.append(f"{stem}: of {count} files number {listed} is missing")
     stems = {stem for stem, _ in series}
     if indexes:
         stems.add(indexes[0].removesuffix(INDEX_SUFFIX))

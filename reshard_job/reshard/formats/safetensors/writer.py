@@ -18,7 +18,7 @@ from reshard.formats.safetensors.reader import NAME, SAMPLES, STEP, Extra
 from reshard.formats.safetensors.select import Selection, select
 from reshard.geometry import whole
 from reshard.layout import Index, LogicalTensor, TargetFile, TargetLayout
-from reshard.shards import ShardTableBuilder
+from reshard.shards import ShardTableBuilder, ranges_of
 
 _FORMAT = {"format": "pt"}
 """transformers refuses files that do not say which framework's tensors they hold."""
@@ -65,6 +65,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         topology=request.topology,  # the files are the same for all
         files=tuple(files),
         shards=builder.build(),
+        zeros=ranges_of(()),
         tensors=selection.tensors,
         origins=selection.origins,
         notes=(*selection.notes, *_large_notes(selection, file_bytes)),

@@ -57,14 +57,15 @@ def read_atoms(folder: Path, name: str) -> Atoms:
         UnsupportedError, UnsafePickleError: see `reshard.formats.base`.
     """
     place = folder / ZERO / name
-    found = sorted(item.name for item in place.iterdir()) if place.is_dir() else []
+    linked = place.is_symlink()
+    found = sorted(item.name for item in place.iterdir()) if place.is_dir() and not linked else []
     states: dict[str, Atom] = {}
     step: tuple[Any, PtFile] | None = None
-    problems: list[str] = []
+    problems: list[str] = [f"{ZERO}/{name} is a symbolic link: expected a folder of the checkpoint's own"] * linked
     for state in (known for file_name in found if (known := state_of(file_name)) is not None):
         path = atom_file(name, state)
         try:
-            file = read(folder / path)
+            file = read(folder / path, root=folder)
             if state == STEP:
                 step = file.value, file
                 continue

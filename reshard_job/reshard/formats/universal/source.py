@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from reshard.formats.universal.weights import Weights
 from reshard.topology import Topology
 
 Shape = tuple[int, ...]
-_VOCABULARY_PATTERNS = "vocabulary_parameter_patterns"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +87,7 @@ class Source:
 
 def is_vocabulary(patterns: Patterns, name: str) -> bool:
     """`universal_checkpoint_info` calls it a vocabulary's."""
-    found = patterns.info.get(_VOCABULARY_PATTERNS) or ()
-    return any(isinstance(pattern, str) and re.match(pattern, name) for pattern in found)
+    return patterns.is_vocabulary(name)
 
 
 def open_source(folder: Path, told: Mapping[str, Any] | None = None) -> Source:
@@ -105,7 +102,7 @@ def open_source(folder: Path, told: Mapping[str, Any] | None = None) -> Source:
         UnsupportedError: parameter groups that cannot be told apart.
     """
     models = _model_files(folder)
-    optimizer = read(folder / OPTIMIZER_FILE)
+    optimizer = read(folder / OPTIMIZER_FILE, root=folder)
     settings = optimizer.value.get("param_groups") if isinstance(optimizer.value, Mapping) else None
     if not isinstance(settings, list) or not all(isinstance(group, Mapping) for group in settings):
         raise CorruptSourceError("has no list param_groups", path=optimizer.path)
@@ -191,7 +188,7 @@ def _model_files(folder: Path) -> list[PtFile]:
     ):
         raise CorruptSourceError("is not a DeepSpeed model file: no global_steps, mp_world_size", path=files[0].path)
     problems = []
-    if sorted(chosen) != list(range(first["mp_world_size"])):
+    if len(chosen) != first["mp_world_size"] or sorted(chosen) != list(range(len(chosen))):
         problems.append(f"model files of the ranks {sorted(chosen)}, expected {first['mp_world_size']}")
     others = [*files[1:], *_twin(folder, Path(files[0].path).name, named)]
     for file in others:

@@ -39,6 +39,7 @@ from reshard.formats.universal.names import (
 from reshard.formats.universal.refusals import refuse, warnings
 from reshard.formats.universal.vocabulary import param_in_files
 from reshard.layout import ChecksumField, Index, TargetFile, TargetLayout
+from reshard.shards import ranges_of
 from reshard.topology import Topology
 
 
@@ -112,6 +113,8 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         topology=request.topology,
         files=tuple(target.files),
         shards=target.rows.build(),
+        aliases=blueprint.aliases,
+        zeros=ranges_of(target.rows.zeros),
         tensors=tuple(target.rows.tensors),
         origins=tuple(target.rows.origins),
         model=_commit_model(blueprint),

@@ -1,0 +1,275 @@
+"""What a source's COMMIT.json states is checked by `run`, from what it has read anyway; damage is never published."""
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reshard import plan, source_checks, virtual, virtual_load, virtual_manifest
+from reshard.api import Conversion, convert, index_of
+from reshard.commit import Commit, CommittedFile, file_crc32, write_commit
+from reshard.contract import ExitCode
+from reshard.errors import CorruptSourceError
+from reshard.intervals import Int64Array
+from reshard.layout import Index
+from reshard.remote import REQUESTS, location
+from reshard.staging import Sharing
+from reshard.topology import Topology
+from tests.golden.command import HERE, PIPELINE, ZERO2, ZERO3, Answer
+
+LLAMA = HERE / "safetensors/llama"
+DCP = HERE / "dcp-2.13/fsdp2-flat/step-00000002"
+UNIVERSAL = HERE / "universal-0.19.8/zero2-dp3/step-00000002"
+SOURCES = {
+    "safetensors": LLAMA,
+    "dcp": DCP,
+    "zero2": ZERO2,
+    "zero3": ZERO3,
+    "tp2-pp2": PIPELINE,
+    "universal": UNIVERSAL,
+}
+TO = {"safetensors": "dp=1", "tp2-pp2": "tp=1,pp=2,dp=3"}
+
+
+def committed(source: Path, folder: Path, *, without_crc: bool = False) -> Path:
+    """A committed copy of a checkpoint; without the checksums that torch.save writes if asked for."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    if without_crc:
+        for path in folder.rglob("*.pt"):
+            strip(path)
+    write_marker(folder)
+    return folder
+
+
+def write_marker(folder: Path) -> None:
+    """Commit what is there."""
+    (folder / "COMMIT.json").unlink(missing_ok=True)
+    index = index_of(folder)
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = [CommittedFile(path=n, num_bytes=(folder / n).stat().st_size, crc32=file_crc32(folder / n)) for n in names]
+    write_commit(
+        folder,
+        Commit(
+            format=index.format,
+            step=index.step,
+            samples=index.samples,
+            topology=index.topology,
+            attempt=0,
+            writer="trainer",
+            files=files,
+        ),
+    )
+
+
+def strip(path: Path) -> None:
+    """Zero the checksums in an archive, as torch.serialization.set_crc32_options(False) does."""
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        start = archive.start_dir
+        for info in archive.infolist():
+            content[info.header_offset + 14 : info.header_offset + 18] = bytes(4)
+            descriptor = content.find(b"PK\x07\x08", info.header_offset)
+            if info.flag_bits & 8 and descriptor >= 0:
+                content[descriptor + 4 : descriptor + 8] = bytes(4)
+    while (start := content.find(b"PK\x01\x02", start)) >= 0:
+        content[start + 16 : start + 20] = bytes(4)
+        start += 4
+    path.write_bytes(content)
+
+
+def flip(path: Path, position: int, bit: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= bit
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("without_crc", [False, True])
+def test_a_flipped_bit_anywhere_in_a_committed_source_is_refused(
+    tmp_path: Path, say: Answer, kind: str, without_crc: bool
+) -> None:
+    source = committed(SOURCES[kind], tmp_path / "source", without_crc=without_crc)
+    words = ("--to", TO.get(kind, "dp=2"))
+    say("run", source, tmp_path / "intact", *words)
+    whole = {path: path.read_bytes() for path in source.rglob("*") if path.is_file() and path.name != "COMMIT.json"}
+    read = {file.path for file in (*index_of(source).files, *index_of(source).metadata)}
+    for path, content in whole.items():
+        if str(path.relative_to(source)) not in read:
+            continue
+        for position in sorted({0, len(content) // 3, len(content) * 5 // 6, len(content) - 1}):
+            flip(path, position)
+            found = say.json("run", source, tmp_path / "out", *words, code=ExitCode.SOURCE_INVALID)
+            assert not (tmp_path / "out").exists(), (path, position)
+            assert found["error"]["kind"] != "SourceChangedError"
+            path.write_bytes(content)
+    say("run", source, tmp_path / "out", *words)
+
+
+def test_a_damaged_file_is_named_with_both_checksums(tmp_path: Path, say: Answer) -> None:
+    source = committed(LLAMA, tmp_path / "source")
+    flip(source / "model-00002-of-00002.safetensors", -1)
+    found = say.json("run", source, tmp_path / "out", "--to", "dp=1", code=ExitCode.SOURCE_INVALID)
+    assert found["error"]["message"] == "1 file is not what was committed"
+    (problem,) = found["error"]["problems"]
+    assert problem.startswith("model-00002-of-00002.safetensors: CRC-32 ")
+
+
+def test_damaged_metadata_is_refused_before_a_byte_is_moved(tmp_path: Path) -> None:
+    """A note of the user in `.metadata` that no parser would miss."""
+    source = committed(DCP, tmp_path / "source")
+    marker = json.loads((source / "COMMIT.json").read_text())
+    (entry,) = [file for file in marker["files"] if file["path"] == ".metadata"]
+    entry["crc32"] = f"{int(entry['crc32'], 16) ^ 1:08x}"
+    del marker["checksum"]
+    (source / "COMMIT.json").write_text(json.dumps(marker))
+    moved: list[int] = []
+    with pytest.raises(Exception, match="not what was committed") as caught:
+        convert(wanted(source, tmp_path / "out", "dp=2"), progress=moved.append)
+    assert caught.value.exit_code == ExitCode.SOURCE_INVALID
+    assert not moved
+
+
+def wanted(source: Path, target: Path, to: str, **options: object) -> Conversion:
+    return Conversion(source=source, target=target, topology=Topology.parse(to), keeps_stage=True, **options)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_byte_of_a_source_is_read_once_to_check_it(tmp_path: Path, kind: str) -> None:
+    source = committed(SOURCES[kind], tmp_path / "source", without_crc=True)
+    report = convert(wanted(source, tmp_path / "out", TO.get(kind, "dp=2")))
+    assert report.bytes_read <= sum(path.stat().st_size for path in source.rglob("*") if path.name != "COMMIT.json")
+
+
+def test_what_is_not_needed_is_not_read_where_containers_state_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an optimizer's file one state in three is converted."""
+    monkeypatch.setattr(source_checks, "_SMALL_BYTES", 0)
+    stated = committed(ZERO2, tmp_path / "stated")
+    bare = committed(ZERO2, tmp_path / "bare", without_crc=True)
+    some, every = (
+        convert(
+            wanted(source, tmp_path / f"out-{source.name}", "dp=1", target_format="safetensors", states=("weight",))
+        )
+        for source in (stated, bare)
+    )
+    assert some.bytes_read < every.bytes_read
+    assert some.digest == every.digest
+
+
+def test_a_file_of_which_little_is_needed_is_checked_whole_where_only_the_commit_states_a_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_checks, "_SMALL_BYTES", 0)
+    source = committed(ZERO2, tmp_path / "source", without_crc=True)
+    index = index_of(source)
+    unread = next(row for row in index.shards.each(index.shards.by_tensor(len(index.tensors))[-1], 1))
+    assert index.tensors[-1].key.state != "weight"
+    flip(source / index.files[unread.file].path, unread.byte_offset)
+    with pytest.raises(Exception, match="not what was committed"):
+        convert(wanted(source, tmp_path / "out", "dp=1", target_format="safetensors", states=("weight",)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stored_range_is_checked_however_little_of_it_is_needed(tmp_path: Path) -> None:
+    """Without a commit: what one tensor of a large storage needs is proved by reading the rest of that storage."""
+    from reshard.crc import Piece, crc32
+    from reshard.layout import Checksum, SourceFile
+    from reshard.reading import Source
+
+    content = bytes(range(256)) * (16 << 10)
+    (tmp_path / "file").write_bytes(content)
+    stated = Checksum(start=64, num_bytes=len(content) - 64, crc32=crc32(content[64:]))
+    source = Source(tmp_path, [SourceFile(path="file", num_bytes=len(content), checksums=(stated,))])
+    piece = Piece(100, 10, crc32(content[100:110]))
+    assert source.check_sums({0: [piece]}) == stated.num_bytes - 10
+    flip(tmp_path / "file", -1)
+    with pytest.raises(CorruptSourceError, match="damaged"):
+        source.check_sums({0: [piece]})
+    source.close()
+
+
+def test_overlapping_ranges_count_once_and_are_compared() -> None:
+    from reshard.crc import Piece, disjoint
+
+    pieces = [Piece(0, 10, 1), Piece(5, 10, 2), Piece(10, 5, 3), Piece(12, 2, 4)]
+    assert disjoint(pieces) == ([pieces[0], pieces[2]], [pieces[1], pieces[3]])
+
+
+@pytest.mark.parametrize("where", ["tensor", "header"])
+def test_damage_in_a_store_is_refused_and_a_sound_object_is_fetched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(plan, "_LARGEST_REMOTE_UNIT_BYTES", 1 << 12)
+    monkeypatch.setattr(plan, "_SMALLEST_UNIT_BYTES", 1 << 12)
+    folder = committed(LLAMA, tmp_path / "local")
+    source = location(f"memory://checksums-{where}")
+    source.filesystem().put(str(folder), str(source), recursive=True)
+    index_of(source)
+    before = REQUESTS.num_bytes
+    report = convert(wanted(source, tmp_path / "intact", "dp=1"))
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.name != "COMMIT.json")
+    assert report.bytes_read <= size
+    assert REQUESTS.num_bytes - before <= 3 * size  # headers are parsed, too
+    name = f"{source}/model-00001-of-00002.safetensors"
+    content = bytearray(source.filesystem().cat_file(name))
+    content[-1 if where == "tensor" else 12] ^= 1
+    source.filesystem().pipe_file(name, bytes(content))
+    with pytest.raises(Exception) as caught:
+        convert(wanted(source, tmp_path / "out", "dp=1"))
+    assert caught.value.exit_code == ExitCode.SOURCE_INVALID
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_one_worker_read_damaged_is_refused_by_the_one_that_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The damage is gone when the second one comes, and size and times of the file are as they were."""
+    monkeypatch.setattr(plan, "_SMALLEST_UNIT_BYTES", 128)
+    source = committed(ZERO2, tmp_path / "source", without_crc=True)
+    index = index_of(source)
+    first = next(iter(index.shards.each(rows_of(index, 0), 1)))
+    damaged = source / index.files[first.file].path
+    status = damaged.stat()
+    flip(damaged, first.byte_offset)
+    os.utime(damaged, ns=(status.st_atime_ns, status.st_mtime_ns))
+    count = [0]
+
+    def progress(_num_bytes: int) -> None:
+        count[0] += 1
+        if count[0] > 8:
+            raise KeyboardInterrupt
+
+    def work(number: int, told: Callable[[int], None] | None = None) -> None:
+        request = wanted(source, tmp_path / "out", "dp=2")
+        convert(request, sharing=Sharing.TOGETHER, worker=(number, 2), num_threads=1, progress=told)
+
+    with pytest.raises(KeyboardInterrupt):
+        work(0, progress)
+    flip(damaged, first.byte_offset)
+    os.utime(damaged, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(CorruptSourceError, match="not what was committed"):
+        work(1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_loaded_by_a_virtual_commit_is_held_against_the_checksums_of_its_sources_commit(tmp_path: Path) -> None:
+    """The archives state none."""
+    source = committed(ZERO2, tmp_path / "source", without_crc=True)
+    virtual.prepare(wanted(source, tmp_path / "virtual", "dp=2"))
+    manifest = virtual_manifest.decode(tmp_path / "virtual")
+    index = index_of(source)
+    flip(source / index.files[1].path, next(iter(index.shards.each(rows_of(index, 1), 1))).byte_offset)
+    (tmp_path / "files").mkdir()
+    loaded = virtual_load.load_files(manifest, range(2), tmp_path / "files")
+    with pytest.raises(CorruptSourceError, match="damaged"):
+        virtual_load.prove(manifest.plan.index.files, [loaded.ranges], source)
+
+
+def rows_of(index: Index, file: int) -> Int64Array:
+    return np.flatnonzero(index.shards.file == file)

@@ -1,0 +1,31 @@
+"""How random the tests are: not at all in `make test`, where a change must be the cause of a failure; in a soak, quite.
+
+`ETJ_SOAK=1` (`make soak`) draws other examples in every run, and more of them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from hypothesis import HealthCheck, settings
+
+SOAKING = os.environ.get("ETJ_SOAK", "") not in ("", "0")
+SEEDED, SOAK = "seeded", "soak"
+_SOAK_FACTOR = 10
+
+# Tests look at results, never at the clock: other work on the machine must not make them fail.
+_NO_CLOCK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile(SEEDED, derandomize=True, database=None, **_NO_CLOCK)
+settings.register_profile(SOAK, derandomize=False, print_blob=True, max_examples=1000, **_NO_CLOCK)
+
+
+def load_profile() -> None:
+    """Set what Hypothesis does in this process; called before test modules are imported."""
+    settings.load_profile(SOAK if SOAKING else SEEDED)
+
+
+def seeds(count: int) -> range:
+    """Return the seeds of so many fuzz cases: always the same ones, or in a soak ten times as many new ones."""
+    first = secrets.randbits(48) if SOAKING else 0
+    return range(first, first + count * (_SOAK_FACTOR if SOAKING else 1))
