@@ -27,6 +27,14 @@ from reshard.contract import LeaseKey
 class Api(http.server.BaseHTTPRequestHandler):
     """One Lease under a merge patch."""
 
+    def do_GET(self):
+        state = self.server.state
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(
+            json.dumps({"metadata": {"uid": state["uid"], "ownerReferences": [{"uid": state["owner"]}]}}).encode()
+        )
+
     def do_PATCH(self):
         state = self.server.state
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -65,7 +73,7 @@ def account(tmp_path):
 @pytest.fixture
 def server(account):
     server = http.server.HTTPServer(("127.0.0.1", 0), Api)
-    server.state = {"seen": [], "annotations": {}, "status": 200, "answer": None}
+    server.state = {"seen": [], "annotations": {}, "status": 200, "answer": None, "uid": "lease-1", "owner": "job-1"}
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(account / "ca.crt", account / "key.pem")
     server.socket = context.wrap_socket(server.socket, server_side=True)
@@ -111,6 +119,21 @@ def test_a_lease_that_is_gone_or_forbidden_means_fenced(server, lease, status):
     server.state["status"] = status
     with pytest.raises(FencedError, match=f"gpt-a3: {status}"):
         lease.exchange({})
+
+
+def test_the_lease_of_another_job_of_the_same_name_is_never_written(server, account):
+    place = {"namespace": "team", "name": "gpt-a1", "holder": "pod-0", "server": ("127.0.0.1", server.server_port)}
+    own = LeaseMailbox(**place, account=account, owner_uid="job-1")
+    own.exchange({LeaseKey.STEP: "1"})
+    assert server.state["seen"][0][2]["metadata"]["uid"] == "lease-1"
+    for status in (409, 422):  # a patch with another UID: "uid: field is immutable"
+        server.state["status"] = status
+        with pytest.raises(FencedError, match=f"gpt-a1: {status}"):
+            own.exchange({LeaseKey.STEP: "2"})
+    server.state |= {"status": 200, "seen": []}
+    with pytest.raises(FencedError, match="expected owner job-0"):
+        LeaseMailbox(**place, account=account, owner_uid="job-0").exchange({LeaseKey.STEP: "3"})
+    assert server.state["seen"] == []
 
 
 @pytest.mark.parametrize(("status", "answer"), [(500, b""), (429, b"{}"), (200, b"<html>"), (200, b"[]"), (200, b"{}")])

@@ -43,6 +43,8 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._exchanging = threading.Lock()
         self._request = ""
+        self._released = ""
+        self._answers = 0
         self._refused_since: float | None = None
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -55,6 +57,16 @@ class Heartbeat:
     def request(self) -> str:
         """The operator's newest request, or an empty string."""
         return self._request
+
+    @property
+    def released(self) -> str:
+        """The operator's newest LeaseKey.RELEASED, or an empty string."""
+        return self._released
+
+    @property
+    def answers(self) -> int:
+        """Number of exchanges that were answered; it stands still while the mailbox cannot be reached."""
+        return self._answers
 
     def update(self, annotations: dict[LeaseKey, str], *, now: bool = False) -> None:
         """Put annotations into the next beat; with `now`, beat at once (and still not wait for it)."""
@@ -97,9 +109,12 @@ class Heartbeat:
                 self._refused(str(error))
                 return False
             except OSError as error:
+                self._refused_since = None  # nobody has refused it all the time
                 _log.warning("heartbeat: %s (training goes on)", error)
                 return False
             self._refused_since = None
+            self._answers += 1
+            self._released = found.get(LeaseKey.RELEASED, "")
             self._see(found.get(LeaseKey.REQUEST, ""))
             return True
 

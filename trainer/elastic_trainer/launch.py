@@ -18,6 +18,12 @@ from collections.abc import Mapping, Sequence
 
 from reshard.contract import TrainerExit
 
+_OF_EVERY_RANK = (
+    TrainerExit.DRAINED,
+    TrainerExit.RESUME_INVALID,
+    TrainerExit.NOT_OWNER,
+    TrainerExit.UNPUBLISHED,
+)
 _KILL_AFTER_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
@@ -48,8 +54,8 @@ def supervise(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         failed = next((code for code in codes if code), 0)
         if failed and not first_failure:
             first_failure, deadline = failed, time.monotonic() + _KILL_AFTER_SECONDS
-            # A drain or an unusable commit ends every rank by itself, with the same code.
-            if failed not in (TrainerExit.DRAINED, TrainerExit.RESUME_INVALID):
+            # These end every rank by itself, with the same code.
+            if failed not in _OF_EVERY_RANK:
                 _signal_all(processes, signal.SIGTERM)
         if None not in codes:
             break

@@ -21,19 +21,19 @@ import dataclasses
 import datetime
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elastic_trainer import retention, settings, virtual
+from elastic_trainer import settings, virtual
 from elastic_trainer.batch import BatchPlan
 from elastic_trainer.collective import Collective
 from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
 from elastic_trainer.mailbox import FileMailbox, Mailbox, NoMailbox
+from elastic_trainer.publisher import Publisher, commit_name
 from reshard.commit import (
     VIRTUAL,
     Commit,
@@ -41,15 +41,14 @@ from reshard.commit import (
     check_files,
     file_crc32,
     read_commit,
-    sync_folder,
-    write_commit,
 )
 from reshard.contract import LeaseKey, Request, TrainerExit, TrainerPhase
-from reshard.errors import ReshardError
+from reshard.errors import NotOwnerError, ReshardError
 from reshard.topology import Topology
 
 _log = logging.getLogger(__name__)
 _SAVE, _STOP = 1, 2
+_NOT_OWNER = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +80,20 @@ class Session:
     Args:
         settings_: what the environment says.
         mailbox: how rank 0 talks with the operator.
-        keep: newest commits that are kept.
+        keep: so many of the newest commits are never removed. In a cluster the operator may keep more.
     """
 
     def __init__(self, settings_: settings.Settings, mailbox: Mailbox, *, keep: int = 3) -> None:
         self.settings = settings_
-        self.keep = keep
         self.position = Position()
         self._collective = Collective(rank=settings_.rank, world_size=settings_.topology.world_size)
         self._heartbeat: Heartbeat | None = None
+        self._publisher: Publisher | None = None
         if self.is_leader:
             self._heartbeat = Heartbeat(
                 mailbox, every_seconds=settings_.heartbeat_seconds, on_fenced=_stop_fenced_process
             )
+            self._publisher = Publisher(settings_, self._heartbeat, keep=keep)
         self._last_commit_monotonic = time.monotonic()
         self._draining = False
 
@@ -110,7 +110,11 @@ class Session:
             mailbox = FileMailbox(found.mailbox)
         elif found.rank == 0 and found.lease:
             mailbox = LeaseMailbox(
-                namespace=found.namespace, name=found.lease, holder=os.uname().nodename, server=found.api_server
+                namespace=found.namespace,
+                name=found.lease,
+                holder=os.uname().nodename,
+                server=found.api_server,
+                owner_uid=found.job_uid,
             )
         return cls(found, mailbox, keep=keep)
 
@@ -137,11 +141,16 @@ class Session:
         )
 
     def start(self) -> None:
-        """Connect the ranks and begin the heartbeat. Call after torch.distributed is initialised."""
+        """Connect the ranks and begin the heartbeat. Call after torch.distributed is initialised.
+
+        Claims the checkpoint root for the job. If it belongs to another job, all ranks end with exit code 77, after
+        telling the operator why; nothing is written below the root.
+        """
         if self._heartbeat is not None:
             self._heartbeat.update({LeaseKey.PHASE: TrainerPhase.STARTING})
             self._heartbeat.start()
         self._collective.connect()
+        self._only_as_owner(self._claim)
 
     def restore(self, load: Callable[[Path], None]) -> Position:
         """Check the commit that the operator chose, let `load` read it, and return where training goes on.
@@ -207,7 +216,7 @@ class Session:
             annotations[LeaseKey.FIRST_STEP_TIME] = now
             self._reported_first = True
         self._tell(annotations, now=first)
-        decision = self._collective.broadcast(self._decide() if self.is_leader else 0)
+        decision = self._only_as_owner(self._decide)
         self._draining = bool(decision & _STOP)
         return Action(save=bool(decision & _SAVE), stop=bool(decision & _STOP))
 
@@ -215,6 +224,8 @@ class Session:
 
     def _decide(self) -> int:
         assert self._heartbeat is not None
+        assert self._publisher is not None
+        self._publisher.confirm_when_answered()
         if self._heartbeat.request == Request.DRAIN:
             return _SAVE | _STOP
         interval = self.settings.checkpoint_interval_seconds
@@ -237,35 +248,41 @@ class Session:
             data: position in the data beyond the number of samples (seed).
             model: what a resharder needs and the files do not say (pipeline layers, partition method).
 
+        A committed folder never changes: a second save of the same step gets a folder of its own (`step-<N>.2`).
+        While rank 0 cannot reach the attempt's Lease, the save is complete but not published: nobody else reads it.
+        It is published, without being written again, as soon as the Lease answers.
+
         Returns:
             The commit's folder.
         """
         self._tell({LeaseKey.PHASE: TrainerPhase.SAVING})
         attempt_folder = self.settings.checkpoint_root / f"a{self.settings.attempt}"
-        tag = f"step-{self.position.step:08d}"
-        folder = attempt_folder / tag
-        if self.is_leader:
-            attempt_folder.mkdir(parents=True, exist_ok=True)
-            if folder.exists():  # a save of this attempt that never became a commit
-                shutil.rmtree(folder)
-        self._collective.broadcast(0)
+        number = self._only_as_owner(self._free_number)
+        tag = commit_name(self.position.step, number, self.settings.job_uid)
         write(attempt_folder, tag)
         self._collective.gather(None)
-        files = self._describe(folder)
-        if self.is_leader:
-            self._publish(folder, files, format_=format_, data=data or {}, model=model or {})
-        self._collective.broadcast(0)
+        files = self._describe(attempt_folder / tag)
+        commit = self._commit(files, format_=format_, data=data or {}, model=model or {})
+        self._only_as_owner(lambda: self._publish(attempt_folder / tag, commit))
         self._last_commit_monotonic = time.monotonic()
-        return folder
+        return attempt_folder / tag
 
     def finish(self) -> None:
-        """Say how it ended. After a drain the process exits with code 75."""
+        """Say how it ended. After a drain the process exits with code 75.
+
+        If the last save could not be published, because the Lease did not answer for a minute, the process exits with
+        code 78: the operator goes on from the last commit, and does the steps since then again.
+        """
         phase = TrainerPhase.DRAINED if self._draining else TrainerPhase.COMPLETE
+        is_published = self._only_as_owner(self._confirm_last)
         if self._heartbeat is not None:
-            self._heartbeat.update({LeaseKey.PHASE: phase})
+            if is_published:
+                self._heartbeat.update({LeaseKey.PHASE: phase})
             self._heartbeat.stop()
         self._collective.gather(None)
         self._collective.close()
+        if not is_published:
+            sys.exit(TrainerExit.UNPUBLISHED)
         if self._draining:
             sys.exit(TrainerExit.DRAINED)
 
@@ -281,16 +298,10 @@ class Session:
         gathered = self._collective.gather(own)
         return sorted((file for files in gathered for file in files), key=lambda file: file.path)
 
-    def _publish(
-        self,
-        folder: Path,
-        files: list[CommittedFile],
-        *,
-        format_: str,
-        data: Mapping[str, Any],
-        model: Mapping[str, Any],
-    ) -> None:
-        commit = Commit(
+    def _commit(
+        self, files: list[CommittedFile], *, format_: str, data: Mapping[str, Any], model: Mapping[str, Any]
+    ) -> Commit:
+        return Commit(
             format=format_,
             step=self.position.step,
             samples=self.position.samples,
@@ -301,20 +312,51 @@ class Session:
             data=data,
             model=model,
             created=_now(),
+            owner=self.settings.job_uid,
         )
-        sync_folder(folder)
-        write_commit(folder, commit)
-        sync_folder(folder.parent)
+
+    def _claim(self) -> int:
+        assert self._publisher is not None
+        self._publisher.claim()
+        self._publisher.announce()
+        return 0
+
+    def _free_number(self) -> int:
+        assert self._publisher is not None
+        return self._publisher.free_number(self.position.step)
+
+    def _publish(self, folder: Path, commit: Commit) -> int:
+        assert self._publisher is not None
+        self._publisher.publish(folder, commit)
+        return 0
+
+    def _confirm_last(self) -> int:
+        assert self._publisher is not None
+        return int(self._publisher.confirm_last())
+
+    def _only_as_owner(self, act: Callable[[], int]) -> int:
+        """Let rank 0 do something that only the owner of the checkpoint root may do; return its result on every rank.
+
+        If the root belongs to another job, every rank ends with exit code 77.
+        """
+        result = 0
+        if self.is_leader:
+            try:
+                result = act()
+            except NotOwnerError as error:
+                result = _NOT_OWNER
+                self._tell_not_owner(error)
+        result = self._collective.broadcast(result)
+        if result == _NOT_OWNER:
+            self._collective.gather(None)
+            sys.exit(TrainerExit.NOT_OWNER)
+        return result
+
+    def _tell_not_owner(self, error: NotOwnerError) -> None:
         assert self._heartbeat is not None
-        self._heartbeat.update({LeaseKey.COMMIT: commit.ref(folder).to_json()})
-        self._heartbeat.flush()
-        resume = self.settings.resume
-        retention.prune(
-            self.settings.checkpoint_root,
-            attempt=self.settings.attempt,
-            keep=self.keep,
-            protected={resume} if resume else set(),
-        )
+        _log.error("cannot use the checkpoint root: %s", error)
+        self._heartbeat.update({LeaseKey.OWNER_ERROR: str(error)[:1000]})
+        self._heartbeat.stop()
 
     def _check(self, folder: Path) -> tuple[str, Commit | None]:
         """This rank's verdict on its share of the commit."""

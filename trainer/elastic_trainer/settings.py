@@ -35,6 +35,8 @@ class Settings:
         api_server: host and port of the Kubernetes API server.
         local_world_size: processes of this attempt on this machine; 1 if the launcher does not say.
         scratch: folder in memory, for files that are made while loading and removed afterwards.
+        job_uid: UID of the ElasticTrainingJob, which owns `checkpoint_root`; empty without a cluster.
+        take_over: the job may take `checkpoint_root` over from another one.
     """
 
     job: str
@@ -54,6 +56,8 @@ class Settings:
     api_server: tuple[str, int]
     local_world_size: int = 1
     scratch: Path = Path("/dev/shm")
+    job_uid: str = ""
+    take_over: bool = False
 
 
 def from_env(environment: Mapping[str, str] | None = None) -> Settings:
@@ -103,6 +107,8 @@ def from_env(environment: Mapping[str, str] | None = None) -> Settings:
         local_rank=int(number("LOCAL_RANK", 0)),
         local_world_size=max(1, int(number("LOCAL_WORLD_SIZE", 1))),
         scratch=Path(env.get("ETJ_SCRATCH") or "/dev/shm"),
+        job_uid=env.get(Env.JOB_UID, ""),
+        take_over=env.get(Env.TAKE_OVER, "") == "true",
         # Kubernetes puts these into every container: no cluster DNS needed.
         api_server=(
             env.get("KUBERNETES_SERVICE_HOST") or "kubernetes.default.svc",

@@ -1,0 +1,60 @@
+"""ATTEMPT-<owner>.json: a storage-side sign that an attempt has started.
+
+An attempt that is cut off from the API server cannot know that another one has replaced it. It shares the checkpoint
+volume with that other one, so it can see the newer attempt's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import stat
+from pathlib import Path
+
+from reshard.commit import make_folder, replace_file
+
+_FOLDER = re.compile(r"a([0-9]{1,9})")
+_MAX_BYTES = 4096
+
+
+def announce(root: Path, attempt: int, owner: str) -> None:
+    """Write the sign into the folder of this attempt; that of another owner of the root stays.
+
+    Args:
+        root: folder of all attempts' checkpoints.
+        attempt: number of this attempt.
+        owner: UID of the job; empty without a cluster.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = root / f"a{attempt}"
+    make_folder(folder)
+    content = json.dumps({"version": 1, "attempt": attempt, "owner": owner}) + "\n"
+    replace_file(folder / _file_name(owner), content.encode())
+
+
+def newest_announced(root: Path, owner: str) -> int:
+    """Return the highest attempt of an owner that has announced itself below `root`, 0 for none."""
+    newest = 0
+    for folder in root.glob("a*"):
+        match = _FOLDER.fullmatch(folder.name)
+        if match and int(match[1]) > newest and _announced_by(folder / _file_name(owner)) == owner:
+            newest = int(match[1])
+    return newest
+
+
+def _file_name(owner: str) -> str:
+    mark = re.sub(r"[^A-Za-z0-9]", "", owner)[:8]
+    return f"ATTEMPT-{mark}.json" if mark else "ATTEMPT.json"
+
+
+def _announced_by(path: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_BYTES:
+            value = json.loads(path.read_bytes())
+            owner = value.get("owner") if isinstance(value, dict) else None
+            return owner if isinstance(owner, str) else None
+    return None
