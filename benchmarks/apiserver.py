@@ -16,8 +16,12 @@ from testbed.shell import until
 
 
 @contextlib.contextmanager
-def apiserver() -> Iterator[Path]:
-    """etcd and kube-apiserver as processes of this machine, with an empty store; yields the admin's kubeconfig."""
+def apiserver(*flags: str) -> Iterator[Path]:
+    """etcd and kube-apiserver as processes of this machine, with an empty store; yields the admin's kubeconfig.
+
+    Args:
+        flags: more of them, for kube-apiserver.
+    """
     components.ensure()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -28,7 +32,7 @@ def apiserver() -> Iterator[Path]:
         server = f"https://127.0.0.1:{secure}"
         authority.kubeconfig(config, common_name="admin", organization="system:masters", server=server)
         stack.enter_context(_process(folder, "etcd", _etcd(folder, client, peer)))
-        stack.enter_context(_process(folder, "kube-apiserver", _server(authority.folder, client, secure)))
+        stack.enter_context(_process(folder, "kube-apiserver", [*_server(authority.folder, client, secure), *flags]))
         kubectl = Kubectl(config)
         until(lambda: kubectl.get("namespace", "kube-node-lease"), what="the API server")
         yield config

@@ -55,7 +55,7 @@ marks = [time.monotonic()]
 index = api.index_of(Path(sys.argv[1])); marks.append(time.monotonic())
 request = Request(topology=Topology.parse(sys.argv[2]))
 layout = format_of(index.format).layout(index, request); marks.append(time.monotonic())
-plan = make_plan(index, layout); marks.append(time.monotonic())
+plan = make_plan(index, layout, agreement=True); marks.append(time.monotonic())
 check_plan(plan); marks.append(time.monotonic())
 processor = time.process_time()
 status = Path("/proc/self/status").read_text()

@@ -5,27 +5,33 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_operator import commits, ledger
-from elastic_operator.context import Context
-from elastic_operator.observation import LeaseView
+from elastic_operator.conditions import Type, find, set_condition
+from elastic_operator.context import Context, is_read
+from elastic_operator.manifests import checkpoint_root
+from elastic_operator.observation import RESHARD, LeaseView, report_of, report_problems
+from elastic_operator.pod_reports import brief, commit_problem, path_problem
 from elastic_operator.recovering import charge, refresh_exclusions
 from elastic_operator.status import Commit, Current, Loader, Progress, Recovery, Status, edit_last_recovery
 from elastic_operator.wire import Time
-from reshard.contract import LeaseKey
+from reshard.contract import LeaseKey, ReshardReport, sentence
 
 _MOST_VERSIONS = 16
+_MOST_PROBLEMS = 8
+_PROBLEM_BYTES = 1024
 
 
 def absorb(context: Context, status: Status) -> Status:
     """Facts only; decides nothing. Doing it twice changes nothing more."""
-    status = refresh_exclusions(context, status)
+    status = _release(context, refresh_exclusions(context, status))
     status = dataclasses.replace(status, restart_budget=charge(status.restart_budget, context, None))
+    status = _tell_problems(context, status)
     if status.current is None or status.current.launch_time is None:
         return status
     lease = context.world.leases.get(status.attempt)
     status = _job_seen(context, status, status.current)
     if lease is None:
         return status
-    status = _loader(_commit(status, lease), lease)
+    status = _loader(_commit(context, status, lease), lease)
     return _progress(context, status, lease)
 
 
@@ -42,10 +48,78 @@ def _job_seen(context: Context, status: Status, current: Current) -> Status:
     return dataclasses.replace(status, current=current)
 
 
-def _commit(status: Status, lease: LeaseView) -> Status:
+def _release(context: Context, status: Status) -> Status:
+    needed = commits.needed(status)
+    checkpoint = commits.release(status.checkpoint, needed=needed, read_by_others=is_read(context))
+    return dataclasses.replace(status, checkpoint=checkpoint)
+
+
+def _tell_problems(context: Context, status: Status) -> Status:
+    """Say what the pods of the current attempt have written that does not fit. It is not believed, and goes nowhere."""
+    found = _problems(context, status)[:_MOST_PROBLEMS]
+    old = find(status.conditions, Type.REPORTS_VALID)
+    # The paths come first, so that they are there whatever is cut off. They alone decide whether it was told already:
+    # a pod that writes something else every second is not told every second.
+    paths = sentence(f"not believed: {', '.join(path for path, _ in found)}", _PROBLEM_BYTES)
+    if old is not None and (old.status == "False") == bool(found) and (not found or old.message.startswith(paths)):
+        return status
+    if old is None and not found:
+        return status
+    texts = sentence("; ".join(said for _, said in found), _PROBLEM_BYTES)
+    message = f"{paths}: {texts}" if found else "what the pods report is valid"
+    if found:
+        context.emit("ReportInvalid", message, warning=True)
+    conditions = set_condition(
+        status.conditions,
+        Type.REPORTS_VALID,
+        not found,
+        reason="ReportInvalid" if found else "ReportsValid",
+        message=message,
+        now=context.now,
+        generation=context.job.generation,
+    )
+    return dataclasses.replace(status, conditions=conditions)
+
+
+def _problems(context: Context, status: Status) -> list[tuple[str, str]]:
+    if status.current is None:
+        return []
+    if status.current.launch_time is None:
+        return _reshard_problems(context, status, status.current)
+    lease = context.world.leases.get(status.attempt)
+    if lease is None:
+        return []
+    found = lease.problems()
+    ref = lease.commit
+    wrong = commit_problem(ref, root=checkpoint_root(context.spec), attempt=status.attempt) if ref is not None else ""
+    return [*found, (f"Lease {lease.name}: annotation {LeaseKey.COMMIT}", wrong)] if wrong else found
+
+
+def _reshard_problems(context: Context, status: Status, current: Current) -> list[tuple[str, str]]:
+    pods = [pod for pod in context.world.pods if pod.role == RESHARD and pod.attempt == status.attempt]
+    report = report_of(pods)
+    wrong = misplaced(current, report) if report is not None else []
+    where = f"Pods of attempt {status.attempt}: termination message"
+    return [*report_problems(pods), *((f"{where}: {path}", text) for path, text in wrong)]
+
+
+def misplaced(current: Current, report: ReshardReport) -> list[tuple[str, str]]:
+    """Folders in the report of a conversion that are not those it was asked for: of each the path, and why."""
+    if not report.ok:
+        return []
+    found: list[tuple[str, str]] = []
+    if report.target and report.target != current.resume.uri:
+        found.append(("target", f"expected {current.resume.uri}, found {brief(report.target)}"))
+    if current.resume.external and (problem := path_problem(report.source, current.resume.source)):
+        found.append(("source", problem))
+    return found
+
+
+def _commit(context: Context, status: Status, lease: LeaseView) -> Status:
+    status = dataclasses.replace(status, checkpoint=commits.forget_removed(status.checkpoint, lease.removed))
     ref = lease.commit
     # A Lease of attempt N that names another attempt's commit is a trainer's mistake; fencing forbids to believe it.
-    if ref is None or ref.attempt != status.attempt:
+    if ref is None or commit_problem(ref, root=checkpoint_root(context.spec), attempt=status.attempt):
         return status
     checkpoint = commits.add(status.checkpoint, Commit.from_ref(ref))
     if checkpoint == status.checkpoint:
@@ -71,6 +145,9 @@ def _progress(context: Context, status: Status, lease: LeaseView) -> Status:
     if current is None:
         return status
     first = lease.first_step_at
+    if first is not None:
+        # By another clock: no earlier than the launch, and not in the future.
+        first = min(max(first, current.launch_time or first), context.now)
     if first is None and lease.step is not None and lease.step > current.resume.step:
         first = context.now
     if first is not None and current.first_step_time is None:
@@ -80,18 +157,35 @@ def _progress(context: Context, status: Status, lease: LeaseView) -> Status:
             status = edit_last_recovery(status, first_step_time=Time(first))
             status = edit_last_recovery(status, seconds=durations(status.recoveries[-1]))
         context.emit("Running", _running(status, current))
+        status = _checkpoint_owned(context, status)
     old = status.progress
     new = Progress(
         phase=lease.phase,
         step=lease.step if lease.step is not None else current.resume.step,
-        samples=_whole(lease.get(LeaseKey.SAMPLES)) or current.resume.samples,
-        loss=_real(lease.get(LeaseKey.LOSS)),
+        samples=lease.samples or current.resume.samples,
+        loss=lease.loss,
         time=Time(context.now),
         step_time=_step_time(context, old, lease),
     )
     due = old is None or old.phase != new.phase or context.now - (old.time or 0.0) >= context.limits.progress_seconds
     moved = old is None or (old.phase, old.step, old.samples, old.loss) != (new.phase, new.step, new.samples, new.loss)
     return accounted(dataclasses.replace(status, progress=new), context.now) if due and moved else status
+
+
+def _checkpoint_owned(context: Context, status: Status) -> Status:
+    """Withdraw what was said of another owner of the checkpoint folder: the attempt trains."""
+    if find(status.conditions, Type.CHECKPOINT_OWNED) is None:
+        return status
+    conditions = set_condition(
+        status.conditions,
+        Type.CHECKPOINT_OWNED,
+        True,
+        reason="Claimed",
+        message=f"attempt {status.attempt} writes to {checkpoint_root(context.spec)}",
+        now=context.now,
+        generation=context.job.generation,
+    )
+    return dataclasses.replace(status, conditions=conditions)
 
 
 def _step_time(context: Context, old: Progress | None, lease: LeaseView) -> Time | None:
@@ -135,16 +229,3 @@ def accounted(status: Status, now: float) -> Status:
 
 def _is_open(status: Status) -> bool:
     return bool(status.recoveries) and status.recoveries[-1].to_attempt == status.attempt
-
-
-def _whole(text: str) -> int:
-    return int(text) if text.isdigit() else 0
-
-
-def _real(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    # JSON has no NaN and no infinity.
-    return value if value - value == 0 else None

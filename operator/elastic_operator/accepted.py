@@ -14,6 +14,7 @@ from typing import Any
 from elastic_operator.actions import Decision
 from elastic_operator.conditions import Type, find
 from elastic_operator.manifests import JobRef, owned
+from elastic_operator.ownership import is_controlled_by
 from elastic_operator.record import Record
 from elastic_operator.spec import Spec, SpecError, parse_spec
 from elastic_operator.status import Phase, Status
@@ -44,19 +45,21 @@ def is_due(before: Status, after: Status) -> bool:
 
 def newest(revisions: Iterable[Mapping[str, Any]], uid: str) -> Spec | None:
     """The spec that the job with this uid had accepted last; None without one that this operator understands."""
-    own = [item for item in revisions if uid in _owners(item)]
+    own = [item for item in revisions if is_controlled_by(item, uid)]
     found = max(own, key=lambda item: int(item["revision"]), default=None)
-    if found is None:
-        return None
+    data = (found.get("data") if found is not None else None) or {}
     try:
-        return parse_spec(found["data"]["spec"])
-    except SpecError:
+        return parse_spec(data["spec"])
+    except (SpecError, LookupError, TypeError, ValueError, AttributeError):
         return None
 
 
-def outlived(revisions: Iterable[Mapping[str, Any]], job: JobRef) -> list[str]:
-    """Names of those that a newer one has replaced."""
-    return [item["metadata"]["name"] for item in revisions if int(item["revision"]) < job.generation]
+def outlived(revisions: Iterable[Mapping[str, Any]], job: JobRef) -> list[tuple[str, str]]:
+    """Names and UIDs of the job's own that a newer one has replaced."""
+    own = (item for item in revisions if is_controlled_by(item, job.uid))
+    return [
+        (item["metadata"]["name"], item["metadata"]["uid"]) for item in own if int(item["revision"]) < job.generation
+    ]
 
 
 def wanted(status: Status) -> bool:
@@ -86,10 +89,6 @@ def despite(refused: Decision, accepted: Decision) -> Decision:
         events=(*refused.events, *accepted.events),
         requeue_seconds=min(refused.requeue_seconds, accepted.requeue_seconds),
     )
-
-
-def _owners(item: Mapping[str, Any]) -> list[str]:
-    return [owner["uid"] for owner in item["metadata"].get("ownerReferences", ())]
 
 
 def _valid(status: Status) -> bool:

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_operator.manifests import JobRef
 from elastic_operator.status import Status
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Create:
-    """Create an object; that it exists already is fine, as names are never used for anything else."""
+    """Create an object; that it exists already is fine where its controller is the same."""
 
     manifest: Mapping[str, Any]
 
@@ -22,12 +23,16 @@ class LaunchAttempt:
 
     Attributes:
         attempt: the attempt.
+        job: the resource; its own pods must be gone, and those of an earlier one of its name.
         lost_nodes: nodes whose pods cannot be waited for.
+        job_uids: of its Jobs that were seen before, whose pods are its own, too.
     """
 
     attempt: int
     manifests: tuple[Mapping[str, Any], ...]
+    job: JobRef
     lost_nodes: tuple[str, ...] = ()
+    job_uids: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +54,37 @@ class DeletePod:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RevokeAttempt:
-    """Fence a stopped attempt: take away its access to its Lease, then remove its other objects."""
+    """Fence a stopped attempt: take away its access to its Lease, then remove its other objects.
+
+    Only what the resource with the UID `owner` controls: another object may have one of these names.
+    """
 
     name: str
+    owner: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDrain:
-    """Ask rank 0, through the Lease, to commit and exit."""
+    """Ask rank 0, through the Lease, to commit and exit. `uid`: of the Lease."""
 
     lease: str
+    uid: str = ""
 
 
-Action = Create | LaunchAttempt | DeleteJob | DeletePod | RevokeAttempt | RequestDrain
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseCommits:
+    """Tell rank 0, through the Lease, which commits nothing refers to any more (LeaseKey.RELEASED).
+
+    Attributes:
+        uid: of the Lease.
+    """
+
+    lease: str
+    names: tuple[str, ...]
+    uid: str = ""
+
+
+Action = Create | LaunchAttempt | DeleteJob | DeletePod | RevokeAttempt | RequestDrain | ReleaseCommits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_operator import counting, signals
+from elastic_operator import commits, counting, signals
 from elastic_operator.actions import Event, ReshardOutcome
 from elastic_operator.capacity import Capacity
 from elastic_operator.fleet import Fleet
@@ -81,16 +81,24 @@ def avoided_nodes(context: Context, status: Status) -> frozenset[str]:
 
     The scheduler knows neither of the last two, so they have to be kept out of its choice.
     """
+    return doubtful_nodes(context) | {item.name for item in status.excluded_nodes}
+
+
+def doubtful_nodes(context: Context) -> frozenset[str]:
+    """All nodes with any sign of being lost (not Ready, a stale Lease) or that a monitor calls unhealthy."""
     nodes = context.world.nodes
     fleet = nodes if isinstance(nodes, Fleet) else Fleet(context.spec.accelerator.resource, nodes)
-    return fleet.suspects(context.limits, context.now) | {item.name for item in status.excluded_nodes}
+    return fleet.suspects(context.limits, context.now)
 
 
 def capacity(context: Context, status: Status, *, forgive: bool = False) -> Capacity:
-    """What the job may use now. `forgive`: also nodes that hurt before but are Ready now."""
-    avoid = avoided_nodes(context, status)
+    """What the job may use now. `forgive`: also nodes that hurt before and show no sign of being lost now.
+
+    A forgiven node that the plan of the next step avoids again would be planned on and given up without end.
+    """
+    avoid = doubtful_nodes(context) if forgive else avoided_nodes(context, status)
     if forgive:
-        avoid -= {item.name for item in status.excluded_nodes if item.until is not None}
+        avoid |= {item.name for item in status.excluded_nodes if item.until is None}
     return counting.capacity(context.world, context.spec.accelerator.resource, context.spec.template, avoid)
 
 
@@ -98,6 +106,12 @@ def stopped_pods(context: Context, status: Status) -> tuple[PodView, ...]:
     """Training pods that must not run: all but those of the launched current attempt."""
     keep = status.attempt if status.launched else -1
     return tuple(pod for pod in context.world.pods if pod.role == "worker" and pod.attempt != keep)
+
+
+def is_read(context: Context) -> bool:
+    """Return whether a start of another job may read in this job's checkpoint folder: then nothing is removed there."""
+    own, starts = context.spec.checkpoint, context.world.starts
+    return starts is None or commits.is_read_by(starts, own.claim_name, own.path)
 
 
 def spec_hash(spec: Spec) -> str:

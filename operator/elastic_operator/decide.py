@@ -8,8 +8,9 @@ reshard Job in a single one. `enact` compares that status with the world.
 from __future__ import annotations
 
 import dataclasses
+import logging
 
-from elastic_operator import absorbing, asked, ledger, planning, preparing, recovering, running, trouble
+from elastic_operator import absorbing, asked, ledger, ownership, planning, preparing, recovering, running, trouble
 from elastic_operator.actions import Decision, Event
 from elastic_operator.conditions import Type, find, set_condition
 from elastic_operator.context import Context, stopped_pods
@@ -23,8 +24,13 @@ from elastic_operator.spec import Spec, SpecError
 from elastic_operator.status import Phase, Status, edit_last_recovery
 from elastic_operator.wire import Time
 
+logger = logging.getLogger(__name__)
+
 MAX_STEPS = 16
 """A pass that does not settle within so many steps is a mistake in this package, not in the cluster."""
+
+UNSETTLED = "DecisionUnsettled"
+"""Reason of the event that tells of such a mistake."""
 
 
 def decide(
@@ -37,13 +43,9 @@ def decide(
     now: float,
     reshard_image: ReshardImage | None = None,
 ) -> Decision:
-    """What to write and what to do now. `reshard_image`: the operator's, None to reshard in the training's image.
-
-    Raises:
-        AssertionError: the steps do not settle.
-    """
+    """What to write and what to do now. `reshard_image`: the operator's, None to reshard in the training's image."""
     context = Context(job=job, spec=spec, world=world, limits=limits, now=now, reshard_image=reshard_image)
-    status = _started(status, now)
+    begin = status = ownership.remember(_started(status, now), world)
     for _ in range(MAX_STEPS):
         after = _step(context, status)
         if after is None:
@@ -52,7 +54,7 @@ def decide(
             break
         status = after
     else:
-        raise AssertionError(f"decision does not settle: phase {status.phase}, attempt {status.attempt}")
+        return _unsettled(context, begin, status)
     status = _finished(status, now)
     actions = enact(context, status)
     return Decision(
@@ -64,6 +66,25 @@ def decide(
     )
 
 
+def _unsettled(context: Context, begin: Status, last: Status) -> Decision:
+    """Leave everything as it is, say so, and try again when the world may be another one.
+
+    To raise instead would do so in every pass, and would tell nobody but the log.
+    """
+    message = (
+        f"expected a decision within {MAX_STEPS} steps, found none (attempt {begin.attempt} led to {last.attempt}, "
+        f"phase {last.phase}): this is a mistake in the operator; nothing is changed, and the next look tries again. "
+        "Please report it with the status of this job and `kubectl get nodes`"
+    )
+    logger.error("%s/%s: %s", context.job.namespace, context.job.name, message)
+    return Decision(
+        status=begin,
+        actions=enact(context, begin),
+        events=(Event(reason=UNSETTLED, message=message, warning=True),),
+        requeue_seconds=context.limits.resync_seconds,
+    )
+
+
 def refuse(job: JobRef, error: SpecError, status: Status, *, limits: Limits, now: float) -> Decision:
     """The decision about a spec that makes no sense: say so, leave what runs alone."""
     message = "; ".join(error.problems)
@@ -72,7 +93,7 @@ def refuse(job: JobRef, error: SpecError, status: Status, *, limits: Limits, now
         status.conditions,
         Type.SPEC_VALID,
         False,
-        reason="InvalidSpec",
+        reason=error.reason,
         message=message,
         now=now,
         generation=job.generation,
@@ -85,10 +106,10 @@ def refuse(job: JobRef, error: SpecError, status: Status, *, limits: Limits, now
             conditions=conditions,
             observed_generation=job.generation,
             phase=Phase.PENDING if idle else status.phase,
-            reason="InvalidSpec" if idle else status.reason,
+            reason=error.reason if idle else status.reason,
             message=message[:4096] if idle else status.message,
         ),
-        events=() if told else (Event(reason="InvalidSpec", message=message, warning=True),),
+        events=() if told else (Event(reason=error.reason, message=message, warning=True),),
         requeue_seconds=limits.resync_seconds,
     )
 

@@ -9,8 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic_operator import modes
-from elastic_operator.actions import Action, Create, DeleteJob, DeletePod, LaunchAttempt, RequestDrain, RevokeAttempt
-from elastic_operator.context import Context, lost_nodes
+from elastic_operator.actions import (
+    Action,
+    Create,
+    DeleteJob,
+    DeletePod,
+    LaunchAttempt,
+    ReleaseCommits,
+    RequestDrain,
+    RevokeAttempt,
+)
+from elastic_operator.commits import released_text
+from elastic_operator.context import Context, is_read, lost_nodes
 from elastic_operator.manifests import attempt_name, attempt_objects, reshard_job
 from elastic_operator.observation import RESHARD, WORKER, JobView, PodView
 from elastic_operator.status import Current, Phase, Status
@@ -41,7 +51,8 @@ def _stop(context: Context, status: Status) -> Iterator[Action]:
     )
     yield from _delete_pods(context, status, pods)
     attempts = {job.attempt for job in jobs} | {lease for lease in context.world.leases if lease != keep}
-    yield from (RevokeAttempt(name=attempt_name(context.job.name, attempt)) for attempt in sorted(attempts))
+    job = context.job
+    yield from (RevokeAttempt(name=attempt_name(job.name, attempt), owner=job.uid) for attempt in sorted(attempts))
 
 
 def _stop_reshard(context: Context, status: Status) -> Iterator[Action]:
@@ -92,10 +103,19 @@ def _keep_running(context: Context, status: Status, current: Current) -> Iterato
         heartbeat = context.limits.heartbeat_seconds
         manifests = attempt_objects(context.job, context.spec, status.attempt, current, heartbeat)
         lost = tuple(sorted(lost_nodes(context, status)))
-        yield LaunchAttempt(attempt=status.attempt, manifests=tuple(manifests), lost_nodes=lost)
+        yield LaunchAttempt(
+            attempt=status.attempt,
+            manifests=tuple(manifests),
+            job=context.job,
+            lost_nodes=lost,
+            job_uids=status.job_uids,
+        )
     lease = context.world.leases.get(status.attempt)
     if status.drain is not None and lease is not None and lease.get(LeaseKey.REQUEST) != Request.DRAIN:
-        yield RequestDrain(lease=lease.name)
+        yield RequestDrain(lease=lease.name, uid=lease.uid)
+    released = () if is_read(context) else status.checkpoint.released
+    if lease is not None and (lease.get(LeaseKey.RELEASED) or "[]") != released_text(released):
+        yield ReleaseCommits(lease=lease.name, uid=lease.uid, names=released)
 
 
 def _reshard(context: Context, status: Status, current: Current) -> Iterator[Action]:

@@ -136,6 +136,12 @@ RECONCILE_SECONDS = _histogram(
 )
 STATUS_WRITES = _counter("etj_status_writes_total", "Status updates that the API server took")
 EVENTS = _counter("etj_events_total", "Events of jobs, by reason", ("reason",), is_bounded=False)
+UNREADABLE = _counter(
+    "etj_unreadable_objects_total",
+    "Objects of the cluster that could not be read and were set aside, by the plural of their kind",
+    ("kind",),
+    is_bounded=False,
+)
 
 ATTEMPTS = _counter("etj_attempts_launched_total", "Attempts launched, first ones included")
 FINISHED = _counter(

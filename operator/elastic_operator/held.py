@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from elastic_operator.observation import pod_requests
+from elastic_operator.observation import controller_of, is_placed, pod_requests
 from reshard.contract import Label
 
 PodId = tuple[str, str]
@@ -14,8 +14,8 @@ PodId = tuple[str, str]
 
 _VERSIONS = itertools.count(1)
 
-_Claim = tuple[str, str, Mapping[str, int]]
-"""Node, job (`namespace/name`; empty for pods that are not ours), and extended resources by name."""
+_Claim = tuple[str, str, bool, Mapping[str, int]]
+"""Node, UID of the Job that controls the pod, whether it has a label of ours, and extended resources by name."""
 
 
 class Held:
@@ -25,7 +25,7 @@ class Held:
         self._version = next(_VERSIONS)
         self._claims: dict[PodId, _Claim] = {}
         self._totals: dict[str, dict[str, int]] = {}
-        self._shares: dict[tuple[str, str], dict[str, int]] = {}
+        self._shares: dict[tuple[str, str], dict[str, int]] = {}  # only of pods with a label of ours
 
     def put(self, pod: Mapping[str, Any]) -> None:
         """Take up a core/v1 Pod as it is now."""
@@ -39,19 +39,25 @@ class Held:
             self._add(claim, 1)
 
     def drop(self, pod: PodId, *, ours: bool) -> None:
-        """The pod is gone from those of jobs (`ours`) or from the others; one that changed sides was put anew."""
+        """The pod is gone from those with our label (`ours`) or the others; one that changed sides was put anew."""
         known = self._claims.get(pod)
-        if known is not None and bool(known[1]) == ours:
+        if known is not None and known[2] == ours:
             self._release(pod)
 
     def totals(self, resource: str) -> Mapping[str, int]:
         """Accelerators that anybody holds, by node."""
         return self._totals.get(resource, {})
 
-    def by_others(self, namespace: str, job: str, resource: str) -> Others:
-        """Accelerators on each node that are held by other pods than those of one job."""
-        share = self._shares.get((f"{namespace}/{job}", resource), {})
-        return Others(self.totals(resource), share, self._version)
+    def by_others(self, uids: Collection[str], resource: str) -> Others:
+        """Accelerators on each node that are held by other pods than those of the Jobs with these UIDs."""
+        shares = [share for uid in uids if (share := self._shares.get((uid, resource)))]
+        if len(shares) <= 1:
+            return Others(self.totals(resource), shares[0] if shares else {}, self._version)
+        merged: dict[str, int] = {}
+        for share in shares:
+            for node, count in share.items():
+                _change(merged, node, count)
+        return Others(self.totals(resource), merged, self._version)
 
     def _release(self, pod: PodId) -> None:
         claim = self._claims.pop(pod, None)
@@ -59,15 +65,15 @@ class Held:
             self._add(claim, -1)
 
     def _add(self, claim: _Claim, sign: int) -> None:
-        node, job, requests = claim
+        node, owner, labelled, requests = claim
         self._version = next(_VERSIONS)
         for resource, count in requests.items():
             _change(self._totals.setdefault(resource, {}), node, sign * count)
-            if job:
-                shares = self._shares.setdefault((job, resource), {})
+            if owner and labelled:
+                shares = self._shares.setdefault((owner, resource), {})
                 _change(shares, node, sign * count)
                 if not shares:
-                    del self._shares[job, resource]
+                    del self._shares[owner, resource]
 
 
 class Others(Mapping[str, int]):
@@ -109,10 +115,10 @@ def _change(counts: dict[str, int], node: str, by: int) -> None:
 
 def _claim(pod: Mapping[str, Any]) -> _Claim | None:
     """What a pod holds; None for nothing."""
-    spec, meta = pod.get("spec") or {}, pod["metadata"]
-    node = spec.get("nodeName")
-    if not node or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+    if not is_placed(pod):
         return None
+    spec, meta = pod["spec"], pod["metadata"]
     requests = pod_requests(spec)
-    job = (meta.get("labels") or {}).get(Label.JOB)
-    return (node, f"{meta['namespace']}/{job}" if job else "", requests) if requests else None
+    labelled = bool((meta.get("labels") or {}).get(Label.JOB))
+    owner = controller_of(meta, "Job").get("uid", "")
+    return (spec["nodeName"], owner, labelled, requests) if requests else None

@@ -13,7 +13,7 @@ from lightkube.core.exceptions import ApiError
 
 from elastic_operator import trial, trouble
 from elastic_operator.actions import Action, Create, LaunchAttempt
-from elastic_operator.apply import Applier
+from elastic_operator.apply import Applier, NameTakenError, PredecessorError
 from elastic_operator.batching import Key
 from elastic_operator.manifests import MANAGER
 from elastic_operator.observation import Observation, Trouble
@@ -68,7 +68,7 @@ class Inquiries:
             self._troubles.pop(key)
         asked = trouble.question(status, world, time.time())
         if asked is None:
-            if found is not None and found.reason != trouble.LAUNCH_REFUSED:
+            if found is not None and found.reason not in trouble.OF_THE_LAUNCH:
                 self._troubles.pop(key, None)
         elif time.monotonic() - self._asked_at.get(key, float("-inf")) >= trouble.AGAIN_SECONDS:
             self._asked_at[key] = time.monotonic()
@@ -89,13 +89,19 @@ class Inquiries:
             refused = 400 <= code < 500 and code != HTTPStatus.TOO_MANY_REQUESTS
             if not refused or not isinstance(action, Create | LaunchAttempt):
                 raise
-            said = trouble.refused(attempt, error.status.message)
-            new = self._troubles.get(key) != said
-            self._troubles[key] = said
-            raise RefusedError(said.message, new=new) from error
+            raise self._refused(key, trouble.refused(attempt, error.status.message)) from error
+        except NameTakenError as error:
+            raise self._refused(key, trouble.name_taken(attempt, str(error))) from error
+        except PredecessorError as error:
+            raise self._refused(key, trouble.predecessor(attempt, str(error))) from error
         known = self._troubles.get(key)
         if isinstance(action, Create | LaunchAttempt) and known is not None:
             del self._troubles[key]
+
+    def _refused(self, key: Key, said: Trouble) -> RefusedError:
+        new = self._troubles.get(key) != said
+        self._troubles[key] = said
+        return RefusedError(said.message, new=new)
 
     def forget(self, key: Key) -> None:
         """The job is gone."""

@@ -23,7 +23,8 @@ from lightkube import AsyncClient
 from lightkube.core.exceptions import ApiError
 
 from elastic_operator.caches import Renewals
-from elastic_operator.resources import LEASE, SELF_REVIEW, make
+from elastic_operator.resources import LEASE, make
+from elastic_operator.whoami import reviewed
 from elastic_operator.wire import format_time
 
 LEASE_SECONDS = 15.0
@@ -31,8 +32,6 @@ GIVE_UP_SECONDS = 10.0
 RETRY_SECONDS = 2.0
 LOST = 70
 """Exit code of a process that is not the leader any more (EX_SOFTWARE)."""
-
-_SERVICE_ACCOUNT = "system:serviceaccount:"
 
 logger = logging.getLogger(__name__)
 
@@ -154,17 +153,13 @@ class Leader:
         account no operator can make the Lease again.
         """
         try:
-            review = await self._client.create(
-                make(SELF_REVIEW, {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"})
-            )
+            account = await reviewed(self._client)
         except (ApiError, httpx2.HTTPError) as error:
             logger.warning("who this process is cannot be found out, so its Lease has no owner: %s", error)
             return []
-        user = (review.get("status") or {}).get("userInfo") or {}
-        namespace, _, name = str(user.get("username") or "").removeprefix(_SERVICE_ACCOUNT).partition(":")
-        if namespace != self._namespace or not name or not user.get("uid"):
+        if account is None or account.namespace != self._namespace or not account.uid:
             return []
-        return [{"apiVersion": "v1", "kind": "ServiceAccount", "name": name, "uid": user["uid"]}]
+        return [{"apiVersion": "v1", "kind": "ServiceAccount", "name": account.name, "uid": account.uid}]
 
     async def _read(self) -> Any:
         try:

@@ -17,6 +17,7 @@ from lightkube.config.kubeconfig import KubeConfig
 
 from elastic_operator import metrics, probes
 from elastic_operator.apply import Applier
+from elastic_operator.boundary import Boundary
 from elastic_operator.caches import Nodes, Renewals
 from elastic_operator.ending import end, heed_at_the_end
 from elastic_operator.handlers import make_registry
@@ -28,6 +29,7 @@ from elastic_operator.observe import Observer
 from elastic_operator.remembered import Remembered
 from elastic_operator.settings import Settings, read
 from elastic_operator.stream import connect
+from elastic_operator.whoami import own_account
 from elastic_operator.worker import Workers
 
 NODE_LEASE_SECONDS = 5.0
@@ -86,12 +88,19 @@ async def _work(
     observer = Observer(client, nodes, renewals, remembered, settings.namespaces)
     fence = leader.must_lead if leader is not None else lambda: None
     applier = Applier(client, observer, fence)
-    workers = Workers(observer, applier, Inquiries(client, applier), settings.limits, settings.reshard_image)
+    boundary = Boundary(
+        account=await own_account(client, settings.pod_account),
+        allows_own_namespace=settings.allow_own_namespace,
+        lease_name=settings.lease_name,
+    )
+    inquiries = Inquiries(client, applier)
+    workers = Workers(observer, applier, inquiries, settings.limits, settings.reshard_image, boundary=boundary)
     remembered.listener = workers
     background = [_in_background(leader.hold(), "leader")] if leader is not None else []
     http = connect(client.config)
     try:
         await observer.refresh_node_leases()
+        await observer.list_starts()
         background += [_in_background(mirror.follow(http), str(mirror.source)) for mirror in remembered.world]
         await _begun(remembered.world, stop)
         background.append(_in_background(_keep_looking(observer, workers), "nodes"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class JobRef:
     Attributes:
         drain_request: value of the annotation DRAIN_REQUESTED, empty for none; see `asked`.
         retry_request: value of the annotation RETRY_REQUESTED, likewise.
+        created_at: by the API server's clock; None where that is not known.
     """
 
     name: str
@@ -49,6 +51,7 @@ class JobRef:
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     drain_request: str = ""
     retry_request: str = ""
+    created_at: float | None = None
 
 
 def attempt_name(job: str, attempt: int) -> str:
@@ -66,6 +69,15 @@ def selector(job: str) -> str:
     return f"{Label.JOB}={job}"
 
 
+def account_of(template: Mapping[str, Any]) -> str:
+    """Name of the ServiceAccount that the pods of a template ask for; empty where they name none.
+
+    `serviceAccount` is the older name of the same field, and counts where the newer one is empty.
+    """
+    pod = template.get("spec") or {}
+    return str(pod.get("serviceAccountName") or pod.get("serviceAccount") or "")
+
+
 def checkpoint_root(spec: Spec, template: Mapping[str, Any] | None = None) -> str:
     """Folder of the job's checkpoints as its pods see it: below the mount of the claim."""
     return f"{_mount(spec, template)}/{spec.checkpoint.path}".rstrip("/")
@@ -73,12 +85,14 @@ def checkpoint_root(spec: Spec, template: Mapping[str, Any] | None = None) -> st
 
 def _mount(spec: Spec, template: Mapping[str, Any] | None = None) -> str:
     pod = (template or spec.template).get("spec") or {}
-    return (_claim_mount(pod, spec.checkpoint.claim_name) or CHECKPOINT_MOUNT).rstrip("/")
+    mount = _claim_mount(pod, spec.checkpoint.claim_name) or CHECKPOINT_MOUNT
+    # As the trainer and `reshard` write it: commits are known by their paths.
+    return f"/{posixpath.normpath(mount).lstrip('/')}".rstrip("/")
 
 
-def commit_uri(root: str, attempt: int, step: int) -> str:
-    """Folder of a commit."""
-    return f"{root}/a{attempt}/step-{step:08d}"
+def commit_uri(root: str, attempt: int, step: int, mark: str = "") -> str:
+    """Folder of a commit. `mark`: at the end of its name, where another job may have used the plain one."""
+    return f"{root}/a{attempt}/step-{step:08d}{f'-{mark}' if mark else ''}"
 
 
 def start_source(spec: Spec) -> str:
@@ -94,19 +108,19 @@ def start_arguments(spec: Spec) -> list[str]:
     return ["--newest", "--format", "deepspeed", *itertools.chain(*given)]
 
 
-def start_uri(root: str, attempt: int) -> str:
+def start_uri(root: str, attempt: int, mark: str = "") -> str:
     """Folder of the commit that is made from it, whose step nobody here knows before.
 
     Like the others it begins with `step-`: by that the trainer finds what may be pruned.
     """
-    return f"{root}/a{attempt}/step-start"
+    return f"{root}/a{attempt}/step-start{f'-{mark}' if mark else ''}"
 
 
 def attempt_objects(
     job: JobRef, spec: Spec, attempt: int, current: Current, heartbeat_seconds: float
 ) -> list[dict[str, Any]]:
     """Everything an attempt needs, in the order in which it has to be created; the Job comes last."""
-    user_account = (spec.template.get("spec") or {}).get("serviceAccountName")
+    user_account = account_of(spec.template)
     name = attempt_name(job.name, attempt)
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(job, name, attempt)}
     return [
@@ -126,7 +140,7 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     pod = template["spec"]
     pod["subdomain"] = name
     pod["restartPolicy"] = "Never"
-    pod.setdefault("serviceAccountName", name)
+    _set_account(pod, account_of(template) or name)
     pod["automountServiceAccountToken"] = True
     _mount_claim(pod, spec.checkpoint.claim_name)
     _avoid_nodes(pod, current.avoid)
@@ -193,9 +207,15 @@ def reshard_job(
         *(start_arguments(spec) if current.resume.external else ("--require-commit",)),
         *mode,
     ]
+    owner = [{"name": str(key), "value": value} for key, value in _owner_env(job, spec).items()]
+    main["env"] = _merged_env(main.get("env") or [], owner)
     count = 1 if mode else spec.reshard.parallelism
     if count > 1:
+        # Workers share a journal, and so go on with what others have done.
         main["args"] += ["--worker", f"$(JOB_COMPLETION_INDEX)/{count}"]
+    elif not mode:
+        # From the first try on: what it leaves unfinished is kept for the next one only if it says so.
+        main["args"].append("--resume")
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -206,6 +226,11 @@ def reshard_job(
             "template": template,
         },
     }
+
+
+def _set_account(pod: dict[str, Any], name: str) -> None:
+    pod.pop("serviceAccount", None)
+    pod["serviceAccountName"] = name
 
 
 def _sharing(count: int) -> dict[str, Any]:
@@ -226,14 +251,12 @@ def _training_env(
     name = attempt_name(job.name, attempt)
     master = f"{name}-0.{name}"
     values: dict[str, str] = {
-        Env.JOB: job.name,
-        Env.NAMESPACE: job.namespace,
+        **_owner_env(job, spec),
         Env.ATTEMPT: str(attempt),
         Env.TOPOLOGY: Topology.from_dict(current.topology).to_json(),
         Env.WORLD_SIZE: str(current.num_nodes * current.gpus_per_node),
         Env.GLOBAL_BATCH: str(spec.batch.global_samples),
         Env.MICRO_BATCH: str(spec.batch.micro_samples),
-        Env.CHECKPOINT_ROOT: checkpoint_root(spec),
         Env.CHECKPOINT_INTERVAL_SECONDS: str(spec.checkpoint.interval_seconds),
         Env.RESUME: current.resume.uri,
         Env.GRACE_SECONDS: str(grace_seconds),
@@ -251,6 +274,17 @@ def _training_env(
         *({"name": str(key), "value": value} for key, value in values.items()),
         {"name": "PET_NODE_RANK", "valueFrom": rank},
     ]
+
+
+def _owner_env(job: JobRef, spec: Spec) -> dict[str, str]:
+    """Environment by which a pod knows whose checkpoint root it may write to."""
+    return {
+        Env.JOB: job.name,
+        Env.NAMESPACE: job.namespace,
+        Env.JOB_UID: job.uid,
+        Env.TAKE_OVER: "true" if spec.checkpoint.take_over else "",
+        Env.CHECKPOINT_ROOT: checkpoint_root(spec),
+    }
 
 
 def _template(template: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
@@ -319,7 +353,7 @@ def _role(job: JobRef, name: str, attempt: int) -> dict[str, Any]:
         "apiGroups": ["coordination.k8s.io"],
         "resources": ["leases"],
         "resourceNames": [name],
-        "verbs": ["get", "update", "patch"],
+        "verbs": ["get", "patch"],
     }
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",

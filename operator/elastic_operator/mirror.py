@@ -1,7 +1,7 @@
 """Keeps a copy of a collection true: a list, then what changes, and a list again wherever changes may have been missed.
 
 What is kept of an object is the business of `put` and `drop`. After a list, whatever is not on it any more is dropped:
-there are no ghosts.
+there are no ghosts. An object that cannot be read is set aside (`aside`), alone: the watch goes on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2
 
+from elastic_operator import aside
 from elastic_operator.stream import ExpiredError, Object, Source, events, pages
 
 FIRST_BACKOFF_SECONDS = 0.5
@@ -60,8 +61,7 @@ class Mirror:
             except ExpiredError:
                 self.live, self._version = False, ""
             except Exception as error:
-                # Whatever it was: until this works again, nobody believes this copy. An object that cannot be taken up
-                # is not passed over: then the list that follows would not hold it either.
+                # Whatever it was: until this works again, nobody believes this copy.
                 self.live = False
                 if not isinstance(error, httpx2.HTTPError):
                     self._version = ""
@@ -85,12 +85,26 @@ class Mirror:
         """One event of the watch."""
         if change in ("ADDED", "MODIFIED"):
             self._known.add(identity(item))
-            self._put(item)
+            self._take_up(item)
         elif change == "DELETED":
             self._known.discard(identity(item))
             self._drop(identity(item))
+            aside.settled(self.source.plural, identity(item))
         if self._version:
             self._version = item["metadata"]["resourceVersion"]
+
+    def _take_up(self, item: Object) -> None:
+        """Hand an object on. One that cannot be read is set aside alone, or nobody's changes would be seen any more.
+
+        What was known of it before is dropped: it is not so any more.
+        """
+        try:
+            self._put(item)
+        except Exception as error:
+            aside.tell(self.source.plural, identity(item), item["metadata"].get("resourceVersion") or "", error)
+            self._drop(identity(item))
+        else:
+            aside.settled(self.source.plural, identity(item))
 
 
 def identity(item: Object) -> Id:

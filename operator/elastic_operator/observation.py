@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_operator import pod_reports
 from elastic_operator.monitors import NO_RULES, Rules, complaints
 from elastic_operator.wire import parse_time
-from reshard.contract import CommitRef, Label, LeaseKey, ReshardReport, VirtualLoader
+from reshard.contract import KIND, CommitRef, Label, LeaseKey, ReshardReport, VirtualLoader, sentence
 
 WORKER = "worker"
 RESHARD = "reshard"
+RESHARD_MODES = ("materialize", "virtual")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,8 @@ class PodView:
         disruption: reason of the DisruptionTarget condition.
         unhealthy_devices: devices that the kubelet reports as Unhealthy (KEP-4680).
         unschedulable: the scheduler's message, when it found no place.
+        owner: UID of the Job that controls it, empty for none; labels alone prove nothing (`ownership`).
+        owner_name: name of that Job.
     """
 
     name: str
@@ -91,6 +96,8 @@ class PodView:
     disruption: str = ""
     unhealthy_devices: int = 0
     unschedulable: str = ""
+    owner: str = ""
+    owner_name: str = ""
 
     @property
     def terminal(self) -> bool:
@@ -100,7 +107,7 @@ class PodView:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """A batch/v1 Job of ours."""
+    """A batch/v1 Job with our labels. `owner`: UID of the ElasticTrainingJob that controls it, empty for none."""
 
     name: str
     uid: str
@@ -112,6 +119,7 @@ class JobView:
     failed_message: str = ""
     deleting: bool = False
     finished_at: float | None = None
+    owner: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +128,15 @@ class LeaseView:
 
     Attributes:
         renewed_at: when we saw it change; None if rank 0 never wrote.
+        owner: UID of the ElasticTrainingJob that controls it, empty for none.
     """
 
     name: str
     attempt: int
     renewed_at: float | None = None
     annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    uid: str = ""
+    owner: str = ""
 
     def get(self, key: LeaseKey) -> str:
         """Value of an annotation, empty if it is not there."""
@@ -133,46 +144,62 @@ class LeaseView:
 
     @property
     def phase(self) -> str:
-        """The trainer's phase."""
-        return self.get(LeaseKey.PHASE)
+        """The trainer's phase, empty if it says none that there is."""
+        return pod_reports.value(pod_reports.phase, self.get(LeaseKey.PHASE)) or ""
 
     @property
     def step(self) -> int | None:
         """Steps done."""
-        text = self.get(LeaseKey.STEP)
-        return int(text) if text.isdigit() else None
+        return pod_reports.value(pod_reports.count, self.get(LeaseKey.STEP))
+
+    @property
+    def samples(self) -> int | None:
+        """Global samples consumed."""
+        return pod_reports.value(pod_reports.count, self.get(LeaseKey.SAMPLES))
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last step; None where training has diverged."""
+        return pod_reports.value(pod_reports.loss, self.get(LeaseKey.LOSS))
 
     @property
     def first_step_at(self) -> float | None:
         """When this attempt finished its first step, by the trainer's clock."""
-        return parse_time(self.get(LeaseKey.FIRST_STEP_TIME))
+        return pod_reports.value(pod_reports.moment, self.get(LeaseKey.FIRST_STEP_TIME))
 
     @property
     def step_at(self) -> float | None:
         """When the last step finished, by the trainer's clock."""
-        return parse_time(self.get(LeaseKey.STEP_TIME))
+        return pod_reports.value(pod_reports.moment, self.get(LeaseKey.STEP_TIME))
+
+    @property
+    def resume_error(self) -> str:
+        """Why rank 0 could not use the commit that it was told to resume from, in one sentence; empty if it could."""
+        return sentence(self.get(LeaseKey.RESUME_ERROR), pod_reports.TEXT_BYTES)
+
+    @property
+    def owner_error(self) -> str:
+        """Why rank 0 may not use the checkpoint root, in one sentence; empty if it may."""
+        return sentence(self.get(LeaseKey.OWNER_ERROR), 2 * pod_reports.TEXT_BYTES)
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """Released commits that rank 0 has removed; none where it does not say so in due form."""
+        return pod_reports.value(pod_reports.names, self.get(LeaseKey.REMOVED)) or ()
 
     @property
     def loader(self) -> VirtualLoader | None:
         """What rank 0 says that it can load besides files."""
-        text = self.get(LeaseKey.LOADER)
-        if not text:
-            return None
-        try:
-            return VirtualLoader.from_json(text)
-        except ValueError:
-            return None
+        return pod_reports.value(VirtualLoader.from_json, self.get(LeaseKey.LOADER))
 
     @property
     def commit(self) -> CommitRef | None:
         """The newest commit that rank 0 published."""
-        text = self.get(LeaseKey.COMMIT)
-        if not text:
-            return None
-        try:
-            return CommitRef.from_json(text)
-        except ValueError:
-            return None
+        return pod_reports.value(pod_reports.commit, self.get(LeaseKey.COMMIT))
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What rank 0 wrote that does not fit: the path of each field, and what was expected and found."""
+        return [(f"Lease {self.name}: {path}", text) for path, text in pod_reports.problems(self.annotations)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +225,8 @@ class Observation:
         used: accelerators taken on each node by pods that are not this job's.
         capacity_fresh: `used` was read just now; no plan is made from an old one.
         trouble: why an attempt does not get its pods, where somebody says so.
+        starts: claims of the namespace, each with a folder in it, that other jobs are about to start from; None where
+            that is not known yet.
     """
 
     nodes: Mapping[str, NodeView] = dataclasses.field(default_factory=dict)
@@ -207,6 +236,7 @@ class Observation:
     used: Mapping[str, int] = dataclasses.field(default_factory=dict)
     capacity_fresh: bool = True
     trouble: Trouble | None = None
+    starts: frozenset[tuple[str, str]] | None = frozenset()
 
     def workers(self, attempt: int) -> tuple[PodView, ...]:
         """Training pods of one attempt."""
@@ -249,25 +279,25 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
     waiting = _waiting([*(status.get("initContainerStatuses") or []), *containers])
     conditions = {item.get("type"): item for item in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
-    index = labels.get("batch.kubernetes.io/job-completion-index")
+    owner = controller_of(meta, "Job")
     return PodView(
         name=meta["name"],
         uid=meta.get("uid", ""),
         attempt=attempt_of(meta),
         role=labels.get(Label.ROLE, ""),
         node=spec.get("nodeName"),
-        index=int(index) if index is not None else None,
+        index=_whole(labels.get("batch.kubernetes.io/job-completion-index")),
         phase=status.get("phase", "Pending"),
         created_at=parse_time(meta.get("creationTimestamp")),
         deleted_at=parse_time(meta.get("deletionTimestamp")),
         requests=pod_requests(spec),
         exit_code=(state.get("terminated") or {}).get("exitCode"),
-        exit_reason=(state.get("terminated") or {}).get("reason") or "",
-        termination_message=(state.get("terminated") or {}).get("message") or "",
-        waiting_reason=waiting.get("reason") or "",
-        waiting_message=waiting.get("message") or "",
-        status_reason=status.get("reason") or "",
-        disruption=_true_reason(conditions.get("DisruptionTarget", {})),
+        exit_reason=_told((state.get("terminated") or {}).get("reason") or ""),
+        termination_message=((state.get("terminated") or {}).get("message") or "")[: pod_reports.MAX_MESSAGE],
+        waiting_reason=_told(waiting.get("reason") or ""),
+        waiting_message=_told(waiting.get("message") or ""),
+        status_reason=_told(status.get("reason") or ""),
+        disruption=_told(_true_reason(conditions.get("DisruptionTarget", {}))),
         unhealthy_devices=sum(
             device.get("health") == "Unhealthy"
             for item in containers
@@ -275,10 +305,12 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
             for device in resource.get("resources") or ()
         ),
         unschedulable=(
-            scheduled.get("message", "")
+            _told(scheduled.get("message") or "")
             if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
             else ""
         ),
+        owner=owner.get("uid", ""),
+        owner_name=owner.get("name", ""),
     )
 
 
@@ -298,10 +330,11 @@ def job_view(job: Mapping[str, Any]) -> JobView:
         role=(meta.get("labels") or {}).get(Label.ROLE, ""),
         complete="Complete" in conditions,
         failed=failed is not None,
-        failed_reason=(failed or {}).get("reason") or "",
-        failed_message=(failed or {}).get("message") or "",
+        failed_reason=_told((failed or {}).get("reason") or ""),
+        failed_message=_told((failed or {}).get("message") or ""),
         deleting=bool(meta.get("deletionTimestamp")),
         finished_at=parse_time((done or {}).get("lastTransitionTime")),
+        owner=controller_of(meta, KIND).get("uid", ""),
     )
 
 
@@ -313,13 +346,36 @@ def lease_view(lease: Mapping[str, Any], renewed_at: float | None) -> LeaseView:
         attempt=attempt_of(meta),
         renewed_at=renewed_at if (lease.get("spec") or {}).get("renewTime") else None,
         annotations=meta.get("annotations") or {},
+        uid=meta.get("uid", ""),
+        owner=controller_of(meta, KIND).get("uid", ""),
     )
+
+
+def controller_of(meta: Mapping[str, Any], kind: str = "") -> Mapping[str, Any]:
+    """The ownerReference of an object's controller, empty if it has none, or none of this kind."""
+    owners = meta.get("ownerReferences") or ()
+    found: Mapping[str, Any] = next((item for item in owners if item.get("controller")), {})
+    return found if not kind or found.get("kind") == kind else {}
 
 
 def attempt_of(meta: Mapping[str, Any]) -> int:
     """Attempt number in the labels of an object, 0 if there is none."""
-    text = (meta.get("labels") or {}).get(Label.ATTEMPT, "")
-    return int(text) if text.isdigit() else 0
+    return _whole((meta.get("labels") or {}).get(Label.ATTEMPT)) or 0
+
+
+def is_placed(pod: Mapping[str, Any]) -> bool:
+    """True if a pod has its place on a node: the scheduler has bound it, or the kubelet has admitted it.
+
+    Whoever creates a pod may write any `spec.nodeName` into it. Both the binding and the kubelet set the condition
+    PodScheduled; a pod without it holds nothing yet, and one that the kubelet refuses never will.
+    """
+    spec, status = pod.get("spec") or {}, pod.get("status") or {}
+    if not spec.get("nodeName") or status.get("phase") in ("Succeeded", "Failed"):
+        return False
+    scheduled = any(
+        item.get("type") == "PodScheduled" and item.get("status") == "True" for item in status.get("conditions") or ()
+    )
+    return scheduled or status.get("phase") == "Running"
 
 
 def pod_requests(spec: Mapping[str, Any]) -> dict[str, int]:
@@ -343,8 +399,52 @@ def report_of(pods: Sequence[PodView]) -> ReshardReport | None:
     for pod in sorted(pods, key=lambda pod: pod.created_at or 0.0, reverse=True):
         if pod.termination_message:
             with contextlib.suppress(ValueError):
-                found.append(ReshardReport.from_json(pod.termination_message))
+                found.append(_report(pod))
     return max(found, key=lambda report: (report.ok, report.bytes_written if report.ok else 0), default=None)
+
+
+def report_problems(pods: Sequence[PodView]) -> list[tuple[str, str]]:
+    """Termination messages of reshard pods that are no reports, where a report is due."""
+    found: list[tuple[str, str]] = []
+    for pod in pods:
+        if pod.termination_message:
+            try:
+                _report(pod)
+            except ValueError as error:
+                found.append((f"Pod {pod.name}: termination message", sentence(str(error), pod_reports.TEXT_BYTES)))
+    return found
+
+
+def _report(pod: PodView) -> ReshardReport:
+    """The report of a reshard pod, its texts in one line each.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = ReshardReport.from_json(pod.termination_message)
+    if found.mode not in RESHARD_MODES:
+        raise ValueError(f"mode: expected one of {', '.join(RESHARD_MODES)}, found {pod_reports.brief(found.mode)}")
+    if found.ok != (found.exit_code == 0):
+        raise ValueError(f"ok: expected what exitCode {found.exit_code} says, found {found.ok}")
+    return dataclasses.replace(
+        found,
+        message=sentence(found.message, pod_reports.TEXT_BYTES),
+        mode_reason=sentence(found.mode_reason, pod_reports.TEXT_BYTES),
+    )
+
+
+def _told(text: str) -> str:
+    """What somebody says of a pod, short enough to be repeated: images and users have a part in it."""
+    return sentence(text, pod_reports.TEXT_BYTES)
+
+
+def _whole(text: str | None) -> int | None:
+    """The number in a label, None if it is none: decimal ASCII digits that fit 32 bits."""
+    return int(text) if text and _WHOLE.fullmatch(text) else None
+
+
+_QUANTITY = re.compile(r"[0-9]{1,18}")
+_WHOLE = re.compile(r"[0-9]{1,9}")
 
 
 def _container_requests(container: Mapping[str, Any]) -> dict[str, int]:
@@ -354,7 +454,9 @@ def _container_requests(container: Mapping[str, Any]) -> dict[str, int]:
 
 def _extended(quantities: Mapping[str, Any] | None) -> dict[str, int]:
     # Extended resources are whole numbers under a domain name; cpu, memory, storage and hugepages are not.
-    return {name: int(text) for name, text in (quantities or {}).items() if "/" in name and str(text).isdigit()}
+    return {
+        name: int(text) for name, text in (quantities or {}).items() if "/" in name and _QUANTITY.fullmatch(str(text))
+    }
 
 
 def _first_status(spec: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

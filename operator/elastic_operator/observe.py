@@ -5,37 +5,35 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from lightkube import AsyncClient
 from lightkube.core.exceptions import ApiError
-from lightkube.operators import exists, not_in
+from lightkube.operators import exists
 
-from elastic_operator import accepted
+from elastic_operator import accepted, aside
 from elastic_operator.batching import Batch, Key
 from elastic_operator.caches import Nodes, Renewals
 from elastic_operator.held import Held
+from elastic_operator.manifests import JobRef
 from elastic_operator.observation import (
     JobView,
     Observation,
     PodView,
-    attempt_of,
     job_view,
     lease_view,
     pod_view,
 )
+from elastic_operator.ownership import own_jobs, own_leases, own_pods, predecessors_pods
 from elastic_operator.record import Record
 from elastic_operator.remembered import Remembered
-from elastic_operator.resources import JOB, LEASE, POD, REVISION, TRAINING_JOB
+from elastic_operator.resources import JOB, LEASE, LIVE, POD, REVISION, TRAINING_JOB
 from elastic_operator.spec import Spec, SpecError
 from reshard.contract import Label
 
 NODE_LEASES = "kube-node-lease"
-
-LIVE: dict[str, Any] = {"status.phase": not_in(["Succeeded", "Failed"])}
-"""Field selector of pods that hold what they asked for."""
 
 FRESH_SECONDS = 1.0
 """A look at the accelerators in use that is not older counts as fresh."""
@@ -110,18 +108,18 @@ class Observer:
         """
         key = (namespace, job)
         record = self._remembered.record(key)
-        if record is None or record.deleting:
+        if record is None or record.deleting or record.problems:
             return None
         if isinstance(record.spec, SpecError):
             return record, None
         resource = record.spec.accelerator.resource
-        used = (
-            None if self._remembered.knows_held else await self._used_by_others(namespace, job, resource, USED_SECONDS)
-        )
+        await self._refresh_used(USED_SECONDS)
         world = self._remembered.look(key, resource)
         if any(world.nodes[pod.node].ready != "True" for pod in world.pods if pod.node and pod.node in world.nodes):
             return None  # a node that looks lost deserves a second opinion at once: see `look`
-        return record, world if used is None else dataclasses.replace(world, used=used)
+        if self._remembered.knows_held:
+            return record, world
+        return record, dataclasses.replace(world, used=self._used_by_others(record, world.jobs, resource))
 
     def wrote(self, resource: Mapping[str, Any]) -> None:
         """Remember what the API has answered to a write of a resource's status, unless another has taken its place."""
@@ -129,10 +127,6 @@ class Observer:
         known = self._remembered.known((meta["namespace"], meta["name"]))
         if known is not None and known.job.uid == meta["uid"]:
             self._remembered.put_record(resource)
-
-    async def pods(self, namespace: str, job: str) -> list[Mapping[str, Any]]:
-        """All pods of one job, straight from the API."""
-        return [item async for item in self._list(POD, namespace, job)]
 
     async def revisions(self, namespace: str, job: str) -> list[Mapping[str, Any]]:
         """All specs that are kept of one job, straight from the API."""
@@ -147,28 +141,54 @@ class Observer:
                 return None
             raise
 
-    async def look(self, namespace: str, job: str, resource: str, *, fresh: bool) -> Observation:
+    async def own_pods(self, job: JobRef, known: Collection[str]) -> tuple[tuple[PodView, ...], list[PodView]]:
+        """A resource's own pods, straight from the API, and those that an earlier one of its name has left.
+
+        Args:
+            known: UIDs of its Jobs that were seen before.
+        """
+        # Pods first: whatever made one of them is then on the list of Jobs, or was known before.
+        found = await self._pods_of((job.namespace, job.name))
+        jobs = own_jobs(await self._jobs_of((job.namespace, job.name)), job)
+        uids = {item.uid for item in jobs} | set(known)
+        return own_pods(found, job.name, uids), predecessors_pods(found, job, uids)
+
+    async def look(self, record: Record, resource: str, *, fresh: bool) -> Observation:
         """Everything about one job. `fresh`: read the accelerators in use again."""
-        key = (namespace, job)
-        pods, jobs, leases, used = await asyncio.gather(
+        key = (record.job.namespace, record.job.name)
+        found, every_job, leases, _ = await asyncio.gather(
             self._pods.get(key),
             self._jobs.get(key),
             self._leases.get(key),
-            self._used_by_others(namespace, job, resource, FRESH_SECONDS if fresh else USED_SECONDS),
+            self._refresh_used(FRESH_SECONDS if fresh else USED_SECONDS),
         )
+        jobs = own_jobs(every_job, record.job)
+        pods = own_pods(found, key[1], {item.uid for item in jobs} | set(record.status.job_uids))
         nodes = self._nodes.views()
         if any(nodes[pod.node].ready != "True" for pod in pods if pod.node and pod.node in nodes):
             # A second opinion about a node that looks lost, at once.
             await self.refresh_node_leases(max_age_seconds=SECOND_OPINION_SECONDS)
         now = time.time()
+        views = [lease_view(item, self._renewals.of(item, now)) for item in leases]
         return Observation(
             nodes=self._nodes.around(resource, pods),
             pods=pods,
             jobs=jobs,
-            leases={attempt_of(item["metadata"]): lease_view(item, self._renewals.of(item, now)) for item in leases},
-            used=used,
+            leases=own_leases(views, record.job),
+            used=self._used_by_others(record, jobs, resource),
             capacity_fresh=fresh or self._remembered.knows_held or now - self._used_at <= FRESH_SECONDS,
+            starts=self._remembered.starts(key),
         )
+
+    async def list_starts(self) -> None:
+        """Read once which jobs are about to start from a folder of another one: until then no commit is released."""
+        try:
+            found = await self._all_training_jobs()
+        except ApiError as error:
+            if error.status.code != HTTPStatus.NOT_FOUND:  # the kind is not there yet, and so no job is
+                raise
+            found = {}
+        self._remembered.list_all([item for item in found.values() if item is not None])
 
     async def refresh_node_leases(self, *, max_age_seconds: float = 0.0) -> None:
         """List all kubelets' Leases, if the last look is older: one request, whatever the number of jobs."""
@@ -177,7 +197,7 @@ class Observer:
             if now - self._nodes.polled_at <= max_age_seconds:
                 return
             async for item in self._client.list(LEASE, namespace=NODE_LEASES, chunk_size=_CHUNK):
-                self._nodes.renew(item, time.time())
+                _read("leases", item, lambda lease: self._nodes.renew(lease, time.time()))
             self._nodes.polled(now)
 
     def stale_nodes(self) -> list[str]:
@@ -203,28 +223,31 @@ class Observer:
         }
 
     async def _pods_of(self, key: Key) -> tuple[PodView, ...]:
-        return tuple(pod_view(item) for item in await self.pods(*key))
+        return _readable("pods", [item async for item in self._list(POD, *key)], pod_view)
 
     async def _all_pods(self) -> dict[Key, tuple[PodView, ...]]:
-        return await self._by_job(POD, pod_view)
+        return await self._by_job(POD, "pods", pod_view)
 
     async def _jobs_of(self, key: Key) -> tuple[JobView, ...]:
-        return tuple([job_view(item) async for item in self._list(JOB, *key)])
+        return _readable("jobs", [item async for item in self._list(JOB, *key)], job_view)
 
     async def _all_jobs(self) -> dict[Key, tuple[JobView, ...]]:
-        return await self._by_job(JOB, job_view)
+        return await self._by_job(JOB, "jobs", job_view)
 
     async def _leases_of(self, key: Key) -> tuple[Mapping[str, Any], ...]:
-        return tuple([item async for item in self._list(LEASE, *key)])
+        return _readable("leases", [item async for item in self._list(LEASE, *key)], _checked_lease)
 
     async def _all_leases(self) -> dict[Key, tuple[Mapping[str, Any], ...]]:
-        return await self._by_job(LEASE, lambda item: item)
+        return await self._by_job(LEASE, "leases", _checked_lease)
 
-    async def _by_job(self, kind: Any, view: Callable[[Mapping[str, Any]], _T]) -> dict[Key, tuple[_T, ...]]:
+    async def _by_job(
+        self, kind: Any, plural: str, view: Callable[[Mapping[str, Any]], _T]
+    ) -> dict[Key, tuple[_T, ...]]:
         found: dict[Key, list[_T]] = {}
         async for item in self._list(kind, labels={str(Label.JOB): exists()}):
             meta = item["metadata"]
-            found.setdefault((meta["namespace"], meta["labels"][Label.JOB]), []).append(view(item))
+            views = found.setdefault((meta["namespace"], meta["labels"][Label.JOB]), [])
+            views += _readable(plural, [item], view)
         return {key: tuple(items) for key, items in found.items()}
 
     async def _list(
@@ -236,18 +259,47 @@ class Observer:
             async for item in self._client.list(kind, namespace=place, labels=labels, chunk_size=_CHUNK):
                 yield item
 
-    async def _used_by_others(self, namespace: str, job: str, resource: str, max_age: float) -> Mapping[str, int]:
+    async def _refresh_used(self, max_age: float) -> None:
+        """Read what pods hold again, where it is not watched and the last look is older."""
         if self._remembered.knows_held:
-            return self._remembered.held.by_others(namespace, job, resource)
+            return
         async with self._used_lock:
             if time.time() - self._used_at > max_age:
                 used = Held()
                 # One at a time: all pods of a large cluster at once are hundreds of megabytes.
                 async for item in self._client.list(POD, namespace="*", fields=LIVE, chunk_size=_CHUNK):
-                    used.put(item)
+                    _read("pods", item, used.put)
                 self._used, self._used_at = used, time.time()
-        return self._used.by_others(namespace, job, resource)
+
+    def _used_by_others(self, record: Record, jobs: Iterable[JobView], resource: str) -> Mapping[str, int]:
+        """Accelerators in use, as they were read last, without those of a resource's own Jobs."""
+        held = self._remembered.held if self._remembered.knows_held else self._used
+        return held.by_others({job.uid for job in jobs} | set(record.status.job_uids), resource)
 
 
 def _none() -> None:
     return None
+
+
+def _read(plural: str, item: Mapping[str, Any], view: Callable[[Mapping[str, Any]], _T]) -> _T | None:
+    """The view of one object; None for one that cannot be read, which is told and concerns no other."""
+    try:
+        return view(item)
+    except Exception as error:
+        meta = item["metadata"]
+        aside.tell(plural, (meta.get("namespace") or "", meta["name"]), meta.get("resourceVersion") or "", error)
+        return None
+
+
+def _readable(
+    plural: str, items: Iterable[Mapping[str, Any]], view: Callable[[Mapping[str, Any]], _T]
+) -> tuple[_T, ...]:
+    """Views of those objects that can be read."""
+    views = (_read(plural, item, view) for item in items)
+    return tuple(found for found in views if found is not None)
+
+
+def _checked_lease(lease: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The Lease itself: when it was renewed is only known once it is looked at. Raises where it cannot be read."""
+    lease_view(lease, None)
+    return lease

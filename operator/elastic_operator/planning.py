@@ -54,6 +54,7 @@ def _adopt(context: Context, status: Status, plan: Plan) -> Status:
         topology=plan.target,
         root=checkpoint_root(context.spec),
         start=start_source(context.spec),
+        mark=context.job.uid[:8] if context.spec.checkpoint.take_over else "",
     )
     text = short(plan.target)
     context.emit("Planned", f"attempt {attempt}: {plan.reason} Start: {resume.reason}.")

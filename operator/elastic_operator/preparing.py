@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator import commits, modes, recovering, starting
+from elastic_operator import absorbing, commits, modes, recovering, starting
 from elastic_operator.actions import ReshardOutcome
 from elastic_operator.capacity import Capacity
 from elastic_operator.conditions import Type, set_condition
@@ -32,6 +32,9 @@ from reshard.contract import ExitCode, ReshardReport
 
 HOPELESS = (ExitCode.USAGE, ExitCode.UNSUPPORTED, ExitCode.PLAN_INVALID)
 """Trying again gives the same answer."""
+
+UNUSABLE = (ExitCode.SOURCE_INVALID, ExitCode.SOURCE_CHANGED)
+"""The commit is not to be used any more: it is damaged, or somebody has changed what must never change."""
 
 
 def prepare(context: Context, status: Status, current: Current) -> Status:
@@ -129,6 +132,8 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
         return status
     pods = [pod for pod in context.world.pods if pod.role == RESHARD and pod.attempt == status.attempt]
     report = report_of(pods)
+    if report is not None and absorbing.misplaced(current, report):
+        report = None  # told as a condition; what a report says of another target or source is not believed
     if job.complete and current.resume.external and report is None:
         return status if starting.report_may_come(pods) else _reshard_failed(context, status, known, job, report)
     if job.complete:
@@ -206,7 +211,9 @@ def _reshard_failed(
     external = status.current is not None and status.current.resume.external
     name = _code_name(code)
     _count(context, report, name)
-    if code == ExitCode.SOURCE_INVALID and not external:
+    if code == ExitCode.NOT_OWNER:
+        return recovering.fail_as_not_owner(context, dataclasses.replace(status, reshard=known), message)
+    if code in UNUSABLE and not external:
         status = recovering.refuse_commit(context, status, source, message)
         return dataclasses.replace(
             _forget_plan(status),

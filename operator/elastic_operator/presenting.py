@@ -10,7 +10,7 @@ from elastic_operator.manifests import attempt_name, selector
 from elastic_operator.observation import Trouble
 from elastic_operator.signals import pod_signals
 from elastic_operator.status import Current, Phase, Status, short
-from elastic_operator.trouble import LAUNCH_REFUSED
+from elastic_operator.trouble import OF_THE_LAUNCH
 
 
 def present(context: Context, status: Status) -> Status:
@@ -80,7 +80,7 @@ def _trouble(context: Context, status: Status) -> Trouble | None:
     found, current = context.world.trouble, status.current
     if found is None or current is None or found.attempt != status.attempt:
         return None
-    launched = found.reason == LAUNCH_REFUSED and current.launch_time is not None and bool(current.job_uid)
+    launched = found.reason in OF_THE_LAUNCH and current.launch_time is not None and bool(current.job_uid)
     return None if launched else found
 
 

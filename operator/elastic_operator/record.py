@@ -10,8 +10,12 @@ from elastic_operator.actions import Decision
 from elastic_operator.manifests import DRAIN_REQUESTED, RETRY_REQUESTED, JobRef
 from elastic_operator.spec import Spec, SpecError, parse_spec
 from elastic_operator.status import Status
-from elastic_operator.wire import from_wire, to_wire
+from elastic_operator.status_reader import read_status
+from elastic_operator.wire import parse_time, to_wire
 from reshard.contract import GROUP, KIND, VERSION
+
+_TOKEN_LENGTH = 253
+"""Of the value of a request, as far as the schema lets a status keep it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +26,8 @@ class Record:
         spec: what is wanted, or why it makes no sense.
         suspends: the resource says that nothing shall run, whatever else it says.
         deleting: the resource is on its way out; nothing is done for it any more.
+        problems: fields of the stored status that do not fit, and are left out of `status` (`status_reader`).
+        lost: those among them that nothing can be decided without.
         version: of the resource that this was read from; another one alone is no other record.
     """
 
@@ -30,6 +36,8 @@ class Record:
     spec: Spec | SpecError
     suspends: bool = False
     deleting: bool = False
+    problems: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
     version: str = dataclasses.field(default="", compare=False)
 
     @property
@@ -45,28 +53,29 @@ class Record:
 
 
 def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Record:
-    """Record of an ElasticTrainingJob. `before`: an earlier one of the same, to keep a spec that has not changed.
-
-    Raises:
-        TypeError: the status lacks a field that has to be there.
-    """
+    """Record of an ElasticTrainingJob. `before`: an earlier one of the same, to keep a spec that has not changed."""
     meta = resource["metadata"]
+    stored = read_status(resource.get("status") or {})
+    annotations = meta.get("annotations") or {}
     job = JobRef(
         name=meta["name"],
         namespace=meta["namespace"],
         uid=meta["uid"],
         generation=meta.get("generation") or 0,
         labels=meta.get("labels") or {},
-        drain_request=(meta.get("annotations") or {}).get(DRAIN_REQUESTED, ""),
-        retry_request=(meta.get("annotations") or {}).get(RETRY_REQUESTED, ""),
+        drain_request=annotations.get(DRAIN_REQUESTED, "")[:_TOKEN_LENGTH],
+        retry_request=annotations.get(RETRY_REQUESTED, "")[:_TOKEN_LENGTH],
+        created_at=parse_time(meta.get("creationTimestamp")),
     )
     known = before is not None and (before.job.uid, before.job.generation) == (job.uid, job.generation)
     return Record(
         job=job,
-        status=from_wire(Status, resource.get("status") or {}),
+        status=stored.status,
         spec=before.spec if known and before is not None else _spec(resource["spec"]),
         suspends=resource["spec"].get("suspend") is True,
         deleting=bool(meta.get("deletionTimestamp")),
+        problems=stored.problems,
+        lost=stored.lost,
         version=meta.get("resourceVersion") or "",
     )
 

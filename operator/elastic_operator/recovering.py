@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from elastic_operator import commits, ledger
+from elastic_operator import commits, ledger, signals
+from elastic_operator.conditions import Type, set_condition
 from elastic_operator.context import Context
 from elastic_operator.status import (
     MAX_RECOVERIES,
@@ -18,10 +19,13 @@ from elastic_operator.status import (
     short,
 )
 from elastic_operator.wire import Time
-from reshard.contract import LeaseKey
+from reshard.contract import sentence
 
 OFFENCES_UNTIL_EXCLUDED = 2
 """A node that caused so many recoveries is avoided for `recovery.excludeNodeSeconds`, even if it is Ready."""
+
+_MESSAGE_BYTES = 1024
+"""Of a record. Ten of them, and what else a status holds, have to stay small."""
 
 
 def recover(
@@ -61,7 +65,7 @@ def recover(
     else:
         status = dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
     lease = context.world.leases.get(status.attempt)
-    refusal = (lease.get(LeaseKey.RESUME_ERROR) if lease else "") or _out_of_memory(context, status)
+    refusal = (lease.resume_error if lease else "") or _out_of_memory(context, status)
     # Whatever else has happened to the attempt, a commit that rank 0 could not load is not offered again.
     if refusal and status.current is not None and status.current.resume.uri:
         status = refuse_commit(context, status, status.current.resume.uri, refusal)
@@ -143,6 +147,31 @@ def charge(budget: RestartBudget, context: Context, now: float | None) -> Restar
     return RestartBudget(limit=rules.limit, used=len(times), window_seconds=rules.window_seconds, times=tuple(times))
 
 
+def fail_as_not_owner(context: Context, status: Status, refusal: str) -> Status:
+    """End a job whose checkpoint folder belongs to another one: no new attempt can change that."""
+    message = f"{sentence(refusal, _MESSAGE_BYTES)}; to try again: kubectl etj retry {context.job.name}"
+    context.emit("CheckpointNotOwned", message, warning=True)
+    conditions = set_condition(
+        status.conditions,
+        Type.CHECKPOINT_OWNED,
+        False,
+        reason="OwnedByAnotherJob",
+        message=message,
+        now=context.now,
+        generation=context.job.generation,
+    )
+    return dataclasses.replace(
+        status,
+        phase=Phase.FAILED,
+        reason="CheckpointNotOwned",
+        message=message,
+        current=None,
+        drain=None,
+        growth=None,
+        conditions=conditions,
+    )
+
+
 def refuse_commit(context: Context, status: Status, uri: str, reason: str) -> Status:
     """Fall back: mark a commit invalid, and say what is left."""
     checkpoint = commits.invalidate(status.checkpoint, uri, reason)
@@ -160,7 +189,9 @@ def refresh_exclusions(context: Context, status: Status) -> Status:
         node = context.world.nodes.get(item.name)
         if node is None:
             continue  # A node that does not exist needs no exclusion; if it is made again, it is a new one.
-        until = _term(context, item, node.ready == "True", node.ready_since)
+        # A node whose Lease is stale is not back, whatever its Ready condition still says.
+        sound = not signals.node_signals(node, item.name, context.limits, context.now)
+        until = _term(context, item, sound, node.ready_since)
         if until is None or until > context.now:
             kept.append(dataclasses.replace(item, until=until))
         else:
@@ -168,10 +199,10 @@ def refresh_exclusions(context: Context, status: Status) -> Status:
     return dataclasses.replace(status, excluded_nodes=tuple(kept))
 
 
-def _term(context: Context, item: ExcludedNode, ready: bool, ready_since: float | None) -> Time | None:
+def _term(context: Context, item: ExcludedNode, sound: bool, ready_since: float | None) -> Time | None:
     if item.hurts >= OFFENCES_UNTIL_EXCLUDED:
-        return Time(item.since + context.spec.recovery.exclude_node_seconds) if ready else None
-    if not ready:
+        return Time(item.since + context.spec.recovery.exclude_node_seconds) if sound else None
+    if not sound:
         return None
     return item.until or Time(max(ready_since or item.since, item.since) + context.limits.node_stable_seconds)
 
@@ -203,7 +234,7 @@ def _record(
     current, progress = status.current, status.progress
     return Recovery(
         cause=cause,
-        message=message,
+        message=sentence(message, _MESSAGE_BYTES),
         lost=tuple(sorted(lost)),
         planned=planned,
         from_=short(current.topology) if current else "",

@@ -7,16 +7,19 @@ lag, or be cut.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from elastic_operator import aside
 from elastic_operator.batching import Key
 from elastic_operator.caches import Nodes, Renewals
 from elastic_operator.held import Held
 from elastic_operator.mirror import Id, Mirror
 from elastic_operator.observation import JobView, LeaseView, Observation, PodView, job_view, lease_view, pod_view
+from elastic_operator.ownership import own_jobs, own_leases, own_pods
 from elastic_operator.record import Record, read_record
 from elastic_operator.resources import JOB, LEASE, NODE, POD
+from elastic_operator.spec import SpecError
 from elastic_operator.stream import Object, Source
 from reshard.contract import Label
 
@@ -99,6 +102,8 @@ class Remembered:
         self._nodes = nodes
         self._renewals = renewals
         self._records: dict[Key, Record | None] = {}
+        self._starts: dict[Key, tuple[str, str]] = {}
+        self.lists_all_resources = False
         self._pods: ByJob[PodView] = ByJob(pod_view)
         self._jobs: ByJob[JobView] = ByJob(job_view)
         self._leases: ByJob[LeaseView] = ByJob(self._lease_view)
@@ -146,8 +151,11 @@ class Remembered:
             return
         try:
             self._records[key] = read_record(resource, before)
-        except TypeError:
-            self._records[key] = None  # the fresh look says what is wrong with it
+        except Exception as error:
+            # Whatever is wrong with it is wrong with this one alone; the fresh look says it again.
+            aside.tell("elastictrainingjobs", key, meta.get("resourceVersion") or "", error)
+            self._records[key] = None
+        self._remember_start(key, self._records[key])
         if before is None or self._records[key] != before:
             self.listener.wake(key)
 
@@ -161,6 +169,35 @@ class Remembered:
     def forget(self, key: Id) -> None:
         """The same, where whoever cares knows it."""
         self._records.pop(key, None)
+        self._starts.pop(key, None)
+
+    def starts(self, key: Key) -> frozenset[tuple[str, str]] | None:
+        """Claims, each with a folder in it, that other jobs of a job's namespace are about to start from.
+
+        None until all resources have been listed once: they are told one after another at the start.
+        """
+        if not self.lists_all_resources:
+            return None
+        return frozenset(start for other, start in self._starts.items() if other != key and other[0] == key[0])
+
+    def _remember_start(self, key: Key, record: Record | None) -> None:
+        self._starts.pop(key, None)
+        if record is None or isinstance(record.spec, SpecError):
+            return
+        checkpoint, status = record.spec.checkpoint, record.status
+        again = status.current is not None and status.current.resume.external and not status.current.resume.ready
+        if checkpoint.start_from and (again or status.started_from is None) and not status.terminal:
+            self._starts[key] = (checkpoint.claim_name, checkpoint.start_from)
+
+    def list_all(self, resources: Iterable[Object]) -> None:
+        """Take up what all resources are about to start from, before the first pass."""
+        for resource in resources:
+            meta = resource["metadata"]
+            try:
+                self._remember_start((meta["namespace"], meta["name"]), read_record(resource))
+            except Exception as error:
+                aside.tell("elastictrainingjobs", (meta["namespace"], meta["name"]), "", error)
+        self.lists_all_resources = True
 
     def known(self, key: Key) -> Record | None:
         """A job as it was told last."""
@@ -171,15 +208,22 @@ class Remembered:
         return self.known(key) if self.live else None
 
     def look(self, key: Key, resource: str) -> Observation:
-        """What is remembered about one job; `used` counts only what `knows_held` says."""
-        pods = tuple(self._pods.of(key))
+        """What is remembered about one job; `used` counts only what `knows_held` says. Nothing of one not known."""
+        record = self.known(key)
+        if record is None:
+            return Observation(nodes=self._nodes.offering(resource), capacity_fresh=self.knows_held)
+        known = record.status.job_uids
+        jobs = own_jobs(self._jobs.of(key), record.job)
+        uids = {job.uid for job in jobs} | set(known)
+        pods = own_pods(self._pods.of(key), key[1], uids)
         return Observation(
             nodes=self._nodes.around(resource, pods),
             pods=pods,
-            jobs=tuple(self._jobs.of(key)),
-            leases={lease.attempt: lease for lease in self._leases.of(key)},
-            used=self.held.by_others(*key, resource),
+            jobs=jobs,
+            leases=own_leases(self._leases.of(key), record.job),
+            used=self.held.by_others(uids, resource),
             capacity_fresh=self.knows_held,
+            starts=self.starts(key),
         )
 
     def _lease_view(self, lease: Object) -> LeaseView:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightkube.generic_resource import create_global_resource, create_namespaced_resource
+from lightkube.operators import not_in
 
 from reshard.contract import GROUP, KIND, PLURAL, VERSION
 
@@ -21,6 +22,9 @@ ROLE = create_namespaced_resource("rbac.authorization.k8s.io", "v1", "Role", "ro
 ROLE_BINDING = create_namespaced_resource("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
 NODE = create_global_resource("", "v1", "Node", "nodes")
 SELF_REVIEW = create_global_resource("authentication.k8s.io", "v1", "SelfSubjectReview", "selfsubjectreviews")
+
+LIVE: dict[str, Any] = {"status.phase": not_in(["Succeeded", "Failed"])}
+"""Field selector of pods that hold what they asked for."""
 
 
 def make(kind: Any, body: Mapping[str, Any]) -> Any:

@@ -26,6 +26,8 @@ RESTART_SECONDS = 60.0
 def run(context: Context, status: Status, current: Current) -> Status:
     """One look at a launched attempt."""
     lease = context.world.leases.get(status.attempt)
+    if lease is not None and (refusal := lease.owner_error):
+        return recovering.fail_as_not_owner(context, status, refusal)
     verdict = judge(context, status, current)
     if _complete(context, status, lease, verdict):
         step = absorbing.latest_step(context, status)

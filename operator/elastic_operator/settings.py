@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from elastic_operator.boundary import Account
 from elastic_operator.limits import Limits, meanings
 from elastic_operator.monitors import NO_RULES, RuleError, Rules, parse_rules
 from elastic_operator.reshardpod import ReshardImage
@@ -31,6 +32,8 @@ class Settings:
         health_port: 0 for none.
         unhealthy_nodes: conditions and labels of nodes that mean that a node should be left.
         reshard_image: of reshard pods; None for the image of the training.
+        allow_own_namespace: serve jobs in the operator's own namespace.
+        pod_account: the ServiceAccount of this process' pod; None outside of a cluster.
     """
 
     kubeconfig: Path | None = None
@@ -46,6 +49,8 @@ class Settings:
     limits: Limits = Limits()  # noqa: RUF009 - frozen
     unhealthy_nodes: Rules = NO_RULES
     reshard_image: ReshardImage | None = None
+    allow_own_namespace: bool = False
+    pod_account: Account | None = None
 
 
 def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
@@ -74,12 +79,19 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
         json_logs=options.json_logs,
         limits=Limits(**limits),
         unhealthy_nodes=unhealthy_nodes,
+        allow_own_namespace=options.allow_jobs_in_own_namespace,
+        pod_account=_pod_account(env),
         reshard_image=(
             ReshardImage(name=options.reshard_image, pull_policy=options.reshard_image_pull_policy)
             if options.reshard_image
             else None
         ),
     )
+
+
+def _pod_account(env: Mapping[str, str]) -> Account | None:
+    namespace, name = env.get("POD_NAMESPACE"), env.get("POD_SERVICE_ACCOUNT")
+    return Account(namespace=namespace, name=name) if namespace and name else None
 
 
 def _listed(values: Sequence[str]) -> list[str]:
@@ -110,6 +122,11 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         "--lease-name",
         default=LEASE_NAME,
         help="of the leader's Lease; operators with the same one stand by for each other",
+    )
+    run.add_argument(
+        "--allow-jobs-in-own-namespace",
+        action="store_true",
+        help="serve jobs in the operator's own namespace, whose pods can take its rights; default: refuse them",
     )
     run.add_argument("--metrics-port", type=int, default=0, help="serve Prometheus metrics; 0: do not")
     run.add_argument("--health-port", type=int, default=0, help="serve /healthz and /readyz; 0: do not")

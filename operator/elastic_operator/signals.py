@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from elastic_operator.limits import Limits
 from elastic_operator.observation import LeaseView, NodeView, Observation, PodView, Taint
-from reshard.contract import LeaseKey, TrainerPhase
+from reshard.contract import TrainerPhase
 
 
 class Kind(enum.StrEnum):
@@ -268,7 +268,7 @@ def lease_signals(
 ) -> list[Signal]:
     """Signals of the attempt's mailbox: silence, hang, a refused commit, a start that never ends."""
     found: list[Signal] = []
-    if lease is not None and (error := lease.get(LeaseKey.RESUME_ERROR)):
+    if lease is not None and (error := lease.resume_error):
         message = f"rank 0 refused the commit: {error}"
         found.append(Signal(kind=Kind.RESUME_REFUSED, since=now, message=message))
     if lease is not None and lease.renewed_at is not None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_operator.specreader import RESOURCE_NAME, Section, SpecError
-from elastic_operator.specrules import conflicts, path_problem, start_problem
+from elastic_operator.specrules import conflicts, path_problem, plain_path, start_problem
 from elastic_operator.spectypes import (
     Accelerator,
     Activations,
@@ -152,15 +152,18 @@ def _model(section: Section) -> Model:
 def _checkpoint(section: Section) -> CheckpointSpec:
     checkpoint = CheckpointSpec(
         claim_name=section.text("claimName", required=True),
-        path=section.text("path"),
-        start_from=section.text("startFrom"),
+        path=plain_path(section.text("path")),
+        start_from=plain_path(section.text("startFrom")),
         start_options=_start_options(section.section("startOptions")) if "startOptions" in section else StartOptions(),
+        take_over=section.flag("takeOver", default=False),
         format=section.choice("format", ("DeepSpeed",), default="DeepSpeed"),
         interval_seconds=section.integer("intervalSeconds", default=900),
     )
-    if problem := path_problem(checkpoint.path):
-        section.problem("path", f"is {checkpoint.path!r}: {problem}")
-    if problem := start_problem(checkpoint):
+    if problem := path_problem(section.text("path")):
+        section.problem("path", f"is {section.text('path')!r}: {problem}")
+    if problem := path_problem(section.text("startFrom")):
+        section.problem("startFrom", f"is {section.text('startFrom')!r}: {problem}")
+    elif problem := start_problem(checkpoint):
         section.problem("startFrom", f"is {checkpoint.start_from!r}: {problem}")
     if checkpoint.start_options != StartOptions() and not checkpoint.start_from:
         section.problem("startOptions", "says how to read startFrom, which is empty")

@@ -20,9 +20,18 @@ class SpecError(Exception):
         problems: one sentence per problem, each beginning with the path of its field.
     """
 
+    reason = "InvalidSpec"
+    """Of the condition that tells the problems."""
+
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("; ".join(problems))
         self.problems = tuple(problems)
+
+
+class NotPermittedError(SpecError):
+    """The spec makes sense, but the operator must not do what it says; see `boundary`."""
+
+    reason = "NotPermitted"
 
 
 class Section:

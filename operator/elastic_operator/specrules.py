@@ -6,6 +6,7 @@ refused at admission alone.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -48,6 +49,11 @@ def path_problem(path: str) -> str | None:
     if path and not all(part and all(_plain(c) or c in allowed for c in part) for part in parts):
         return "expected letters, digits and _ . = + @ , - between single '/', with none at its end"
     return None
+
+
+def plain_path(path: str) -> str:
+    """Return a path inside of the claim without `.` and doubled slashes, as the trainer and `reshard` write it."""
+    return "" if posixpath.normpath(path or ".") == "." else posixpath.normpath(path)
 
 
 def start_problem(checkpoint: CheckpointSpec) -> str | None:

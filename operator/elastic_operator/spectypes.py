@@ -127,12 +127,18 @@ class StartOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """`spec.checkpoint`. `start_from` is a folder inside the claim, empty for a training that begins from nothing."""
+    """`spec.checkpoint`.
+
+    Attributes:
+        start_from: folder inside the claim, empty for a training that begins from nothing.
+        take_over: the job may use a folder that belongs to another job.
+    """
 
     claim_name: str
     path: str = ""
     start_from: str = ""
     start_options: StartOptions = StartOptions()
+    take_over: bool = False
     format: str = "DeepSpeed"
     interval_seconds: int = 900
 

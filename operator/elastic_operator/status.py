@@ -16,7 +16,8 @@ from reshard.contract import CommitRef
 from reshard.topology import Topology
 
 MAX_RECOVERIES = 10
-MAX_COMMITS = 5
+MAX_COMMITS = 16
+"""Entries of the history at most, as in the schema of the resource."""
 
 
 class Phase(enum.StrEnum):
@@ -86,7 +87,12 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The newest valid commit, and the newest few of all, newest first."""
+    """The newest valid commit, and those that may still be needed.
+
+    Attributes:
+        history: commits that exist, newest first.
+        released: names (`a<N>/step-...`) of commits that nothing refers to; the training removes them from storage.
+    """
 
     uri: str = ""
     step: int = 0
@@ -95,6 +101,7 @@ class Checkpoint:
     topology: Mapping[str, int] = dataclasses.field(default_factory=dict)
     verified: bool = False
     history: tuple[Commit, ...] = ()
+    released: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +356,7 @@ class Status:
         started_from: the checkpoint of others that the job went on from; None where there is none, or not yet.
         queue_time: since when the job has wanted an attempt and had none, not even a planned one; None otherwise.
         finish_time: when it became Complete or Failed.
+        job_uids: of its Jobs, training and reshard, as far as their pods may still be there (`ownership`).
     """
 
     phase: str = Phase.PENDING
@@ -384,6 +392,7 @@ class Status:
     queue_time: Time | None = None
     first_step_time: Time | None = None
     finish_time: Time | None = None
+    job_uids: tuple[str, ...] = ()
 
     @property
     def launched(self) -> bool:
@@ -399,6 +408,23 @@ class Status:
 def short(topology: Mapping[str, int]) -> str:
     """`tp=2,pp=1,dp=2,zero=1`, or `` for none."""
     return str(Topology.from_dict(topology)) if topology else ""
+
+
+def with_newest(checkpoint: Checkpoint) -> Checkpoint:
+    """Return `checkpoint` with the newest valid commit of its history in front."""
+    best = next((item for item in checkpoint.history if not item.invalid), None)
+    if best is None:
+        return Checkpoint(history=checkpoint.history, released=checkpoint.released)
+    return Checkpoint(
+        uri=best.uri,
+        step=best.step,
+        samples=best.samples,
+        attempt=best.attempt,
+        topology=best.topology,
+        verified=best.verified,
+        history=checkpoint.history,
+        released=checkpoint.released,
+    )
 
 
 def edit_last_recovery(status: Status, **changes: Any) -> Status:

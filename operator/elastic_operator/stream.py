@@ -73,6 +73,11 @@ class Source:
         return f"{api}/{info.resource.version}{place}/{info.plural}"
 
     @property
+    def plural(self) -> str:
+        """Plural of the kind, for instance `pods`."""
+        return str(api_info(self.kind).plural)
+
+    @property
     def params(self) -> dict[str, str]:
         """Selectors of the request."""
         found = {"labelSelector": self.labels, "fieldSelector": self.fields}

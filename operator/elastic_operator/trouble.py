@@ -14,9 +14,19 @@ from typing import Any
 from elastic_operator.observation import Observation, Trouble
 from elastic_operator.status import Status
 from elastic_operator.wire import parse_time
+from reshard.contract import sentence
 
 LAUNCH_REFUSED = "LaunchRefused"
 """The API server does not let the operator create an attempt's objects."""
+
+NAME_TAKEN = "NameTaken"
+"""An object that is not the job's has the name of one that the operator has to create."""
+
+PREDECESSOR_RUNS = "PredecessorRuns"
+"""Pods of an earlier job of the same name may still run."""
+
+OF_THE_LAUNCH = (LAUNCH_REFUSED, NAME_TAKEN, PREDECESSOR_RUNS)
+"""What keeps an attempt's objects from being created; over once they are."""
 
 PODS_REFUSED = "PodsRefused"
 """The API server does not let the Job controller create the pods: quotas, pod security, limits, webhooks."""
@@ -29,6 +39,8 @@ PATIENCE_SECONDS = 3.0
 
 AGAIN_SECONDS = 10.0
 """How often the events are read while it goes on."""
+
+_MESSAGE_BYTES = 1024
 
 _STUCK_SECONDS = 20.0
 """Volumes and images take a while."""
@@ -83,5 +95,15 @@ def refused(attempt: int, message: str | None) -> Trouble:
     )
 
 
+def name_taken(attempt: int, message: str) -> Trouble:
+    """What is in the way of an object of an attempt."""
+    return Trouble(attempt=attempt, reason=NAME_TAKEN, message=_one_line(message))
+
+
+def predecessor(attempt: int, message: str) -> Trouble:
+    """What an earlier job of the same name has left behind, and may still run."""
+    return Trouble(attempt=attempt, reason=PREDECESSOR_RUNS, message=_one_line(message))
+
+
 def _one_line(text: str | None) -> str:
-    return " ".join((text or "").split())
+    return sentence(text or "", _MESSAGE_BYTES)

@@ -32,7 +32,7 @@ def parse_time(text: str | None) -> Time | None:
         return None
     try:
         return Time(datetime.datetime.fromisoformat(text).timestamp())
-    except ValueError:
+    except (ValueError, OverflowError, TypeError):
         return None
 
 
@@ -44,8 +44,8 @@ def camel(name: str) -> str:
 
 def to_wire(value: Any) -> dict[str, Any]:
     """JSON object of a dataclass."""
-    hints = _hints(type(value))
-    pairs = ((name, _encode(getattr(value, name), hint)) for name, hint in hints.items())
+    fields = hints(type(value))
+    pairs = ((name, _encode(getattr(value, name), hint)) for name, hint in fields.items())
     return {camel(name): item for name, item in pairs if item is not None and item not in ([], {})}
 
 
@@ -55,20 +55,20 @@ def from_wire(cls: type[_T], value: Mapping[str, Any]) -> _T:
     Raises:
         TypeError: a field without a default is absent.
     """
-    hints = _hints(cls)
     return cls(
         **{
             name: _decode(value[camel(name)], hint)
-            for name, hint in hints.items()
+            for name, hint in hints(cls).items()
             if value.get(camel(name)) is not None
         }
     )
 
 
-def _hints(cls: Any) -> dict[str, Any]:
+def hints(cls: Any) -> dict[str, Any]:
+    """Types of a dataclass's fields, by name."""
     if cls not in _HINTS:
-        hints = typing.get_type_hints(cls)
-        _HINTS[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+        types_of = typing.get_type_hints(cls)
+        _HINTS[cls] = {field.name: types_of[field.name] for field in dataclasses.fields(cls)}
     return _HINTS[cls]
 
 
@@ -79,12 +79,12 @@ _HINTS: dict[Any, dict[str, Any]] = {}
 def _encode(value: Any, hint: Any) -> Any:
     if value is None:
         return None
-    if _strip_optional(hint) is Time:
+    if strip_optional(hint) is Time:
         return format_time(value)
     if dataclasses.is_dataclass(value):
         return to_wire(value)
     if isinstance(value, tuple):
-        (item_hint, *_) = typing.get_args(_strip_optional(hint))
+        (item_hint, *_) = typing.get_args(strip_optional(hint))
         return [_encode(item, item_hint) for item in value]
     if isinstance(value, Mapping):
         return dict(value)
@@ -92,7 +92,7 @@ def _encode(value: Any, hint: Any) -> Any:
 
 
 def _decode(value: Any, hint: Any) -> Any:
-    hint = _strip_optional(hint)
+    hint = strip_optional(hint)
     if hint is Time:
         return parse_time(value)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -103,7 +103,8 @@ def _decode(value: Any, hint: Any) -> Any:
     return hint(value) if hint in (int, float, str) else value
 
 
-def _strip_optional(hint: Any) -> Any:
+def strip_optional(hint: Any) -> Any:
+    """`T` of `T | None`; other types as they are."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = [item for item in typing.get_args(hint) if item is not type(None)]
     return hint

@@ -15,9 +15,10 @@ from typing import Any
 from lightkube.core.exceptions import ApiError
 
 from elastic_operator import accepted, families, metrics
-from elastic_operator.actions import Decision
-from elastic_operator.apply import Applier, ConflictError
+from elastic_operator.actions import Decision, Event
+from elastic_operator.apply import Applier, ConflictError, NameTakenError
 from elastic_operator.batching import Key
+from elastic_operator.boundary import OPEN, Boundary
 from elastic_operator.context import Context, capacity
 from elastic_operator.decide import decide, refuse
 from elastic_operator.ending import end
@@ -32,7 +33,7 @@ from elastic_operator.reshardpod import ReshardImage
 from elastic_operator.spec import Spec, SpecError
 from elastic_operator.status import Status
 from elastic_operator.transitions import Sample, increments, reshard_samples
-from reshard.contract import LeaseKey
+from reshard.contract import LeaseKey, sentence
 
 DEBOUNCE_SECONDS = 0.05
 """Events come in bursts; one look answers all of them."""
@@ -56,6 +57,9 @@ AT_ONCE = 200
 
 PROGRESS_SECONDS_PER_JOB = 0.05
 """In a crowd each job's progress is written the more rarely the more jobs there are: about 20 writes a second."""
+
+MOST_PROBLEMS = 8
+"""So many damaged fields of a status are named."""
 
 HELD_BACK_SECONDS = 1.0
 """After which a plan that waits for other jobs' pods to be placed is looked at again."""
@@ -99,7 +103,10 @@ class Workers:
         inquiries: Inquiries,
         limits: Limits,
         reshard_image: ReshardImage | None = None,
+        *,
+        boundary: Boundary = OPEN,
     ) -> None:
+        self._boundary = boundary
         self._observer = observer
         self._applier = applier
         self._own_limits = limits
@@ -115,6 +122,7 @@ class Workers:
         self._inquiries = inquiries
         self._promises = Promises()
         self._told_forbidden = False
+        self._told_damage: dict[Key, str] = {}
 
     @property
     def crowded(self) -> bool:
@@ -236,7 +244,7 @@ class Workers:
         return seconds + -(time.monotonic() + seconds) % TICK_SECONDS
 
     def _forget(self, key: Key) -> None:
-        for table in (self._tasks, self._wakers, self._nodes, self._mail, self._recall_until):
+        for table in (self._tasks, self._wakers, self._nodes, self._mail, self._recall_until, self._told_damage):
             table.pop(key, None)
         self._inquiries.forget(key)
         self._promises.forget(key)
@@ -249,8 +257,8 @@ class Workers:
         fails if the job itself is not as remembered. Whatever is done is decided from a fresh look.
         """
         recalled = await self._observer.recall(*key) if self._trusts_memory(key) else None
-        if recalled is not None and not _needs_accepted(recalled[0]):
-            record, world = recalled
+        if recalled is not None and not _needs_accepted(self._boundary.confined(recalled[0])):
+            record, world = self._boundary.confined(recalled[0]), recalled[1]
             if world is not None:
                 world = await self._inquiries.seen(key, record.status, world)
             found = self._judge(key, record, world)
@@ -277,24 +285,46 @@ class Workers:
         if resource is None:
             return None if self._observer.is_gone(key, known) else 0.0
         self._observer.read(resource, known)
-        record = read_record(resource)
+        record = self._boundary.confined(read_record(resource))
         if record.deleting:
             return self._limits.resync_seconds
+        if record.problems:
+            await self._tell_damage(key, resource, record)
+            if record.lost:
+                return self._limits.resync_seconds
         found = await self._decide(key, await self._inquiries.tried(record))
         await self._apply(key, resource, found)
         return found.decision.requeue_seconds
+
+    async def _tell_damage(self, key: Key, resource: Mapping[str, Any], record: Record) -> None:
+        """Say what of the stored status cannot be read. What can be left out, the next write mends."""
+        shown = record.lost or record.problems
+        text = "; ".join(shown[:MOST_PROBLEMS])
+        if record.lost:
+            reason = "StatusUnreadable"
+            message = (
+                f"the stored status does not fit, and without these fields nothing is decided: {text}; what runs goes "
+                "on; correct them (kubectl edit --subresource=status), or create the job anew"
+            )
+        else:
+            reason, message = "StatusMended", f"fields of the stored status did not fit and were left out: {text}"
+        message = sentence(message, 1024)
+        if self._told_damage.get(key) != message:
+            self._told_damage[key] = message
+            logger.warning("%s/%s: %s", *key, message)
+            await self._applier.post_event(resource, Event(reason=reason, message=message, warning=True), time.time())
 
     async def _decide(self, key: Key, record: Record) -> Pass:
         if isinstance(record.spec, SpecError):
             refused = self._judge(key, record, None)
             spec = await self._observer.accepted_spec(*key, record.job.uid) if _needs_accepted(record) else None
-            if spec is None:
+            if spec is None or self._boundary.problems(record.job, spec):
                 return refused
             found = await self._decide(key, dataclasses.replace(record, spec=accepted.going_on(spec, record)))
             return dataclasses.replace(found, decision=accepted.despite(refused.decision, found.decision))
         resource, fresh = record.spec.accelerator.resource, not record.status.launched
         while True:
-            world = await self._observer.look(*key, resource, fresh=fresh)
+            world = await self._observer.look(record, resource, fresh=fresh)
             world = await self._inquiries.seen(key, record.status, world)
             found = self._judge(key, record, world)
             if not found.decision.needs_fresh_capacity:
@@ -365,8 +395,8 @@ class Workers:
         """Before the status says that it is valid, so that a crash in between keeps it again."""
         try:
             await self._applier.keep_spec(read_record(resource).job, resource["spec"])
-        except ApiError as error:
-            if error.status.code != HTTPStatus.FORBIDDEN:
+        except (ApiError, NameTakenError) as error:
+            if isinstance(error, ApiError) and error.status.code != HTTPStatus.FORBIDDEN:
                 raise
             if not self._told_forbidden:
                 logger.warning("accepted specs cannot be kept, and a refused edit stops recovery: %s", error)

@@ -211,6 +211,14 @@ REFUSED_CHANGES = [
     ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.claimName", "other")),
     ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.path", "other")),
 ]
+# (message, the job as it was created, the change)
+REFUSED_WITHDRAWALS = [
+    (
+        "spec.checkpoint.takeOver cannot be withdrawn",
+        with_field("spec.checkpoint.takeOver", True),
+        with_field("spec.checkpoint.takeOver", False),
+    ),
+]
 REFUSED_ONCE_STARTED = [
     ("spec.checkpoint.startFrom cannot change", with_field("spec.checkpoint.startFrom", "old/global_step200")),
     ("spec.checkpoint.startFrom cannot change", with_field("spec.checkpoint.startFrom", "")),

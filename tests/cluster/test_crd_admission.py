@@ -24,6 +24,7 @@ from tests.cluster.refused_jobs import (
     REFUSED_BY_SCHEMA,
     REFUSED_CHANGES,
     REFUSED_ONCE_STARTED,
+    REFUSED_WITHDRAWALS,
     SIDECAR,
     container,
     parallelism,
@@ -120,6 +121,7 @@ def rules(schema: dict[str, Any]) -> Iterator[str]:
 def test_every_rule_has_a_case_here():
     cases = [message for message, _ in (*REFUSED_AT_CREATION, *REFUSED_AT_ADMISSION_ONLY, *REFUSED_CHANGES)]
     cases += [message for message, _ in REFUSED_ONCE_STARTED]
+    cases += [message for message, _, _ in REFUSED_WITHDRAWALS]
     for message in rules(VERSION["schema"]["openAPIV3Schema"]):
         assert any(message.startswith(case) for case in cases), message
 
@@ -205,6 +207,15 @@ def test_a_change_that_would_lose_the_training_is_refused(kubectl, namespace, me
     assert get(kubectl, namespace)["metadata"]["generation"] == 1
 
 
+@pytest.mark.parametrize(("message", "before", "after"), REFUSED_WITHDRAWALS)
+def test_a_consent_cannot_be_withdrawn(kubectl, namespace, message, before, after):
+    assert apply(kubectl, namespace, before).returncode == 0
+    done = apply(kubectl, namespace, after)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert get(kubectl, namespace)["metadata"]["generation"] == 1
+
+
 def test_what_may_change_can_be_changed(kubectl, namespace):
     assert apply(kubectl, namespace, JOB).returncode == 0
     for path, value in (
@@ -213,6 +224,7 @@ def test_what_may_change_can_be_changed(kubectl, namespace):
         ("spec.nodes.max", 2),
         ("spec.parallelism", {"tensor": [1, 2], "zeroStage": 0}),
         ("spec.checkpoint.intervalSeconds", 60),
+        ("spec.checkpoint.takeOver", True),
     ):
         done = apply(kubectl, namespace, with_field(path, value, base=with_field("spec.model", MODEL)))
         assert done.returncode == 0, done.stderr

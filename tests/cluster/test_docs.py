@@ -115,7 +115,7 @@ def leaving(testbed: Any) -> list[str]:
 
 
 def remove(testbed: Any) -> None:
-    for namespace in (HOME, "team-a"):
+    for namespace in (HOME, "team-a-operator"):
         options = ("--ignore-not-found", "--wait", "--timeout=120s")
         helm.run("uninstall", RELEASE, *options, namespace=namespace, kubeconfig=testbed.kubeconfig)
     if testbed.get("crd", CRD):
@@ -123,7 +123,7 @@ def remove(testbed: Any) -> None:
     testbed.kubectl("delete", "pods", "--all", "-n", "default", "--grace-period=0", "--force", check=False)
     testbed.kubectl("delete", "pvc", "gpt-checkpoints", "-n", "default", "--ignore-not-found")
     testbed.kubectl("delete", "pv", "default-gpt-checkpoints", "--ignore-not-found")
-    testbed.kubectl("delete", "namespace", HOME, "team-a", "--ignore-not-found")
+    testbed.kubectl("delete", "namespace", HOME, "team-a", "team-a-operator", "--ignore-not-found")
     shutil.rmtree(storage.make_volume("default-gpt-checkpoints"), ignore_errors=True)
 
 

@@ -78,5 +78,6 @@ def test_the_kind_is_taken_over_kept_found_again_and_taken_along(
         lambda: not testbed.kubectl("get", kinds, "-n", release.namespace, "-o", "name").strip(),
         what="the operator's namespace to be empty",
     )
-    names = testbed.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name")
+    kinds = "clusterroles,clusterrolebindings,validatingadmissionpolicies,validatingadmissionpolicybindings"
+    names = testbed.kubectl("get", kinds, "-o", "name")
     assert release.namespace not in names

@@ -22,6 +22,9 @@ from tests.cluster.releases import FAST, Release
 pytestmark = pytest.mark.cluster
 
 FAILOVER_SECONDS = 20
+WIDE = (
+    "clusterroles,clusterrolebindings,roles,rolebindings,validatingadmissionpolicies,validatingadmissionpolicybindings"
+)
 WITHOUT_KIND = {"crds": {"enabled": False}}
 """The tests' CRD is there already and is nobody's release."""
 
@@ -58,9 +61,7 @@ def objects(cluster: Any, *namespaces: str) -> set[str]:
         for space in namespaces
         for name in cluster.kubectl("get", ",".join(kinds), "-n", space, "-o", "name", "--ignore-not-found").split()
     }
-    wide = cluster.kubectl(
-        "get", "clusterroles,clusterrolebindings,roles,rolebindings", "--all-namespaces", "-o", "name"
-    ).split()
+    wide = cluster.kubectl("get", WIDE, "--all-namespaces", "-o", "name").split()
     return found | {name for name in wide if any(space in name for space in namespaces)}
 
 

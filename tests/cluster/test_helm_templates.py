@@ -34,6 +34,8 @@ EVERYTHING = {
         {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
     ],
     "priorityClassName": "system-cluster-critical",
+    "allowJobsInReleaseNamespace": True,
+    "admissionPolicy": {"protectedNamespaces": ["kube-system", "vault"]},
     "podAnnotations": {"example.com/note": "yes"},
     "podLabels": {"example.com/label": "yes"},
     "metrics": {
@@ -48,6 +50,7 @@ NOTHING = {
     "crds": {"enabled": False},
     "replicas": 1,
     "rbac": {"aggregateRoles": False},
+    "admissionPolicy": {"enabled": False},
     "serviceAccount": {"create": False, "name": "default"},
     "metrics": {"enabled": False},
     "podDisruptionBudget": {"enabled": False},
@@ -56,10 +59,10 @@ NOTHING = {
 CASES = {"default": {}, "everything": EVERYTHING, "nothing": NOTHING, "one-namespace": {"watchNamespaces": ["HERE"]}}
 
 
-def values_of(case: str, namespace: str) -> dict[str, Any]:
+def values_of(case: str, watched: str) -> dict[str, Any]:
     values = copy.deepcopy(CASES[case])
     if "watchNamespaces" in values:
-        values["watchNamespaces"] = [namespace]
+        values["watchNamespaces"] = [watched]
     return values
 
 
@@ -91,7 +94,7 @@ def test_helm_finds_no_fault_with_the_vendors_values() -> None:
 def test_the_api_server_takes_all_objects_and_admits_the_pod_as_restricted(
     cluster: Any, restricted: str, case: str
 ) -> None:
-    objects = releases.render(restricted, values_of(case, restricted))
+    objects = releases.render(restricted, values_of(case, "default"))
     # These are the Prometheus Operator's; without it there are no such kinds.
     known = [item for item in objects if item["kind"] not in ("ServiceMonitor", "PrometheusRule")]
     dry_run = ("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", "-")
@@ -123,6 +126,8 @@ def test_the_api_server_takes_all_objects_and_admits_the_pod_as_restricted(
         ({"watchNamespaces": ["Team A"]}, "at '/watchNamespaces/0': 'Team A' does not match"),
         ({"metrics": {"port": 80}}, "at '/metrics/port': minimum: got 80, want 1,024"),
         ({"logLevel": "debug"}, "at '/logLevel': value must be one of 'DEBUG'"),
+        ({"watchNamespaces": ["team", "etj"]}, "watchNamespaces: expected other namespaces than the release's own"),
+        ({"admissionPolicy": {"protectedNamespaces": ["*"]}}, "at '/admissionPolicy/protectedNamespaces/0': '*'"),
         ({"serviceAccount": {"create": False}}, "serviceAccount.name: expected the name of an existing ServiceAccount"),
     ],
 )  # fmt: skip
@@ -184,17 +189,41 @@ def test_no_rule_has_a_wildcard_and_attempts_are_handed_nothing_that_the_operato
     assert not any("*" in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]] for _, rule in granted)
     leases = [rule for space, rule in granted if space in ("", "a") and rule["resources"] == ["leases"]]
     # The API server lets nobody hand on a permission that they do not hold.
-    assert any({"get", "update", "patch"} <= set(rule["verbs"]) for rule in leases)
+    assert any({"get", "patch"} <= set(rule["verbs"]) for rule in leases)
     secrets = {"secrets", "configmaps", "pods/exec", "pods/eviction"}
     assert not any(secrets & set(rule["resources"]) for _, rule in granted)
 
 
 def test_two_releases_of_one_name_in_two_namespaces_share_no_object() -> None:
     def identities(namespace: str) -> set[tuple[str, str, str]]:
-        objects = releases.render(namespace, {"crds": {"enabled": False}, "watchNamespaces": [namespace]})
+        objects = releases.render(namespace, {"crds": {"enabled": False}, "watchNamespaces": [f"{namespace}-jobs"]})
         return {(item["kind"], item["metadata"].get("namespace", ""), item["metadata"]["name"]) for item in objects}
 
     assert not identities("team-a") & identities("team-b")
+
+
+def test_the_operator_serves_its_own_namespace_only_where_that_is_allowed_by_name() -> None:
+    def arguments(values: dict[str, Any]) -> list[str]:
+        objects = releases.render("etj", values)
+        found: list[str] = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+        return found
+
+    assert "--allow-jobs-in-own-namespace" not in arguments({})
+    shared = arguments({"allowJobsInReleaseNamespace": True, "watchNamespaces": ["etj"]})
+    assert {"--allow-jobs-in-own-namespace", "--namespace=etj"} <= set(shared)
+
+
+def test_the_policy_binds_the_operators_account_alone_and_protects_its_namespace() -> None:
+    policy = only(releases.render("etj", {}), "ValidatingAdmissionPolicy")["spec"]
+    account = "system:serviceaccount:etj:elastic-training-operator"
+    (condition,) = policy["matchConditions"]
+    assert condition["expression"] == f"request.userInfo.username == '{account}'"
+    assert policy["failurePolicy"] == "Fail"
+    assert "['kube-system', 'kube-public', 'kube-node-lease', 'etj']" in str(policy["validations"])
+    shared = only(releases.render("etj", EVERYTHING), "ValidatingAdmissionPolicy")["spec"]
+    assert "in ['kube-system', 'vault'])" in str(shared["validations"])
+    assert "system:serviceaccount:etj:other'" in str(shared["matchConditions"])
+    assert not [item for item in releases.render("etj", NOTHING) if "Admission" in item["kind"]]
 
 
 def test_the_service_monitor_finds_the_service_and_the_service_the_pods() -> None:

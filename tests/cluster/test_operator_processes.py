@@ -18,21 +18,23 @@ from tests.cluster.jobs import GPT, LIGHT, Operator, Run, committed, elastic, re
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.usefixtures("crd", "checkpoints")
 def test_the_roles_of_the_chart_are_enough_for_a_whole_life(
-    testbed: Any, namespace: str, crd: None, checkpoints: Path, tmp_path: Path
+    testbed: Any, namespace: str, home: str, tmp_path: Path
 ) -> None:
     kinds = ("ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
+    kinds += ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
     values = {"watchNamespaces": [namespace], "rbac": {"aggregateRoles": False}}
-    granted = [item for item in releases.render(namespace, values) if item["kind"] in kinds]
+    granted = [item for item in releases.render(home, values) if item["kind"] in kinds]
     testbed.apply(*granted)
-    account = f"system:serviceaccount:{namespace}:{releases.NAME}"
+    account = f"system:serviceaccount:{home}:{releases.NAME}"
     config = yaml.safe_load(testbed.kubeconfig.read_text())
-    token = testbed.kubectl("create", "token", releases.NAME, "-n", namespace).strip()
+    token = testbed.kubectl("create", "token", releases.NAME, "-n", home).strip()
     config["users"] = [{"name": item["name"], "user": {"token": token}} for item in config["users"]]
     path = tmp_path / "account.conf"
     path.write_text(json.dumps(config))
     assert testbed.kubectl("auth", "can-i", "delete", "nodes", "--as", account, check=False).strip() == "no"
-    process = Operator(path, namespace, tmp_path / "operator.log", "--lease-namespace", namespace)
+    process = Operator(path, namespace, tmp_path / "operator.log", "--lease-namespace", home)
     job = Run(testbed, namespace)
     try:
         job.submit([*LIGHT, "100000", "2", "0"])

@@ -7,14 +7,33 @@ resharder do; the operator under test is the real one, from `pod_view` to the ma
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from typing import Any
 
-from elastic_operator.actions import Create, DeleteJob, DeletePod, LaunchAttempt, RequestDrain, RevokeAttempt
-from elastic_operator.decide import decide
+from elastic_operator.actions import (
+    Create,
+    DeleteJob,
+    DeletePod,
+    LaunchAttempt,
+    ReleaseCommits,
+    RequestDrain,
+    RevokeAttempt,
+)
+from elastic_operator.commits import released_text
+from elastic_operator.decide import UNSETTLED, decide
 from elastic_operator.limits import Limits
 from elastic_operator.manifests import JobRef
-from elastic_operator.observation import Observation, attempt_of, job_view, lease_view, node_view, pod_view
+from elastic_operator.observation import (
+    NodeView,
+    Observation,
+    attempt_of,
+    job_view,
+    lease_view,
+    node_view,
+    pod_view,
+)
+from elastic_operator.ownership import own
 from elastic_operator.spec import parse_spec
 from elastic_operator.status import Status
 from elastic_operator.wire import format_time, from_wire, to_wire
@@ -58,6 +77,7 @@ class World:
         self.generation = 1
         self.serial = 0
         self.killed: dict[str, float] = {}
+        self.silent: set[str] = set()
         self.nodes = {name: self._node(name) for name in NODES}
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.pods: dict[str, dict[str, Any]] = {}
@@ -82,22 +102,30 @@ class World:
     def observe(self) -> Observation:
         jobs = [item for (kind, _), item in self.objects.items() if kind == "Job"]
         leases = [item for (kind, _), item in self.objects.items() if kind == "Lease"]
-        return Observation(
-            nodes={name: node_view(node) for name, node in self.nodes.items()},
+        views = (lease_view(lease, self.heartbeat.get(lease["metadata"]["name"])) for lease in leases)
+        everything = Observation(
+            nodes={name: self._node_view(name) for name in self.nodes},
             pods=tuple(pod_view(pod) for pod in self.pods.values()),
             jobs=tuple(job_view(job) for job in jobs),
-            leases={
-                attempt_of(lease["metadata"]): lease_view(lease, self.heartbeat.get(lease["metadata"]["name"]))
-                for lease in leases
-            },
+            leases=dict(enumerate(views)),
         )
+        return own(everything, self.job, self.status.get("jobUids", ()))
+
+    @property
+    def job(self) -> JobRef:
+        return JobRef(name="gpt", namespace="ns", uid="uid", generation=self.generation)
+
+    def _node_view(self, name: str) -> NodeView:
+        view = node_view(self.nodes[name])
+        age = self.now - self.killed[name] if name in self.silent else 0.0
+        return dataclasses.replace(view, lease_age_seconds=age)
 
     def operate(self, crash_after: int | None = None) -> None:
         """One pass of the operator; it may die after any of its writes."""
-        job = JobRef(name="gpt", namespace="ns", uid="uid", generation=self.generation)
         status = from_wire(Status, json.loads(json.dumps(self.status)))
-        decision = decide(job, parse_spec(self.spec), status, self.observe(), limits=Limits(), now=self.now)
+        decision = decide(self.job, parse_spec(self.spec), status, self.observe(), limits=Limits(), now=self.now)
         assert not decision.needs_fresh_capacity
+        assert not [event for event in decision.events if event.reason == UNSETTLED], "every decision settles"
         writes = 0
 
         def count() -> None:
@@ -148,6 +176,12 @@ class World:
                 lease = self.objects.get(("Lease", name))
                 if lease is not None:
                     lease["metadata"].setdefault("annotations", {})[LeaseKey.REQUEST] = Request.DRAIN
+
+            case ReleaseCommits(lease=name, names=names):
+                count()
+                lease = self.objects.get(("Lease", name))
+                if lease is not None:
+                    lease["metadata"].setdefault("annotations", {})[LeaseKey.RELEASED] = released_text(names)
 
     def _create(self, manifest: Any) -> None:
         key = (manifest["kind"], manifest["metadata"]["name"])
@@ -201,7 +235,7 @@ class World:
     def tick(self, seconds: float = 1.0) -> None:
         self.now += seconds
         for name, since in self.killed.items():
-            if self.now - since >= NOT_READY_SECONDS:
+            if self.now - since >= NOT_READY_SECONDS and name not in self.silent:
                 self._set_ready(name, "Unknown")
         self._delete_pods()
         for (kind, name), job in list(self.objects.items()):
@@ -257,6 +291,9 @@ class World:
                 "uid": f"uid-{self.serial}",
                 "labels": labels,
                 "creationTimestamp": format_time(self.now),
+                "ownerReferences": [
+                    {"kind": "Job", "name": name, "uid": job["metadata"]["uid"], "controller": True},
+                ],
                 "ownerJob": name,
                 "ownerUid": job["metadata"]["uid"],
             },
@@ -337,6 +374,10 @@ class World:
             )
             self.commits[uri] = {"step": step, "attempt": ref.attempt, "topology": dict(ref.topology)}
             notes[LeaseKey.COMMIT] = ref.to_json()
+            released = json.loads(notes.get(LeaseKey.RELEASED) or "[]")
+            for item in released:
+                self.commits.pop(f"{env[Env.CHECKPOINT_ROOT]}/{item}", None)
+            notes[LeaseKey.REMOVED] = json.dumps(released)
         if step >= self.steps:
             notes[LeaseKey.PHASE] = TrainerPhase.COMPLETE
             for other in peers:
@@ -376,9 +417,16 @@ class World:
     def kill(self, name: str) -> None:
         self.killed.setdefault(name, self.now)
 
+    def silence(self, name: str) -> None:
+        """The node is lost, and only its Lease shows it: nobody sets its Ready condition."""
+        if name not in self.killed:
+            self.kill(name)
+            self.silent.add(name)
+
     def heal(self, name: str) -> None:
         if self.killed.pop(name, None) is None:
             return
+        self.silent.discard(name)
         self._set_ready(name, "True")
         for pod in self.pods.values():
             if pod["spec"].get("nodeName") == name and pod["status"]["phase"] == "Running":

@@ -27,6 +27,8 @@ HAPPENINGS = st.lists(
         st.tuples(st.just("tick"), st.sampled_from([1.0, 2.0, 7.0])),
         st.tuples(st.just("tick"), st.just(1.0)),
         st.tuples(st.just("kill"), st.sampled_from(NODES)),
+        st.tuples(st.just("silence"), st.sampled_from(NODES)),
+        st.tuples(st.just("tick"), st.just(20.0)),
         st.tuples(st.just("heal"), st.sampled_from(NODES)),
         st.tuples(st.just("fail_pod"), st.integers(0, 5)),
         st.tuples(st.just("damage")),
@@ -120,3 +122,22 @@ def test_losing_a_node_reshards_and_resumes_on_the_rest_and_grows_back() -> None
     assert topologies[0] == topologies[-1] != topologies[1]
     causes = [recovery["cause"] for recovery in world.status["recoveries"]]
     assert causes == ["NodeNotReady", "CapacityReturned"]
+
+
+@pytest.mark.parametrize("num_silent", [1, 2, 3])
+def test_nodes_whose_lease_alone_is_stale_are_left_and_used_again_once_it_is_renewed(num_silent: int) -> None:
+    world = World()
+    world.steps = 1000
+    world.spec["nodes"]["min"] = 2
+    for second in range(200):
+        if second == 10:
+            for name in NODES[3 - num_silent :]:
+                world.silence(name)
+        if second == 100:
+            assert world.phase == (Phase.RUNNING if num_silent == 1 else Phase.WAITING)
+            for name in NODES[3 - num_silent :]:
+                world.heal(name)
+        world.tick()
+        world.operate()
+    assert world.phase == Phase.RUNNING
+    assert world.status["nodesText"] == "3/3"

@@ -18,6 +18,7 @@ from elastic_operator.limits import Limits
 from elastic_operator.mirror import Mirror
 from elastic_operator.observation import Observation
 from elastic_operator.observe import Observer
+from elastic_operator.record import Record
 from elastic_operator.remembered import Remembered
 from elastic_operator.spec import Spec
 from elastic_operator.status import Phase, Status
@@ -52,8 +53,9 @@ class Asking(Observer):
         assert uid == f"uid-{job}"
         return self.kept
 
-    async def look(self, namespace: str, job: str, resource: str, *, fresh: bool) -> Observation:
-        return dataclasses.replace(self._remembered.look((namespace, job), resource), capacity_fresh=True)
+    async def look(self, record: Record, resource: str, *, fresh: bool) -> Observation:
+        key = (record.job.namespace, record.job.name)
+        return dataclasses.replace(self._remembered.look(key, resource), capacity_fresh=True)
 
 
 class Writing(Applier):
@@ -77,7 +79,7 @@ class Writing(Applier):
         self.done.append(action)
 
     async def post_event(self, resource: Mapping[str, Any], event: Event, now: float) -> None:
-        assert self.written
+        assert self.written or event.reason.startswith("Status"), "events tell of what is written, or cannot be"
         assert now
         self.told.append(f"{resource['metadata']['name']} {event.reason}")
 
@@ -164,12 +166,23 @@ class Crowd:
                 self.tell(f"{manifest['kind'].lower()}s", made)
             if manifest["kind"] == "Job":
                 template = manifest["spec"]["template"]
-                meta = {"namespace": "ns", "name": f"{made['metadata']['name']}-0", "uid": "p", "labels": {}}
+                name = made["metadata"]["name"]
+                meta = {"namespace": "ns", "name": f"{name}-0", "uid": "p", "ownerReferences": of_job(name)}
                 meta["labels"] = {**template["metadata"]["labels"], "batch.kubernetes.io/job-completion-index": "0"}
                 self.tell("pods", {"metadata": meta, "spec": {**template["spec"], "nodeName": on}, "status": RUNNING})
 
 
 RUNNING = {"phase": "Running"}
+
+
+def of_job(name: str, uid: str = "") -> list[dict[str, Any]]:
+    """The ownerReferences of a pod that a Job controls; the UID of a Job is its name here."""
+    return [{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid or name, "controller": True}]
+
+
+def of_resource(name: str) -> list[dict[str, Any]]:
+    """The ownerReferences of a Job or Lease of one of the jobs."""
+    return [{"kind": "ElasticTrainingJob", "name": name, "uid": f"uid-{name}", "controller": True}]
 
 
 def node(name: str, ready: str = "True") -> dict[str, Any]:

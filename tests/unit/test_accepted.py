@@ -28,7 +28,9 @@ def refused(status: Status, now: float = NOW) -> Decision:
 
 
 def kept(revision: int, wire: dict[str, Any]) -> dict[str, Any]:
-    return accepted.revision(dataclasses.replace(JOB, generation=revision), wire)
+    made = accepted.revision(dataclasses.replace(JOB, generation=revision), wire)
+    made["metadata"]["uid"] = f"r{revision}"
+    return made
 
 
 def test_a_lost_pod_is_recovered_while_the_edit_stays_refused() -> None:
@@ -91,7 +93,10 @@ def test_a_revision_belongs_to_its_job_and_replaces_those_before_it() -> None:
     revisions = [kept(9, SPEC), kept(10, SPEC), kept(2, SPEC)]
     meta = revisions[1]["metadata"]
     assert (meta["name"], meta["ownerReferences"][0]["uid"]) == (f"{JOB.name}-{JOB.uid}-10", JOB.uid)
-    assert accepted.outlived(revisions, job) == [f"{JOB.name}-{JOB.uid}-9", f"{JOB.name}-{JOB.uid}-2"]
+    stranger = kept(3, SPEC)
+    stranger["metadata"]["ownerReferences"][0]["uid"] = "another"
+    outlived = accepted.outlived([*revisions, stranger], job)
+    assert outlived == [(f"{JOB.name}-{JOB.uid}-9", "r9"), (f"{JOB.name}-{JOB.uid}-2", "r2")], "only its own"
 
 
 def test_a_spec_is_kept_when_it_is_accepted_and_when_an_attempt_begins() -> None:

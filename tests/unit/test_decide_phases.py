@@ -249,6 +249,11 @@ def test_pods_on_a_lost_node_are_force_deleted_only_after_their_time() -> None:
             id="source-invalid-falls-back",
         ),
         pytest.param(
+            ExitCode.SOURCE_CHANGED,
+            lambda status: status.attempt == 3 and status.current.resume.source == OLDER.uri,
+            id="source-changed-falls-back",
+        ),
+        pytest.param(
             ExitCode.STORAGE_FULL,
             lambda status: status.attempt == 2 and status.reshard.retry_time == NOW + 10,
             id="storage-full-is-retried",

@@ -77,7 +77,7 @@ def test_the_operators_image_gets_the_claim_and_nothing_else_of_the_training() -
     assert (main["image"], main["imagePullPolicy"]) == ("reg/reshard:1", "IfNotPresent")
     assert main["command"] == ["reshard"]
     assert main["args"][:3] == ["run", SOURCE, "/data/gpt/a4/step-00000020"]
-    assert "env" not in main, "PYTHONPATH and PATH are those of another image"
+    assert all(item["name"].startswith("ETJ_") for item in main["env"]), "PYTHONPATH and PATH are of another image"
     assert "workingDir" not in main
     assert main["volumeMounts"][0] == {"name": "ckpt", "mountPath": "/data", "subPath": "team"}
     assert [volume["name"] for volume in pod["volumes"]] == ["ckpt", "etj-tmp"], "nor its host folders"
@@ -158,7 +158,9 @@ def test_without_an_image_of_the_operators_the_training_image_reshards_with_its_
     found = made(None)
     (main,) = found["containers"]
     assert (main["image"], main["workingDir"]) == ("trainer:1", "/workspace")
-    assert main["env"] == [{"name": "PYTHONPATH", "value": "/workspace"}]
+    assert [item for item in main["env"] if not item["name"].startswith("ETJ_")] == [
+        {"name": "PYTHONPATH", "value": "/workspace"}
+    ]
     assert len(main["volumeMounts"]) == 2
     assert main["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["DAC_OVERRIDE", "FOWNER"]}
     assert "readOnlyRootFilesystem" not in main["securityContext"], "nobody knows where that image writes"

@@ -20,6 +20,7 @@ from elastic_operator.manifests import (
 )
 from elastic_operator.spec import parse_spec
 from elastic_operator.status import Current, Resume
+from reshard import arguments, options
 from reshard.contract import Env
 from reshard.topology import Topology
 
@@ -153,7 +154,7 @@ def test_the_account_may_touch_its_own_lease_and_nothing_else() -> None:
             "apiGroups": ["coordination.k8s.io"],
             "resources": ["leases"],
             "resourceNames": ["gpt-a4"],
-            "verbs": ["get", "update", "patch"],
+            "verbs": ["get", "patch"],
         }
     ]
 
@@ -178,6 +179,27 @@ def test_the_reshard_pod_is_a_cpu_pod_made_from_the_training_pod() -> None:
     assert command[:4] == ["reshard", "run", CURRENT.resume.source, CURRENT.resume.uri]
     assert command[command.index("--to") + 1] == "tp=2,pp=1,dp=2,zero=1"
     assert command[command.index("--attempt") + 1] == "4"
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "mode", "given"),
+    [
+        pytest.param(1, (), ["--resume"], id="files"),
+        pytest.param(4, (), ["--worker"], id="shared-by-workers-that-keep-a-journal-anyway"),
+        pytest.param(1, ("--mode", "virtual"), [], id="virtual-moves-no-bytes"),
+        pytest.param(1, ("--loader", "elastic_trainer,ranks-per-node=2,node-memory=1"), [], id="maybe-virtual"),
+    ],
+)
+def test_a_reshard_job_goes_on_with_what_an_earlier_try_has_left(
+    parallelism: int, mode: tuple[str, ...], given: list[str]
+) -> None:
+    value = copy.deepcopy(SPEC)
+    value["reshard"] = {"parallelism": parallelism}
+    (container,) = reshard_job(JOB, parse_spec(value), 4, CURRENT, mode=mode)["spec"]["template"]["spec"]["containers"]
+    assert [word for word in container["args"] if word in ("--resume", "--worker")] == given
+    accepted = options.parse([word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in container["args"]])
+    arguments.check(accepted)
+    assert bool(accepted.resume) == ("--resume" in given), "the resharder takes these words together"
 
 
 def test_a_reshard_template_keeps_its_own_command() -> None:

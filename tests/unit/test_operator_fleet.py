@@ -15,6 +15,7 @@ from elastic_operator.fleet import Fleet
 from elastic_operator.held import Held
 from elastic_operator.limits import Limits
 from elastic_operator.observation import NodeView, Observation, PodView, Taint
+from tests.unit.crowd import of_job
 
 GPU = "amd.com/gpu"
 NOW = 1_800_000_000.0
@@ -28,7 +29,7 @@ def pod(name: str, on: str, job: str = "", count: int = 8, phase: str = "Running
     labels = {"elastictraining.dev/job-name": job} if job else {}
     container = {"name": "c", "resources": {"requests": {GPU: str(count)}}}
     return {
-        "metadata": {"name": name, "namespace": "ns", "labels": labels},
+        "metadata": {"name": name, "namespace": "ns", "labels": labels, "ownerReferences": of_job(f"{job}-a1", job)},
         "spec": {"nodeName": on, "containers": [container]},
         "status": {"phase": phase},
     }
@@ -79,7 +80,7 @@ def test_a_shared_count_is_what_the_job_alone_would_count(
         for i, (on, job, _) in enumerate(pods)
         if job == "gpt"
     )
-    others = used.by_others("ns", "gpt", GPU)
+    others = used.by_others({"gpt"}, GPU)
     shared = Observation(nodes=Fleet(GPU, views), pods=mine, used=others)
     alone = dataclasses.replace(shared, nodes=views, used=dict(others))
     names = frozenset(f"n{i}" for i in avoid)
@@ -95,18 +96,18 @@ def test_a_thousand_jobs_walk_over_the_nodes_as_often_as_one() -> None:
     used = held(*(pod(f"p{i}", f"n{i}", f"job-{i}") for i in range(20)))
     for _ in range(2):
         for i in range(1000):
-            world = Observation(nodes=fleet, used=used.by_others("ns", f"job-{i}", GPU))
+            world = Observation(nodes=fleet, used=used.by_others({f"job-{i}"}, GPU))
             found = capacity(world, GPU, {}, fleet.suspects(Limits(), NOW))
             assert found.num_usable(8) == 30 + (i < 20), "what a job holds itself is free for it"
     assert fleet.walks == 2, "once for the suspects, once for what is free"
     used.put(pod("p0", "n0", "job-0", phase="Succeeded"))
-    again = capacity(Observation(nodes=fleet, used=used.by_others("ns", "job-999", GPU)), GPU, {}, ())
+    again = capacity(Observation(nodes=fleet, used=used.by_others({"job-999"}, GPU)), GPU, {}, ())
     assert (again.num_usable(8), fleet.walks) == (31, 3)
 
 
 def test_pods_of_ever_other_kinds_do_not_fill_the_memory() -> None:
     fleet = Fleet(GPU, {"n0": node("n0")})
-    used = Held().by_others("ns", "gpt", GPU)
+    used = Held().by_others({"gpt"}, GPU)
     for i in range(100):
         fleet.pool({"nodeSelector": {"rack": str(i)}}, used)
     assert len(fleet._offers) == len(fleet._pools) == 16
@@ -122,17 +123,17 @@ def test_a_pod_that_becomes_a_jobs_is_held_whichever_watch_tells_first(ours_firs
     for event in events if ours_first else reversed(events):
         event()
     assert found.totals(GPU) == {"n0": 8}
-    assert not found.by_others("ns", "gpt", GPU)
+    assert not found.by_others({"gpt"}, GPU)
     found.drop(("ns", "p"), ours=True)
     assert found.totals(GPU) == {}
 
 
 def test_what_is_held_follows_every_change_of_a_pod() -> None:
     found = held(pod("p", "n0"), pod("q", "n0", "gpt", 4))
-    assert dict(found.by_others("ns", "gpt", GPU)) == {"n0": 8}
-    assert dict(found.by_others("ns", "other", GPU)) == {"n0": 12}
+    assert dict(found.by_others({"gpt"}, GPU)) == {"n0": 8}
+    assert dict(found.by_others({"other"}, GPU)) == {"n0": 12}
     found.put(pod("p", "n1"))
-    assert dict(found.by_others("ns", "gpt", GPU)) == {"n1": 8}
+    assert dict(found.by_others({"gpt"}, GPU)) == {"n1": 8}
     found.put(pod("p", "n1", phase="Failed"))
     found.put(pod("q", "n0", "gpt", 4, phase="Succeeded"))
     assert found.totals(GPU) == {}

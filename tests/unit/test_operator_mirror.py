@@ -41,6 +41,10 @@ def follow(answers: Sequence[httpx2.Response | Exception], monkeypatch: pytest.M
     return story
 
 
+def void(_: object) -> None:
+    pass
+
+
 class Story:
     """What was asked and what is kept at the end."""
 
@@ -50,7 +54,7 @@ class Story:
         self.kept: dict[Id, Object] = {}
         self.live: list[bool] = []
         self.over = asyncio.Event()
-        self.mirror = Mirror(Source(kind=NODE), self.put, self.kept.__delitem__)
+        self.mirror = Mirror(Source(kind=NODE), self.put, lambda gone: void(self.kept.pop(gone, None)))
 
     def put(self, found: Object) -> None:
         if found.get("value") == "poison":
@@ -132,14 +136,28 @@ def test_a_cut_watch_is_not_believed_until_it_goes_on_and_misses_nothing(
     assert story.live == [False, False, True, False, True]
 
 
-def test_an_object_that_cannot_be_taken_up_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_cannot_be_read_is_set_aside_alone_and_the_watch_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     story = follow(
-        [page(version=9), watch(("ADDED", item("b", 10, "poison"))), page(item("b", 10, "good"), version=12)],
+        [
+            page(item("a", 1), item("bad", 2, "poison"), item("c", 3), version=9),
+            watch(
+                ("MODIFIED", item("bad", 10, "poison")), ("MODIFIED", item("a", 11, "poison")), ("ADDED", item("d", 12))
+            ),
+            watch(("MODIFIED", item("a", 13, "good")), ("DELETED", item("bad", 14))),
+        ],
         monkeypatch,
     )
-    assert story.kept["", "b"]["value"] == "good"
-    assert story.watched_from == ["9", "12"]
-    assert story.live[2] is False
+    assert story.names == {"a", "c", "d"}
+    assert story.kept["", "a"]["value"] == "good"
+    assert story.watched_from == ["9", "12", "14"], "nothing is listed again"
+    assert all(story.live[2:])
+    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert [text.split(" cannot")[0] for text in told] == [
+        "nodes bad (resourceVersion 2)",
+        "nodes a (resourceVersion 11)",
+    ], "once for each"
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])

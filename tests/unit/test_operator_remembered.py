@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
 from elastic_operator.wire import to_wire
 from elastic_operator.worker import RECALL_SECONDS
-from tests.unit.crowd import GPU, SPEC, Crowd, labels, node
+from tests.unit.crowd import GPU, SPEC, Crowd, labels, node, of_job
 
 
 def look_at_all(crowd: Crowd, times: int = 1) -> int:
@@ -41,6 +42,7 @@ def test_what_is_to_be_done_is_decided_from_a_fresh_look() -> None:
     crowd = Crowd(10)
     pod = crowd.memory.look(crowd.keys[3], GPU).pods[0]
     meta = {"namespace": "ns", "name": pod.name, "labels": labels(crowd, 3), "uid": pod.uid}
+    meta["ownerReferences"] = of_job("job-3-a1")
     crowd.tell("pods", {"metadata": meta, "spec": {"nodeName": "n3"}, "status": {"phase": "Failed"}}, "MODIFIED")
     assert crowd.woken == [crowd.keys[3]]
     look_at_all(crowd)
@@ -74,6 +76,7 @@ def test_an_object_that_says_nothing_new_wakes_nobody() -> None:
     crowd.tell("nodes", node("n0"), "MODIFIED")
     pod = crowd.memory.look(crowd.keys[0], GPU).pods[0]
     item = {"metadata": {"namespace": "ns", "name": pod.name, "labels": labels(crowd, 0), "uid": pod.uid}}
+    item["metadata"]["ownerReferences"] = of_job("job-0-a1")
     crowd.tell("pods", {**item, "status": {"phase": "Running"}, "spec": {"nodeName": "n0"}}, "MODIFIED")
     crowd.woken.clear()
     for noise in ("1", "2"):
@@ -131,10 +134,30 @@ def test_a_job_that_comes_while_its_predecessor_is_missed_is_looked_at() -> None
 
 def test_what_belongs_to_no_known_job_wakes_nobody() -> None:
     crowd = Crowd(1)
-    crowd.memory.forget(crowd.keys[0])
     pod = crowd.memory.look(crowd.keys[0], GPU).pods[0]
+    crowd.memory.forget(crowd.keys[0])
     meta = {"namespace": "ns", "name": pod.name, "labels": labels(crowd, 0), "uid": pod.uid}
     crowd.tell("pods", {"metadata": meta, "spec": {"nodeName": "n0"}, "status": {"phase": "Failed"}}, "MODIFIED")
     assert crowd.woken == []
     crowd.tell_job(crowd.keys[0])
     assert crowd.woken == [crowd.keys[0]]
+
+
+def starting(name: str, namespace: str = "ns", **status: object) -> dict[str, Any]:
+    """A resource that is about to start from `old/run` in the claim `ckpt`."""
+    meta = {"name": name, "namespace": namespace, "uid": f"uid-{name}", "generation": 1, "resourceVersion": "9"}
+    spec = {**SPEC, "checkpoint": {"claimName": "ckpt", "path": name, "startFrom": "old/run"}}
+    return {"metadata": meta, "spec": spec, "status": status}
+
+
+def test_nobody_knows_what_jobs_start_from_before_all_of_them_have_been_listed() -> None:
+    crowd = Crowd(1)
+    crowd.memory.put_record(starting("first"))
+    assert crowd.memory.starts(("ns", "old")) is None
+    broken = {"metadata": starting("x")["metadata"]}
+    crowd.memory.list_all([starting("second"), starting("third", namespace="other"), broken])
+    assert crowd.memory.starts(("ns", "old")) == {("ckpt", "old/run")}
+    assert crowd.memory.starts(("ns", "second")) == {("ckpt", "old/run")}, "the first"
+    crowd.memory.put_record(starting("first", startedFrom={"source": "/checkpoint/old/run", "step": 3}))
+    crowd.memory.forget(("ns", "second"))
+    assert crowd.memory.starts(("ns", "old")) == frozenset()

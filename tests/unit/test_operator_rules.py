@@ -16,9 +16,20 @@ from elastic_operator.signals import KINDS
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "operator/elastic_operator"
 EDGES = {
-    "httpx2": {"leader", "mirror", "stream"},
+    "httpx2": {"leader", "mirror", "stream", "whoami"},
     "kopf": {"handlers", "main"},
-    "lightkube": {"handlers", "observe", "apply", "inquiries", "leader", "main", "resources", "stream", "worker"},
+    "lightkube": {
+        "handlers",
+        "observe",
+        "apply",
+        "inquiries",
+        "leader",
+        "main",
+        "resources",
+        "stream",
+        "whoami",
+        "worker",
+    },
     "msgspec": {"stream"},
     "prometheus_client": {"metrics"},
 }

@@ -20,7 +20,7 @@ from elastic_operator.status import Checkpoint, Current, Phase, Progress, Recove
 from elastic_operator.wire import Time, format_time
 from elastic_operator.worker import PROGRESS_SECONDS_PER_JOB
 from reshard.contract import LeaseKey, TrainerPhase
-from tests.unit.crowd import SPEC, Crowd, node
+from tests.unit.crowd import SPEC, Crowd, node, of_resource
 
 KEY = ("ns", "job-0")
 
@@ -31,6 +31,7 @@ def report(crowd: Crowd, step: int) -> None:
         "metadata": {
             "namespace": "ns",
             "name": "job-0-a1",
+            "ownerReferences": of_resource("job-0"),
             "labels": {"elastictraining.dev/job-name": "job-0", "elastictraining.dev/attempt": "1"},
             "annotations": {
                 LeaseKey.PHASE: TrainerPhase.TRAINING,
@@ -268,3 +269,28 @@ def test_after_a_start_what_has_to_be_done_does_not_wait_for_its_turn(monkeypatc
     crowd.tell("nodes", node("n0"), "DELETED")
     asyncio.run(crowd.workers._reconcile(KEY))
     assert crowd.observer.asked == [KEY]
+
+
+def test_a_job_whose_status_lost_its_attempt_is_told_and_left_alone() -> None:
+    crowd = running()
+    resource = crowd.tell_job(KEY)
+    resource["status"]["attempt"] = "two"
+    crowd.memory.put_record(resource, listed=True)
+    crowd.observer.there[KEY] = resource
+    for _ in range(3):
+        assert asyncio.run(crowd.workers._reconcile(KEY)) == 30
+    assert (crowd.applier.written, crowd.applier.done) == ([], [])
+    assert crowd.applier.told == ["job-0 StatusUnreadable"], "once"
+
+
+def test_a_status_with_a_field_that_does_not_fit_is_mended_by_the_next_write() -> None:
+    crowd = running()
+    resource = crowd.tell_job(KEY)
+    resource["status"]["progress"]["step"] = "²"
+    crowd.memory.put_record(resource, listed=True)
+    crowd.observer.there[KEY] = resource
+    asyncio.run(crowd.workers._reconcile(KEY))
+    ((_, status),) = crowd.applier.written
+    assert status.progress is not None and status.progress.phase == TrainerPhase.TRAINING
+    assert crowd.applier.told[0] == "job-0 StatusMended"
+    assert status.attempt == 1

@@ -10,6 +10,11 @@
 {{- if .Values.metrics.enabled }}
 - --metrics-port={{ .Values.metrics.port }}
 {{- end }}
+{{- if .Values.allowJobsInReleaseNamespace }}
+- --allow-jobs-in-own-namespace
+{{- else if has .Release.Namespace .Values.watchNamespaces }}
+{{- fail (printf "watchNamespaces: expected other namespaces than the release's own, found %s: jobs there could take the operator's rights; install the release elsewhere, or set allowJobsInReleaseNamespace" .Release.Namespace) }}
+{{- end }}
 {{- range .Values.watchNamespaces | uniq }}
 - --namespace={{ . }}
 {{- end }}

@@ -1,3 +1,8 @@
+{{/*
+All rights of the operator. tests/operator_rights.py lists each verb with the reason for it; a test compares both, and
+another one the requests that the operator makes.
+*/}}
+
 {{/* What the operator does in the namespaces of the jobs. */}}
 {{- define "etj.jobRules" -}}
 # The resource: read it, write its status.
@@ -6,7 +11,7 @@
   verbs: [get, list, watch]
 - apiGroups: [elastictraining.dev]
   resources: [elastictrainingjobs/status]
-  verbs: [get, update]
+  verbs: [update]
 # ownerReferences with blockOwnerDeletion need this where OwnerReferencesPermissionEnforcement is on.
 - apiGroups: [elastictraining.dev]
   resources: [elastictrainingjobs/finalizers]
@@ -14,25 +19,26 @@
 # The specs that jobs go on with while an edit is refused.
 - apiGroups: [apps]
   resources: [controllerrevisions]
-  verbs: [list, create, delete]
-# What one attempt consists of.
+  verbs: [get, list, create, delete]
+# What one attempt consists of. `get`: whose an object is that has the name of one of these is looked up before it is
+# deleted, and where it is in the way.
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
   resources: [services, serviceaccounts]
-  verbs: [create, delete]
-# Heartbeats of the attempts. The operator hands get, update and patch on to them, so it has to hold them.
+  verbs: [get, create, delete]
+# Heartbeats of the attempts. The operator hands get and patch on to them, so it has to hold them.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
-  verbs: [get, list, watch, create, update, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [rbac.authorization.k8s.io]
   resources: [roles, rolebindings]
-  verbs: [create, delete]
+  verbs: [get, create, delete]
 # Pods are made by the Job controller; the operator reads them and deletes those of stopped attempts.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, delete]
+  verbs: [list, watch, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [get, list, create, patch]
@@ -42,9 +48,42 @@
 {{- define "etj.clusterRules" -}}
 - apiGroups: [""]
   resources: [nodes]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 # Finds out when the ElasticTrainingJob kind comes, goes or changes.
 - apiGroups: [apiextensions.k8s.io]
   resources: [customresourcedefinitions]
   verbs: [list, watch]
+{{- end -}}
+
+{{/* The same where only some namespaces are served. */}}
+{{- define "etj.servedRules" -}}
+# Which accelerators are in use, by whomever.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list]
+# Whether the watched namespaces are there.
+- apiGroups: [""]
+  resources: [namespaces]
+  verbs: [list, watch]
+{{- end -}}
+
+{{/* The heartbeats of the kubelets, in kube-node-lease. */}}
+{{- define "etj.nodeLeaseRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [list]
+{{- end -}}
+
+{{/*
+Leader election, in the release's namespace. `delete` is asked for by OwnerReferencesPermissionEnforcement, where that
+is on, of whoever sets the Lease's owner.
+*/}}
+{{- define "etj.leaderRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [{{ include "etj.fullname" . }}]
+  verbs: [get, update, delete]
 {{- end -}}

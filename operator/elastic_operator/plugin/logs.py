@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from elastic_operator.observation import pod_view
 from elastic_operator.plugin.choosing import Wanted, choose, not_started
 from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
+from elastic_operator.plugin.output import write_log_line, write_note
 from elastic_operator.plugin.report import read_spec, read_status
 
 
@@ -43,7 +43,7 @@ def logs(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any] | None
             "lines": list(lines),
         }
     ended = f", exit code {pod.exit_code}" if pod.exit_code is not None else ""
-    print(f"==> pod {pod.name}, attempt {pod.attempt}, on {pod.node}, {pod.phase}{ended}", file=sys.stderr)
+    write_note(f"==> pod {pod.name}, attempt {pod.attempt}, on {pod.node}, {pod.phase}{ended}")
     for line in lines:
-        print(line, flush=options.follow)
+        write_log_line(line, raw=options.raw, flush=options.follow)
     return None

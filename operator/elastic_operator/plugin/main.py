@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from elastic_operator.plugin.cluster import connect
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.kubeconfig import load
 from elastic_operator.plugin.options import parser
+from elastic_operator.plugin.output import write_json, write_note, write_text
 from elastic_operator.plugin.verbs import Answer, run
 
 _INTERRUPTED = 130
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
         with cluster.client:
             _print(run(cluster, options), as_json=options.output == "json")
     except PluginError as error:
-        print(f"error: {error}", file=sys.stderr)
+        write_note(f"error: {error}")
         return error.code
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
 
 def _print(answer: Answer, *, as_json: bool) -> None:
     if answer.note:
-        print(answer.note, file=sys.stderr)
+        write_note(answer.note)
     if as_json:
-        print(json.dumps(answer.value, indent=2))
+        write_json(answer.value)
     elif answer.text:
-        print(answer.text)
+        write_text(answer.text)
     sys.stdout.flush()

@@ -87,6 +87,7 @@ def _logs(one: argparse.ArgumentParser) -> None:
     one.add_argument("-f", "--follow", action="store_true", help="go on as it grows")
     one.add_argument("--tail", type=_whole, metavar="LINES", help="only the last lines")
     one.add_argument("--timestamps", action="store_true", help="time of each line")
+    one.add_argument("--raw", action="store_true", help="do not escape what would command the terminal")
 
 
 def _whole(text: str) -> int:

@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_operator import ledger
+from elastic_operator import ledger, status_reader
 from elastic_operator.plugin.waiting import Waiting, waits_for
 from elastic_operator.spec import Spec, SpecError, parse_spec
 from elastic_operator.status import Conversion, ExcludedNode, Recovery, RestartBudget, Status, short
-from elastic_operator.wire import Time, from_wire, parse_time
+from elastic_operator.wire import Time, parse_time
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ def report(resource: Mapping[str, Any], now: float, events: Sequence[Mapping[str
 
 def read_status(resource: Mapping[str, Any]) -> Status:
     """The typed status; all defaults where the operator has written none."""
-    return from_wire(Status, resource.get("status") or {})
+    return status_reader.read_status(resource.get("status") or {}).status
 
 
 def read_spec(resource: Mapping[str, Any]) -> tuple[Spec | None, str]:

@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+from unicodedata import category
+
+_T = TypeVar("_T")
+
+_UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode's categories of what commands a terminal, hides, turns the direction of text, or breaks a line."""
+
+_JOINERS = "\u200c\u200d"
+"""Also of category Cf; several scripts cannot be written without them."""
+
+_BREAKS = re.compile(r"[\t\n\r]+")
 
 WIDTH = 110
 """Columns that running text is wrapped at."""
 
 NONE = "-"
+
+
+def escape(text: str, *, keep: str = "") -> str:
+    """Return `text` with everything that a terminal would obey or hide written as `\\x1b` or `\\u202e`.
+
+    Letters of all scripts stay as they are. Escaping twice is escaping once.
+
+    Args:
+        keep: characters that stay although they control the terminal: the line breaks of text that was laid out here.
+    """
+    if text.isprintable():
+        return text
+    safe = keep + _JOINERS
+    return "".join(item if item in safe or category(item) not in _UNSAFE else _escaped(item) for item in text)
+
+
+def printable(value: _T) -> _T:
+    """Return a copy of text, or of data with text anywhere in it, in which every text is one line and escaped.
+
+    Whatever comes from the cluster passes through this before it is laid out: no text can pretend to be a line, a
+    column or a colour of the program's own.
+    """
+    changed: Any = value
+    if isinstance(value, str):
+        text = escape(_BREAKS.sub(" ", value))
+        changed = value if text == value else text
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        changed = dataclasses.replace(value, **{name: printable(getattr(value, name)) for name in names})
+    elif isinstance(value, Mapping):
+        changed = {printable(key): printable(item) for key, item in value.items()}
+    elif isinstance(value, tuple | list):
+        changed = type(value)(printable(item) for item in value)
+    return changed  # type: ignore[no-any-return]
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -21,6 +21,7 @@ from elastic_operator.plugin.logs import logs
 from elastic_operator.plugin.outlook import outlook
 from elastic_operator.plugin.report import read_spec, read_status, report
 from elastic_operator.plugin.story import story
+from elastic_operator.plugin.text import printable
 from elastic_operator.plugin.whatif import Change, observe, parse_lose
 from elastic_operator.wire import to_wire
 
@@ -50,7 +51,7 @@ def _list(cluster: Cluster, options: argparse.Namespace) -> Answer:
     if not entries:
         where = "" if options.all_namespaces else f" in {cluster.namespace} namespace"
         return Answer(value=value, note=f"No ElasticTrainingJobs found{where}.")
-    return Answer(text=listing(entries, now, everywhere=options.all_namespaces), value=value)
+    return Answer(text=listing(printable(entries), now, everywhere=options.all_namespaces), value=value)
 
 
 def _status(cluster: Cluster, options: argparse.Namespace) -> Answer:
@@ -62,7 +63,7 @@ def _status(cluster: Cluster, options: argparse.Namespace) -> Answer:
         note = f"without events: {error}"
     now = time.time()
     job = report(resource, now, [item for item in events if _is_about(item, resource)])
-    return Answer(text=story(job, now, max_events=options.events), value=to_wire(job), note=note)
+    return Answer(text=story(printable(job), now, max_events=options.events), value=to_wire(job), note=note)
 
 
 def _is_about(event: Mapping[str, Any], resource: Mapping[str, Any]) -> bool:
@@ -87,7 +88,7 @@ def _plan(cluster: Cluster, options: argparse.Namespace) -> Answer:
     job = JobRef(name=meta["name"], namespace=meta["namespace"], uid=meta["uid"], generation=meta.get("generation", 0))
     context = Context(job=job, spec=spec, world=world, limits=Limits(), now=time.time())
     found = forecast(context, read_status(resource), change)
-    return Answer(text=outlook(found), value=to_wire(found))
+    return Answer(text=outlook(printable(found)), value=to_wire(found))
 
 
 @contextlib.contextmanager
@@ -106,7 +107,7 @@ def _steer(cluster: Cluster, options: argparse.Namespace) -> Answer:
     done = steer.ask(cluster, options.verb, options.name)
     if options.wait:
         done = steer.wait(cluster, done, timeout_seconds=options.timeout)
-    return Answer(text=done.text, value=to_wire(done))
+    return Answer(text=printable(done.text), value=to_wire(done))
 
 
 def _logs(cluster: Cluster, options: argparse.Namespace) -> Answer:

@@ -53,22 +53,25 @@ def observe(
 ) -> Observation:
     """What the operator would see of nodes and pods; Jobs and Leases are not needed for a plan.
 
+    The job's pods are told by their labels here: Jobs are not read, and nothing is done by what this says.
+
     Args:
         pods: live pods of all namespaces.
     """
     held_by_pods = Held()
     mine = []
     for item in pods:
-        held_by_pods.put(item)
         meta = item["metadata"]
         if meta["namespace"] == namespace and (meta.get("labels") or {}).get(Label.JOB) == job and attempt_of(meta):
             mine.append(pod_view(item))
+        else:
+            held_by_pods.put(item)
     held = {pod.node for pod in mine}
     views = [node_view(item) for item in nodes]
     return Observation(
         nodes={view.name: view for view in views if view.name in held or view.capacity.get(resource, 0) > 0},
         pods=tuple(mine),
-        used=held_by_pods.by_others(namespace, job, resource),
+        used=held_by_pods.by_others((), resource),
     )
 
 

@@ -1,0 +1,100 @@
+"""An API server in memory, as far as the operator's reads and writes go: names, UIDs, preconditions, selectors."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import httpx2
+from lightkube import AsyncClient
+from lightkube.config.kubeconfig import KubeConfig
+from lightkube.config.models import Cluster, User
+
+_PATH = re.compile(
+    r"/?(?:api|apis/[^/]+)/[^/]+(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?"
+)
+
+
+class Api:
+    """Objects by plural, namespace and name. `deleted` and `denied` tell what was asked of it."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.deleted: list[tuple[str, str]] = []
+        self.unconditional: list[str] = []
+        self._numbers = itertools.count(1)
+
+    def put(self, plural: str, item: Mapping[str, Any], uid: str = "") -> dict[str, Any]:
+        """Have an object, whoever made it."""
+        made = copy.deepcopy(dict(item))
+        meta = made["metadata"]
+        meta.setdefault("namespace", "ns")
+        meta |= {"uid": uid or meta.get("uid") or f"uid-{next(self._numbers)}", "resourceVersion": "1"}
+        self.objects[plural, meta["namespace"], meta["name"]] = made
+        return made
+
+    def names(self, plural: str) -> set[str]:
+        return {name for kind, _, name in self.objects if kind == plural}
+
+    def client(self) -> AsyncClient:
+        """A real client that talks to it."""
+        config = KubeConfig.from_one(cluster=Cluster(server="http://api"), user=User(), context_name="test")
+        return AsyncClient(config=config, transport=httpx2.MockTransport(self._answer))
+
+    def _answer(self, request: httpx2.Request) -> httpx2.Response:
+        found = _PATH.fullmatch(request.url.path)
+        assert found, request.url.path
+        namespace, plural, name = found["namespace"] or "", found["plural"], found["name"]
+        body = json.loads(request.content) if request.content else {}
+        key = (plural, namespace, name or "")
+        if request.method == "GET" and name is None:
+            return self._list(plural, namespace, request.url.params.get("labelSelector") or "")
+        if request.method == "POST":
+            key = (plural, namespace, body["metadata"]["name"])
+            if key in self.objects:
+                return _status(409, "AlreadyExists", f"{plural} {key[2]} already exists")
+            return httpx2.Response(201, json=self.put(plural, body))
+        item = self.objects.get(key)
+        if item is None:
+            return _status(404, "NotFound", f"{plural} {name} not found")
+        if request.method == "DELETE":
+            uid = (body.get("preconditions") or {}).get("uid")
+            if uid is None:
+                self.unconditional.append(f"{plural}/{name}")
+            elif uid != item["metadata"]["uid"]:
+                return _status(409, "Conflict", "the UID in the precondition differs")
+            del self.objects[key]
+            self.deleted.append((plural, name))
+            return _status(200, "", "")
+        if request.method == "PATCH":
+            meta = body.get("metadata") or {}
+            if meta.get("uid", item["metadata"]["uid"]) != item["metadata"]["uid"]:
+                return _status(409, "Conflict", "the UID in the patch differs")
+            item["metadata"].setdefault("annotations", {}).update(meta.get("annotations") or {})
+        return httpx2.Response(200, json=item)
+
+    def _list(self, plural: str, namespace: str, selector: str) -> httpx2.Response:
+        items = [
+            item
+            for (kind, place, _), item in self.objects.items()
+            if kind == plural and namespace in ("", place) and _selected(item, selector.split(",") if selector else ())
+        ]
+        return httpx2.Response(200, json={"kind": "List", "metadata": {"resourceVersion": "1"}, "items": items})
+
+
+def _selected(item: Mapping[str, Any], terms: Iterable[str]) -> bool:
+    labels = item["metadata"].get("labels") or {}
+    for term in terms:
+        key, equals, value = term.partition("=")
+        if key not in labels or (equals and labels[key] != value.lstrip("=")):
+            return False
+    return True
+
+
+def _status(code: int, reason: str, message: str) -> httpx2.Response:
+    body = {"kind": "Status", "apiVersion": "v1", "code": code, "reason": reason, "message": message, "metadata": {}}
+    return httpx2.Response(code, json=body)
