@@ -20,9 +20,9 @@ from lightkube.config.kubeconfig import KubeConfig
 from benchmarks import crowd
 from benchmarks.apiserver import apiserver
 from benchmarks.checkpoints import OUTPUT, ROOT
-from elastic_operator.families import JOB_ATTEMPT
-from elastic_operator.resources import JOB, NODE, POD, TRAINING_JOB
-from elastic_operator.status import Phase
+from elastic_operator.api.status import Phase
+from elastic_operator.cluster.resources import JOB, NODE, POD, TRAINING_JOB
+from elastic_operator.metrics.definitions import JOB_ATTEMPT
 from testbed.kubectl import Kubectl
 
 SIZES = ((500, 100), (2000, 400))

@@ -11,10 +11,10 @@ from typing import Any
 import httpx2
 from lightkube import AsyncClient
 
-from elastic_operator.limits import Limits
-from elastic_operator.resources import JOB, LEASE, NODE, POD, TRAINING_JOB, make
-from elastic_operator.stream import connect
-from elastic_operator.wire import format_time
+from elastic_operator.api.serialization import format_time
+from elastic_operator.cluster.resources import JOB, LEASE, NODE, POD, TRAINING_JOB, make
+from elastic_operator.cluster.watch_stream import connect
+from elastic_operator.observed.timeouts import Limits
 from reshard.contract import LeaseKey, TrainerPhase
 
 RESOURCE = "amd.com/gpu"

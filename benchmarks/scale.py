@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.checkpoints import ENVIRONMENT, OUTPUT
 from benchmarks.scale_zero1 import HIDDEN, SHAPES, VOCABULARY, layout_zero1
 from benchmarks.scale_zero3 import layout_zero3
-from reshard.layout import TargetLayout
+from reshard.tensors.layout import TargetLayout
 from reshard.topology import Topology
 
 
@@ -46,10 +46,10 @@ MEASURE = """
 import json, sys, time
 from pathlib import Path
 from reshard import api
-from reshard.check import check_plan
+from reshard.planning.check import check_plan
 from reshard.formats import format_of
 from reshard.formats.base import Request
-from reshard.plan import make_plan
+from reshard.planning.plan import make_plan
 from reshard.topology import Topology
 marks = [time.monotonic()]
 index = api.index_of(Path(sys.argv[1])); marks.append(time.monotonic())

@@ -10,8 +10,8 @@ from reshard import api
 from reshard.formats import format_of
 from reshard.formats.base import Request
 from reshard.formats.deepspeed.logical import Param, Stage
-from reshard.formats.deepspeed.reader import Extra
-from reshard.layout import LogicalTensor, TargetLayout, TensorKey
+from reshard.formats.deepspeed.reading.reader import Extra
+from reshard.tensors.layout import LogicalTensor, TargetLayout, TensorKey
 from reshard.topology import Topology
 
 TINY = ROOT / "tests/golden/deepspeed-0.19.8/pipeline-tp2-pp2/step-00000002"

@@ -11,10 +11,10 @@ from reshard import api
 from reshard.formats import format_of
 from reshard.formats.base import Request
 from reshard.formats.deepspeed.logical import Param, Stage
-from reshard.formats.deepspeed.reader import Extra
-from reshard.formats.deepspeed.rules import WHOLE
+from reshard.formats.deepspeed.reading.reader import Extra
+from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE
 from reshard.formats.pt.objects import StatefulDict, new_tensor
-from reshard.layout import LogicalTensor, TargetLayout, TensorKey
+from reshard.tensors.layout import LogicalTensor, TargetLayout, TensorKey
 from reshard.topology import Topology
 
 TINY = ROOT / "tests/golden/deepspeed-0.19.8/zero3-dp3/step-00000002"

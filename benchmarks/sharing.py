@@ -17,7 +17,7 @@ WORKER = """
 import sys
 from pathlib import Path
 from reshard import api
-from reshard.staging import Sharing
+from reshard.commits.staging import Sharing
 from reshard.topology import Topology
 source, target, worker, count, rate = sys.argv[1:]
 wanted = api.Conversion(source=Path(source), target=Path(target), topology=Topology.parse("dp=3,zero=3"))

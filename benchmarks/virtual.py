@@ -16,8 +16,8 @@ from benchmarks.converting import RESHARD, TARGET
 from benchmarks.measure import Measurement, drop_from_cache, measure, size_of
 from benchmarks.table import median, seconds
 from reshard.topology import Topology
-from reshard.virtual_manifest import decode
-from reshard.virtual_restrict import restrict
+from reshard.virtual.manifest import decode
+from reshard.virtual.restrict import restrict
 
 REPORT = OUTPUT / "loaded"
 MASTER_PORT = "29517"
@@ -160,8 +160,8 @@ def _alone(rank: int, source: Path) -> int:
     REPORT.mkdir()
     drop_from_cache(source)
     script = (
-        "import sys; from pathlib import Path; from reshard.virtual_load import load_files; "
-        "from reshard.virtual_manifest import decode; "
+        "import sys; from pathlib import Path; from reshard.virtual.load import load_files; "
+        "from reshard.virtual.manifest import decode; "
         "load_files(decode(Path(sys.argv[1])), [int(sys.argv[2])], Path(sys.argv[3]))"
     )
     command = [sys.executable, "-c", script, str(TARGET), str(rank), str(REPORT)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elastic_operator.plugin.options import parser as kubectl_etj
 from elastic_operator.settings import _parser as elastic_operator
-from reshard.options import build as reshard
+from reshard.cli.options import build as reshard
 from testbed.__main__ import _parser as testbed
 
 PAGE = Path(__file__).with_name("cli-reference.md")

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from reshard.plan import Plan, make_plan
+from reshard.planning.plan import Plan, make_plan
 
 
 def in_boxes(plan: Plan) -> Plan:

@@ -1,7 +1,7 @@
 """Every right of the operator's account, with the reason for it. The chart grants these and no others.
 
-`tests/unit/test_operator_rights.py` compares this table with the chart, and `tests/cluster/test_rights.py` with the
-requests that a real operator makes of a real API server.
+`tests/unit/elastic_operator/test_rights.py` compares this table with the chart, and `tests/cluster/test_rights.py`
+with the requests that a real operator makes of a real API server.
 """
 
 from __future__ import annotations

@@ -15,22 +15,23 @@ import kopf
 from lightkube import AsyncClient
 from lightkube.config.kubeconfig import KubeConfig
 
-from elastic_operator import metrics, probes
-from elastic_operator.apply import Applier
-from elastic_operator.boundary import Boundary
-from elastic_operator.caches import Nodes, Renewals
-from elastic_operator.ending import end, heed_at_the_end
-from elastic_operator.handlers import make_registry
-from elastic_operator.inquiries import Inquiries
-from elastic_operator.leader import LOST, Leader
+from elastic_operator import probes
+from elastic_operator.cluster.caches import Nodes, Renewals
+from elastic_operator.cluster.diagnostics import Inquiries
+from elastic_operator.cluster.handlers import make_registry
+from elastic_operator.cluster.informer import Mirror
+from elastic_operator.cluster.leader_election import LOST, Leader
+from elastic_operator.cluster.own_account import own_account
+from elastic_operator.cluster.reader import Observer
+from elastic_operator.cluster.shutdown import end, heed_at_the_end
+from elastic_operator.cluster.store import Remembered
+from elastic_operator.cluster.watch_stream import connect
+from elastic_operator.cluster.writer import Applier
+from elastic_operator.controller import Workers
 from elastic_operator.logs import configure_logging
-from elastic_operator.mirror import Mirror
-from elastic_operator.observe import Observer
-from elastic_operator.remembered import Remembered
+from elastic_operator.manifests.forbidden_accounts import Boundary
+from elastic_operator.metrics import exporter
 from elastic_operator.settings import Settings, read
-from elastic_operator.stream import connect
-from elastic_operator.whoami import own_account
-from elastic_operator.worker import Workers
 
 NODE_LEASE_SECONDS = 5.0
 """How often the kubelets' Leases are read."""
@@ -60,7 +61,7 @@ async def serve(settings: Settings) -> None:
     leader = None
     if settings.leader_election:
         leader = Leader(client, settings.lease_namespace, settings.identity, name=settings.lease_name)
-    metrics.serve(settings.metrics_port, leads=lambda: leader is None or leader.standing.leading)
+    exporter.serve(settings.metrics_port, leads=lambda: leader is None or leader.standing.leading)
     if settings.health_port:
         pages = {
             "/healthz": lambda: probes.liveness(leader.standing if leader is not None else None),

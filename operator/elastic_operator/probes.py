@@ -11,7 +11,7 @@ import dataclasses
 import socket
 from collections.abc import Callable, Mapping
 
-from elastic_operator.leader import LEASE_SECONDS, Standing
+from elastic_operator.cluster.leader_election import LEASE_SECONDS, Standing
 
 _REQUEST_SECONDS = 5.0
 

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elastic_operator.boundary import Account
-from elastic_operator.limits import Limits, meanings
-from elastic_operator.monitors import NO_RULES, RuleError, Rules, parse_rules
-from elastic_operator.reshardpod import ReshardImage
+from elastic_operator.manifests.forbidden_accounts import Account
+from elastic_operator.manifests.reshard_pod import ReshardImage
+from elastic_operator.observed.health_monitors import NO_RULES, RuleError, Rules, parse_rules
+from elastic_operator.observed.timeouts import Limits, meanings
 
 LEASE_NAME = "elastic-training-operator"
 """Of the leader, unless the command line says otherwise."""

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from reshard.check import check_plan
-from reshard.commit import (
+from reshard.commits.commit import (
     VIRTUAL,
     Commit,
     CommittedFile,
@@ -21,11 +20,12 @@ from reshard.commit import (
     plain,
     read_commit,
     source_of,
-    sync_folder,
     taken,
     vacant,
     write_commit,
 )
+from reshard.commits.latest import latest_file, point
+from reshard.commits.staging import FINISH_FILE, Sharing, only_one, staging
 from reshard.contract import COMMIT_FILE, ReshardReport
 from reshard.conversion import PLAN, Conversion
 from reshard.errors import (
@@ -37,18 +37,10 @@ from reshard.errors import (
     UncommittedError,
     UsageError,
 )
-from reshard.execute import Mover, Outcome, Progress
-from reshard.files import identity_at, noting_opened
-from reshard.formats import format_of, read_checkpoint
-from reshard.formats.base import Request
-from reshard.formats.deepspeed import FORMAT as DEEPSPEED
-from reshard.formats.pt.trust import trusting
-from reshard.journal import FOLDER as JOURNAL_FOLDER
-from reshard.journal import Journal
-from reshard.latest import latest_file, point
-from reshard.layout import PADDING, Index
-from reshard.limits import default_num_threads
-from reshard.origin import (
+from reshard.execution.executor import Mover, Outcome, Progress
+from reshard.execution.journal import FOLDER as JOURNAL_FOLDER
+from reshard.execution.journal import Journal
+from reshard.execution.origin import (
     Origin,
     check_origin,
     join,
@@ -57,17 +49,25 @@ from reshard.origin import (
     refuse_other_content,
     with_identities,
 )
-from reshard.plan import DEFAULT_MEMORY_BYTES, Plan, make_plan
-from reshard.read_back import read_back
-from reshard.reading import changed
-from reshard.remote import RemotePath, location
-from reshard.reports import done_report
-from reshard.source_checks import check_metadata, check_settings, damage_first, places_digest
-from reshard.staging import FINISH_FILE, Sharing, only_one, staging
+from reshard.execution.read_back import read_back
+from reshard.execution.report import done_report
+from reshard.execution.resume import Moved, Resumed, Work, do, kept
+from reshard.execution.source_checks import check_metadata, check_settings, damage_first, places_digest
+from reshard.formats import format_of, read_checkpoint
+from reshard.formats.base import Request
+from reshard.formats.deepspeed import FORMAT as DEEPSPEED
+from reshard.formats.pt.trust import trusting
+from reshard.planning.check import check_plan
+from reshard.planning.plan import Plan, make_plan
+from reshard.storage.durable import sync_folder
+from reshard.storage.files import identity_at, noting_opened
+from reshard.storage.object_store import RemotePath, location
+from reshard.storage.source_reader import changed
+from reshard.storage.target_writer import target_errors
+from reshard.system.limits import DEFAULT_MEMORY_BYTES, default_num_threads
+from reshard.tensors.layout import PADDING, Index
+from reshard.tensors.views import select_states
 from reshard.topology import Topology
-from reshard.views import select_states
-from reshard.working import Moved, Resumed, Work, do, kept
-from reshard.writing import target_errors
 
 __all__ = ("Conversion", "convert", "index_of", "plan_conversion", "plan_of", "reshard", "view_of")
 
@@ -119,7 +119,7 @@ def read_source(source: Path, commit: Commit | None, patterns: Path | None = Non
     """Index a checkpoint whose marker is known; see `index_of`."""
     if patterns is None:
         return read_checkpoint(source, commit)
-    from reshard.formats.deepspeed import pattern_file
+    from reshard.formats.deepspeed.tensor_parallel import pattern_file
     from reshard.formats.universal import FORMAT as UNIVERSAL  # most commands name no patterns
 
     told = pattern_file.load(patterns)
@@ -188,7 +188,7 @@ def view_of(index: Index, *, states: tuple[str, ...] = (), names: Path | None = 
     index = select_states(index, states)
     if names is None:
         return index
-    from reshard.names import load, rename  # by those who need them: see `reshard.verbs`
+    from reshard.names import load, rename  # by those who need them: see `reshard.cli.commands`
 
     return rename(index, load(names))
 

@@ -7,10 +7,10 @@ import hashlib
 import os
 from pathlib import Path
 
-from reshard.commit import Commit, plain
-from reshard.remote import check_path
+from reshard.commits.commit import Commit, plain
+from reshard.storage.object_store import check_path
+from reshard.storage.yaml_file import read_content
 from reshard.topology import Topology
-from reshard.yaml_file import read_content
 
 PLAN = "plan"
 """Key of `Commit.options`: fingerprint of the plan that made the commit."""

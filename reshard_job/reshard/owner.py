@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from reshard.cli.output import tell
 from reshard.contract import ExitCode
-from reshard.streams import tell
 
 
 def main() -> int:

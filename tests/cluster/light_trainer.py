@@ -15,8 +15,9 @@ from pathlib import Path
 
 from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
-from reshard.commit import Commit, CommittedFile, file_crc32, read_commit, write_commit
+from reshard.commits.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.contract import Env, LeaseKey, Request, TrainerExit, TrainerPhase
+from reshard.storage.durable import file_crc32
 from reshard.topology import Topology
 
 signal.signal(signal.SIGTERM, lambda *_: os._exit(143))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from elastic_operator.spec import SpecError, parse_spec
+from elastic_operator.api.spec import SpecError, parse_spec
 from testbed.components import bin_dir
 from tests.cluster.refused_jobs import (
     JOB,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.manifests import JobRef, reshard_job
-from elastic_operator.reshardpod import ReshardImage
-from elastic_operator.spec import parse_spec
-from elastic_operator.status import Current, Resume
+from elastic_operator.api.spec import parse_spec
+from elastic_operator.api.status import Current, Resume
+from elastic_operator.manifests.attempt import JobRef, reshard_job
+from elastic_operator.manifests.reshard_pod import ReshardImage
 from reshard.contract import COMMIT_FILE
 from reshard.topology import Topology
 from testbed import cluster as bed

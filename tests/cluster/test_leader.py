@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.leader import LOST
+from elastic_operator.cluster.leader_election import LOST
 
 pytestmark = pytest.mark.cluster
 

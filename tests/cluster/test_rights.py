@@ -23,9 +23,9 @@ import pytest
 import yaml
 
 from benchmarks.apiserver import apiserver
-from elastic_operator.manifests import JobRef, attempt_objects
-from elastic_operator.spec import parse_spec
-from elastic_operator.status import Current
+from elastic_operator.api.spec import parse_spec
+from elastic_operator.api.status import Current
+from elastic_operator.manifests.attempt import JobRef, attempt_objects
 from testbed.errors import CannotRunHereError, TestbedError
 from testbed.kubectl import Kubectl
 from tests.cluster import releases

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.cast import UNSIGNED, can_cast, cast
+from reshard.tensors.cast import UNSIGNED, can_cast, cast
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ from reshard.formats.pt.objects import Global
 from reshard.formats.pt.reader import read
 from reshard.formats.pt.trust import trusting
 from reshard.formats.pt.writer import lay_out_pt
-from tests.unit.test_pt_known_globals import names_in
+from tests.unit.reshard.formats.test_pt_known_globals import names_in
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -40,7 +40,7 @@ OTHER_VERSIONS = {
     "torch._utils._rebuild_tensor": "torch 0.3 and before",
     "torch._utils._rebuild_device_tensor_from_numpy": "torch 2.5 and before, of tensors on XLA",
 }
-"""Entries that the installed versions do not write; tests/unit/test_pt_known_globals.py reads and writes them."""
+"""Entries that the installed versions do not write; test_pt_known_globals.py reads and writes them."""
 
 
 def made(name: str):

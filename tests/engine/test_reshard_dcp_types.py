@@ -8,7 +8,7 @@ import pytest
 
 from reshard.api import Conversion, convert
 from reshard.formats.safetensors.header import DTYPES
-from reshard.layout import ITEM_BYTES
+from reshard.tensors.layout import ITEM_BYTES
 from reshard.topology import Topology
 from tests.golden.dcp_files import golden
 

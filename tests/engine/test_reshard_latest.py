@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.cli import main
+from reshard.cli.main import main
 from reshard.contract import ExitCode
 from tests.engine.reshard_run import launch
 

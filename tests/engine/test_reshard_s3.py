@@ -14,7 +14,7 @@ from tests.engine.s3_server import Server, program, serve
 
 pytestmark = pytest.mark.engine
 GOLDEN = Path(__file__).parents[1] / "golden/deepspeed-0.19.8"
-RESHARD = [sys.executable, "-m", "reshard.cli"]
+RESHARD = [sys.executable, "-m", "reshard.cli.main"]
 
 
 @pytest.fixture(scope="module")

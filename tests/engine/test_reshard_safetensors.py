@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from reshard.api import index_of
-from reshard.check import check_plan
-from reshard.execute import execute
+from reshard.execution.executor import execute
 from reshard.formats import format_of
 from reshard.formats.base import Request
 from reshard.names import load, rename
-from reshard.plan import make_plan
+from reshard.planning.check import check_plan
+from reshard.planning.plan import make_plan
 from reshard.topology import Topology
 from tests.engine.reshard_run import launch
 

@@ -8,10 +8,10 @@ import pytest
 
 from elastic_trainer.virtual import damage
 from reshard.api import Conversion, reshard
-from reshard.crc import Piece
+from reshard.checksums.crc import Piece
 from reshard.topology import Topology
-from reshard.virtual import prepare
-from reshard.virtual_manifest import decode
+from reshard.virtual.conversion import prepare
+from reshard.virtual.manifest import decode
 from tests.engine.reshard_run import launch
 
 pytestmark = [

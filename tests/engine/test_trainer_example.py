@@ -11,7 +11,7 @@ import pytest
 
 from elastic_trainer.mailbox import FileMailbox
 from elastic_trainer.retention import find_commits
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.contract import CommitRef, LeaseKey
 from reshard.topology import Topology
 from tests.engine.example_run import losses, run, start

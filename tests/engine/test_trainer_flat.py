@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from reshard.api import reshard
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.topology import Topology
 from tests.engine.example_run import losses, run
 

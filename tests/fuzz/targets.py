@@ -15,11 +15,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from reshard import seal
 from reshard.api import Conversion, convert
-from reshard.commit import Commit, CommittedFile, check_files, file_crc32, read_commit
+from reshard.checksums import self_checksum
+from reshard.commits.commit import Commit, CommittedFile, check_files, read_commit
 from reshard.errors import ReshardError
-from reshard.files import open_file
+from reshard.execution.journal import Journal
+from reshard.execution.verify import digests
 from reshard.formats import read_checkpoint
 from reshard.formats.dcp.archive import Window, read_directory
 from reshard.formats.dcp.metadata import read_metadata
@@ -27,9 +28,9 @@ from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import build, read
-from reshard.journal import Journal
+from reshard.storage.durable import file_crc32
+from reshard.storage.files import open_file
 from reshard.topology import Topology
-from reshard.verify import digests
 from tests.fuzz import mutate
 from tests.fuzz.guard import outcome_of, state_of
 
@@ -188,7 +189,7 @@ def commit(chance: Random, folder: Path) -> str:
         created="2026-01-01T00:00:00Z",
     )
     has_checksum = chance.random() < 0.5
-    text = seal.sealed(original.to_dict()) if has_checksum else json.dumps(original.to_dict()).encode()
+    text = self_checksum.sealed(original.to_dict()) if has_checksum else json.dumps(original.to_dict()).encode()
     changed = (
         chance.choice((mutate.json_edit, mutate.flip))(text, chance) if has_checksum else mutate.json_edit(text, chance)
     )
@@ -202,7 +203,7 @@ def commit(chance: Random, folder: Path) -> str:
 
     result = outcome_of(action)
     if has_checksum and isinstance(result, Commit):
-        assert seal.FIELD.encode() not in changed or changed == text, "a damaged marker passed for a sound one"
+        assert self_checksum.FIELD.encode() not in changed or changed == text, "a damaged marker passed for a sound one"
     return _name_of(result, isinstance(result, Commit) and result == read_commit(folder) and changed == text)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.cli import main
+from reshard.cli.main import main
 from tests.golden.files import STEP
 
 HERE = Path(__file__).parent

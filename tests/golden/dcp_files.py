@@ -5,16 +5,16 @@ import shutil
 import zipfile
 from pathlib import Path
 
-from reshard.check import check_plan
-from reshard.execute import Outcome, execute
+from reshard.execution.executor import Outcome, execute
 from reshard.formats.base import Request
 from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import Entry, read_metadata
 from reshard.formats.pt import machine
 from reshard.formats.pt.emit import emit
 from reshard.formats.pt.objects import Inert
-from reshard.layout import Index, TargetLayout
-from reshard.plan import make_plan
+from reshard.planning.check import check_plan
+from reshard.planning.plan import make_plan
+from reshard.tensors.layout import Index, TargetLayout
 from reshard.topology import Topology
 from tests.golden.files import any_name
 

@@ -9,14 +9,14 @@ import pytest
 
 from reshard.api import plan_of
 from reshard.errors import UnsupportedError
+from reshard.execution.verify import digests
 from reshard.formats import read_checkpoint
 from reshard.formats.pt import emit
 from reshard.formats.pt.reader import read
 from reshard.formats.pt.writer import lay_out_pt
-from reshard.layout import Index
+from reshard.tensors.layout import Index
+from reshard.tensors.views import select_states
 from reshard.topology import Topology
-from reshard.verify import digests
-from reshard.views import select_states
 
 ROOT = Path(__file__).parent / "deepspeed-0.19.8"
 STEP = "step-00000002"

@@ -40,7 +40,7 @@ def save_types(folder: Path) -> None:
     import torch
     from torch.distributed import checkpoint
 
-    from reshard.layout import ITEM_BYTES
+    from reshard.tensors.layout import ITEM_BYTES
 
     torch.manual_seed(11)
     warnings.simplefilter("ignore")

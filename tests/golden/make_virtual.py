@@ -6,8 +6,8 @@ from pathlib import Path
 from reshard.api import index_of, plan_of
 from reshard.contract import MANIFEST_VERSIONS
 from reshard.topology import Topology
-from reshard.virtual_manifest import Manifest, encode
-from reshard.virtual_ranks import files_by_rank
+from reshard.virtual.manifest import Manifest, encode
+from reshard.virtual.ranks import files_by_rank
 from tests.golden.files import golden
 
 

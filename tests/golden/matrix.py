@@ -12,14 +12,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from reshard import agree
 from reshard.api import Conversion, convert, index_of, view_of
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.errors import UnsupportedError
-from reshard.layout import Index
-from reshard.rounded import rounded_digests
+from reshard.execution import compare
+from reshard.execution.rounded_digests import rounded_digests
+from reshard.execution.verify import digests
+from reshard.tensors.layout import Index
 from reshard.topology import Topology
-from reshard.verify import digests
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "conversions.md"
@@ -166,11 +166,11 @@ def _cell(name: str, target: Target, folder: Path) -> Cell:
 
 def agreeing(first: tuple[Index, Mapping[str, str]], second: tuple[Index, Mapping[str, str]]) -> int:
     """How many tensors both hold, all of which must be equal (weights of other types: when rounded)."""
-    sides = agree.side(*first), agree.side(*second)
+    sides = compare.side(*first), compare.side(*second)
     rounded = [
-        rounded_digests(index, keys) for (index, _), keys in zip((first, second), agree.to_round(*sides), strict=True)
+        rounded_digests(index, keys) for (index, _), keys in zip((first, second), compare.to_round(*sides), strict=True)
     ]
-    found = agree.compare(*(dataclasses.replace(own, rounded=new) for own, new in zip(sides, rounded, strict=True)))
+    found = compare.compare(*(dataclasses.replace(own, rounded=new) for own, new in zip(sides, rounded, strict=True)))
     assert not found.different, found.different
     return len(found.same)
 

@@ -6,9 +6,9 @@ from benchmarks.measure import Measurement
 from benchmarks.virtual import Load, Way, compared, needs_of, together
 from reshard.api import Conversion
 from reshard.topology import Topology
-from reshard.virtual import prepare
-from reshard.virtual_load import load_files
-from reshard.virtual_manifest import decode
+from reshard.virtual.conversion import prepare
+from reshard.virtual.load import load_files
+from reshard.virtual.manifest import decode
 from tests.golden.files import golden
 
 

@@ -8,7 +8,7 @@ import pytest
 from reshard.errors import ReshardError
 from reshard.formats.dcp.items import Chunk, Items
 from reshard.formats.dcp.metadata import Entry, Place, read_metadata
-from reshard.geometry import Box
+from reshard.tensors.geometry import Box
 from tests.golden.dcp_files import golden
 
 Item = tuple[Entry, Box, Place]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from reshard.api import index_of, plan_of, view_of
+from reshard.cli.inspection import inspect
 from reshard.errors import CorruptSourceError, ReshardError, UnsafePickleError, UnsupportedError
+from reshard.execution.verify import digests
 from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import read_metadata
 from reshard.formats.pt.objects import Global, Inert, Size
-from reshard.inspection import inspect
-from reshard.verify import digests
 from tests.golden.dcp_files import NAMES, chunks, convert, edit_metadata, golden, stored
 from tests.golden.files import assemble
 

@@ -8,11 +8,11 @@ import pytest
 
 from reshard.api import Conversion, index_of
 from reshard.api import convert as convert_all
+from reshard.execution.verify import digests
 from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import read_metadata
-from reshard.layout import TensorKey
+from reshard.tensors.layout import TensorKey
 from reshard.topology import Topology
-from reshard.verify import digests
 from tests.golden.dcp_files import NAMES, ROOT, check_archives, convert, golden, items, meaning
 from tests.golden.files import assemble
 from tests.golden.files import golden as deepspeed

@@ -9,12 +9,12 @@ import pytest
 
 from reshard.api import Conversion, convert, index_of
 from reshard.errors import UnsupportedError
+from reshard.execution.verify import digests
 from reshard.formats.dcp import FORMAT
 from reshard.formats.pt import objects
 from reshard.formats.safetensors.header import DTYPES
-from reshard.layout import ITEM_BYTES
+from reshard.tensors.layout import ITEM_BYTES
 from reshard.topology import Topology
-from reshard.verify import digests
 from tests.golden.dcp_files import golden
 
 TYPES = golden("types")

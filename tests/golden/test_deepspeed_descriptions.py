@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from reshard.api import reshard
-from reshard.commit import Commit, CommittedFile, read_commit, write_commit
+from reshard.commits.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.errors import UnsupportedError
 from reshard.formats import read_checkpoint
-from reshard.formats.deepspeed import template
+from reshard.formats.deepspeed.writing import carried_objects
 from reshard.formats.pt.objects import Storage, Tensor
 from reshard.formats.pt.reader import read
 from reshard.topology import Topology
@@ -62,7 +62,7 @@ def test_the_commit_has_the_stages_bounds_where_only_the_files_describe_the_pipe
 
 def test_one_tensor_named_many_times_is_not_multiplied_without_end(tmp_path, monkeypatch):
     """Views of one storage take no room in the source, and each takes its own in the target."""
-    monkeypatch.setattr(template, "MAX_TOTAL_INLINE_BYTES", 64 << 10)
+    monkeypatch.setattr(carried_objects, "MAX_TOTAL_INLINE_BYTES", 64 << 10)
     folder = Path(shutil.copytree(golden("pipeline-dp2"), tmp_path / "source"))
     storage = Storage(dtype="float32", num_elements=1 << 12, location="cpu", data=bytes(4 << 12))
     view = Tensor(storage=storage, shape=(1 << 12,), stride=(1,), offset=0)

@@ -7,12 +7,12 @@ import pytest
 
 from reshard.api import plan_of, reshard
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.execution.verify import digests
 from reshard.formats import read_checkpoint
 from reshard.formats.deepspeed.experts import Experts, find_experts
 from reshard.formats.pt.reader import read
 from reshard.formats.pt.writer import lay_out_pt
 from reshard.topology import Topology
-from reshard.verify import digests
 from tests.golden.files import MODEL, OPTIMIZER, STEP, edit, golden
 
 NAME = "experts-dp4-ep2"

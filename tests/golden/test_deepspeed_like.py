@@ -8,13 +8,13 @@ import pytest
 
 from reshard.api import Conversion, convert, plan_of, reshard
 from reshard.errors import UnsupportedError
-from reshard.execute import execute
+from reshard.execution.executor import execute
 from reshard.formats import read_checkpoint
 from reshard.formats.base import Request
 from reshard.formats.pt.reader import read
-from reshard.layout import Index, LogicalTensor, TensorKey
+from reshard.tensors.layout import Index, LogicalTensor, TensorKey
+from reshard.tensors.views import keep_tensors
 from reshard.topology import Topology
-from reshard.views import keep_tensors
 from tests.golden.files import MODEL, OPTIMIZER, STEP, assemble, golden
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from reshard.api import plan_of, reshard
 from reshard.errors import UnsupportedError
-from reshard.execute import execute
+from reshard.execution.executor import execute
 from reshard.formats.deepspeed import FORMAT
-from reshard.formats.deepspeed.pattern_file import load
+from reshard.formats.deepspeed.tensor_parallel.pattern_file import load
 from reshard.formats.pt.reader import read
 from reshard.topology import Topology
 from tests.golden.command import Answer

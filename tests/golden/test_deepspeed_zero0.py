@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from reshard.api import index_of, plan_of, reshard
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats import read_checkpoint
 from reshard.formats.base import Request
 from reshard.formats.deepspeed.unpartitioned import FLAT_MASTERS, view
 from reshard.formats.pt.objects import StatefulDict, new_tensor
 from reshard.formats.pt.reader import read
+from reshard.tensors.views import select_states
 from reshard.topology import Topology
-from reshard.views import select_states
 from tests.golden.files import MODEL, STEP, assemble, edit, golden, refused_but_for_weights
 
 GROUPS = [

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from reshard.api import Conversion, convert
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.errors import CorruptSourceError, ReshardError
 from reshard.formats.pt.reader import read
 from tests.fuzz.guard import check_error

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from reshard.api import index_of
-from reshard.cli import main
-from reshard.commit import read_commit
+from reshard.cli.main import main
+from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode
 from reshard.errors import CorruptSourceError, ReshardError, TopologyError, UnsupportedError
-from reshard.formats.deepspeed import patterns, pipeline
+from reshard.formats.deepspeed import pipeline
+from reshard.formats.deepspeed.tensor_parallel import patterns
 from reshard.formats.megatron.names import layers_of
 from reshard.topology import MOST_RANKS, Topology
 from tests.fuzz.guard import outcome_of

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from reshard.api import Conversion, convert, plan_of
-from reshard.cli import main
-from reshard.commit import Commit, CommittedFile, check_files, file_crc32, read_commit, write_commit
+from reshard.cli.main import main
+from reshard.commits.commit import Commit, CommittedFile, check_files, read_commit, write_commit
 from reshard.contract import ExitCode
 from reshard.errors import CorruptSourceError, ReshardError, UnsupportedError
-from reshard.execute import execute
+from reshard.execution.executor import execute
 from reshard.formats import read_checkpoint
 from reshard.formats.pt.archive import MAX_DIRECTORY_BYTES
 from reshard.formats.pt.reader import read
+from reshard.storage.durable import file_crc32
 from reshard.topology import Topology
 from tests.fuzz.guard import check_error, outcome_of, state_of
 from tests.fuzz.targets import checkpoints

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from reshard.api import Conversion, convert, index_of, plan_of
-from reshard.cli import main
-from reshard.commit import read_commit
+from reshard.cli.locate import newest
+from reshard.cli.main import main
+from reshard.commits.commit import read_commit
+from reshard.commits.staging import FINISH_FILE, Sharing, is_unfinished, only_one, staging, unfinished
 from reshard.contract import ExitCode
 from reshard.errors import CorruptSourceError, NotACheckpointError, ReshardError, TargetError
-from reshard.execute import execute
+from reshard.execution.executor import execute
 from reshard.formats import read_checkpoint
-from reshard.locate import newest
-from reshard.staging import FINISH_FILE, Sharing, is_unfinished, only_one, staging, unfinished
 from reshard.topology import Topology
 from tests.fuzz.guard import outcome_of
 from tests.fuzz.targets import GOLDEN, STEP
@@ -155,6 +155,6 @@ def test_the_command_leaves_the_unfinished_result_of_another_target_alone(tmp_pa
     other = unfinished(tmp_path / "other", "0123abcd")
     other.mkdir()
     source = GOLDEN / f"deepspeed-0.19.8/zero2-dp3/{STEP}"
-    command = [sys.executable, "-m", "reshard.cli", "run", source, tmp_path / "*", "--to", "dp=2", "--no-sync"]
+    command = [sys.executable, "-m", "reshard.cli.main", "run", source, tmp_path / "*", "--to", "dp=2", "--no-sync"]
     subprocess.run(command, check=True, capture_output=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["*", other.name]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from reshard.api import Conversion, convert, index_of
-from reshard.cli import main
+from reshard.cli.main import main
 from reshard.contract import ExitCode
 from reshard.errors import UsageError
 from reshard.topology import Topology

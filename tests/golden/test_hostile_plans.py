@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from reshard import api, crc, execute, tile
+from reshard import api
 from reshard.api import Conversion, convert, plan_of
-from reshard.check import check_plan
+from reshard.checksums import crc
 from reshard.errors import PlanError, VerificationError
+from reshard.execution import executor, tile
 from reshard.formats import read_checkpoint
-from reshard.geometry import Box
-from reshard.layout import TargetLayout
-from reshard.plan import Plan, make_plan
-from reshard.reading import Source
-from reshard.shards import ShardTable
+from reshard.planning.check import check_plan
+from reshard.planning.plan import Plan, make_plan
+from reshard.storage.source_reader import Source
+from reshard.storage.target_writer import Target
+from reshard.tensors.geometry import Box
+from reshard.tensors.layout import TargetLayout
+from reshard.tensors.shard_table import ShardTable
 from reshard.topology import Topology
-from reshard.writing import Target
 from tests.boxes import in_boxes
 from tests.fuzz.guard import state_of
 from tests.fuzz.targets import checkpoints
@@ -254,13 +256,13 @@ def moved(row, part: Box, to: Box):
 
 def in_flight(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
     touching = touching_with(change)
-    real = execute.Mover.__init__
+    real = executor.Mover.__init__
 
     def init(self, plan, *arguments, **options):
         touching.target = plan.layout.shards
         real(self, plan, *arguments, **options)
 
-    monkeypatch.setattr(execute.Mover, "__init__", init)
+    monkeypatch.setattr(executor.Mover, "__init__", init)
     monkeypatch.setattr(tile, "touching", touching)
 
 
@@ -283,8 +285,8 @@ def double_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drop_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = execute.Mover.do
-    monkeypatch.setattr(execute.Mover, "do", lambda self, units, done=None: real(self, list(units)[1:], done))
+    real = executor.Mover.do
+    monkeypatch.setattr(executor.Mover, "do", lambda self, units, done=None: real(self, list(units)[1:], done))
 
 
 def wrong_elements(monkeypatch: pytest.MonkeyPatch, change: Callable[[np.ndarray], None]) -> None:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from reshard.api import Conversion, convert, index_of
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.errors import VerificationError
 from reshard.topology import Topology
 from tests.golden import matrix
@@ -116,7 +116,7 @@ def test_padding_rows_that_are_not_zero_are_not_accepted(tmp_path, monkeypatch):
     name = "exp_avg/tied_modules.embed.weight#padding"
     real = matrix.digests
     monkeypatch.setattr(
-        "reshard.read_back.digests", lambda index, **options: {**real(index, **options), name: "1" * 16}
+        "reshard.execution.read_back.digests", lambda index, **options: {**real(index, **options), name: "1" * 16}
     )
     with pytest.raises(VerificationError, match=f"{name}: only in the second"):
         convert(wanted, reread=True, sync=False)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from reshard.api import Conversion, convert, index_of, plan_conversion
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.errors import TargetError, UnsupportedError
-from reshard.plan import Plan
+from reshard.execution.verify import digests
+from reshard.planning.plan import Plan
 from reshard.topology import Topology
-from reshard.verify import digests
 from tests.golden.files import STEP, golden
 from tests.golden.matrix import PAGE
 from tests.golden.universal_files import converted

@@ -14,7 +14,7 @@ from reshard.formats.dcp import FORMAT as DCP
 from reshard.formats.megatron import FORMAT
 from reshard.formats.pt.objects import Global, Inert, Size
 from reshard.formats.pt.writer import lay_out_pt
-from reshard.layout import TensorKey
+from reshard.tensors.layout import TensorKey
 from reshard.topology import Topology
 from tests.golden.dcp_files import chunks, edit_metadata
 from tests.golden.files import assemble, edit

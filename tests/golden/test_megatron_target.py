@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.api import Conversion, convert, index_of, plan_conversion, plan_of
-from reshard.commit import COMMIT_FILE, read_commit
+from reshard.commits.commit import COMMIT_FILE, read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError, UsageError
-from reshard.execute import execute
+from reshard.execution.executor import execute
 from reshard.formats.base import Request
 from reshard.formats.dcp.metadata import read_metadata
 from reshard.formats.megatron.amend import Progress, amend
@@ -22,8 +22,8 @@ from reshard.formats.megatron.writer import pieces
 from reshard.formats.pt.objects import Inert
 from reshard.formats.pt.reader import read
 from reshard.names import load, rename
+from reshard.tensors.views import select_states
 from reshard.topology import Topology
-from reshard.views import select_states
 from tests.golden.dcp_files import edit_metadata
 from tests.golden.files import assemble, edit, golden
 

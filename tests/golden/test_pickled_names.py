@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from reshard.api import Conversion, convert, index_of
-from reshard.cli import main
-from reshard.commit import read_commit
+from reshard.cli.main import main
+from reshard.commits.commit import read_commit
 from reshard.errors import UnsafePickleError
 from reshard.formats.pt.known_globals import KNOWN
 from reshard.formats.pt.objects import Global, Inert

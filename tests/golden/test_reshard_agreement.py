@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from reshard import api
-from reshard.cli import main
+from reshard.cli.main import main
 from reshard.contract import ExitCode
-from reshard.execute import Mover
+from reshard.execution.executor import Mover
+from reshard.execution.journal import from_json, to_json
+from reshard.execution.masters import unexplained
+from reshard.execution.verify import digests, total
 from reshard.formats import FORMATS, read_checkpoint
-from reshard.journal import from_json, to_json
-from reshard.layout import Index, TargetLayout
-from reshard.masters import unexplained
-from reshard.plan import make_plan
-from reshard.shards import ShardTable
+from reshard.planning.plan import make_plan
+from reshard.tensors.layout import Index, TargetLayout
+from reshard.tensors.shard_table import ShardTable
 from reshard.topology import Topology
-from reshard.verify import digests, total
 from tests.fuzz.guard import state_of
 from tests.golden import without_checksums
 from tests.golden.command import BF16, DEEPSPEED, HERE, PIPELINE, ZERO2, ZERO3

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from reshard import api, modes
-from reshard.commit import read_commit
+from reshard import api
+from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode
+from reshard.virtual import auto_mode
 from tests.golden.command import ZERO2, Answer
 
 LOADER = "elastic_trainer,ranks-per-node=1,node-memory=1GiB"
@@ -16,7 +17,7 @@ LOADER = "elastic_trainer,ranks-per-node=1,node-memory=1GiB"
 @pytest.fixture
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any saving counts: the checkpoints here are of kilobytes."""
-    monkeypatch.setattr(modes, "LEAST_SAVING_SECONDS", 0.0)
+    monkeypatch.setattr(auto_mode, "LEAST_SAVING_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("however_small")

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from reshard import api, staging
-from reshard.cli import main
-from reshard.commit import Commit, CommittedFile, file_crc32, read_commit, write_commit
+from reshard import api
+from reshard.cli.main import main
+from reshard.commits import staging
+from reshard.commits.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.contract import ExitCode, ReshardReport
+from reshard.storage.durable import file_crc32
 from reshard.topology import Topology
 
 SOURCE = Path(__file__).parent / "deepspeed-0.19.8/zero2-dp3/step-00000002"
@@ -264,7 +266,7 @@ SLOW_START = """
 import builtins, sys, time
 real = builtins.__import__
 def slowly(name, *rest, **more):
-    if name == "reshard.command":
+    if name == "reshard.cli.command_line":
         print("importing", flush=True)
         time.sleep(30)
     return real(name, *rest, **more)

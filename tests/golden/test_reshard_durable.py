@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.cli import main
-from reshard.commit import make_folder
+from reshard.cli.main import main
 from reshard.contract import ExitCode
+from reshard.storage.durable import make_folder
 
 SOURCE = Path(__file__).parent / "deepspeed-0.19.8/pipeline-tp2-pp2/step-00000002"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode
 from tests.golden.command import PIPELINE, ROOT, ZERO2, Answer
 from tests.golden.files import STEP
@@ -116,7 +116,7 @@ def test_what_a_verb_does_not_know_is_named_with_what_may_be_meant(words: list[s
 
 
 def run_command(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "reshard.cli", *words]
+    command = [sys.executable, "-m", "reshard.cli.main", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
@@ -129,7 +129,9 @@ def test_version_and_help_go_to_stdout() -> None:
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     read, write = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "reshard.cli", "inspect", str(PIPELINE), "--json"], stdout=write, stderr=subprocess.PIPE
+        [sys.executable, "-m", "reshard.cli.main", "inspect", str(PIPELINE), "--json"],
+        stdout=write,
+        stderr=subprocess.PIPE,
     )
     os.close(write)
     os.close(read)
@@ -150,7 +152,7 @@ def test_virtual_mode_writes_a_manifest_that_every_verb_understands(tmp_path: Pa
 
 
 def test_closed_streams_are_no_reason_to_fail(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m reshard.cli run {ZERO2} {tmp_path}/out --to dp=2 >&- 2>&-"
+    command = f"{sys.executable} -m reshard.cli.main run {ZERO2} {tmp_path}/out --to dp=2 >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
     assert read_commit(tmp_path / "out").step == 2
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from reshard import api, latest
-from reshard.cli import main
+from reshard import api
+from reshard.cli.main import main
+from reshard.commits import latest
+from reshard.commits.staging import FINISH_FILE
 from reshard.contract import ExitCode
-from reshard.staging import FINISH_FILE
 
 GOLDEN = Path(__file__).parent
 ZERO2 = GOLDEN / "deepspeed-0.19.8/zero2-dp3/step-00000002"

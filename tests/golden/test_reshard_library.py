@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reshard.api import index_of, reshard
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.errors import ReshardError
 from reshard.topology import Topology
 from tests.golden.command import PIPELINE, ROOT, ZERO3

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from reshard import api
-from reshard.cli import main
-from reshard.commit import read_commit
+from reshard.cli.locate import newest
+from reshard.cli.main import main
+from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode
-from reshard.locate import newest
 
 GOLDEN = Path(__file__).parent
 ZERO2 = GOLDEN / "deepspeed-0.19.8/zero2-dp3/step-00000002"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode
 from tests.golden.command import PIPELINE, ZERO2, Answer
 
@@ -102,7 +102,7 @@ def test_a_mounted_volume_cannot_be_the_result(say: Answer) -> None:
 
 def test_an_unfinished_result_is_no_source(tmp_path: Path, say: Answer) -> None:
     # Its files have their names and sizes, and zeros where nothing was written yet: safetensors could not tell.
-    command = [sys.executable, "-m", "reshard.cli", "run", PIPELINE, tmp_path / "out", "--format", "safetensors"]
+    command = [sys.executable, "-m", "reshard.cli.main", "run", PIPELINE, tmp_path / "out", "--format", "safetensors"]
     process = subprocess.Popen([*command, "--limit-rate", "100", "--quiet"])
     while not (left := list(tmp_path.glob(".out.partial-*/*.safetensors"))):
         assert process.poll() is None

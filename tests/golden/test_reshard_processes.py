@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from reshard.cli import main
+from reshard.cli.main import main
 from reshard.contract import ExitCode
+from reshard.execution.verify import digests, total
 from reshard.formats import read_checkpoint
-from reshard.verify import digests, total
 from tests.golden.command import BF16, HERE, PIPELINE, ZERO2, ZERO3
 
 CONVERSIONS = {
@@ -33,7 +33,7 @@ COMMAND = """
 import os, signal, sys, time
 from pathlib import Path
 from reshard import execute, files, plan, tile, verify
-from reshard.cli import main
+from reshard.cli.main import main
 
 plan._SMALLEST_UNIT_BYTES = 256
 execute.FORK_BYTES = verify._TASK_BYTES = tile._SMALLEST_PART_BYTES = 0
@@ -308,8 +308,8 @@ Connection._send = in_child(half)(Connection._send)
 def test_workers_with_processes_do_every_unit_once(target: Path, tmp_path: Path) -> None:
     """A worker that waits for others leaves the records of its own processes meanwhile: the others wait for those."""
     prelude = f"""
-from reshard.execute import Mover
-from reshard.journal import Journal
+from reshard.execution.executor import Mover
+from reshard.execution.journal import Journal
 def slow(mover, unit, *_):
     time.sleep(0.1 * (1 + unit % 2))
 Mover._do_unit = in_child(slow)(Mover._do_unit)

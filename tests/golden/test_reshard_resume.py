@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from reshard import journal, plan
 from reshard.api import Conversion, plan_conversion
-from reshard.cli import main
-from reshard.commit import read_commit
+from reshard.cli.main import main
+from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode, ReshardReport
-from reshard.journal import Journal
-from reshard.limits import format_bytes
-from reshard.plan import Plan
+from reshard.execution import journal
+from reshard.execution.journal import Journal
+from reshard.planning import plan
+from reshard.planning.plan import Plan
+from reshard.system.limits import format_bytes
 from reshard.topology import Topology
 
 SOURCE = Path(__file__).parent / "deepspeed-0.19.8/zero2-dp3/step-00000002"

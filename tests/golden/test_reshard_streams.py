@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from reshard.api import index_of
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode
 from tests.golden.command import PIPELINE, ZERO2, Answer
 
-RESHARD = (sys.executable, "-m", "reshard.cli")
+RESHARD = (sys.executable, "-m", "reshard.cli.main")
 
 
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:

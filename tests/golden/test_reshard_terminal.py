@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from reshard import command, streams
-from reshard.cli import main
+from reshard.cli import command_line, output
+from reshard.cli.main import main
+from reshard.cli.output import printable
+from reshard.cli.progress import ProgressLine
 from reshard.contract import ExitCode
 from reshard.errors import CorruptSourceError
-from reshard.progress import ProgressLine
-from reshard.streams import printable
 from tests.golden.command import ZERO2, Answer
 
 FAKE = "reshard: verified, nothing is wrong"
@@ -93,7 +93,7 @@ def test_an_error_that_nobody_foresaw_is_told_in_lines_of_the_program(tmp_path: 
         except KeyError as error:
             raise ValueError(NAME) from error
 
-    monkeypatch.setitem(command.VERBS, "inspect", fail)
+    monkeypatch.setitem(command_line.VERBS, "inspect", fail)
     assert main(["inspect", str(tmp_path)]) == ExitCode.INTERNAL
     told = checked(capsys.readouterr().err).split("\n")
     assert f"ValueError: {TOLD}" in told and f"reshard: a bug: ValueError: {TOLD}" in told
@@ -106,7 +106,7 @@ def test_notes_of_an_error_and_progress_are_lines(capsys, monkeypatch) -> None:
         error.add_note(NAME)
         raise error
 
-    monkeypatch.setitem(command.VERBS, "inspect", fail)
+    monkeypatch.setitem(command_line.VERBS, "inspect", fail)
     assert main(["inspect", "x"]) == ExitCode.SOURCE_INVALID
     assert checked(capsys.readouterr().err).count(TOLD) == 5
     line = ProgressLine(10, every_seconds=0.0)
@@ -117,7 +117,7 @@ def test_notes_of_an_error_and_progress_are_lines(capsys, monkeypatch) -> None:
 
 def test_one_function_writes_to_the_terminal() -> None:
     """Whatever else wrote there would have to escape, too."""
-    root = Path(streams.__file__).parent
+    root = Path(output.__file__).parent
     allowed = {"streams.py"}
     for path in root.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

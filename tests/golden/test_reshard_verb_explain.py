@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from reshard import api
+from reshard.cli.explain import explain
 from reshard.contract import ExitCode
-from reshard.explain import explain
 from tests.golden.command import EVERY, PIPELINE, Answer
 from tests.golden.files import assemble
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reshard import api
-from reshard.commit import read_commit, write_commit
+from reshard.commits.commit import read_commit, write_commit
 from reshard.contract import ExitCode
 from tests.golden.command import EVERY, HERE, ZERO2, ZERO3, Answer
 

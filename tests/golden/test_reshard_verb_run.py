@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from reshard import api
-from reshard.cli import main
-from reshard.commit import read_commit
+from reshard.cli.main import main
+from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode, ReshardReport
 from tests.golden.command import BF16, HERE, PIPELINE, ROOT, ZERO2, Answer
 from tests.golden.files import MODEL, PATTERNS, STEP, assemble, edit

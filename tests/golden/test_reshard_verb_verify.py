@@ -12,8 +12,8 @@ from tests.golden.command import BF16, HERE, PIPELINE, ZERO2, ZERO3, Answer
 
 def test_verification_tells_its_progress(monkeypatch: pytest.MonkeyPatch, say: Answer) -> None:
     moved, expected = [], []
-    monkeypatch.setattr("reshard.verbs.ProgressLine.expect", lambda _self, num_bytes: expected.append(num_bytes))
-    monkeypatch.setattr("reshard.verbs.ProgressLine.__call__", lambda _self, num_bytes: moved.append(num_bytes))
+    monkeypatch.setattr("reshard.cli.commands.ProgressLine.expect", lambda _self, num_bytes: expected.append(num_bytes))
+    monkeypatch.setattr("reshard.cli.commands.ProgressLine.__call__", lambda _self, num_bytes: moved.append(num_bytes))
     say("verify", ZERO2, ZERO3, "--states", "fp32")
     assert [sum(moved)] == expected == [2 * 596]
 

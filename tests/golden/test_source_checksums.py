@@ -10,16 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard import plan, source_checks, virtual, virtual_load, virtual_manifest
 from reshard.api import Conversion, convert, index_of
-from reshard.commit import Commit, CommittedFile, file_crc32, write_commit
+from reshard.commits.commit import Commit, CommittedFile, write_commit
+from reshard.commits.staging import Sharing
 from reshard.contract import ExitCode
 from reshard.errors import CorruptSourceError
-from reshard.intervals import Int64Array
-from reshard.layout import Index
-from reshard.remote import REQUESTS, location
-from reshard.staging import Sharing
+from reshard.execution import source_checks
+from reshard.planning import plan
+from reshard.storage.durable import file_crc32
+from reshard.storage.object_store import REQUESTS, location
+from reshard.tensors.intervals import Int64Array
+from reshard.tensors.layout import Index
 from reshard.topology import Topology
+from reshard.virtual import conversion, load, manifest
 from tests.golden.command import HERE, PIPELINE, ZERO2, ZERO3, Answer
 
 LLAMA = HERE / "safetensors/llama"
@@ -178,9 +181,9 @@ def test_a_file_of_which_little_is_needed_is_checked_whole_where_only_the_commit
 
 def test_a_stored_range_is_checked_however_little_of_it_is_needed(tmp_path: Path) -> None:
     """Without a commit: what one tensor of a large storage needs is proved by reading the rest of that storage."""
-    from reshard.crc import Piece, crc32
-    from reshard.layout import Checksum, SourceFile
-    from reshard.reading import Source
+    from reshard.checksums.crc import Piece, crc32
+    from reshard.storage.source_reader import Source
+    from reshard.tensors.layout import Checksum, SourceFile
 
     content = bytes(range(256)) * (16 << 10)
     (tmp_path / "file").write_bytes(content)
@@ -195,7 +198,7 @@ def test_a_stored_range_is_checked_however_little_of_it_is_needed(tmp_path: Path
 
 
 def test_overlapping_ranges_count_once_and_are_compared() -> None:
-    from reshard.crc import Piece, disjoint
+    from reshard.checksums.crc import Piece, disjoint
 
     pieces = [Piece(0, 10, 1), Piece(5, 10, 2), Piece(10, 5, 3), Piece(12, 2, 4)]
     assert disjoint(pieces) == ([pieces[0], pieces[2]], [pieces[1], pieces[3]])
@@ -261,14 +264,14 @@ def test_what_one_worker_read_damaged_is_refused_by_the_one_that_publishes(
 def test_what_is_loaded_by_a_virtual_commit_is_held_against_the_checksums_of_its_sources_commit(tmp_path: Path) -> None:
     """The archives state none."""
     source = committed(ZERO2, tmp_path / "source", without_crc=True)
-    virtual.prepare(wanted(source, tmp_path / "virtual", "dp=2"))
-    manifest = virtual_manifest.decode(tmp_path / "virtual")
+    conversion.prepare(wanted(source, tmp_path / "virtual", "dp=2"))
+    decoded = manifest.decode(tmp_path / "virtual")
     index = index_of(source)
     flip(source / index.files[1].path, next(iter(index.shards.each(rows_of(index, 1), 1))).byte_offset)
     (tmp_path / "files").mkdir()
-    loaded = virtual_load.load_files(manifest, range(2), tmp_path / "files")
+    loaded = load.load_files(decoded, range(2), tmp_path / "files")
     with pytest.raises(CorruptSourceError, match="damaged"):
-        virtual_load.prove(manifest.plan.index.files, [loaded.ranges], source)
+        load.prove(decoded.plan.index.files, [loaded.ranges], source)
 
 
 def rows_of(index: Index, file: int) -> Int64Array:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard import plan
 from reshard.api import Conversion, convert, index_of
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
+from reshard.commits.staging import Sharing
 from reshard.contract import ExitCode, ReshardReport
 from reshard.errors import ReshardError, SourceChangedError
-from reshard.remote import RemotePath, location
-from reshard.staging import Sharing
+from reshard.planning import plan
+from reshard.storage.object_store import RemotePath, location
 from reshard.topology import Topology
 from tests.golden.command import HERE, ZERO2, Answer
 from tests.golden.test_source_checksums import committed, strip, write_marker
@@ -302,7 +302,7 @@ def test_a_committed_source_that_changed_is_not_called_done(tmp_path: Path, mark
 def test_a_result_of_an_older_version_is_done_unless_the_source_was_written_since(tmp_path: Path, source: Path) -> None:
     import dataclasses
 
-    from reshard.commit import write_commit
+    from reshard.commits.commit import write_commit
 
     run(source, tmp_path / "out")
     commit = dataclasses.replace(read_commit(tmp_path / "out"), origin={})

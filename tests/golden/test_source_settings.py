@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard import virtual_load, virtual_manifest
-from reshard.cli import main
+from reshard.cli.main import main
 from reshard.contract import ExitCode
 from reshard.errors import CorruptSourceError
-from reshard.virtual import prepare
-from reshard.virtual_load import Ranges
-from reshard.virtual_manifest import Manifest
+from reshard.virtual import load, manifest
+from reshard.virtual.conversion import prepare
+from reshard.virtual.load import Ranges
+from reshard.virtual.manifest import Manifest
 from tests.golden.command import PIPELINE, ZERO2, ZERO3, Answer
 from tests.golden.test_source_checksums import committed, flip, wanted
 
@@ -51,12 +51,12 @@ def test_damaged_settings_of_a_committed_source_get_no_virtual_commit(
     assert not (tmp_path / "out").exists()
 
 
-def loaded(manifest: Manifest, folder: Path, nodes: list[list[int]]) -> list[Ranges]:
+def loaded(decoded: Manifest, folder: Path, nodes: list[list[int]]) -> list[Ranges]:
     """What the nodes read when they load a virtual commit."""
     ranges: list[Ranges] = []
     for number, ranks in enumerate(nodes):
         (folder / f"node{number}").mkdir()
-        ranges.append(virtual_load.load_files(manifest, ranks, folder / f"node{number}").ranges)
+        ranges.append(load.load_files(decoded, ranks, folder / f"node{number}").ranges)
     return ranges
 
 
@@ -64,18 +64,18 @@ def loaded(manifest: Manifest, folder: Path, nodes: list[list[int]]) -> list[Ran
 def test_a_file_that_only_the_commit_proves_is_proved_however_little_of_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(virtual_load, "_LARGEST_PADDING_BYTES", 0)
+    monkeypatch.setattr(load, "_LARGEST_PADDING_BYTES", 0)
     source = committed(ZERO2, tmp_path / "source", without_crc=True)
     prepare(wanted(source, tmp_path / "virtual", "dp=2"))
-    manifest = virtual_manifest.decode(tmp_path / "virtual")
-    files = manifest.plan.index.files
-    ranges = loaded(manifest, tmp_path, nodes)
-    proof = virtual_load.prove(files, ranges, source)
+    decoded = manifest.decode(tmp_path / "virtual")
+    files = decoded.plan.index.files
+    ranges = loaded(decoded, tmp_path, nodes)
+    proof = load.prove(files, ranges, source)
     assert proof.open == 0
     assert proof.proved == len({number for own in ranges for number in own})
     damaged = damage_learning_rates(source)
     with pytest.raises(CorruptSourceError, match="damaged") as caught:
-        virtual_load.prove(files, ranges, source)
+        load.prove(files, ranges, source)
     assert any(path.name in str(caught.value) for path in damaged)
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from reshard.api import index_of
 from reshard.errors import CorruptSourceError, NotACheckpointError, UnsafePickleError, UnsupportedError
+from reshard.execution.verify import digests
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.pt.objects import Global, Inert, Size
 from reshard.formats.pt.objects import new_tensor as tensor
-from reshard.verify import digests
 from tests.golden.files import STEP, any_name, edit, golden
 from tests.golden.universal_files import converted, universal
 

@@ -10,7 +10,7 @@ import pytest
 
 from reshard.api import Conversion, convert, plan_of
 from reshard.errors import UnsupportedError
-from reshard.execute import execute
+from reshard.execution.executor import execute
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import Request
 from reshard.formats.universal.names import MODEL_FILES
@@ -173,7 +173,7 @@ def test_model_and_optimizer_files_are_what_the_loaders_of_all_stages_look_for(t
 
 
 def test_the_commands_know_the_format(tmp_path, capsys):
-    from reshard.cli import main
+    from reshard.cli.main import main
 
     folder = tmp_path / STEP
     assert main(["run", str(golden("zero2-dp3")), str(folder), "--to", "dp=1", "--format", "universal"]) == 0
@@ -197,7 +197,7 @@ def test_stacks_of_experts_are_marked_and_stay_so(tmp_path):
 
 def test_more_files_than_a_process_may_open(tmp_path):
     """Four files per parameter are soon more than the usual 1024."""
-    program = "import sys; from reshard.cli import main; sys.exit(main())"
+    program = "import sys; from reshard.cli.main import main; sys.exit(main())"
     arguments = ["run", str(golden("pipeline-tp2-pp2")), str(tmp_path / STEP), "--to", "dp=1", "--format", "universal"]
     command = shlex.join([sys.executable, "-c", program, *arguments])
     done = subprocess.run(["bash", "-c", f"ulimit -n 32; exec {command}"], capture_output=True, check=False, text=True)

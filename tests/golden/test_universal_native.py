@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reshard.api import Conversion, convert, index_of
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.topology import Topology
 from tests.golden.files import MODEL, PATTERNS, STEP, assemble, edit, golden

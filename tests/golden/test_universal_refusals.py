@@ -8,9 +8,9 @@ import pytest
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import Request
-from reshard.formats.deepspeed import patterns
 from reshard.formats.deepspeed.logical import Param
-from reshard.formats.deepspeed.rules import Rule
+from reshard.formats.deepspeed.tensor_parallel import patterns
+from reshard.formats.deepspeed.tensor_parallel.rules import Rule
 from reshard.formats.pt.objects import new_tensor
 from reshard.formats.universal.blueprint import blueprint_of
 from reshard.formats.universal.refusals import refuse, stage3_problems, warnings

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from reshard.api import Conversion, index_of, plan_conversion, plan_of, reshard
-from reshard.commit import read_commit
+from reshard.commits.commit import read_commit
 from reshard.contract import MANIFEST_VERSIONS, ExitCode
 from reshard.errors import CorruptSourceError, TargetError, UnsupportedError, UsageError
-from reshard.files import LocalFile
-from reshard.modes import Loader
+from reshard.storage.files import LocalFile
 from reshard.topology import Topology
-from reshard.virtual import choose_mode, prepare, ranks_of
-from reshard.virtual_columns import pack
-from reshard.virtual_load import check_source, load_files, prove
-from reshard.virtual_manifest import COLUMNS_FILE, MANIFEST_FILE, decode, encode
-from reshard.virtual_needs import needs_of
-from reshard.virtual_ranks import files_by_rank
+from reshard.virtual.auto_mode import Loader
+from reshard.virtual.columns import pack
+from reshard.virtual.conversion import choose_mode, prepare, ranks_of
+from reshard.virtual.load import check_source, load_files, prove
+from reshard.virtual.manifest import COLUMNS_FILE, MANIFEST_FILE, decode, encode
+from reshard.virtual.needs import needs_of
+from reshard.virtual.ranks import files_by_rank
 from tests.golden.files import TARGETS, golden
 
 CASES = [(name, target) for name, targets in TARGETS.items() for target in targets if "dp=64" not in target]

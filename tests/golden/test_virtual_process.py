@@ -10,21 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from reshard import execute, virtual_process
 from reshard.api import Conversion
 from reshard.errors import CorruptSourceError, ReshardError, UsageError
+from reshard.execution import executor
 from reshard.topology import Topology
-from reshard.virtual import prepare
-from reshard.virtual_load import load_files
-from reshard.virtual_manifest import decode
-from reshard.virtual_process import load_files_apart
+from reshard.virtual import process
+from reshard.virtual.conversion import prepare
+from reshard.virtual.load import load_files
+from reshard.virtual.manifest import decode
+from reshard.virtual.process import load_files_apart
 from tests.golden.files import golden
 
 SCRIPT = """
 import sys
 from pathlib import Path
 from reshard import execute, virtual_process
-from reshard.virtual_manifest import decode
+from reshard.virtual.manifest import decode
 
 execute.FORK_BYTES, execute.can_fork = 0, lambda: False
 virtual_process._COMMAND = "import os, time; from reshard import virtual_process as p; " \\
@@ -36,8 +37,8 @@ virtual_process.load_files_apart(decode(commit), [0], folder)
 
 @pytest.fixture
 def commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(execute, "FORK_BYTES", 0)
-    monkeypatch.setattr(execute, "can_fork", lambda: False)
+    monkeypatch.setattr(executor, "FORK_BYTES", 0)
+    monkeypatch.setattr(executor, "can_fork", lambda: False)
     folder, source = tmp_path / "virtual", tmp_path / "source"
     shutil.copytree(golden("pipeline-tp2-pp2"), source)
     prepare(Conversion(source=source, target=folder, topology=Topology.parse("tp=1,pp=1,dp=3")))
@@ -55,9 +56,9 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def lives(process):
+def lives(pid):
     try:
-        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     except OSError:
         return False
 
@@ -66,14 +67,14 @@ def test_another_process_makes_the_same_files_and_says_the_same_of_them(commit, 
     manifest = decode(commit)
     (tmp_path / "here").mkdir()
     expected = load_files(manifest, [0, 2], tmp_path / "here")
-    monkeypatch.setattr(virtual_process, "load_files", None)  # of this process
+    monkeypatch.setattr(process, "load_files", None)  # of this process
     assert load_files_apart(manifest, [2, 0], target) == expected
     assert contents(target) == contents(tmp_path / "here")
 
 
 def test_few_bytes_are_loaded_by_this_process(commit, target, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(virtual_process, "_start", None)
+    monkeypatch.setattr(process, "_start", None)
     assert load_files_apart(decode(commit), [0], target).num_files == len(decode(commit).ranks[0])
 
 
@@ -109,13 +110,13 @@ def in_the_middle(does):
     ],
 )
 def test_a_process_that_ends_without_an_answer_is_told(commit, target, monkeypatch, command, how):
-    monkeypatch.setattr(virtual_process, "_COMMAND", command)
+    monkeypatch.setattr(process, "_COMMAND", command)
     with pytest.raises(ReshardError, match=f"was ended by {how}"):
         load_files_apart(decode(commit), [0], target)
 
 
 def test_what_the_system_refuses_there_is_an_error_with_words_here(commit, target, monkeypatch):
-    monkeypatch.setattr(virtual_process, "_COMMAND", in_the_middle("open('/nowhere/at/all')"))
+    monkeypatch.setattr(process, "_COMMAND", in_the_middle("open('/nowhere/at/all')"))
     with pytest.raises(ReshardError, match=r"the files of this node cannot be made: .*No such file"):
         load_files_apart(decode(commit), [0], target)
 

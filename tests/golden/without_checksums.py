@@ -6,8 +6,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from reshard.layout import Index
-from reshard.shards import ShardRow
+from reshard.tensors.layout import Index
+from reshard.tensors.shard_table import ShardRow
 
 _ENTRY = 46  # bytes of a central directory's entry before its name
 _CRC_AT, _LENGTHS_AT = 16, 28

@@ -11,20 +11,12 @@ import dataclasses
 import json
 from typing import Any
 
-from elastic_operator.actions import (
-    Create,
-    DeleteJob,
-    DeletePod,
-    LaunchAttempt,
-    ReleaseCommits,
-    RequestDrain,
-    RevokeAttempt,
-)
-from elastic_operator.commits import released_text
-from elastic_operator.decide import UNSETTLED, decide
-from elastic_operator.limits import Limits
-from elastic_operator.manifests import JobRef
-from elastic_operator.observation import (
+from elastic_operator.api.serialization import format_time, from_wire, to_wire
+from elastic_operator.api.spec import parse_spec
+from elastic_operator.api.status import Status
+from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.observed.commit_history import released_text
+from elastic_operator.observed.observation import (
     NodeView,
     Observation,
     attempt_of,
@@ -33,10 +25,18 @@ from elastic_operator.observation import (
     node_view,
     pod_view,
 )
-from elastic_operator.ownership import own
-from elastic_operator.spec import parse_spec
-from elastic_operator.status import Status
-from elastic_operator.wire import format_time, from_wire, to_wire
+from elastic_operator.observed.ownership import own
+from elastic_operator.observed.timeouts import Limits
+from elastic_operator.reconcile.actions import (
+    Create,
+    DeleteJob,
+    DeletePod,
+    LaunchAttempt,
+    ReleaseCommits,
+    RequestDrain,
+    RevokeAttempt,
+)
+from elastic_operator.reconcile.decide import UNSETTLED, decide
 from reshard.contract import CommitRef, Env, ExitCode, Label, LeaseKey, Request, ReshardReport, TrainerPhase
 
 GPU = "amd.com/gpu"

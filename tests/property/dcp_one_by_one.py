@@ -7,13 +7,13 @@ from reshard.formats.base import Request
 from reshard.formats.dcp.chunks import Place
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.dcp.naming import dotted
-from reshard.formats.dcp.objects import numbers, options
-from reshard.formats.dcp.wanted import Wanted, named_tensors
+from reshard.formats.dcp.writing.objects import numbers, options
+from reshard.formats.dcp.writing.target_tensors import Wanted, named_tensors
 from reshard.formats.pt.emit import Emitter, integer
 from reshard.formats.pt.objects import Global, Inert, Size, new_tensor
 from reshard.formats.pt.writer import lay_out_pt
-from reshard.geometry import Box, whole
-from reshard.layout import ChecksumField, Index, TargetFile
+from reshard.tensors.geometry import Box, whole
+from reshard.tensors.layout import ChecksumField, Index, TargetFile
 
 MODULE = "torch.distributed.checkpoint.metadata"
 INDEX, CHUNK, SIZE = Global(MODULE, "MetadataIndex"), Global(MODULE, "ChunkStorageMetadata"), Global("torch", "Size")

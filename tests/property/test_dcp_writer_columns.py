@@ -9,14 +9,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reshard.formats.base import Request
-from reshard.formats.dcp import FORMAT, records
-from reshard.formats.dcp.description import metadata_file
+from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import Entry, Place
+from reshard.formats.dcp.writing import records
+from reshard.formats.dcp.writing.metadata_file import metadata_file
 from reshard.formats.pt import blocks
 from reshard.formats.pt.emit import Emitter, integer
-from reshard.geometry import Box, whole
-from reshard.layout import Index, LogicalTensor, ParamGroup, SourceFile, TargetFile, TensorKey
-from reshard.shards import ShardTableBuilder
+from reshard.tensors.geometry import Box, whole
+from reshard.tensors.layout import Index, LogicalTensor, ParamGroup, SourceFile, TargetFile, TensorKey
+from reshard.tensors.shard_table import ShardTableBuilder
 from reshard.topology import Topology
 from tests.property import dcp_one_by_one
 

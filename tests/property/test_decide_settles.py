@@ -9,13 +9,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_operator import decide as module
-from elastic_operator.actions import Decision
-from elastic_operator.context import Context
-from elastic_operator.decide import UNSETTLED
-from elastic_operator.observation import NodeView, Observation, Taint
-from elastic_operator.status import Status
-from tests.unit.test_decide_phases import GPU, NOW, WORLD, after_loss, kinds, lease, look, settled, worker_job, workers
+from elastic_operator.api.status import Status
+from elastic_operator.observed.observation import NodeView, Observation, Taint
+from elastic_operator.reconcile import decide as module
+from elastic_operator.reconcile.actions import Decision
+from elastic_operator.reconcile.context import Context
+from elastic_operator.reconcile.decide import UNSETTLED
+from tests.unit.elastic_operator.reconcile.test_decide_phases import (
+    GPU,
+    NOW,
+    WORLD,
+    after_loss,
+    kinds,
+    lease,
+    look,
+    settled,
+    worker_job,
+    workers,
+)
 
 NAMES = ("n1", "n2", "n3")
 TAINTS = [(), (Taint(key="node.kubernetes.io/unreachable", effect="NoExecute"),), (Taint(key="dedicated"),)]

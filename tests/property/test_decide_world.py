@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.status import Phase
+from elastic_operator.api.status import Phase
 from tests.property.cluster_model import (
     EXTERNAL_STEP,
     NODES,

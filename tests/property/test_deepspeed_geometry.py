@@ -12,8 +12,8 @@ from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.matching import match_names
 from reshard.formats.deepspeed.pipeline import balanced, uniform
 from reshard.formats.deepspeed.rows import Place, Rows
-from reshard.formats.deepspeed.rules import Rule
-from reshard.layout import PADDING
+from reshard.formats.deepspeed.tensor_parallel.rules import Rule
+from reshard.tensors.layout import PADDING
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 

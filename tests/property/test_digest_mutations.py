@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard import cast, crc
-from reshard.digest import box_term, finished
-from reshard.geometry import Box, flat_interval_to_boxes, tiles, whole
+from reshard.checksums import crc
+from reshard.checksums.digest import box_term, finished
+from reshard.tensors import cast
+from reshard.tensors.geometry import Box, flat_interval_to_boxes, tiles, whole
 
 WIDE = cast.UNSIGNED[16]
 UNSIGNED = (np.uint8, np.uint16, np.uint32, np.uint64)

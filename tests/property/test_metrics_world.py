@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_operator import families
-from elastic_operator.families import Family
-from elastic_operator.status import MAX_RECOVERIES, Phase, Status
-from elastic_operator.transitions import increments
-from elastic_operator.wire import from_wire
+from elastic_operator.api.serialization import from_wire
+from elastic_operator.api.status import MAX_RECOVERIES, Phase, Status
+from elastic_operator.metrics import definitions
+from elastic_operator.metrics.counters import increments
+from elastic_operator.metrics.definitions import Family
 from reshard.contract import LeaseKey
 from tests.property.cluster_model import NODES, STEPS, World
 from tests.property.test_decide_world import complete, settle
@@ -38,7 +38,7 @@ class CountingWorld(World):
                 self.observed[sample.family.name] += 1
 
     def total(self, family: Family) -> int:
-        table = self.observed if family.type == families.Type.HISTOGRAM else self.counted
+        table = self.observed if family.type == definitions.Type.HISTOGRAM else self.counted
         return table[family.name]
 
     def _train(self, pod: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ def completed(events: list[tuple[Any, ...]]) -> CountingWorld:
 @given(happenings(st.none()))
 def test_every_step_that_was_made_again_is_counted_once(events: list[tuple[Any, ...]]) -> None:
     world = completed(events)
-    assert world.total(families.LOST_STEPS) == world.made_steps - STEPS
+    assert world.total(definitions.LOST_STEPS) == world.made_steps - STEPS
 
 
 @pytest.mark.slow
@@ -86,14 +86,14 @@ def test_every_step_that_was_made_again_is_counted_once(events: list[tuple[Any, 
 @given(happenings(st.one_of(st.none(), st.integers(0, 12))))
 def test_every_recovery_is_counted_once_at_its_begin_and_once_at_its_end(events: list[tuple[Any, ...]]) -> None:
     world = completed(events)
-    started = world.total(families.RECOVERIES_STARTED)
-    assert started == world.total(families.RECOVERIES_ENDED)
+    started = world.total(definitions.RECOVERIES_STARTED)
+    assert started == world.total(definitions.RECOVERIES_ENDED)
     if started < MAX_RECOVERIES:
         assert started == len(world.status.get("recoveries", []))
-    assert world.total(families.FINISHED) == 1
+    assert world.total(definitions.FINISHED) == 1
     # A pod of a stopped attempt may make steps after the operator has looked for the last time.
-    assert world.total(families.LOST_STEPS) <= world.made_steps - STEPS
-    assert 1 <= world.total(families.ATTEMPTS) <= world.total(families.QUEUE_SECONDS) <= world.status["attempt"]
+    assert world.total(definitions.LOST_STEPS) <= world.made_steps - STEPS
+    assert 1 <= world.total(definitions.ATTEMPTS) <= world.total(definitions.QUEUE_SECONDS) <= world.status["attempt"]
 
 
 def train(world: CountingWorld, seconds: int) -> None:
@@ -121,7 +121,7 @@ def rest(world: CountingWorld) -> None:
 def test_steps_are_lost_once_though_the_next_attempt_is_lost_before_its_launch() -> None:
     world = CountingWorld()
     lose_a_node(world)
-    lost = world.total(families.LOST_STEPS)
+    lost = world.total(definitions.LOST_STEPS)
     assert lost > 0
     # The nodes of the plan go too, long after the window in which losses count as one.
     for name in ("n1", "n2"):
@@ -131,11 +131,11 @@ def test_steps_are_lost_once_though_the_next_attempt_is_lost_before_its_launch()
         for name in NODES:
             world._set_ready(name, "Unknown")
     world.operate()
-    assert world.total(families.RECOVERIES_STARTED) == 2
+    assert world.total(definitions.RECOVERIES_STARTED) == 2
     for name in NODES:
         world.heal(name)
     settle(world, Phase.COMPLETE)
-    assert world.total(families.LOST_STEPS) == lost == world.made_steps - STEPS
+    assert world.total(definitions.LOST_STEPS) == lost == world.made_steps - STEPS
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["suspended once", "suspended again before the launch"])
@@ -157,7 +157,7 @@ def test_a_recovery_that_was_suspended_ends_with_the_next_first_step(again: bool
     assert status.recoveries[1].first_step_time is not None
     # Training, and an outage of a minute, as a pod on a lost node is waited for; not the time suspended.
     assert 20 < status.goodput["windowSeconds"] < 200
-    assert world.total(families.LOST_STEPS) == world.made_steps - STEPS
+    assert world.total(definitions.LOST_STEPS) == world.made_steps - STEPS
 
 
 def test_a_failure_while_suspending_loses_its_steps_once_and_is_no_endless_outage() -> None:
@@ -173,4 +173,4 @@ def test_a_failure_while_suspending_loses_its_steps_once_and_is_no_endless_outag
     status = from_wire(Status, world.status)
     assert [item.planned for item in status.recoveries][:2] == [False, True]
     assert status.goodput["windowSeconds"] < 200
-    assert world.total(families.LOST_STEPS) == world.made_steps - STEPS > 0
+    assert world.total(definitions.LOST_STEPS) == world.made_steps - STEPS > 0

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reshard.geometry import flat_interval_to_boxes
-from reshard.layout import Index, LogicalTensor, ParamGroup, SourceFile, TensorKey
+from reshard.execution.verify import digests
 from reshard.names import NameMap, build, rename
-from reshard.shards import ShardTableBuilder
+from reshard.tensors.geometry import flat_interval_to_boxes
+from reshard.tensors.layout import Index, LogicalTensor, ParamGroup, SourceFile, TensorKey
+from reshard.tensors.shard_table import ShardTableBuilder
 from reshard.topology import Topology
-from reshard.verify import digests
 from tests.golden.files import assemble
 
 STATES = ("weight", "fp32", "exp_avg")

@@ -8,11 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.capacity import Capacity, NodeCapacity
-from elastic_operator.constraints import refusals
-from elastic_operator.explain import explain
-from elastic_operator.planner import TIE_FRACTION, plan
-from elastic_operator.spec import (
+from elastic_operator.api.spec import (
     Accelerator,
     Activations,
     Batch,
@@ -27,6 +23,10 @@ from elastic_operator.spec import (
     TopologyChoice,
     parse_spec,
 )
+from elastic_operator.observed.capacity import Capacity, NodeCapacity
+from elastic_operator.planning.constraints import refusals
+from elastic_operator.planning.plan_text import explain
+from elastic_operator.planning.planner import TIE_FRACTION, plan
 from reshard.topology import Topology
 
 degrees = st.sampled_from([1, 2, 3, 4, 6, 8])

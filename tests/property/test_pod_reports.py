@@ -14,20 +14,29 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.conditions import Type, find
-from elastic_operator.decide import UNSETTLED, decide
-from elastic_operator.gauges import job_gauges
-from elastic_operator.limits import Limits
-from elastic_operator.manifests import JobRef
-from elastic_operator.observation import Observation, job_view, lease_view, pod_view
-from elastic_operator.record import read_record
-from elastic_operator.spec import parse_spec
-from elastic_operator.status import Status
-from elastic_operator.status_reader import read_status
-from elastic_operator.transitions import increments, reshard_samples
-from elastic_operator.wire import to_wire
+from elastic_operator.api.conditions import Type, find
+from elastic_operator.api.serialization import to_wire
+from elastic_operator.api.spec import parse_spec
+from elastic_operator.api.status import Status
+from elastic_operator.api.status_reader import read_status
+from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.metrics.counters import increments, reshard_samples
+from elastic_operator.metrics.gauges import job_gauges
+from elastic_operator.observed.observation import Observation, job_view, lease_view, pod_view
+from elastic_operator.observed.timeouts import Limits
+from elastic_operator.reconcile.decide import UNSETTLED, decide
+from elastic_operator.reconcile.record import read_record
 from reshard.contract import CommitRef, LeaseKey, ReshardReport, TrainerPhase, VirtualLoader
-from tests.unit.test_decide_phases import BIG, COMMIT, NOW, SPEC, WORLD, after_loss, lost_node, settled
+from tests.unit.elastic_operator.reconcile.test_decide_phases import (
+    BIG,
+    COMMIT,
+    NOW,
+    SPEC,
+    WORLD,
+    after_loss,
+    lost_node,
+    settled,
+)
 
 ROOT = Path(__file__).parents[2]
 CRD = yaml.safe_load((ROOT / "crds/elastictrainingjobs.yaml").read_text(encoding="utf-8"))

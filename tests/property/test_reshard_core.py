@@ -11,12 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reshard import crc, tile
-from reshard.check import check_plan
+from reshard.checksums import crc
 from reshard.errors import CorruptSourceError, PlanError, StorageFullError, VerificationError
-from reshard.execute import execute
-from reshard.geometry import Box, flat_interval_to_boxes, tiles, whole
-from reshard.layout import (
+from reshard.execution import tile
+from reshard.execution.executor import execute
+from reshard.planning.check import check_plan
+from reshard.planning.plan import make_plan
+from reshard.storage.source_reader import Source
+from reshard.tensors.geometry import Box, flat_interval_to_boxes, tiles, whole
+from reshard.tensors.layout import (
     Checksum,
     ChecksumField,
     Index,
@@ -26,9 +29,7 @@ from reshard.layout import (
     TargetLayout,
     TensorKey,
 )
-from reshard.plan import make_plan
-from reshard.reading import Source
-from reshard.shards import ShardTableBuilder
+from reshard.tensors.shard_table import ShardTableBuilder
 from reshard.topology import Topology
 
 DTYPES = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "uint8": np.uint8}

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard import intervals
-from reshard.check import check_plan, cover_problems
+from reshard.cli.estimate import count_requests
+from reshard.cli.explain import explain
 from reshard.errors import PlanError
-from reshard.estimate import count_requests
-from reshard.explain import explain
-from reshard.geometry import Box, flat_interval_to_boxes, strides_of, whole
-from reshard.layout import Index, LogicalTensor, SourceFile, TargetFile, TargetLayout, TensorKey
-from reshard.plan import Plan, make_plan
-from reshard.shards import ShardTable, ShardTableBuilder
+from reshard.planning.check import check_plan, cover_problems
+from reshard.planning.plan import Plan, make_plan
+from reshard.tensors import intervals
+from reshard.tensors.geometry import Box, flat_interval_to_boxes, strides_of, whole
+from reshard.tensors.layout import Index, LogicalTensor, SourceFile, TargetFile, TargetLayout, TensorKey
+from reshard.tensors.shard_table import ShardTable, ShardTableBuilder
 from reshard.topology import Topology
 from tests.boxes import in_boxes
 

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.check import check_plan
-from reshard.geometry import Box, strides_of
-from reshard.plan import Plan
-from reshard.virtual_restrict import of_files, restrict
+from reshard.planning.check import check_plan
+from reshard.planning.plan import Plan
+from reshard.tensors.geometry import Box, strides_of
+from reshard.virtual.restrict import of_files, restrict
 from tests.boxes import in_boxes
 from tests.property.test_shard_families import plan_of, shape_lists
 

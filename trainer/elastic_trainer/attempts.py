@@ -12,7 +12,7 @@ import re
 import stat
 from pathlib import Path
 
-from reshard.commit import make_folder, replace_file
+from reshard.storage.durable import make_folder, replace_file
 
 _FOLDER = re.compile(r"a([0-9]{1,9})")
 _MAX_BYTES = 4096

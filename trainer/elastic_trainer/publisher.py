@@ -18,10 +18,11 @@ from pathlib import Path
 from elastic_trainer import attempts, retention
 from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.settings import Settings
-from reshard.commit import Commit, confirm_commit, make_folder, sync_folder, sync_folders, write_commit
+from reshard.commits.commit import Commit, confirm_commit, write_commit
+from reshard.commits.root_owner import claim_root
 from reshard.contract import COMMIT_FILE, UNCONFIRMED_FILE, LeaseKey
 from reshard.errors import NotOwnerError
-from reshard.root_owner import claim_root
+from reshard.storage.durable import make_folder, sync_folder, sync_folders
 
 _log = logging.getLogger(__name__)
 _CONFIRM_AT_END_SECONDS = 60.0

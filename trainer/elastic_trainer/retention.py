@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from reshard.commit import VIRTUAL, read_commit
+from reshard.commits.commit import VIRTUAL, read_commit
 from reshard.contract import COMMIT_FILE, MAX_RELEASED
 from reshard.errors import SourceError
 

@@ -34,16 +34,10 @@ from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
 from elastic_trainer.mailbox import FileMailbox, Mailbox, NoMailbox
 from elastic_trainer.publisher import Publisher, commit_name
-from reshard.commit import (
-    VIRTUAL,
-    Commit,
-    CommittedFile,
-    check_files,
-    file_crc32,
-    read_commit,
-)
+from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit
 from reshard.contract import LeaseKey, Request, TrainerExit, TrainerPhase
 from reshard.errors import NotOwnerError, ReshardError
+from reshard.storage.durable import file_crc32
 from reshard.topology import Topology
 
 _log = logging.getLogger(__name__)

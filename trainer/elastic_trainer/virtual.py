@@ -20,10 +20,10 @@ from pathlib import Path
 
 from reshard.contract import MANIFEST_VERSIONS, VirtualLoader
 from reshard.errors import ReshardError, TargetError
-from reshard.limits import default_num_threads, free_memory_bytes
-from reshard.virtual_load import Loaded, Ranges, check_source, prove
-from reshard.virtual_manifest import Manifest, decode
-from reshard.virtual_process import load_files_apart
+from reshard.system.limits import default_num_threads, free_memory_bytes
+from reshard.virtual.load import Loaded, Ranges, check_source, prove
+from reshard.virtual.manifest import Manifest, decode
+from reshard.virtual.process import load_files_apart
 
 _log = logging.getLogger(__name__)
 _READY = ".ready"

@@ -15,8 +15,8 @@ from lightkube.config.kubeconfig import SingleConfig
 from lightkube.core.exceptions import ApiError, ConfigError
 from lightkube.types import PatchType
 
+from elastic_operator.cluster.resources import EVENT, LIVE, NODE, POD, TRAINING_JOB
 from elastic_operator.plugin.errors import Exit, PluginError
-from elastic_operator.resources import EVENT, LIVE, NODE, POD, TRAINING_JOB
 from reshard.contract import GROUP, PLURAL, Label
 
 Json = dict[str, Any]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from elastic_operator.observation import pod_view
-from elastic_operator.plugin.choosing import Wanted, choose, not_started
+from elastic_operator.observed.observation import pod_view
 from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.output import write_log_line, write_note
-from elastic_operator.plugin.report import read_spec, read_status
+from elastic_operator.plugin.pages.job_report import read_spec, read_status
+from elastic_operator.plugin.pages.log_choice import Wanted, choose, not_started
 
 
 def logs(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any] | None:

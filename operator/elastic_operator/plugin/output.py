@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from elastic_operator.plugin.text import escape, printable
+from elastic_operator.plugin.pages.text import escape, printable
 
 
 def write_text(text: str) -> None:

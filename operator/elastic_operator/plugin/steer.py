@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_operator import asked
-from elastic_operator.manifests import DRAIN_REQUESTED, RETRY_REQUESTED
+from elastic_operator.api.serialization import format_time
+from elastic_operator.api.status import Phase, Status
+from elastic_operator.manifests.attempt import DRAIN_REQUESTED, RETRY_REQUESTED
 from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
-from elastic_operator.plugin.report import read_status
-from elastic_operator.status import Phase, Status
-from elastic_operator.wire import format_time
+from elastic_operator.plugin.pages.job_report import read_status
+from elastic_operator.reconcile import user_requests
 
 POLL_SECONDS = 1.0
 
@@ -110,7 +110,7 @@ def _drained(done: Steered, status: Status) -> str:
     last = answered[-1] if answered else None
     if last is None or status.phase != Phase.RUNNING or status.attempt <= done.attempt:
         return ""
-    if last.cause != asked.CAUSE:
+    if last.cause != user_requests.CAUSE:
         return f"{done.name} trains again, in attempt {status.attempt}, but after {last.cause}: {last.message}"
     return f"{done.name} trains again, in attempt {status.attempt} from the commit of step {last.commit_step}"
 

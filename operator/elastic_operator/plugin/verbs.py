@@ -9,21 +9,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from elastic_operator.context import Context
-from elastic_operator.limits import Limits
-from elastic_operator.manifests import JobRef
+from elastic_operator.api.serialization import to_wire
+from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.observed.timeouts import Limits
 from elastic_operator.plugin import steer
 from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
-from elastic_operator.plugin.forecast import forecast
-from elastic_operator.plugin.listing import entry, listing
 from elastic_operator.plugin.logs import logs
-from elastic_operator.plugin.outlook import outlook
-from elastic_operator.plugin.report import read_spec, read_status, report
-from elastic_operator.plugin.story import story
-from elastic_operator.plugin.text import printable
-from elastic_operator.plugin.whatif import Change, observe, parse_lose
-from elastic_operator.wire import to_wire
+from elastic_operator.plugin.pages.forecast import forecast
+from elastic_operator.plugin.pages.job_report import read_spec, read_status, report
+from elastic_operator.plugin.pages.listing import entry, listing
+from elastic_operator.plugin.pages.plan_page import outlook
+from elastic_operator.plugin.pages.status_page import story
+from elastic_operator.plugin.pages.text import printable
+from elastic_operator.plugin.pages.whatif import Change, observe, parse_lose
+from elastic_operator.reconcile.context import Context
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.errors import NotACheckpointError, UnsupportedError
 from reshard.formats.base import Format
-from reshard.layout import Index
+from reshard.tensors.layout import Index
 
 FORMATS = ("universal", "deepspeed", "dcp", "megatron", "safetensors")
 """Names, in the order in which they are asked about a folder; each is a package here, imported when it is needed."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.errors import CorruptSourceError, ReshardError, TopologyError, UsageError
-from reshard.layout import Index, TargetLayout
+from reshard.tensors.layout import Index, TargetLayout
 from reshard.topology import Topology
 
 DEFAULT_FILE_BYTES = 5 << 30

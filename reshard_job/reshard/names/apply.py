@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from reshard.errors import UnsupportedError
-from reshard.layout import Index, LogicalTensor, ParamGroup, TensorKey
 from reshard.names import boxes
 from reshard.names.match import Job, check_targets, match
 from reshard.names.rules import NameMap
 from reshard.names.tensors import Piece, cut, put_together
-from reshard.shards import ShardTable
+from reshard.tensors.layout import Index, LogicalTensor, ParamGroup, TensorKey
+from reshard.tensors.shard_table import ShardTable
 
 MARK = "#"
 """What follows it in a name (`#padding`) is no part of the parameter's name and goes along with it."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reshard.intervals import Int64Array
 from reshard.names.rules import Cut
-from reshard.shards import ShardTable
+from reshard.tensors.intervals import Int64Array
+from reshard.tensors.shard_table import ShardTable
 
 
 def rows_of(shards: ShardTable, rows: Int64Array) -> ShardTable:

@@ -10,7 +10,7 @@ from reshard.errors import UsageError
 from reshard.names.arithmetic import evaluate
 from reshard.names.rules import NameMap, Rule
 from reshard.names.syntax import read_rule, read_template
-from reshard.yaml_file import read_yaml
+from reshard.storage.yaml_file import read_yaml
 
 VERSION = 1
 _TOP = {"version", "description", "constants", "rules", "drop", "tied", "untied"}

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reshard.layout import LogicalTensor, TensorKey
 from reshard.names import boxes
 from reshard.names.rules import Rule
-from reshard.shards import ShardTable
+from reshard.tensors.layout import LogicalTensor, TensorKey
+from reshard.tensors.shard_table import ShardTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

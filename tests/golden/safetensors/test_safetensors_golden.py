@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard.check import check_plan
 from reshard.errors import UnsupportedError
-from reshard.execute import execute
+from reshard.execution.executor import execute
+from reshard.execution.verify import digests
 from reshard.formats import read_checkpoint
 from reshard.formats.base import Request
 from reshard.formats.safetensors import FORMAT
-from reshard.layout import Index, TargetLayout, TensorKey
 from reshard.names import load, rename
-from reshard.plan import make_plan
-from reshard.remote import location
+from reshard.planning.check import check_plan
+from reshard.planning.plan import make_plan
+from reshard.storage.object_store import location
+from reshard.tensors.layout import Index, TargetLayout, TensorKey
 from reshard.topology import Topology
-from reshard.verify import digests
 from tests.golden.files import assemble, golden
 
 HERE = Path(__file__).parent

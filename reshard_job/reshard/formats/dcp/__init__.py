@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options, understood
 from reshard.formats.dcp.metadata import METADATA_FILE
 from reshard.formats.dcp.reader import NAME, read_index
 from reshard.formats.dcp.tables import CONFIG_FILE, backend_of
-from reshard.formats.dcp.writer import lay_out
-from reshard.layout import Index, TargetLayout
+from reshard.formats.dcp.writing.writer import lay_out
+from reshard.tensors.layout import Index, TargetLayout
 
 
 def of_torch(folder: Path) -> contextlib.AbstractContextManager[None]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import struct
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.files import File
 from reshard.formats.pt.archive import Entry
+from reshard.storage.files import File
 
 END_BYTES = 2 << 10
 """Bytes read at each end of an item; its pickle, headers and directory take less unless it is unusual."""

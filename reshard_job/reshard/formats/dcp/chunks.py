@@ -8,8 +8,8 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from reshard.geometry import Box
-from reshard.intervals import Int64Array
+from reshard.tensors.geometry import Box
+from reshard.tensors.intervals import Int64Array
 
 
 class Place(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError
 from reshard.formats.dcp.items import plain
-from reshard.layout import ParamGroup, Plain
+from reshard.tensors.layout import ParamGroup, Plain
 
 _PARAMS = "params"
 Number = int | float

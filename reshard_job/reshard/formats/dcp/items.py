@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.files import File, open_file
 from reshard.formats.dcp.alike import Pattern, learn
 from reshard.formats.dcp.archive import Window, read_directory
 from reshard.formats.dcp.metadata import Entry, Place
 from reshard.formats.pt.archive import Entry as ZipEntry
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import build
-from reshard.geometry import Box
-from reshard.layout import ITEM_BYTES, Checksum, Plain
+from reshard.storage.files import File, open_file
+from reshard.tensors.geometry import Box
+from reshard.tensors.layout import ITEM_BYTES, Checksum, Plain
 
 MAX_OBJECT_BYTES = 64 << 20
 """Largest object (data loader state, random states) that is carried along."""

@@ -20,8 +20,8 @@ from reshard.formats.dcp.listed import (
     place_of,
 )
 from reshard.formats.pt.template import Template
-from reshard.geometry import Box
-from reshard.intervals import Int64Array
+from reshard.tensors.geometry import Box
+from reshard.tensors.intervals import Int64Array
 
 _MOST_PROBLEMS = 1000
 Mask = npt.NDArray[np.bool_]

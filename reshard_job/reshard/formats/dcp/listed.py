@@ -17,7 +17,7 @@ from reshard.formats.dcp.chunks import Place
 from reshard.formats.pt.columns import Part, Run, records
 from reshard.formats.pt.objects import Inert, Size
 from reshard.formats.pt.template import IntHole, Template, TextHole
-from reshard.intervals import Int64Array
+from reshard.tensors.intervals import Int64Array
 
 METADATA_FILE = ".metadata"
 MAX_DIMS = 64

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.files import open_file, read_all
 from reshard.formats.dcp.chunks import Piece, Pieces, Place
 from reshard.formats.dcp.joined import join
 from reshard.formats.dcp.listed import (
@@ -33,8 +32,9 @@ from reshard.formats.dcp.listed import (
 from reshard.formats.pt import columns, machine
 from reshard.formats.pt.columns import Run
 from reshard.formats.pt.objects import Global, Inert, Size
-from reshard.layout import ITEM_BYTES
-from reshard.limits import format_bytes, free_memory_bytes
+from reshard.storage.files import open_file, read_all
+from reshard.system.limits import format_bytes, free_memory_bytes
+from reshard.tensors.layout import ITEM_BYTES
 
 __all__ = ["METADATA_FILE", "VERSION", "Entry", "Path_", "Place", "read_metadata"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp.metadata import Entry, Path_
-from reshard.layout import TensorKey
+from reshard.tensors.layout import TensorKey
 
 _STATE = "state"
 _GROUPS = "param_groups"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.errors import UnsupportedError
 from reshard.formats.base import stated_topology
 from reshard.formats.dcp.chunks import in_columns
@@ -18,7 +18,7 @@ from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, Path_, read_metadata
 from reshard.formats.dcp.naming import Naming, find_names, find_weights
 from reshard.formats.dcp.tables import Parts, check_files, make_table, names_of, num_ranks
-from reshard.layout import (
+from reshard.tensors.layout import (
     Index,
     LogicalTensor,
     ParamGroup,

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.check import cover_problems
 from reshard.errors import CorruptSourceError
-from reshard.files import open_file
 from reshard.formats.dcp.chunks import Chunks, in_columns
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry
-from reshard.intervals import Int64Array
-from reshard.layout import Checksums, LogicalTensor, SourceFile
-from reshard.shards import ShardTable
+from reshard.planning.check import cover_problems
+from reshard.storage.files import open_file
+from reshard.tensors.intervals import Int64Array
+from reshard.tensors.layout import Checksums, LogicalTensor, SourceFile
+from reshard.tensors.shard_table import ShardTable
 
 SUFFIX = ".distcp"
 CONFIG_FILE = "metadata.json"

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options, understood
 from reshard.formats.deepspeed.names import NAME, has_checkpoint
-from reshard.layout import Index, TargetLayout
+from reshard.tensors.layout import Index, TargetLayout
 
 _INSTEAD = "use an earlier commit"
 
@@ -32,14 +32,14 @@ class DeepSpeedFormat:
 
     def read(self, path: Path, commit: Commit | None, patterns: Mapping[str, Any] | None = None) -> Index:
         """Index the checkpoint, see `read_index`; `patterns` are from `pattern_file.load`."""
-        from reshard.formats.deepspeed.reader import read_index  # a sniff needs no reader
+        from reshard.formats.deepspeed.reading.reader import read_index  # a sniff needs no reader
 
         with understood(path, "DeepSpeed", instead=_INSTEAD):
             return read_index(path, commit, patterns)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out tensors as a checkpoint of DeepSpeed, see `lay_out`."""
-        from reshard.formats.deepspeed.writer import lay_out
+        from reshard.formats.deepspeed.writing.writer import lay_out
 
         refuse_options(NAME, request)
         with understood(index.root, "DeepSpeed", instead=_INSTEAD):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.geometry import strides_of
+from reshard.tensors.geometry import strides_of
 
 KEYS = ("ds_autoep_layers", "autoep_layers")
 WEIGHTS = ("w1", "w2", "w3")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.source import Source
+from reshard.formats.deepspeed.contents import Source
 from reshard.formats.deepspeed.unpartitioned import FLAT_MASTERS, base_optimizer
 from reshard.formats.pt.objects import Global, Inert
 from reshard.topology import Topology

@@ -10,12 +10,12 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed.contents import Source
 from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.deepspeed.fields import base_state
-from reshard.formats.deepspeed.patterns import Patterns
 from reshard.formats.deepspeed.pipeline import PipelineInfo
-from reshard.formats.deepspeed.rules import Rule
-from reshard.formats.deepspeed.source import Source
+from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
+from reshard.formats.deepspeed.tensor_parallel.rules import Rule
 from reshard.formats.pt.objects import Tensor
 
 _LAYER_NAME = re.compile(r"^(\d+)\.")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.regex import Matcher, PatternError
+from reshard.formats.deepspeed.tensor_parallel.regex import Matcher, PatternError
 
 MOST_LAYERS = 1 << 10
 """Of a pipeline. DeepSpeed's way to balance stages takes work in proportion to the square of the layers."""

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed.flat import Span
 from reshard.formats.deepspeed.logical import Param
-from reshard.formats.deepspeed.rules import Piece
 from reshard.formats.deepspeed.slots import Chunks, Run, chunks_of
+from reshard.formats.deepspeed.tensor_parallel.rules import Piece
 from reshard.formats.pt.objects import Tensor
-from reshard.geometry import Box, flat_interval_to_boxes, strides_of
-from reshard.layout import ITEM_BYTES, PADDING, LogicalTensor, TensorKey
-from reshard.shards import ShardRow, ShardTable, ShardTableBuilder
+from reshard.tensors.geometry import Box, flat_interval_to_boxes, strides_of
+from reshard.tensors.layout import ITEM_BYTES, PADDING, LogicalTensor, TensorKey
+from reshard.tensors.shard_table import ShardRow, ShardTable, ShardTableBuilder
 
 
 class Place(NamedTuple):

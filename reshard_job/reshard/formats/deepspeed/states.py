@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed.contents import Source
 from reshard.formats.deepspeed.muon import MOMENTUM
-from reshard.formats.deepspeed.source import Source
 from reshard.formats.pt.objects import Tensor
 
 

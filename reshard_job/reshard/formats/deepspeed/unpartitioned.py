@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed.contents import Source
 from reshard.formats.deepspeed.matching import Shape, match_names, match_sizes
 from reshard.formats.deepspeed.pipeline import PipelineInfo
-from reshard.formats.deepspeed.source import Source
 from reshard.formats.pt.objects import Storage, Tensor, contiguous_stride
 from reshard.formats.pt.reader import PtFile, read_tensor_bytes
 

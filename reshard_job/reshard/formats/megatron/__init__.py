@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options
 from reshard.formats.dcp import of_torch
 from reshard.formats.dcp.tables import CONFIG_FILE, backend_of
 from reshard.formats.megatron.reader import NAME, read_index
 from reshard.formats.megatron.writer import lay_out
-from reshard.layout import Index, TargetLayout
+from reshard.tensors.layout import Index, TargetLayout
 
 
 class MegatronFormat:

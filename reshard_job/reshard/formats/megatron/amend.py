@@ -15,13 +15,13 @@ from typing import Any
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp.items import MAX_OBJECT_BYTES, Items
 from reshard.formats.dcp.metadata import Entry
-from reshard.formats.dcp.skeleton import RankFiles
+from reshard.formats.dcp.writing.skeleton import RankFiles
 from reshard.formats.megatron.common import COMMON_FILE
 from reshard.formats.pt.emit import emit
 from reshard.formats.pt.objects import Inert, Tensor, new_tensor
 from reshard.formats.pt.reader import read, read_tensor_bytes
 from reshard.formats.pt.writer import lay_out_pt
-from reshard.layout import TargetFile
+from reshard.tensors.layout import TargetFile
 
 _OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
 _CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}

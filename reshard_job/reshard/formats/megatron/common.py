@@ -16,7 +16,7 @@ from reshard.formats.dcp.items import Items, plain
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.pt.objects import Inert
 from reshard.formats.pt.reader import read
-from reshard.layout import ParamGroup, Plain
+from reshard.tensors.layout import ParamGroup, Plain
 from reshard.topology import Topology
 
 COMMON_FILE = "common.pt"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from reshard.formats.dcp.metadata import Entry
-from reshard.layout import TensorKey
+from reshard.tensors.layout import TensorKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

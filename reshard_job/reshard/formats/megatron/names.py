@@ -15,7 +15,7 @@ import numpy as np
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.dcp.chunks import Chunks
 from reshard.formats.dcp.metadata import Entry
-from reshard.layout import TensorKey
+from reshard.tensors.layout import TensorKey
 
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<name>.+)$")

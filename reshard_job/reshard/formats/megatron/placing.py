@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from reshard.cast import can_cast
 from reshard.errors import UnsupportedError
 from reshard.formats.megatron.example import Extra, Home
-from reshard.layout import PADDING, Index, LogicalTensor, TensorKey
+from reshard.tensors.cast import can_cast
+from reshard.tensors.layout import PADDING, Index, LogicalTensor, TensorKey
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 """Megatron-Core loads these whatever their number of rows, and pads them itself (`allow_shape_mismatch`)."""

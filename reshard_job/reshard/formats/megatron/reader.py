@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.base import stated_topology
 from reshard.formats.dcp.chunks import in_columns
@@ -25,7 +25,7 @@ from reshard.formats.dcp.tables import (
 from reshard.formats.megatron.common import COMMON_KEY, Common, differing, find_groups, read_common
 from reshard.formats.megatron.example import Extra, Home
 from reshard.formats.megatron.names import Named, find_names, layers_of
-from reshard.layout import Index, LogicalTensor, TensorKey
+from reshard.tensors.layout import Index, LogicalTensor, TensorKey
 
 NAME = "megatron"
 _BACKEND = "torch_dist"

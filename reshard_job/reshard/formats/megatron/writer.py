@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.errors import UnsupportedError
-from reshard.files import open_file
 from reshard.formats.base import Request
-from reshard.formats.dcp.description import metadata_file
 from reshard.formats.dcp.metadata import Entry, Place
-from reshard.formats.dcp.objects import carried
-from reshard.formats.dcp.skeleton import RankFiles
 from reshard.formats.dcp.tables import CONFIG_FILE
+from reshard.formats.dcp.writing.metadata_file import metadata_file
+from reshard.formats.dcp.writing.objects import carried
+from reshard.formats.dcp.writing.skeleton import RankFiles
 from reshard.formats.megatron.amend import Progress, common_file, common_object
 from reshard.formats.megatron.example import Extra, Home
 from reshard.formats.megatron.names import is_of_optimizer
 from reshard.formats.megatron.placing import Placed, Placing, place
 from reshard.formats.megatron.reader import NAME
-from reshard.geometry import Box
-from reshard.layout import Index, TargetFile, TargetLayout
-from reshard.shards import ShardTableBuilder
+from reshard.storage.files import open_file
+from reshard.tensors.geometry import Box
+from reshard.tensors.layout import Index, TargetFile, TargetLayout
+from reshard.tensors.shard_table import ShardTableBuilder
 
 _MAX_CONFIG_BYTES = 1 << 20
 

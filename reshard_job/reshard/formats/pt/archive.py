@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import IO, cast
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.files import File, Stream
+from reshard.storage.files import File, Stream
 
 ALIGNMENT_BYTES = 64
 MAX_ENTRIES = 1 << 20

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from reshard.files import Bytes
-from reshard.intervals import Int64Array
+from reshard.storage.files import Bytes
+from reshard.tensors.intervals import Int64Array
 
 Mask = npt.NDArray[np.bool_]
 

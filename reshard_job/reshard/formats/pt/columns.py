@@ -24,7 +24,7 @@ from reshard.formats.pt.extent import check_extent
 from reshard.formats.pt.machine import TABLE, Machine, PersistentLoad, Rebuild
 from reshard.formats.pt.objects import Inert
 from reshard.formats.pt.template import Lanes, Source, Template, decode, filled, learn
-from reshard.intervals import Int64Array
+from reshard.tensors.intervals import Int64Array
 
 _MOST_RECORDS = 1000  # a pickler ends a list or dict after a thousand, and begins again
 _MOST_TEMPLATES = 32

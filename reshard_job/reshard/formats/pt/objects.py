@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from reshard import layout
+from reshard.tensors import layout
 
 ITEM_BYTES = layout.ITEM_BYTES
 """Bytes of one element of each dtype that torch saves. Of `float4_e2m1fn_x2` an element is two numbers."""

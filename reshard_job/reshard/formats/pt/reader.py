@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError
-from reshard.files import File, open_file
 from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry, read_directory
 from reshard.formats.pt.objects import (
@@ -23,6 +22,7 @@ from reshard.formats.pt.objects import (
     Tensor,
     brief,
 )
+from reshard.storage.files import File, open_file
 
 _TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
 _NEWER_TENSOR = Global("torch._utils", "_rebuild_tensor_v3")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from reshard.errors import ReshardError
 from reshard.formats.pt.machine import MARK, TABLE, Machine, rebuild_containers
 from reshard.formats.pt.objects import Global, Inert, Size, rebuilt
-from reshard.intervals import Int64Array
+from reshard.tensors.intervals import Int64Array
 
 MIN_PREFIX_BYTES = 6
 """Records are found by the bytes that all begin with."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from reshard.fixed import Stamped, Stencil
 from reshard.formats.pt.archive import Payload, Skeleton, Slot, lay_out
 from reshard.formats.pt.emit import emit
 from reshard.formats.pt.objects import Storage
+from reshard.planning.constant_bytes import Stamped, Stencil
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

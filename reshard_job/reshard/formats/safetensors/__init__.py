@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options
 from reshard.formats.safetensors.reader import NAME, read_index
 from reshard.formats.safetensors.source import names_in
 from reshard.formats.safetensors.writer import lay_out
-from reshard.layout import Index, TargetLayout
+from reshard.tensors.layout import Index, TargetLayout
 
 
 class SafetensorsFormat:

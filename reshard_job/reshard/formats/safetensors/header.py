@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.layout import ITEM_BYTES
+from reshard.tensors.layout import ITEM_BYTES
 
 MAX_HEADER_BYTES = 100_000_000
 PREFIX_BYTES = 8
@@ -60,7 +60,7 @@ class Entry:
 
     Attributes:
         name: of the tensor.
-        dtype: a key of `reshard.layout.ITEM_BYTES`.
+        dtype: a key of `reshard.tensors.layout.ITEM_BYTES`.
         shape: [ndim].
         start: first byte, counted from the end of the header.
         num_bytes: its length.

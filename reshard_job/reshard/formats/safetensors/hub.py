@@ -11,7 +11,7 @@ import re
 import stat
 from pathlib import Path
 
-from reshard.remote import RemotePath
+from reshard.storage.object_store import RemotePath
 
 _BLOB = re.compile(r"\.\./\.\./blobs/(?:[0-9a-f]{40}|[0-9a-f]{64})")
 

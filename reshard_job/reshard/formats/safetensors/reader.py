@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.errors import CorruptSourceError
 from reshard.formats.safetensors.source import SHARDING, WeightFile, open_source
-from reshard.geometry import whole
-from reshard.layout import Index, LogicalTensor, SourceFile, TensorKey
-from reshard.shards import ShardTableBuilder
+from reshard.tensors.geometry import whole
+from reshard.tensors.layout import Index, LogicalTensor, SourceFile, TensorKey
+from reshard.tensors.shard_table import ShardTableBuilder
 from reshard.topology import Topology
 
 NAME = "safetensors"

@@ -6,10 +6,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from reshard.cast import FLOATS, can_cast
 from reshard.errors import UnsupportedError
 from reshard.formats.safetensors.header import DTYPES, METADATA
-from reshard.layout import PADDING, Index, LogicalTensor, TensorKey
+from reshard.tensors.cast import FLOATS, can_cast
+from reshard.tensors.layout import PADDING, Index, LogicalTensor, TensorKey
 
 WEIGHT = "weight"
 MASTER = "fp32"

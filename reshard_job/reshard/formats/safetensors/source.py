@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.files import File, open_file
 from reshard.formats.safetensors import header
 from reshard.formats.safetensors.header import Header
 from reshard.formats.safetensors.hub import place_of
+from reshard.storage.files import File, open_file
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

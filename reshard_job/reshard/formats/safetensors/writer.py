@@ -16,9 +16,9 @@ from reshard.formats.safetensors import header
 from reshard.formats.safetensors.header import Entry
 from reshard.formats.safetensors.reader import NAME, SAMPLES, STEP, Extra
 from reshard.formats.safetensors.select import Selection, select
-from reshard.geometry import whole
-from reshard.layout import Index, LogicalTensor, TargetFile, TargetLayout
-from reshard.shards import ShardTableBuilder, ranges_of
+from reshard.tensors.geometry import whole
+from reshard.tensors.layout import Index, LogicalTensor, TargetFile, TargetLayout
+from reshard.tensors.shard_table import ShardTableBuilder, ranges_of
 
 _FORMAT = {"format": "pt"}
 """transformers refuses files that do not say which framework's tensors they hold."""

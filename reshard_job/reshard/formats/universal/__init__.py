@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options, understood
 from reshard.formats.universal.names import NAME, OPTIMIZER_FILE
-from reshard.layout import Index, TargetLayout
+from reshard.tensors.layout import Index, TargetLayout
 
 _INSTEAD = "convert again from the native checkpoint"
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed.logical import Param
-from reshard.formats.deepspeed.rules import WHOLE
+from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile, read
 from reshard.formats.universal.hints import IS_EXPERT, NUM_EXPERTS, VOCABULARY, Hints, parse
 from reshard.formats.universal.names import MASTER, STEP, ZERO, atom_file, state_of
 from reshard.formats.universal.source import Shape, Source
-from reshard.geometry import strides_of
+from reshard.tensors.geometry import strides_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

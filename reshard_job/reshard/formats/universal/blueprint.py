@@ -8,20 +8,20 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import pipeline
+from reshard.formats.deepspeed.contents import Source
 from reshard.formats.deepspeed.fields import require_settings
-from reshard.formats.deepspeed.groups import group_holder, group_state
 from reshard.formats.deepspeed.logical import Model, Param, layer_weights, param_groups
-from reshard.formats.deepspeed.patterns import Patterns
-from reshard.formats.deepspeed.reader import Extra as NativeExtra
-from reshard.formats.deepspeed.source import Source
-from reshard.formats.deepspeed.template import Template
+from reshard.formats.deepspeed.reading.groups import group_holder, group_state
+from reshard.formats.deepspeed.reading.reader import Extra as NativeExtra
+from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
+from reshard.formats.deepspeed.writing.carried_objects import Template
 from reshard.formats.pt.reader import PtFile
 from reshard.formats.universal.hints import IS_EXPERT, Hints, for_param, for_stack, says_unknown
 from reshard.formats.universal.names import MASTER
 from reshard.formats.universal.native import weights_of
 from reshard.formats.universal.reader import Extra
 from reshard.formats.universal.weights import MODULE, Weights
-from reshard.layout import Index
+from reshard.tensors.layout import Index
 
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """What the optimizer's state says for all groups together, where its kind has it."""

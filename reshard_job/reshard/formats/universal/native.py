@@ -12,17 +12,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed import autoep, patterns, pipeline
+from reshard.formats.deepspeed import autoep, pipeline
+from reshard.formats.deepspeed.contents import Source as NativeSource
 from reshard.formats.deepspeed.experts import Experts, find_experts
 from reshard.formats.deepspeed.fields import clipping_of, is_wide, scaling_of
 from reshard.formats.deepspeed.logical import Model, Param, Stage, canonical_groups, layer_of, make_param, tied_key
-from reshard.formats.deepspeed.opening import zero_stage
-from reshard.formats.deepspeed.patterns import Patterns
 from reshard.formats.deepspeed.pipeline import PipelineInfo
-from reshard.formats.deepspeed.reader import Extra as NativeExtra
-from reshard.formats.deepspeed.rules import Rule
-from reshard.formats.deepspeed.source import Source as NativeSource
-from reshard.formats.deepspeed.template import Template, zero_stage_enum
+from reshard.formats.deepspeed.reading.opening import zero_stage
+from reshard.formats.deepspeed.reading.reader import Extra as NativeExtra
+from reshard.formats.deepspeed.tensor_parallel import patterns
+from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
+from reshard.formats.deepspeed.tensor_parallel.rules import Rule
+from reshard.formats.deepspeed.writing.carried_objects import Template, zero_stage_enum
 from reshard.formats.pt.objects import StatefulDict, Tensor, new_tensor
 from reshard.formats.pt.reader import PtFile
 from reshard.formats.universal.names import MADE_FOR, MASTER, WEIGHTS

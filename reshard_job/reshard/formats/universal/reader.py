@@ -9,23 +9,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.commit import Commit
+from reshard.commits.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat
-from reshard.formats.deepspeed.groups import plain
 from reshard.formats.deepspeed.logical import Param
-from reshard.formats.deepspeed.reader import Extra as NativeExtra
+from reshard.formats.deepspeed.reading.groups import plain
+from reshard.formats.deepspeed.reading.reader import Extra as NativeExtra
 from reshard.formats.deepspeed.rows import Place, Rows
-from reshard.formats.deepspeed.rules import WHOLE
 from reshard.formats.deepspeed.slots import held_runs
 from reshard.formats.deepspeed.states import same_scalar
+from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
 from reshard.formats.universal.atoms import Atom, Atoms, check_shape, param_of, read_atoms
 from reshard.formats.universal.hints import Hints
 from reshard.formats.universal.names import MASTER, NAME, STEP, ZERO, atom_file, check_names
 from reshard.formats.universal.source import Source, open_source
-from reshard.layout import Checksum, Index, ParamGroup, SourceFile
+from reshard.tensors.layout import Checksum, Index, ParamGroup, SourceFile
 from reshard.topology import Topology
 
 TOPOLOGY = Topology(zero=1)
@@ -70,7 +70,7 @@ class Extra:
     tp: int
 
     def native(self) -> NativeExtra:
-        """See `reshard.formats.deepspeed.reader.Describes`."""
+        """See `reshard.formats.deepspeed.reading.reader.Describes`."""
         from reshard.formats.universal.native import native_extra  # only a native target needs it
 
         return native_extra(self)

@@ -9,9 +9,9 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError, TopologyError, UnsupportedError
 from reshard.formats.deepspeed import names as native_names
-from reshard.formats.deepspeed import patterns
-from reshard.formats.deepspeed.opening import zero_stage
-from reshard.formats.deepspeed.patterns import Patterns
+from reshard.formats.deepspeed.reading.opening import zero_stage
+from reshard.formats.deepspeed.tensor_parallel import patterns
+from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile, read
 from reshard.formats.universal import weights

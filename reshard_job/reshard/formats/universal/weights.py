@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import CorruptSourceError
-from reshard.layout import ITEM_BYTES
+from reshard.tensors.layout import ITEM_BYTES
 
 MODULE = -1
 """Number of the module where layers of a pipeline have theirs."""

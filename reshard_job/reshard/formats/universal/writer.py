@@ -15,12 +15,12 @@ from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.deepspeed.fields import refuse_small_gradients
 from reshard.formats.deepspeed.logical import Param
-from reshard.formats.deepspeed.origins import TargetRows
-from reshard.formats.deepspeed.progress import Progress
-from reshard.formats.deepspeed.reader import Extra as NativeExtra
+from reshard.formats.deepspeed.reading.reader import Extra as NativeExtra
 from reshard.formats.deepspeed.rows import Place
-from reshard.formats.deepspeed.rules import WHOLE
-from reshard.formats.deepspeed.template import Template
+from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE
+from reshard.formats.deepspeed.writing.carried_objects import Template
+from reshard.formats.deepspeed.writing.origins import TargetRows
+from reshard.formats.deepspeed.writing.progress import Progress
 from reshard.formats.pt.objects import Size, StatefulDict, Tensor, new_tensor
 from reshard.formats.pt.writer import lay_out_pt
 from reshard.formats.universal.blueprint import Blueprint, Group, blueprint_of
@@ -38,8 +38,8 @@ from reshard.formats.universal.names import (
 )
 from reshard.formats.universal.refusals import refuse, warnings
 from reshard.formats.universal.vocabulary import param_in_files
-from reshard.layout import ChecksumField, Index, TargetFile, TargetLayout
-from reshard.shards import ranges_of
+from reshard.tensors.layout import ChecksumField, Index, TargetFile, TargetLayout
+from reshard.tensors.shard_table import ranges_of
 from reshard.topology import Topology
 
 

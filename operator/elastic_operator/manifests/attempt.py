@@ -1,0 +1,442 @@
+"""Pure builders of everything that belongs to one attempt.
+
+All objects of attempt N of job J are named `<J>-aN`, are owned by the ElasticTrainingJob and never change once created;
+the reshard Job that converts a checkpoint *into* attempt N's layout is `<J>-aN-reshard`. The checkpoint claim is the
+user's and is never owned.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import posixpath
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_operator.api.spec import Spec
+from elastic_operator.api.status import Current, short
+from elastic_operator.manifests.reshard_pod import ReshardImage, reshard_template
+from reshard.contract import GROUP, KIND, VERSION, Env, Label
+from reshard.topology import Topology
+
+CHECKPOINT_MOUNT = "/checkpoint"
+MASTER_PORT = 29500
+MANAGER = "elastic-training-operator"
+DRAIN_REQUESTED = f"{GROUP}/drain-requested"
+"""Annotation of an ElasticTrainingJob by which a person asks it to commit, exit and start again."""
+RETRY_REQUESTED = f"{GROUP}/retry-requested"
+"""Annotation by which a person asks a job that has Failed to go on from its newest commit."""
+_VOLUME = "etj-checkpoint"
+_SCRATCH_VOLUME = "etj-scratch"
+SCRATCH_MOUNT = "/etj-scratch"
+_INDEX = "batch.kubernetes.io/job-completion-index"
+_PASSED_LABELS = ("kueue.x-k8s.io/",)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobRef:
+    """Identity of an ElasticTrainingJob, and what people have written beside its spec.
+
+    Attributes:
+        drain_request: value of the annotation DRAIN_REQUESTED, empty for none; see `asked`.
+        retry_request: value of the annotation RETRY_REQUESTED, likewise.
+        created_at: by the API server's clock; None where that is not known.
+    """
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int = 0
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    drain_request: str = ""
+    retry_request: str = ""
+    created_at: float | None = None
+
+
+def attempt_name(job: str, attempt: int) -> str:
+    """Name of all objects of one attempt."""
+    return f"{job}-a{attempt}"
+
+
+def reshard_name(job: str, attempt: int) -> str:
+    """Name of the reshard Job that converts into the layout of `attempt`."""
+    return f"{job}-a{attempt}-reshard"
+
+
+def selector(job: str) -> str:
+    """Label selector of everything that was created for a job."""
+    return f"{Label.JOB}={job}"
+
+
+def account_of(template: Mapping[str, Any]) -> str:
+    """Name of the ServiceAccount that the pods of a template ask for; empty where they name none.
+
+    `serviceAccount` is the older name of the same field, and counts where the newer one is empty.
+    """
+    pod = template.get("spec") or {}
+    return str(pod.get("serviceAccountName") or pod.get("serviceAccount") or "")
+
+
+def checkpoint_root(spec: Spec, template: Mapping[str, Any] | None = None) -> str:
+    """Folder of the job's checkpoints as its pods see it: below the mount of the claim."""
+    return f"{_mount(spec, template)}/{spec.checkpoint.path}".rstrip("/")
+
+
+def _mount(spec: Spec, template: Mapping[str, Any] | None = None) -> str:
+    pod = (template or spec.template).get("spec") or {}
+    mount = _claim_mount(pod, spec.checkpoint.claim_name) or CHECKPOINT_MOUNT
+    # As the trainer and `reshard` write it: commits are known by their paths.
+    return f"/{posixpath.normpath(mount).lstrip('/')}".rstrip("/")
+
+
+def commit_uri(root: str, attempt: int, step: int, mark: str = "") -> str:
+    """Folder of a commit. `mark`: at the end of its name, where another job may have used the plain one."""
+    return f"{root}/a{attempt}/step-{step:08d}{f'-{mark}' if mark else ''}"
+
+
+def start_source(spec: Spec) -> str:
+    """Folder of `spec.checkpoint.startFrom` as the job's pods see it; empty for none."""
+    start = spec.checkpoint.start_from
+    return f"{_mount(spec)}/{start}" if start else ""
+
+
+def start_arguments(spec: Spec) -> list[str]:
+    """Of `reshard run`, for what `spec.checkpoint.startFrom` names."""
+    options = dataclasses.asdict(spec.checkpoint.start_options)
+    given = [(f"--{name}", f"{_mount(spec)}/{path}") for name, path in options.items() if path]
+    return ["--newest", "--format", "deepspeed", *itertools.chain(*given)]
+
+
+def start_uri(root: str, attempt: int, mark: str = "") -> str:
+    """Folder of the commit that is made from it, whose step nobody here knows before.
+
+    Like the others it begins with `step-`: by that the trainer finds what may be pruned.
+    """
+    return f"{root}/a{attempt}/step-start{f'-{mark}' if mark else ''}"
+
+
+def attempt_objects(
+    job: JobRef, spec: Spec, attempt: int, current: Current, heartbeat_seconds: float
+) -> list[dict[str, Any]]:
+    """Everything an attempt needs, in the order in which it has to be created; the Job comes last."""
+    user_account = account_of(spec.template)
+    name = attempt_name(job.name, attempt)
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(job, name, attempt)}
+    return [
+        *([] if user_account else [account]),
+        _role(job, name, attempt),
+        _role_binding(job, name, attempt, user_account or name),
+        _service(job, name, attempt),
+        _lease(job, name, attempt, heartbeat_seconds),
+        training_job(job, spec, attempt, current, heartbeat_seconds),
+    ]
+
+
+def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartbeat_seconds: float) -> dict[str, Any]:
+    """The Indexed Job of one attempt: one pod per node, none is ever replaced."""
+    name = attempt_name(job.name, attempt)
+    template = _template(spec.template, _labels(job, attempt, "worker"))
+    pod = template["spec"]
+    pod["subdomain"] = name
+    pod["restartPolicy"] = "Never"
+    _set_account(pod, account_of(template) or name)
+    pod["automountServiceAccountToken"] = True
+    _mount_claim(pod, spec.checkpoint.claim_name)
+    _avoid_nodes(pod, current.avoid)
+    if spec.reshard.may_be_virtual:
+        _add_scratch(pod)
+    main = pod["containers"][0]
+    resources = main.setdefault("resources", {})
+    for part in ("limits", "requests"):
+        resources[part] = {**(resources.get(part) or {}), spec.accelerator.resource: str(current.gpus_per_node)}
+    grace_seconds = int(pod.get("terminationGracePeriodSeconds", 30))
+    main["env"] = _merged_env(
+        main.get("env") or [],
+        _training_env(job, spec, attempt, current, heartbeat_seconds=heartbeat_seconds, grace_seconds=grace_seconds),
+    )
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _meta(job, name, attempt, "worker", passed=_passed(job)),
+        "spec": {
+            "completions": current.num_nodes,
+            "parallelism": current.num_nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
+            "podReplacementPolicy": "Failed",
+            "template": template,
+        },
+    }
+
+
+def reshard_job(
+    job: JobRef,
+    spec: Spec,
+    attempt: int,
+    current: Current,
+    image: ReshardImage | None = None,
+    *,
+    mode: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The Job that converts `current.resume.source` into `current.resume.uri`.
+
+    Args:
+        image: the operator's, if any.
+        mode: arguments that may have it write where the bytes are, instead of the bytes.
+    """
+    template = _template(reshard_template(spec, image, current.resume.source), _labels(job, attempt, "reshard"))
+    pod = template["spec"]
+    pod["restartPolicy"] = "Never"
+    pod["automountServiceAccountToken"] = False
+    _mount_claim(pod, spec.checkpoint.claim_name)
+    _avoid_nodes(pod, current.avoid)
+    main = pod["containers"][0]
+    main.setdefault("command", ["reshard"])
+    main["args"] = [
+        "run",
+        current.resume.source,
+        current.resume.uri,
+        "--to",
+        short(current.topology),
+        "--report",
+        "/dev/termination-log",
+        "--attempt",
+        str(attempt),
+        # Plain DeepSpeed commits nothing, and the folder may be one of several checkpoints or of another format.
+        *(start_arguments(spec) if current.resume.external else ("--require-commit",)),
+        *mode,
+    ]
+    owner = [{"name": str(key), "value": value} for key, value in _owner_env(job, spec).items()]
+    main["env"] = _merged_env(main.get("env") or [], owner)
+    count = 1 if mode else spec.reshard.parallelism
+    if count > 1:
+        # Workers share a journal, and so go on with what others have done.
+        main["args"] += ["--worker", f"$(JOB_COMPLETION_INDEX)/{count}"]
+    elif not mode:
+        # From the first try on: what it leaves unfinished is kept for the next one only if it says so.
+        main["args"].append("--resume")
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _meta(job, reshard_name(job.name, attempt), attempt, "reshard", passed=_passed(job)),
+        "spec": {
+            **(_sharing(count) if count > 1 else {"backoffLimit": 0}),
+            "activeDeadlineSeconds": spec.reshard.timeout_seconds,
+            "template": template,
+        },
+    }
+
+
+def _set_account(pod: dict[str, Any], name: str) -> None:
+    pod.pop("serviceAccount", None)
+    pod["serviceAccountName"] = name
+
+
+def _sharing(count: int) -> dict[str, Any]:
+    """Pods that share a conversion: it is done when one of them says so, and has failed when all have."""
+    return {
+        "completions": count,
+        "parallelism": count,
+        "completionMode": "Indexed",
+        "backoffLimitPerIndex": 0,
+        "maxFailedIndexes": count,
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
+    }
+
+
+def _training_env(
+    job: JobRef, spec: Spec, attempt: int, current: Current, *, heartbeat_seconds: float, grace_seconds: int
+) -> list[dict[str, Any]]:
+    name = attempt_name(job.name, attempt)
+    master = f"{name}-0.{name}"
+    values: dict[str, str] = {
+        **_owner_env(job, spec),
+        Env.ATTEMPT: str(attempt),
+        Env.TOPOLOGY: Topology.from_dict(current.topology).to_json(),
+        Env.WORLD_SIZE: str(current.num_nodes * current.gpus_per_node),
+        Env.GLOBAL_BATCH: str(spec.batch.global_samples),
+        Env.MICRO_BATCH: str(spec.batch.micro_samples),
+        Env.CHECKPOINT_INTERVAL_SECONDS: str(spec.checkpoint.interval_seconds),
+        Env.RESUME: current.resume.uri,
+        Env.GRACE_SECONDS: str(grace_seconds),
+        Env.LEASE: name,
+        Env.HEARTBEAT_SECONDS: f"{heartbeat_seconds:g}",
+        "PET_NNODES": str(current.num_nodes),
+        "PET_NPROC_PER_NODE": str(current.gpus_per_node),
+        "PET_MASTER_ADDR": master,
+        "PET_MASTER_PORT": str(MASTER_PORT),
+        "MASTER_ADDR": master,
+        "MASTER_PORT": str(MASTER_PORT),
+    }
+    rank = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
+    return [
+        *({"name": str(key), "value": value} for key, value in values.items()),
+        {"name": "PET_NODE_RANK", "valueFrom": rank},
+    ]
+
+
+def _owner_env(job: JobRef, spec: Spec) -> dict[str, str]:
+    """Environment by which a pod knows whose checkpoint root it may write to."""
+    return {
+        Env.JOB: job.name,
+        Env.NAMESPACE: job.namespace,
+        Env.JOB_UID: job.uid,
+        Env.TAKE_OVER: "true" if spec.checkpoint.take_over else "",
+        Env.CHECKPOINT_ROOT: checkpoint_root(spec),
+    }
+
+
+def _template(template: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
+    result: dict[str, Any] = copy.deepcopy(dict(template))
+    meta = result.setdefault("metadata", {}) or {}
+    meta["labels"] = {**(meta.get("labels") or {}), **labels}
+    result["metadata"] = meta
+    return result
+
+
+def _add_scratch(pod: dict[str, Any]) -> None:
+    """Memory for the files that ranks read through a virtual commit, unless the user has said where they go."""
+    main = pod["containers"][0]
+    if any(item["name"] == Env.SCRATCH for item in main.get("env") or ()):
+        return
+    pod["volumes"] = [*(pod.get("volumes") or []), {"name": _SCRATCH_VOLUME, "emptyDir": {"medium": "Memory"}}]
+    main["volumeMounts"] = [*(main.get("volumeMounts") or []), {"name": _SCRATCH_VOLUME, "mountPath": SCRATCH_MOUNT}]
+    main["env"] = [*(main.get("env") or []), {"name": str(Env.SCRATCH), "value": SCRATCH_MOUNT}]
+
+
+def _mount_claim(pod: dict[str, Any], claim: str) -> None:
+    if _claim_mount(pod, claim):
+        return
+    volume = next((item["name"] for item in pod.get("volumes") or () if _claims(item, claim)), None)
+    if volume is None:
+        volume = _VOLUME
+        pod["volumes"] = [
+            *(pod.get("volumes") or []),
+            {"name": volume, "persistentVolumeClaim": {"claimName": claim}},
+        ]
+    main = pod["containers"][0]
+    main["volumeMounts"] = [*(main.get("volumeMounts") or []), {"name": volume, "mountPath": CHECKPOINT_MOUNT}]
+
+
+def _claim_mount(pod: Mapping[str, Any], claim: str) -> str | None:
+    volumes = {item.get("name") for item in pod.get("volumes") or () if _claims(item, claim)}
+    mounts = pod["containers"][0].get("volumeMounts") or ()
+    return next((item["mountPath"] for item in mounts if item.get("name") in volumes), None)
+
+
+def _claims(volume: Mapping[str, Any], claim: str) -> bool:
+    return (volume.get("persistentVolumeClaim") or {}).get("claimName") == claim
+
+
+def _avoid_nodes(pod: dict[str, Any], avoid: Sequence[str]) -> None:
+    """Keep the pod off some nodes, in addition to what the user demands. The terms of a selector are alternatives."""
+    if not avoid:
+        return
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in avoid]
+    affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    required = affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms = required.get("nodeSelectorTerms") or [{}]
+    required["nodeSelectorTerms"] = [
+        {**term, "matchFields": [*(term.get("matchFields") or []), *fields]} for term in terms
+    ]
+
+
+def _merged_env(user: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    # Ours come first, so that the user's may refer to them by $(NAME).
+    names = {item["name"] for item in ours}
+    return [*map(dict, ours), *(dict(item) for item in user if item["name"] not in names)]
+
+
+def _role(job: JobRef, name: str, attempt: int) -> dict[str, Any]:
+    rule = {
+        "apiGroups": ["coordination.k8s.io"],
+        "resources": ["leases"],
+        "resourceNames": [name],
+        "verbs": ["get", "patch"],
+    }
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": _meta(job, name, attempt),
+        "rules": [rule],
+    }
+
+
+def _role_binding(job: JobRef, name: str, attempt: int, account: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": _meta(job, name, attempt),
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": job.namespace}],
+    }
+
+
+def _service(job: JobRef, name: str, attempt: int) -> dict[str, Any]:
+    # Rendezvous starts before any pod is Ready, so addresses must be published at once.
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _meta(job, name, attempt),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": _identity(job, attempt, "worker"),
+            "ports": [{"name": "rendezvous", "port": MASTER_PORT}],
+        },
+    }
+
+
+def _lease(job: JobRef, name: str, attempt: int, heartbeat_seconds: float) -> dict[str, Any]:
+    return {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": _meta(job, name, attempt),
+        "spec": {"leaseDurationSeconds": max(1, round(3 * heartbeat_seconds))},
+    }
+
+
+def owned(job: JobRef, name: str) -> dict[str, Any]:
+    """Metadata of an object that is the job's, and no attempt's."""
+    return _owned(job, name, _common(job))
+
+
+def _meta(
+    job: JobRef, name: str, attempt: int, role: str = "", passed: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    return _owned(job, name, {**(passed or {}), **_labels(job, attempt, role)})
+
+
+def _owned(job: JobRef, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    owner = {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": KIND,
+        "name": job.name,
+        "uid": job.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    return {"name": name, "namespace": job.namespace, "labels": dict(labels), "ownerReferences": [owner]}
+
+
+def _identity(job: JobRef, attempt: int, role: str) -> dict[str, str]:
+    labels = {str(Label.JOB): job.name, str(Label.ATTEMPT): str(attempt)}
+    return {**labels, str(Label.ROLE): role} if role else labels
+
+
+def _labels(job: JobRef, attempt: int, role: str) -> dict[str, str]:
+    return {**_common(job), **_identity(job, attempt, role)}
+
+
+def _common(job: JobRef) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "elastic-training-job",
+        "app.kubernetes.io/instance": job.name,
+        "app.kubernetes.io/managed-by": MANAGER,
+        str(Label.JOB): job.name,
+    }
+
+
+def _passed(job: JobRef) -> dict[str, str]:
+    return {key: value for key, value in job.labels.items() if key.startswith(_PASSED_LABELS)}

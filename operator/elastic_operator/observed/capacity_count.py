@@ -1,0 +1,44 @@
+"""What a job may use right now, counted from what is seen. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from elastic_operator.observed.capacity import Capacity, NodeCapacity, in_order
+from elastic_operator.observed.node_pool import Fleet
+from elastic_operator.observed.observation import Observation
+from elastic_operator.observed.pod_usage import Others
+from elastic_operator.observed.schedulability import accepts, healthy
+
+
+def capacity(world: Observation, resource: str, template: Mapping[str, Any], avoid: Collection[str]) -> Capacity:
+    """Free accelerators on every node that could take a pod of the job.
+
+    What the job itself holds counts as free: it is given back before the next attempt starts. Where `world` shares
+    its nodes with other jobs (`Fleet`), only those are counted anew that are not the same for all.
+
+    Args:
+        template: PodTemplateSpec of the training pods; its tolerations, node selector and required node affinity
+            count.
+        avoid: nodes that are lost, suspect or excluded.
+    """
+    pod = template.get("spec") or {}
+    nodes, used = world.nodes, world.used
+    if not isinstance(nodes, Fleet) or not isinstance(used, Others) or nodes.resource != resource:
+        return Capacity(nodes=in_order(_count(world, resource, pod, nodes.keys() - set(avoid))))
+    special = used.share.keys() | {item.node for item in world.pods if item.unhealthy_devices and item.node}
+    own = _count(world, resource, pod, (name for name in special if name in nodes and name not in avoid))
+    return Capacity(nodes=in_order(own), pool=nodes.pool(pod, used), without=frozenset(special.union(avoid)))
+
+
+def _count(world: Observation, resource: str, pod: Mapping[str, Any], names: Iterable[str]) -> Iterable[NodeCapacity]:
+    unhealthy: dict[str, int] = {}
+    for item in world.pods:
+        if item.node and not item.terminal:
+            unhealthy[item.node] = unhealthy.get(item.node, 0) + item.unhealthy_devices
+    for name in names:
+        node = world.nodes[name]
+        free = healthy(node, resource, unhealthy.get(name, 0)) - world.used.get(name, 0)
+        if free > 0 and accepts(node, pod):
+            yield NodeCapacity(name=name, free=free)

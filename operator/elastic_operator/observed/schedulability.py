@@ -1,0 +1,72 @@
+"""Which nodes a pod may be placed on, and how many devices of each work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_operator.observed.observation import NodeView, Taint
+
+
+def accepts(node: NodeView, pod: Mapping[str, Any]) -> bool:
+    """The scheduler would place a pod with this spec there, and it would stay, as far as devices do not matter."""
+    return (
+        node.ready == "True"
+        and not node.unschedulable
+        and all(tolerates(pod.get("tolerations") or (), taint) for taint in node.taints if taint.effect != _SOFT)
+        and matches(node, pod)
+    )
+
+
+def healthy(node: NodeView, resource: str, num_unhealthy: int = 0) -> int:
+    """Devices that work. One may be reported Unhealthy in a pod a moment before the node's allocatable shrinks."""
+    offered = node.allocatable.get(resource, 0)
+    return min(offered, node.capacity.get(resource, offered) - num_unhealthy)
+
+
+def tolerates(tolerations: Sequence[Mapping[str, Any]], taint: Taint) -> bool:
+    """A pod with these tolerations may be placed on, and stays on, a node with this taint (core/v1 semantics)."""
+    return any(
+        (not item.get("effect") or item["effect"] == taint.effect)
+        and (not item.get("key") or item["key"] == taint.key)
+        and (item.get("operator", "Equal") == "Exists" or (item.get("value") or "") == taint.value)
+        for item in tolerations
+        if item.get("key") or item.get("operator") == "Exists"
+    )
+
+
+def matches(node: NodeView, pod: Mapping[str, Any]) -> bool:
+    """The node has what the pod's node selector and required node affinity ask for."""
+    if any(node.labels.get(key) != value for key, value in (pod.get("nodeSelector") or {}).items()):
+        return False
+    affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
+    terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms")
+    if terms is None:
+        return True
+    return any(
+        all(_matches(item, node.labels.get(item["key"])) for item in term.get("matchExpressions") or ())
+        and all(_matches(item, node.name) for item in term.get("matchFields") or ())
+        for term in terms
+    )
+
+
+_SOFT = "PreferNoSchedule"
+
+
+def _matches(requirement: Mapping[str, Any], value: str | None) -> bool:
+    values = requirement.get("values") or []
+    match requirement["operator"]:
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt":
+            return value is not None and value.isdigit() and int(value) > int(values[0])
+        case "Lt":
+            return value is not None and value.isdigit() and int(value) < int(values[0])
+        case _:
+            return False

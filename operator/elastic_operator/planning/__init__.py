@@ -1,0 +1,4 @@
+"""Which topology fits the capacity at hand: planner, constraints, cost, memory, growth.
+
+Pure arithmetic, described in docs/planner.md. Imports `api` and `observed`; imported by `reconcile` and the plugin.
+"""

@@ -1,0 +1,231 @@
+"""`kubectl etj plan`: what the operator would do after a change. It asks the operator's own planning code. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from elastic_operator.api.status import Current, Phase, Status, short
+from elastic_operator.planning import planner
+from elastic_operator.plugin.pages.recovery_estimate import Estimate, estimate
+from elastic_operator.plugin.pages.whatif import Change, apply
+from elastic_operator.reconcile import next_attempt, running
+from elastic_operator.reconcile.context import Context, capacity
+from reshard.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A topology that could run too, but comes after the chosen one."""
+
+    topology: str
+    nodes: int
+    gpus_per_node: int
+    accumulation_steps: int
+    step_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A topology that cannot run, and why."""
+
+    subject: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardForecast:
+    """What happens to the checkpoint.
+
+    Attributes:
+        mode: `None` (used as it is, or there is none), else `spec.reshard.mode`.
+        last_mode: what `Auto` was the last time.
+        source: commit that is read.
+        num_bytes: its size; None where nobody has told it.
+    """
+
+    mode: str
+    reason: str
+    last_mode: str = ""
+    source: str = ""
+    num_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The answer.
+
+    Attributes:
+        outcome: `Unaffected` (the attempt goes on), `Grows` (it does, and a better one follows), `Restarts` (same
+            topology), `Reshards` (another topology), `Starts` (nothing runs now), `Waits` (nothing can run),
+            `Finished` (the job has ended).
+        reason: why, in one sentence.
+        hit: nodes of the running attempt that the change takes or shrinks.
+        from_: topology now.
+        to: topology then.
+        use_nodes: nodes that can take the new attempt; the scheduler chooses.
+        resume_step: of the commit that it goes on from; None for a start from nothing or from `checkpoint.startFrom`.
+        lost_steps: steps that have to be done again; they change until it happens.
+        free: accelerators that the job could use then.
+        alternatives: what could run too, best first.
+        refused: what cannot run.
+    """
+
+    name: str
+    namespace: str
+    outcome: str
+    reason: str
+    notes: tuple[str, ...] = ()
+    hit: tuple[str, ...] = ()
+    free: str = ""
+    from_: str = ""
+    to: str = ""
+    from_nodes: int = 0
+    to_nodes: int = 0
+    gpus_per_node: int = 0
+    use_nodes: tuple[str, ...] = ()
+    resume_step: int | None = None
+    lost_steps: int = 0
+    reshard: ReshardForecast | None = None
+    estimate: Estimate | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    refused: tuple[Refused, ...] = ()
+
+
+def forecast(context: Context, status: Status, change: Change) -> Forecast:
+    """What would happen to the job of `context` if its world changed.
+
+    Args:
+        context: the world as it is; Jobs and Leases may be missing.
+
+    Raises:
+        PluginError: the change names a node that is not there.
+    """
+    after = dataclasses.replace(context, world=apply(context, status, change), events=[])
+    base = Forecast(
+        name=context.job.name,
+        namespace=context.job.namespace,
+        outcome="Finished",
+        reason=status.message,
+        from_=status.topology_text,
+        from_nodes=status.replicas,
+        free=str(capacity(after, status)),
+    )
+    if status.terminal:
+        return base
+    current = status.current if status.launched else None
+    hit = _hit(context, after, status) if current else ()
+    if current is not None and not hit:
+        return _undisturbed(base, after, status, current)
+    return dataclasses.replace(_next_attempt(base, after, status), hit=hit)
+
+
+def _hit(before: Context, after: Context, status: Status) -> tuple[str, ...]:
+    """Nodes of the running attempt that are gone, or have fewer accelerators than its pods hold."""
+    resource = before.spec.accelerator.resource
+    held: dict[str, int] = {}
+    for pod in before.world.pods:
+        if pod.role == "worker" and pod.attempt == status.attempt and pod.node and not pod.terminal:
+            held[pod.node] = held.get(pod.node, 0) + pod.requests.get(resource, 0)
+    nodes = after.world.nodes
+    return tuple(
+        sorted(n for n, gpus in held.items() if n not in nodes or nodes[n].allocatable.get(resource, 0) < gpus)
+    )
+
+
+def _undisturbed(base: Forecast, after: Context, status: Status, current: Current) -> Forecast:
+    grown = running.consider_growth(after, dataclasses.replace(status, growth=None), current)
+    result = planner.plan(next_attempt.pinned(after.spec, status.pinned), capacity(after, status), _last(status))
+    if grown.growth is None and grown.drain is None:
+        reason = "the running attempt loses nothing, and nothing better fits"
+        return dataclasses.replace(
+            base,
+            outcome="Unaffected",
+            reason=reason,
+            to=base.from_,
+            to_nodes=base.from_nodes,
+            gpus_per_node=current.gpus_per_node,
+            alternatives=_alternatives(result, base.from_, base.from_nodes),
+            refused=_refused(result),
+        )
+    wait = after.spec.recovery.scale_up_stable_seconds
+    why = next((event.message for event in after.events if event.reason == "CapacityReturned"), "")
+    then = _next_attempt(base, after, status)
+    note = f"it happens once the nodes have been there for {wait} s: the attempt commits first, so no step is lost"
+    return dataclasses.replace(then, outcome="Grows", reason=why or then.reason, notes=(note,), lost_steps=0)
+
+
+def _next_attempt(base: Forecast, after: Context, status: Status) -> Forecast:
+    """What `plan_next` says when nothing runs any more."""
+    idle = dataclasses.replace(status, current=None, drain=None, growth=None, phase=Phase.PENDING)
+    planned = next_attempt.plan_next(after, idle)
+    usable = capacity(after, planned)
+    result = planner.plan(next_attempt.pinned(after.spec, planned.pinned), usable, _last(status))
+    notes = tuple(event.message for event in after.events if event.reason == "ExclusionLifted")
+    if status.phase == Phase.SUSPENDED:
+        notes += ("the job is suspended: this is what a resume would start",)
+    common = dataclasses.replace(base, notes=notes, refused=_refused(result), free=str(usable))
+    new = planned.current
+    if new is None:
+        return dataclasses.replace(common, outcome="Waits", reason=planned.message)
+    to = short(new.topology)
+    outcome = "Starts" if not status.launched else "Restarts" if to == base.from_ else "Reshards"
+    step = status.progress.step if status.progress else 0
+    reshard = _reshard(after, status, new)
+    return dataclasses.replace(
+        common,
+        outcome=outcome,
+        reason=planned.plan.reason if planned.plan else "",
+        to=to,
+        to_nodes=new.num_nodes,
+        gpus_per_node=new.gpus_per_node,
+        use_nodes=tuple(name for name in usable.usable(new.gpus_per_node) if name not in new.avoid),
+        resume_step=new.resume.step if new.resume.uri and not new.resume.external else None,
+        lost_steps=0 if new.resume.external else max(0, step - new.resume.step),
+        reshard=reshard,
+        alternatives=_alternatives(result, to, new.num_nodes),
+        estimate=estimate(status, stops=status.launched, reshards=reshard.mode != "None", num_bytes=reshard.num_bytes),
+    )
+
+
+def _reshard(context: Context, status: Status, new: Current) -> ReshardForecast:
+    resume = new.resume
+    if resume.ready:
+        return ReshardForecast(mode="None", reason=resume.reason, source=resume.uri)
+    commit = next((item for item in status.checkpoint.history if item.uri == resume.source), None)
+    return ReshardForecast(
+        mode="Materialize" if resume.external else context.spec.reshard.mode,
+        reason=resume.reason,
+        last_mode=_last_mode(status),
+        source=resume.source,
+        num_bytes=commit.num_bytes if commit and commit.num_bytes else None,
+    )
+
+
+def _last_mode(status: Status) -> str:
+    modes = [item.conversion.mode for item in status.recoveries if item.conversion is not None]
+    return modes[-1] if modes else status.reshard.mode if status.reshard else ""
+
+
+def _last(status: Status) -> Topology | None:
+    topology: Mapping[str, int] = status.checkpoint.topology
+    return Topology.from_dict(topology) if topology else None
+
+
+def _alternatives(result: planner.PlanResult, topology: str, num_nodes: int) -> tuple[Alternative, ...]:
+    """All that can run but this one."""
+    return tuple(
+        Alternative(
+            topology=str(item.topology),
+            nodes=item.num_nodes,
+            gpus_per_node=item.per_node,
+            accumulation_steps=item.accumulation_steps,
+            step_seconds=item.seconds,
+        )
+        for item in result.candidates
+        if (str(item.topology), item.num_nodes) != (topology, num_nodes)
+    )
+
+
+def _refused(result: planner.PlanResult) -> tuple[Refused, ...]:
+    return tuple(Refused(subject=item.subject, reason=item.reason) for item in result.rejected)

@@ -1,0 +1,95 @@
+"""Whose logs a person wants to see: rank 0 of what runs, or the pod that ended what failed. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from elastic_operator.api.status import Phase, Status
+from elastic_operator.observed.observation import RESHARD, WORKER, PodView
+from elastic_operator.plugin.errors import Exit, PluginError
+from elastic_operator.plugin.pages.text import count
+
+_AFTERMATH = 128
+"""Exit codes above it are signals: pods that were told to stop, seldom the one that failed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What was asked for; None for what matters most.
+
+    Attributes:
+        index: completion index of a training pod, one for each node.
+        rank: global rank; the pod that runs it is found from the accelerators per pod.
+        reshard: a reshard pod instead of a training pod.
+    """
+
+    attempt: int | None = None
+    index: int | None = None
+    rank: int | None = None
+    reshard: bool = False
+
+
+def choose(name: str, status: Status, pods: Sequence[PodView], wanted: Wanted, resource: str) -> PodView:
+    """The pod.
+
+    Raises:
+        PluginError: there is none; what there is instead is said.
+    """
+    role = RESHARD if wanted.reshard else WORKER
+    of_role = [pod for pod in pods if pod.role == role]
+    attempt = _attempt(status, of_role) if wanted.attempt is None else wanted.attempt
+    found = [pod for pod in of_role if pod.attempt == attempt]
+    if not found:
+        raise PluginError(Exit.REFUSED, _none(name, status, of_role, attempt, wanted))
+    index = wanted.index
+    if wanted.rank is not None:
+        index = wanted.rank // max(1, found[0].requests.get(resource, 1))
+    if index is None:
+        return _most_telling(found)
+    chosen = next((pod for pod in found if pod.index == index), None)
+    if chosen is None:
+        there = ", ".join(str(pod.index) for pod in sorted(found, key=lambda pod: pod.index or 0))
+        raise PluginError(Exit.REFUSED, f"attempt {attempt} of {name} has no pod {index}; it has {there}")
+    return chosen
+
+
+def _attempt(status: Status, pods: Sequence[PodView]) -> int:
+    """The newest attempt with pods; the one that runs, or the last one that did."""
+    return max((pod.attempt for pod in pods), default=status.attempt)
+
+
+def _most_telling(pods: Sequence[PodView]) -> PodView:
+    """Rank 0's pod, unless others failed: then the one that failed by itself and first, as far as is known."""
+    failed = [pod for pod in pods if pod.phase == "Failed"]
+    if not failed:
+        return min(pods, key=lambda pod: pod.index or 0)
+    return min(failed, key=lambda pod: ((pod.exit_code or 0) > _AFTERMATH or not pod.exit_code, pod.index or 0))
+
+
+def _none(name: str, status: Status, pods: Sequence[PodView], attempt: int, wanted: Wanted) -> str:
+    if wanted.reshard:
+        attempts = sorted({pod.attempt for pod in pods})
+        there = f"; there are some of attempt {', '.join(map(str, attempts))}" if attempts else ""
+        return f"{name} has no reshard pods of attempt {attempt}{there}; finished ones stay until the next conversion"
+    attempts = sorted({pod.attempt for pod in pods})
+    if wanted.attempt is not None and wanted.attempt > status.attempt:
+        return f"{name} has had {count(status.attempt, 'attempt')}, there is no attempt {wanted.attempt}"
+    if attempts:
+        there = f"those of attempt {', '.join(map(str, attempts))} are there"
+        return f"the pods of attempt {attempt} of {name} were removed when the next one was planned; {there}"
+    if status.attempt == 0:
+        return f"{name} has not started anything yet: `kubectl etj status {name}` says why"
+    if status.phase == Phase.SUSPENDED:
+        return f"{name} is suspended: its pods are gone, and their logs with them"
+    last = f"; the last one ended because {status.recoveries[-1].message}" if status.recoveries else ""
+    return f"{name} has no training pods now (phase {status.phase}){last}"
+
+
+def not_started(pod: PodView) -> str:
+    """Why the pod has no log yet; empty if it should have one."""
+    if pod.unschedulable:
+        return f"pod {pod.name} has no node yet: {pod.unschedulable}"
+    if pod.waiting_reason:
+        return f"the container of pod {pod.name} cannot start: {pod.waiting_reason}: {pod.waiting_message}"
+    return f"pod {pod.name} is being started on {pod.node or 'no node yet'}" if pod.phase == "Pending" else ""

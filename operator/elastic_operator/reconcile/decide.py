@@ -1,0 +1,204 @@
+"""The decision: `decide(job, spec, status, world, limits, now) -> Decision`. Pure and total; no I/O, no clock.
+
+A decision is a status and the actions that follow from it. The status is found by taking one step after another until
+nothing changes any more, so that one pass goes as far as the facts allow: from a confirmed loss to the creation of the
+reshard Job in a single one. `enact` compares that status with the world.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from elastic_operator.api.conditions import Type, find, set_condition
+from elastic_operator.api.serialization import Time
+from elastic_operator.api.spec import Spec, SpecError
+from elastic_operator.api.status import Phase, Status, edit_last_recovery
+from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.manifests.reshard_pod import ReshardImage
+from elastic_operator.observed import ownership, pod_diagnosis
+from elastic_operator.observed.observation import Observation
+from elastic_operator.observed.timeouts import Limits
+from elastic_operator.reconcile import goodput, launch, next_attempt, progress, recovery, running, user_requests
+from elastic_operator.reconcile.actions import Decision, Event
+from elastic_operator.reconcile.context import Context, stopped_pods
+from elastic_operator.reconcile.pending_actions import enact
+from elastic_operator.reconcile.status_summary import present
+
+logger = logging.getLogger(__name__)
+
+MAX_STEPS = 16
+"""A pass that does not settle within so many steps is a mistake in this package, not in the cluster."""
+
+UNSETTLED = "DecisionUnsettled"
+"""Reason of the event that tells of such a mistake."""
+
+
+def decide(
+    job: JobRef,
+    spec: Spec,
+    status: Status,
+    world: Observation,
+    *,
+    limits: Limits,
+    now: float,
+    reshard_image: ReshardImage | None = None,
+) -> Decision:
+    """What to write and what to do now. `reshard_image`: the operator's, None to reshard in the training's image."""
+    context = Context(job=job, spec=spec, world=world, limits=limits, now=now, reshard_image=reshard_image)
+    begin = status = ownership.remember(_started(status, now), world)
+    for _ in range(MAX_STEPS):
+        after = _step(context, status)
+        if after is None:
+            return Decision(status=status, needs_fresh_capacity=True)
+        if after == status:
+            break
+        status = after
+    else:
+        return _unsettled(context, begin, status)
+    status = _finished(status, now)
+    actions = enact(context, status)
+    return Decision(
+        status=present(context, status),
+        actions=actions,
+        events=tuple(context.events),
+        reshards=tuple(context.reshards),
+        requeue_seconds=max(0.05, _wake(context, status) - now),
+    )
+
+
+def _unsettled(context: Context, begin: Status, last: Status) -> Decision:
+    """Leave everything as it is, say so, and try again when the world may be another one.
+
+    To raise instead would do so in every pass, and would tell nobody but the log.
+    """
+    message = (
+        f"expected a decision within {MAX_STEPS} steps, found none (attempt {begin.attempt} led to {last.attempt}, "
+        f"phase {last.phase}): this is a mistake in the operator; nothing is changed, and the next look tries again. "
+        "Please report it with the status of this job and `kubectl get nodes`"
+    )
+    logger.error("%s/%s: %s", context.job.namespace, context.job.name, message)
+    return Decision(
+        status=begin,
+        actions=enact(context, begin),
+        events=(Event(reason=UNSETTLED, message=message, warning=True),),
+        requeue_seconds=context.limits.resync_seconds,
+    )
+
+
+def refuse(job: JobRef, error: SpecError, status: Status, *, limits: Limits, now: float) -> Decision:
+    """The decision about a spec that makes no sense: say so, leave what runs alone."""
+    message = "; ".join(error.problems)
+    old = find(status.conditions, Type.SPEC_VALID)
+    conditions = set_condition(
+        status.conditions,
+        Type.SPEC_VALID,
+        False,
+        reason=error.reason,
+        message=message,
+        now=now,
+        generation=job.generation,
+    )
+    idle = status.current is None and not status.terminal
+    told = old is not None and old.status == "False" and old.message == message
+    return Decision(
+        status=dataclasses.replace(
+            status,
+            conditions=conditions,
+            observed_generation=job.generation,
+            phase=Phase.PENDING if idle else status.phase,
+            reason=error.reason if idle else status.reason,
+            message=message[:4096] if idle else status.message,
+        ),
+        events=() if told else (Event(reason=error.reason, message=message, warning=True),),
+        requeue_seconds=limits.resync_seconds,
+    )
+
+
+def _started(status: Status, now: float) -> Status:
+    return status if status.start_time is not None else dataclasses.replace(status, start_time=Time(now))
+
+
+def _finished(status: Status, now: float) -> Status:
+    """The clock of the goodput stops when the job does."""
+    if not status.terminal or status.finish_time is not None:
+        return status
+    return dataclasses.replace(progress.accounted(status, now), finish_time=Time(now), queue_time=None)
+
+
+def _step(context: Context, status: Status) -> Status | None:
+    """One step; the same status if there is none to take, None if the cluster's capacity has to be read first."""
+    status = user_requests.revive(context, status)
+    if status.terminal:
+        return status
+    status = progress.absorb(context, status)
+    status = user_requests.take_up(context, status)
+    if context.spec.suspend:
+        return _suspend(context, status)
+    if status.phase == Phase.SUSPENDED:
+        context.emit("Resumed", "spec.suspend is false: going on")
+        status = dataclasses.replace(status, phase=Phase.PENDING, reason="", message="")
+    current = status.current
+    if current is None:
+        queued = dataclasses.replace(status, queue_time=status.queue_time or Time(context.now))
+        return next_attempt.plan_next(context, queued) if context.world.capacity_fresh else None
+    if current.launch_time is None:
+        return launch.prepare(context, status, current) if context.world.capacity_fresh else None
+    return running.run(context, status, current)
+
+
+def _suspend(context: Context, status: Status) -> Status:
+    current = status.current
+    if current is not None and current.launch_time is not None:
+        if status.drain is None:
+            return running.start_drain(context, status, goodput.SUSPENDED, "spec.suspend is true")
+        return running.run(context, status, current)
+    status = dataclasses.replace(status, current=None, drain=None, growth=None, queue_time=None)
+    status = recovery.pause(context, status)
+    last = status.recoveries[-1] if status.recoveries else None
+    running_pods = [pod for pod in stopped_pods(context, status) if not pod.terminal]
+    if running_pods:
+        return status if status.phase != Phase.SUSPENDED else dataclasses.replace(status, phase=Phase.STOPPING)
+    if last is not None and last.cause == goodput.SUSPENDED and last.stop_time is None:
+        status = edit_last_recovery(status, stop_time=Time(context.now))
+    if status.phase != Phase.SUSPENDED:
+        step = status.checkpoint.step
+        context.emit("Suspended", f"nothing runs any more; the newest commit is of step {step}")
+    return dataclasses.replace(
+        status, phase=Phase.SUSPENDED, reason="Suspended", message="spec.suspend is true; nothing runs"
+    )
+
+
+def _wake(context: Context, status: Status) -> float:
+    """When to look again if nothing happens before: the next deadline."""
+    now, policy = context.now, context.spec.recovery
+    moments = [now + context.limits.resync_seconds]
+    current = status.current
+    if status.terminal:
+        return moments[0]
+    if status.drain is not None:
+        moments.append(status.drain.start_time + policy.drain_seconds)
+    if status.growth is not None:
+        moments.append(status.growth.since + policy.scale_up_stable_seconds)
+    if status.reshard is not None and status.reshard.retry_time is not None:
+        moments.append(status.reshard.retry_time)
+    moments += [item.until for item in status.excluded_nodes if item.until is not None]
+    moments += [
+        pod.deleted_at + policy.force_delete_seconds
+        for pod in context.world.pods
+        if pod.deleted_at is not None and not pod.terminal
+    ]
+    if current is not None and current.launch_time is not None:
+        if current.schedule_time is None:
+            moments.append(now + pod_diagnosis.PATIENCE_SECONDS)
+        verdict = running.judge(context, status, current)
+        moments += [] if verdict.wake_at is None else [verdict.wake_at]
+        if verdict.suspects:
+            moments.append(now + 1.0)  # for the second opinion
+        lease = context.world.leases.get(status.attempt)
+        if lease is not None and lease.renewed_at is not None:
+            moments.append(lease.renewed_at + context.limits.heartbeat_stale_seconds + 0.1)
+    if not status.launched and status.phase != Phase.SUSPENDED:
+        # What other jobs give back is not watched.
+        moments.append(now + (10.0 if status.phase == Phase.WAITING else 2.0))
+    return min((moment for moment in moments if moment > now), default=now + 1.0)

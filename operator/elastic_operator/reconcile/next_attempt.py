@@ -1,0 +1,160 @@
+"""From nothing running to the next attempt: choose a topology and what to resume from, or say why there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from elastic_operator.api.conditions import Type, set_condition
+from elastic_operator.api.serialization import Time
+from elastic_operator.api.spec import Spec, Strategy, TopologyChoice, spec_hash
+from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected, Status, edit_last_recovery, short
+from elastic_operator.manifests.attempt import checkpoint_root, start_source
+from elastic_operator.observed import commit_history
+from elastic_operator.planning import planner
+from elastic_operator.reconcile.context import Context, avoided_nodes, capacity
+from reshard.topology import Topology
+
+MAX_REJECTED = 8
+
+
+def plan_next(context: Context, status: Status) -> Status:
+    """Plan attempt N+1, or wait."""
+    spec = pinned(context.spec, status.pinned)
+    last = Topology.from_dict(status.checkpoint.topology) if status.checkpoint.topology else None
+    result = planner.plan(spec, capacity(context, status), last)
+    if result.best is None and status.excluded_nodes:
+        forgiving = planner.plan(spec, capacity(context, status, forgive=True), last)
+        if forgiving.best is not None:
+            result = forgiving
+            context.emit(
+                "ExclusionLifted", "too few other nodes are left: excluded nodes that are Ready may serve again"
+            )
+            status = dataclasses.replace(
+                status, excluded_nodes=tuple(item for item in status.excluded_nodes if item.until is None)
+            )
+    plan = Plan(
+        target=result.best.topology.to_dict() if result.best else {},
+        nodes=result.best.num_nodes if result.best else 0,
+        per_node=result.best.per_node if result.best else 0,
+        reason=result.reason[:2048],
+        rejected=tuple(Rejected(topology=item.subject, reason=item.reason[:512]) for item in result.rejected)[
+            :MAX_REJECTED
+        ],
+    )
+    if result.best is None:
+        return _wait(context, status, plan)
+    return _adopt(context, status, plan)
+
+
+def _adopt(context: Context, status: Status, plan: Plan) -> Status:
+    attempt = status.attempt + 1
+    resume = commit_history.choose_resume(
+        status.checkpoint,
+        attempt=attempt,
+        topology=plan.target,
+        root=checkpoint_root(context.spec),
+        start=start_source(context.spec),
+        mark=context.job.uid[:8] if context.spec.checkpoint.take_over else "",
+    )
+    text = short(plan.target)
+    context.emit("Planned", f"attempt {attempt}: {plan.reason} Start: {resume.reason}.")
+    if not resume.uri:
+        context.emit("StartsFromNothing", f"attempt {attempt}: {resume.reason}", warning=status.attempt > 0)
+    status = dataclasses.replace(
+        status,
+        attempt=attempt,
+        current=Current(
+            topology=plan.target,
+            num_nodes=plan.nodes,
+            gpus_per_node=plan.per_node,
+            resume=resume,
+            avoid=tuple(sorted(avoided_nodes(context, status) | _sick_nodes(context, status, plan.per_node))),
+            spec_hash=spec_hash(context.spec),
+            plan_time=Time(context.now),
+        ),
+        plan=plan,
+        phase=Phase.PENDING,
+        reason="",
+        message="",
+        drain=None,
+        growth=None,
+        queue_time=None,
+        # What is done from here on; otherwise an attempt that ends before its first step would lose those steps again.
+        progress=dataclasses.replace(status.progress or Progress(), step=resume.step, samples=resume.samples),
+        reshard=None if resume.ready else status.reshard,
+        conditions=set_condition(
+            status.conditions,
+            Type.PLANNED,
+            True,
+            reason="TopologyChosen",
+            message=plan.reason,
+            now=context.now,
+            generation=context.job.generation,
+        ),
+    )
+    if status.recoveries and status.recoveries[-1].to_attempt == 0:
+        last = status.recoveries[-1]
+        status = edit_last_recovery(
+            status,
+            to=text,
+            to_attempt=attempt,
+            plan_time=Time(context.now),
+            commit_step=resume.step,
+            lost_steps=max(0, last.last_step - resume.step),
+            conversion=None,
+        )
+    return status
+
+
+def _sick_nodes(context: Context, status: Status, per_node: int) -> frozenset[str]:
+    """Nodes whose devices fail under our pods, as far as they cannot take a new one.
+
+    The scheduler learns of a sick device a second later than the pod's status does, and would place the next pod there.
+    """
+    sick = {pod.node for pod in context.world.pods if pod.unhealthy_devices and not pod.terminal and pod.node}
+    return frozenset(sick - set(capacity(context, status).usable(per_node))) if sick else frozenset()
+
+
+def _wait(context: Context, status: Status, plan: Plan) -> Status:
+    reason = "ReshardFailed" if status.pinned else "NoFeasibleTopology"
+    message = plan.reason
+    if status.pinned:
+        message = (
+            f"resharding failed for good; waiting for nodes for {short(status.pinned)}, the topology of the commit. "
+            f"Nothing is lost. {message}"
+        )
+    if status.phase != Phase.WAITING or status.reason != reason:
+        context.emit(reason, message, warning=True)
+    return dataclasses.replace(
+        status,
+        phase=Phase.WAITING,
+        reason=reason,
+        message=message,
+        plan=plan,
+        conditions=set_condition(
+            status.conditions,
+            Type.PLANNED,
+            False,
+            reason=reason,
+            message=message,
+            now=context.now,
+            generation=context.job.generation,
+        ),
+    )
+
+
+def pinned(spec: Spec, topology: Mapping[str, int]) -> Spec:
+    """`spec`, restricted to one topology if there is one."""
+    if not topology:
+        return spec
+    choice = TopologyChoice(
+        tensor=topology.get("tp", 1),
+        pipeline=topology.get("pp", 1),
+        data=topology.get("dp", 1),
+        expert=topology.get("ep", 1),
+        context=topology.get("cp", 1),
+        zero_stage=topology.get("zero", 1),
+    )
+    parallelism = dataclasses.replace(spec.parallelism, strategy=Strategy.FIXED, topologies=(choice,))
+    return dataclasses.replace(spec, parallelism=parallelism)

@@ -1,0 +1,250 @@
+"""The end of an attempt that is not the end of the job: record it, exclude what was lost, charge the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from elastic_operator.api.conditions import Type, set_condition
+from elastic_operator.api.serialization import Time
+from elastic_operator.api.status import (
+    MAX_RECOVERIES,
+    ExcludedNode,
+    Phase,
+    Recovery,
+    RestartBudget,
+    Status,
+    edit_last_recovery,
+    short,
+)
+from elastic_operator.observed import commit_history, signals
+from elastic_operator.reconcile import goodput
+from elastic_operator.reconcile.context import Context
+from reshard.contract import sentence
+
+OFFENCES_UNTIL_EXCLUDED = 2
+"""A node that caused so many recoveries is avoided for `recovery.excludeNodeSeconds`, even if it is Ready."""
+
+_MESSAGE_BYTES = 1024
+"""Of a record. Ten of them, and what else a status holds, have to stay small."""
+
+
+def recover(
+    context: Context,
+    status: Status,
+    *,
+    cause: str,
+    message: str,
+    since: float,
+    lost: Collection[str] = (),
+    suspected: Collection[str] = (),
+    planned: bool = False,
+) -> Status:
+    """Give the current attempt up. The next pass plans what follows; `enact` stops what runs.
+
+    Args:
+        lost: nodes that are confirmed lost; they are excluded.
+        suspected: nodes that are probably lost, for the record only.
+    """
+    now = Time(context.now)
+    named = {*lost, *suspected}
+    record = _record(context, status, cause=cause, message=message, since=since, lost=named, planned=planned)
+    merged = merges(context, status)
+    context.emit(cause, f"{message.removesuffix('.')}; {_ending(status, planned=planned)}", warning=not planned)
+    if merged:
+        previous = status.recoveries[-1]
+        status = edit_last_recovery(
+            status,
+            cause=cause if named and not previous.lost else previous.cause,
+            lost=tuple(sorted({*previous.lost, *named})),
+            to="",
+            to_attempt=0,
+            plan_time=None,
+            reshard_start_time=None,
+            reshard_end_time=None,
+        )
+    else:
+        status = dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
+    lease = context.world.leases.get(status.attempt)
+    refusal = (lease.resume_error if lease else "") or _out_of_memory(context, status)
+    # Whatever else has happened to the attempt, a commit that rank 0 could not load is not offered again.
+    if refusal and status.current is not None and status.current.resume.uri:
+        status = refuse_commit(context, status, status.current.resume.uri, refusal)
+    status = dataclasses.replace(
+        status, current=None, drain=None, growth=None, excluded_nodes=_excluded(context, status, lost, cause)
+    )
+    if planned or merged:
+        return status
+    budget = charge(status.restart_budget, context, now)
+    status = dataclasses.replace(status, restart_budget=budget)
+    if budget.used > budget.limit:
+        text = f"{budget.used} unplanned restarts within {budget.window_seconds} s exceed the budget of {budget.limit}"
+        context.emit("RestartBudgetExceeded", f"{text}; the last one: {message}", warning=True)
+        return dataclasses.replace(
+            status, phase=Phase.FAILED, reason="RestartBudgetExceeded", message=f"{text}. Last cause: {message}"
+        )
+    return status
+
+
+def _out_of_memory(context: Context, status: Status) -> str:
+    """What speaks against a virtual commit: loading it takes memory that files on storage would not."""
+    current = status.current
+    if (
+        current is None
+        or current.first_step_time is not None
+        or not commit_history.is_virtual(status.checkpoint, current)
+    ):
+        return ""
+    killed = [pod.name for pod in context.world.workers(status.attempt) if pod.exit_reason == "OOMKilled"]
+    return f"{killed[0]} ran out of memory before the first step, maybe as it loaded it virtually" if killed else ""
+
+
+def pause(context: Context, status: Status) -> Status:
+    """Record that a recovery under way is suspended, so that what follows belongs to the record of the suspension."""
+    last = status.recoveries[-1] if status.recoveries else None
+    if last is None or last.first_step_time is not None:
+        return status
+    if last.cause == goodput.SUSPENDED:
+        return status if not last.to_attempt else edit_last_recovery(status, to="", to_attempt=0, plan_time=None)
+    now = Time(context.now)
+    record = Recovery(
+        cause=goodput.SUSPENDED,
+        message="spec.suspend is true",
+        planned=True,
+        from_=last.from_,
+        from_attempt=status.attempt,
+        signal_time=now,
+        detect_time=now,
+        # Not those that the next attempt does again anyway: they are in the record of the failure, if it was planned.
+        last_step=status.progress.step if status.progress else 0,
+    )
+    return dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
+
+
+def _ending(status: Status, *, planned: bool) -> str:
+    """What becomes of the current attempt, for people."""
+    attempt = f"attempt {status.attempt}"
+    if not status.launched:
+        return f"{attempt}, which was not launched yet, is planned anew"
+    step = status.progress.step if status.progress else 0
+    return f"{attempt} {'ends' if planned else 'is given up'} after step {step}"
+
+
+def merges(context: Context, status: Status) -> bool:
+    """A further loss, before the attempt that answers the last one was launched, belongs to that one."""
+    if not status.recoveries or status.launched:
+        return False
+    last = status.recoveries[-1]
+    if last.cause == goodput.SUSPENDED:
+        return False  # the time that was spent suspended is to be found under that name
+    window = context.spec.recovery.batch_window_seconds
+    return last.launch_time is None and context.now - (last.detect_time or 0.0) <= window
+
+
+def charge(budget: RestartBudget, context: Context, now: float | None) -> RestartBudget:
+    """Count one unplanned restart (`now`), or only forget those outside of the window (None)."""
+    rules = context.spec.recovery.restart_budget
+    times = [moment for moment in budget.times if context.now - moment < rules.window_seconds]
+    if now is not None:
+        times.append(Time(now))
+    # One more than the limit is enough to know that it is exceeded.
+    times = times[-(rules.limit + 1) :]
+    return RestartBudget(limit=rules.limit, used=len(times), window_seconds=rules.window_seconds, times=tuple(times))
+
+
+def fail_as_not_owner(context: Context, status: Status, refusal: str) -> Status:
+    """End a job whose checkpoint folder belongs to another one: no new attempt can change that."""
+    message = f"{sentence(refusal, _MESSAGE_BYTES)}; to try again: kubectl etj retry {context.job.name}"
+    context.emit("CheckpointNotOwned", message, warning=True)
+    conditions = set_condition(
+        status.conditions,
+        Type.CHECKPOINT_OWNED,
+        False,
+        reason="OwnedByAnotherJob",
+        message=message,
+        now=context.now,
+        generation=context.job.generation,
+    )
+    return dataclasses.replace(
+        status,
+        phase=Phase.FAILED,
+        reason="CheckpointNotOwned",
+        message=message,
+        current=None,
+        drain=None,
+        growth=None,
+        conditions=conditions,
+    )
+
+
+def refuse_commit(context: Context, status: Status, uri: str, reason: str) -> Status:
+    """Fall back: mark a commit invalid, and say what is left."""
+    checkpoint = commit_history.invalidate(status.checkpoint, uri, reason)
+    left = commit_history.newest(checkpoint, below=status.attempt + 1)
+    start = "spec.checkpoint.startFrom" if context.spec.checkpoint.start_from else "nothing"
+    then = f"falling back to {left.uri}" if left else f"no other commit is left: training starts from {start}"
+    context.emit("CommitInvalid", f"{uri} cannot be used ({reason}); {then}", warning=True)
+    return dataclasses.replace(status, checkpoint=checkpoint)
+
+
+def refresh_exclusions(context: Context, status: Status) -> Status:
+    """Readmit nodes: Ready for a while after a loss, or past their term as repeated offenders."""
+    kept: list[ExcludedNode] = []
+    for item in status.excluded_nodes:
+        node = context.world.nodes.get(item.name)
+        if node is None:
+            continue  # A node that does not exist needs no exclusion; if it is made again, it is a new one.
+        # A node whose Lease is stale is not back, whatever its Ready condition still says.
+        sound = not signals.node_signals(node, item.name, context.limits, context.now)
+        until = _term(context, item, sound, node.ready_since)
+        if until is None or until > context.now:
+            kept.append(dataclasses.replace(item, until=until))
+        else:
+            context.emit("NodeReadmitted", f"node {item.name} may be used again: {item.reason} is over")
+    return dataclasses.replace(status, excluded_nodes=tuple(kept))
+
+
+def _term(context: Context, item: ExcludedNode, sound: bool, ready_since: float | None) -> Time | None:
+    if item.hurts >= OFFENCES_UNTIL_EXCLUDED:
+        return Time(item.since + context.spec.recovery.exclude_node_seconds) if sound else None
+    if not sound:
+        return None
+    return item.until or Time(max(ready_since or item.since, item.since) + context.limits.node_stable_seconds)
+
+
+def _excluded(context: Context, status: Status, lost: Collection[str], cause: str) -> tuple[ExcludedNode, ...]:
+    others = [item for item in status.excluded_nodes if item.name not in lost]
+    new = [
+        ExcludedNode(
+            name=name,
+            reason=cause,
+            since=Time(context.now),
+            # Its own record is in the list already.
+            hurts=max(1, sum(name in recovery.lost for recovery in status.recoveries)),
+        )
+        for name in sorted(lost)
+    ]
+    for item in new:
+        if item.hurts >= OFFENCES_UNTIL_EXCLUDED:
+            seconds = context.spec.recovery.exclude_node_seconds
+            context.emit(
+                "NodeExcluded", f"node {item.name} ended {item.hurts} attempts: avoided for {seconds} s", warning=True
+            )
+    return (*others, *new)
+
+
+def _record(
+    context: Context, status: Status, *, cause: str, message: str, since: float, lost: Collection[str], planned: bool
+) -> Recovery:
+    current, progress = status.current, status.progress
+    return Recovery(
+        cause=cause,
+        message=sentence(message, _MESSAGE_BYTES),
+        lost=tuple(sorted(lost)),
+        planned=planned,
+        from_=short(current.topology) if current else "",
+        from_attempt=status.attempt,
+        signal_time=Time(min(since, context.now)),
+        detect_time=Time(context.now),
+        last_step=progress.step if progress else 0,
+    )

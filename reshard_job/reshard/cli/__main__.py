@@ -1,0 +1,6 @@
+"""`python -m reshard.cli`: the same as the command `reshard`."""
+
+from reshard.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Where every box of a tensor lies in the source and where it goes: for people who do not believe it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import UsageError
+from reshard.planning.plan import Plan
+from reshard.system.limits import format_bytes
+from reshard.tensors.geometry import Box, strides_of
+from reshard.tensors.intervals import Int64Array
+from reshard.tensors.layout import Index, LogicalTensor
+from reshard.tensors.shard_table import ShardRow, ShardTable
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A box of a tensor and where its bytes are.
+
+    Attributes:
+        label: short name in texts and pictures: `S3` in the source, `T3` in the target.
+        box: part of the tensor.
+        file: path inside the checkpoint.
+        start: first byte in the file.
+        stop: byte behind the last.
+        strides: distance in elements between neighbours in the file, `[ndim]`.
+        copy: which complete copy of the tensor it belongs to, from 0.
+        used: read by the conversion; of several copies in a source only one is.
+        origins: label of each source box that it is made of and the common region; empty in a source.
+    """
+
+    label: str
+    box: Box
+    file: str
+    start: int
+    stop: int
+    strides: tuple[int, ...]
+    copy: int
+    used: bool = True
+    origins: tuple[tuple[str, Box], ...] = ()
+
+    @property
+    def in_one_run(self) -> bool:
+        """The box's bytes follow each other in the file without gaps, in the order of its elements."""
+        dense = strides_of(self.box.size)
+        return all(
+            size == 1 or stride == wanted
+            for size, stride, wanted in zip(self.box.size, self.strides, dense, strict=True)
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TargetTensor:
+    """A tensor of the target and its places."""
+
+    tensor: LogicalTensor
+    places: tuple[Place, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One tensor of the source, and what becomes of it.
+
+    Attributes:
+        tensor: of the source.
+        places: of all its copies in the source.
+        targets: tensors that are made of it; empty if there is no target or it does not hold the tensor.
+        source: the source's format and topology in words.
+        target: the target's; empty without one.
+    """
+
+    tensor: LogicalTensor
+    places: tuple[Place, ...]
+    targets: tuple[TargetTensor, ...]
+    source: str
+    target: str
+
+
+def find(index: Index, pattern: str) -> list[int]:
+    """Positions of the tensors that a pattern names: a name (all its states), `state/name`, or a glob of either.
+
+    Raises:
+        UsageError: nothing matches; names what comes closest.
+    """
+    name = index.aliases.get(pattern, pattern)
+    exact = [at for at, tensor in enumerate(index.tensors) if name in (tensor.key.name, str(tensor.key))]
+    found = exact or [
+        at
+        for at, tensor in enumerate(index.tensors)
+        if fnmatch.fnmatchcase(tensor.key.name, pattern) or fnmatch.fnmatchcase(str(tensor.key), pattern)
+    ]
+    if found:
+        return found
+    known = dict.fromkeys(tensor.key.name for tensor in index.tensors) | dict.fromkeys(
+        str(tensor.key) for tensor in index.tensors
+    )
+    close = difflib.get_close_matches(pattern, known, n=5, cutoff=0.5) or list(known)[:5]
+    raise UsageError(
+        f"no tensor is called {pattern!r}",
+        path=str(index.root),
+        problems=[f"there is for instance {candidate}" for candidate in close],
+        hint="reshard inspect --tensors lists them all; a glob such as 'fp32/*' names several",
+    )
+
+
+def explain(index: Index, numbers: Sequence[int], plan: Plan | None = None) -> tuple[Explanation, ...]:
+    """What is known about tensors at these positions of `index.tensors`; with a plan also where they go."""
+    rows = index.shards.by_tensor(len(index.tensors))
+    return tuple(_explain(index, number, rows[number], plan) for number in numbers)
+
+
+def _explain(index: Index, number: int, rows: Int64Array, plan: Plan | None) -> Explanation:
+    tensor = index.tensors[number]
+    used = set(plan.source_rows[number].tolist()) if plan is not None else None
+    places: list[Place] = []
+    for row_number in _ordered(index.shards, rows).tolist():
+        needed = used is None or row_number in used
+        for row in index.shards.each(np.array([row_number]), len(tensor.shape)):
+            label = f"S{len(places) + 1}"
+            places.append(_place(label, row, tensor, index.files[row.file].path, used=needed))
+    return Explanation(
+        tensor=tensor,
+        places=tuple(places),
+        targets=() if plan is None else _targets(plan, number, places),
+        source=f"{index.format} {index.topology}",
+        target="" if plan is None else f"{plan.layout.format} {plan.layout.topology}",
+    )
+
+
+def _targets(plan: Plan, number: int, sources: Sequence[Place]) -> tuple[TargetTensor, ...]:
+    shards, rows = plan.layout.shards, plan.target_rows[number]
+    found, count = [], 0
+    for target in np.unique(shards.tensor[rows]).tolist():
+        tensor = plan.target_tensors[target]
+        places = []
+        for row in shards.each(_ordered(shards, rows[shards.tensor[rows] == target]), len(tensor.shape)):
+            common = ((place.label, place.box.intersect(row.box)) for place in sources if place.used)
+            origins = tuple((label, box) for label, box in common if box is not None)
+            count += 1
+            place = _place(f"T{count}", row, tensor, plan.layout.files[row.file].path)
+            places.append(dataclasses.replace(place, origins=origins))
+        found.append(TargetTensor(tensor=tensor, places=tuple(places)))
+    return tuple(found)
+
+
+def _ordered(shards: ShardTable, rows: Int64Array) -> Int64Array:
+    """Rows by copy, then by the tensor's elements."""
+    ordered: Int64Array = rows[np.lexsort((shards.start[rows], *shards.offset[rows].T[::-1], shards.replica[rows]))]
+    return ordered
+
+
+def _place(label: str, row: ShardRow, tensor: LogicalTensor, file: str, *, used: bool = True) -> Place:
+    last = sum((size - 1) * stride for size, stride in zip(row.box.size, row.strides, strict=True))
+    return Place(
+        label=label,
+        box=row.box,
+        file=file,
+        start=row.byte_offset,
+        stop=row.byte_offset + (last + 1) * tensor.item_bytes,
+        strides=row.strides,
+        copy=row.replica,
+        used=used,
+    )
+
+
+def to_dict(found: Explanation) -> dict[str, Any]:
+    """As JSON."""
+    value: dict[str, Any] = {
+        **_tensor_dict(found.tensor),
+        "layout": found.source,
+        "boxes": [_place_dict(place) for place in found.places],
+    }
+    if found.target:
+        value["target"] = {
+            "layout": found.target,
+            "tensors": [
+                {**_tensor_dict(item.tensor), "boxes": [_place_dict(place) for place in item.places]}
+                for item in found.targets
+            ],
+        }
+    return value
+
+
+def _tensor_dict(tensor: LogicalTensor) -> dict[str, Any]:
+    return {
+        "state": tensor.key.state,
+        "name": tensor.key.name,
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "bytes": tensor.num_bytes,
+    }
+
+
+def _place_dict(place: Place) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "label": place.label,
+        "offset": list(place.box.offset),
+        "size": list(place.box.size),
+        "file": place.file,
+        "start": place.start,
+        "stop": place.stop,
+        "strides": list(place.strides),
+        "copy": place.copy,
+    }
+    if place.label.startswith("S"):
+        value["used"] = place.used
+    else:
+        value["from"] = [
+            {"label": label, "offset": list(box.offset), "size": list(box.size)} for label, box in place.origins
+        ]
+    return value
+
+
+def to_lines(found: Explanation, aliases: Mapping[str, str]) -> list[str]:
+    """Return lines for people; `aliases` are `Index.aliases`."""
+    names = [alias for alias, name in aliases.items() if name == found.tensor.key.name]
+    also = f"; also called {', '.join(names)}" if names else ""
+    lines = [f"{_describe(found.tensor)}{also}", f"  source: {found.source}"]
+    lines += _table(found.places)
+    for item in found.targets:
+        lines.append(f"  target: {found.target}")
+        if item.tensor.key != found.tensor.key or item.tensor.dtype != found.tensor.dtype:
+            cast = item.tensor.dtype != found.tensor.dtype
+            rounded = f", {found.tensor.dtype} rounded to nearest even" if cast else ""
+            lines.append(f"    as {_describe(item.tensor)}{rounded}")
+        lines += _table(item.places)
+    if found.target and not found.targets:
+        lines.append(f"  target: {found.target}: does not hold this tensor")
+    return lines
+
+
+def _describe(tensor: LogicalTensor) -> str:
+    return f"{tensor.key}  {list(tensor.shape)} {tensor.dtype}, {format_bytes(tensor.num_bytes)}"
+
+
+def _table(places: Sequence[Place]) -> list[str]:
+    """One line for each place, in columns."""
+    copies = len({place.copy for place in places}) > 1
+    cells = []
+    for place in places:
+        how = "" if place.in_one_run else f"strides {list(place.strides)}"
+        copy = f"copy {place.copy}{'' if place.used else ' (not read)'}" if copies else ""
+        origins = ", ".join(label if box == place.box else f"{label} {box}" for label, box in place.origins)
+        cells.append(
+            (
+                place.label,
+                str(place.box),
+                place.file,
+                f"bytes {place.start}:{place.stop}",
+                how,
+                copy,
+                f"<- {origins}" if origins else "",
+            )
+        )
+    widths = [max(len(row[column]) for row in cells) for column in range(7)] if cells else []
+    used = [column for column, width in enumerate(widths) if width]
+    return ["    " + "  ".join(row[column].ljust(widths[column]) for column in used).rstrip() for row in cells]

@@ -1,0 +1,162 @@
+"""What a folder is: as much as can be said of it, damaged or not, and everything that is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from reshard.commits.commit import Commit, check_files, read_commit
+from reshard.contract import COMMIT_FILE, ExitCode
+from reshard.errors import ReshardError, UncommittedError, UnsafePickleError
+from reshard.formats import recognise
+from reshard.formats.pt.trust import trusting
+from reshard.planning.check import cover_problems
+from reshard.tensors.layout import Index
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        kind: class of the error.
+        exit_code: of that class.
+        lines: name the file or tensor, what was expected and found; what belongs to it follows line by line.
+        hint: what to do.
+    """
+
+    kind: str
+    exit_code: ExitCode
+    lines: tuple[str, ...]
+    hint: str = ""
+
+    @property
+    def message(self) -> str:
+        """All lines as one text."""
+        return "\n".join(self.lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What is known of a folder.
+
+    Attributes:
+        path: the folder.
+        commit: its marker, if it has one that can be read.
+        committed: `absent`, `intact` (all files have their sizes) or `damaged`.
+        format: name of the format, empty where none is recognised.
+        index: the tensors, if the files can be read.
+        num_files: files in the folder, besides the marker.
+        file_bytes: their size.
+        problems: everything that is wrong; empty for a good checkpoint.
+        notes: what is worth knowing and no fault.
+    """
+
+    path: Path
+    commit: Commit | None
+    committed: str
+    format: str
+    index: Index | None
+    num_files: int
+    file_bytes: int
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Of the first problem."""
+        return self.problems[0].exit_code if self.problems else ExitCode.OK
+
+
+def inspect(path: Path, read: Callable[[Commit | None], Index]) -> Inspection:
+    """Look at a folder; only metadata is read. Nothing that is wrong with it is raised.
+
+    Args:
+        path: the folder.
+        read: indexes it, given its marker.
+    """
+    problems: list[Problem] = []
+    notes: list[str] = []
+    commit, committed = _commit(path, problems, notes)
+    index: Index | None = None
+    refused: list[UnsafePickleError] = []
+    try:
+        with trusting((), refused):
+            index = read(commit)
+    except ReshardError as error:
+        problems.append(_problem(error))
+    problems = [*map(_problem, refused), *problems]
+    if index is not None:
+        problems += [_problem(index.unread)] if index.unread is not None else []
+        problems += [_corrupt(message) for message in _cover(index)]
+        if commit is not None:
+            problems += [_corrupt(message) for message in disagreements(index, commit)]
+    files = {str(item.relative_to(path)): item.lstat().st_size for item in path.rglob("*") if item.is_file()}
+    files.pop(COMMIT_FILE, None)
+    if commit is not None:
+        strays = sorted(files.keys() - {file.path for file in commit.files})
+        notes += [f"{name} is no part of the commit" for name in strays[:20]]
+    return Inspection(
+        path=path,
+        commit=commit,
+        committed=committed,
+        format=index.format if index else next((name for name, reason in recognise(path) if reason is None), ""),
+        index=index,
+        num_files=len(files),
+        file_bytes=sum(files.values()),
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def disagreements(index: Index, commit: Commit) -> list[str]:
+    """Where the marker and the files tell different stories."""
+    known = commit.topology if index.topology.cp > 1 else dataclasses.replace(commit.topology, cp=1)  # few files tell
+    pairs = [
+        ("format", commit.format, index.format),
+        ("step", commit.step, index.step),
+        ("topology", str(known), str(index.topology)),
+    ]
+    found = [f"{COMMIT_FILE} says {what} {told}, the files say {real}" for what, told, real in pairs if told != real]
+    held = {str(tensor.key) for tensor in index.tensors}
+    absent = sorted(set(commit.digests) - held)
+    return found + [f"{name} was committed and is not there" for name in absent[:20]]
+
+
+def _commit(path: Path, problems: list[Problem], notes: list[str]) -> tuple[Commit | None, str]:
+    try:
+        commit = read_commit(path)
+    except UncommittedError:
+        notes.append(f"no {COMMIT_FILE}: whether files are missing or cut short is known from the files alone")
+        return None, "absent"
+    except ReshardError as error:
+        problems.append(_problem(error))
+        return None, "damaged"
+    try:
+        check_files(path, commit)
+    except ReshardError as error:
+        problems += [_corrupt(message, error.hint) for message in error.problems]
+        return commit, "damaged"
+    return commit, "intact"
+
+
+def _cover(index: Index) -> list[str]:
+    """Copies of tensors that are not all there."""
+    rows = np.arange(len(index.shards))
+    held = {index.tensors[at].key for at in np.unique(index.shards.tensor).tolist()}
+    absent = [tensor for tensor in index.tensors if tensor.key not in held and tensor.num_elements]
+    found = [f"{tensor.key}: no file holds it" for tensor in absent[:20]]
+    return found + cover_problems(index.tensors, index.shards, rows, side="source")[:20]
+
+
+def _problem(error: ReshardError) -> Problem:
+    where = f"{error.path}: " if error.path else ""
+    lines = (f"{where}{error.message}", *(f"  - {problem}" for problem in error.problems))
+    return Problem(kind=type(error).__name__, exit_code=error.exit_code, lines=lines, hint=error.hint)
+
+
+def _corrupt(message: str, hint: str = "") -> Problem:
+    return Problem(kind="CorruptSourceError", exit_code=ExitCode.SOURCE_INVALID, lines=(message,), hint=hint)

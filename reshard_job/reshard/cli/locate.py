@@ -1,0 +1,256 @@
+"""Is it a checkpoint at all? Paths that cannot be what the command needs, said before anything is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.commits.commit import read_commit
+from reshard.commits.latest import named_in
+from reshard.commits.staging import is_unfinished, unfinished
+from reshard.contract import COMMIT_FILE
+from reshard.errors import NotACheckpointError, ReshardError, SourceError, TargetError, UsageError
+from reshard.formats import FORMATS, format_of, known_formats, recognise
+
+_MOST_TAGS = 20
+_WEIGHTS = "safetensors"
+_ATTEMPT = re.compile(r"^a(\d+)$", re.ASCII)
+_RESUME = "the command that made it, with --resume, goes on with what is done, and without it begins again"
+_MOST_NAME_BYTES = 255  # of Linux' file systems
+_MOST_PATH_BYTES = 3800  # PATH_MAX is 4096; the files of the result have names too
+
+
+def check_source(path: Path) -> None:
+    """Refuse what is no folder of one checkpoint.
+
+    Raises:
+        NotACheckpointError: missing, a file, unreadable, or the folder above the checkpoints; says what is there.
+    """
+    try:
+        _check_source(path)
+    except ReshardError:
+        raise
+    except OSError as error:
+        raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+
+
+def training_states_beside(path: Path) -> list[str]:
+    """Checkpoints in a folder of safetensors, as trainers save weights and training state side by side."""
+    if (path / COMMIT_FILE).exists() or not _is_of(path, weights=True):
+        return []
+    try:
+        return [name for name in checkpoints_in(path) if _is_of(path / name, weights=False)]
+    except OSError:  # a folder that is not for us, and no checkpoint of ours then
+        return []
+
+
+def refuse_weights_beside(path: Path) -> None:
+    """Weights alone are not what is meant where a training state lies beside them, unless their format is asked for.
+
+    Raises:
+        NotACheckpointError: names the training states.
+    """
+    if tags := training_states_beside(path):
+        raise NotACheckpointError(
+            "holds weights, and the state of the training in a folder beside them",
+            path=str(path),
+            problems=tags[:_MOST_TAGS],
+            hint=f"name that folder, {path / _latest(path, tags)}, or say --format safetensors for the weights alone",
+        )
+
+
+def _is_of(path: Path, *, weights: bool) -> bool:
+    # Formats that are not asked are not imported: a conversion begins sooner.
+    names = [name for name in FORMATS if (name == _WEIGHTS) is weights]
+    return any(format_of(name).sniff(path) is None for name in names)
+
+
+def _check_source(path: Path) -> None:
+    if not _exists(path):
+        if os.path.islink(path):  # noqa: PTH114  (takes names of any length)
+            raise NotACheckpointError(
+                f"is a symbolic link to {path.readlink()}, which is not there", path=str(path), hint=_nearest(path)
+            )
+        raise NotACheckpointError("there is no such folder", path=str(path), hint=_nearest(path))
+    if not path.is_dir():
+        raise NotACheckpointError(
+            "is a file: expected the folder of one checkpoint", path=str(path), hint=f"name its folder: {path.parent}"
+        )
+    if is_unfinished(path):
+        raise NotACheckpointError(
+            "is the unfinished result of a run that was killed, or that still works on it", path=str(path), hint=_RESUME
+        )
+    if not any(path.iterdir()):
+        raise NotACheckpointError("is empty", path=str(path))
+    if (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
+        return
+    tags = checkpoints_in(path)
+    if tags:
+        newest = _latest(path, tags)
+        raise NotACheckpointError(
+            f"holds {len(tags)} checkpoint{'s' if len(tags) > 1 else ''}, and is none itself",
+            path=str(path),
+            problems=[*tags[:_MOST_TAGS], *([f"and {len(tags) - _MOST_TAGS} more"] if len(tags) > _MOST_TAGS else [])],
+            hint=f"name one of them, for instance {path / newest}",
+        )
+    raise NotACheckpointError(
+        "holds no checkpoint that this version knows",
+        path=str(path),
+        problems=[f"{name}: {reason}" for name, reason in recognise(path)],
+        hint=next(
+            (f"{child.name} in it is unfinished: {_RESUME}" for child in path.iterdir() if is_unfinished(child)),
+            f"the formats are {known_formats()}",
+        ),
+    )
+
+
+def _nearest(path: Path) -> str:
+    """A hint that tells where in a path the first name is that is not there."""
+    above = next((parent for parent in path.absolute().parents if _exists(parent)), None)
+    return f"of this path, {above} is there" if above is not None and above != Path(above.anchor) else ""
+
+
+def checkpoints_in(path: Path) -> list[str]:
+    """Names of the folders in `path` that hold a checkpoint, in the order of the numbers in their names."""
+    found = []
+    for child in path.iterdir():
+        if child.name.startswith(".") or not child.is_dir():
+            continue
+        if (child / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(child)):
+            found.append(child.name)
+    return sorted(found, key=_natural)
+
+
+def _latest(path: Path, tags: list[str]) -> str:
+    """The folder that the framework's own file names, else the last."""
+    try:
+        return next((name for name in named_in(path) if name in tags), tags[-1])
+    except (OSError, NotACheckpointError):  # this is a hint for people, and no more
+        return tags[-1]
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint that a folder of several stands for; the path itself where it is one, or where nothing says it.
+
+    Of a training with DeepSpeed or Megatron-LM it is the one that the framework itself would load. Of a job, whose
+    folder holds `a<attempt>/step-<step>`, it is the commit of the latest step, and of those the latest attempt's.
+
+    Raises:
+        NotACheckpointError: what the framework's file names is no checkpoint, or the folder cannot be read.
+    """
+    try:
+        if not path.is_dir() or (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
+            return path
+        name = next(named_in(path), None)
+        if name is None:
+            return max(_commits(path), default=(0, 0, path))[2]
+        tags = checkpoints_in(path)
+    except OSError as error:
+        raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+    if name in tags:
+        return path / name
+    raise NotACheckpointError(
+        f"its file that names the newest checkpoint says {name!a:.100}, and there is no checkpoint of that name",
+        path=str(path),
+        problems=tags[-_MOST_TAGS:],
+        hint="name the folder of one checkpoint" + (f", for instance {path / tags[-1]}" if tags else ""),
+    )
+
+
+def _commits(path: Path) -> Iterator[tuple[int, int, Path]]:
+    """(step, attempt, folder) of every commit of the job whose folder this is."""
+    for attempt in path.iterdir():
+        if (match := _ATTEMPT.match(attempt.name)) is None or not attempt.is_dir():
+            continue
+        for folder in attempt.iterdir():
+            with contextlib.suppress(SourceError):  # without a marker it does not exist
+                yield read_commit(folder).step, int(match[1]), folder
+
+
+def _natural(name: str) -> tuple[int, str]:
+    digits = "".join(character for character in name if character.isdigit())
+    return (int(digits) if digits.isascii() and digits else 0, name)
+
+
+def _exists(path: Path) -> bool:
+    """No name that is too long for the file system is there."""
+    try:
+        return path.exists()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
+
+
+def _check_names(target: Path) -> None:
+    """Names that no file system takes are refused by their length; the unfinished result has a longer one."""
+    for part in target.parts:
+        most = (
+            _MOST_NAME_BYTES
+            if part != target.name
+            else _MOST_NAME_BYTES - len(unfinished(Path("x"), "0" * 16).name) + 1
+        )
+        if (found := len(os.fsencode(part))) > most:
+            raise TargetError(
+                f"a name of {found} bytes, {part[:20]}...: at most {most} fit",
+                path=f"{str(target)[:100]}...",
+                hint="choose a shorter name",
+            )
+    if (found := len(os.fsencode(target.absolute()))) > _MOST_PATH_BYTES:
+        raise TargetError(
+            f"has {found} bytes: at most {_MOST_PATH_BYTES} fit",
+            path=f"{str(target)[:100]}...",
+            hint="choose a shorter path",
+        )
+
+
+def check_target(source: Path, target: Path) -> None:
+    """Refuse a target that would touch the source, or that cannot become a folder.
+
+    A target folder that exists is judged when its commit is read: it may be this conversion, done before.
+
+    Raises:
+        UsageError: source and target are the same, or one lies in the other.
+        TargetError: the target is a file, or below one, or a mounted volume, or its name is too long, or it may not be
+            looked at.
+    """
+    _check_names(target)
+    try:
+        _check_place(source, target)
+    except OSError as error:
+        raise TargetError(
+            f"cannot be looked at: {error.strerror or error}", path=error.filename or str(target)
+        ) from error
+
+
+def _check_place(source: Path, target: Path) -> None:
+    for path in (target, *target.absolute().parents):
+        if path.exists():
+            if not path.is_dir():
+                raise TargetError("is a file: no folder can be made there", path=str(path))
+            break
+        if path.is_symlink():
+            raise TargetError(f"is a symbolic link to {path.readlink()}, which is not there", path=str(path))
+    here, there = source.resolve(), target.resolve()
+    if here == there:
+        raise UsageError("source and target are the same folder", path=str(target), hint="name a new folder")
+    if here in there.parents:
+        raise UsageError(
+            f"the target lies inside the source {source}, which is never changed",
+            path=str(target),
+            hint="name a folder outside of it",
+        )
+    if there in here.parents:
+        raise UsageError(
+            f"the target holds the source {source}", path=str(target), hint="name a new folder beside the source"
+        )
+    if target.is_mount():
+        raise TargetError(
+            "is where a volume is mounted: a result appears by a rename, which cannot replace that",
+            path=str(target),
+            hint=f"name a folder in it, for instance {target / source.name}",
+        )

@@ -1,0 +1,431 @@
+"""COMMIT.json: the marker that makes a checkpoint exist.
+
+A checkpoint folder is written once and never changed. Its COMMIT.json is written last, by a rename, after all files
+are on stable storage. It lists every file with its size and CRC-32, so that truncation and damage are found before a
+byte is used. The page docs/checkpoint-format.md is normative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn, TypeVar
+
+from reshard.checksums import self_checksum
+from reshard.contract import COMMIT_FILE, UNCONFIRMED_FILE, CommitRef
+from reshard.errors import (
+    CorruptSourceError,
+    ReshardError,
+    TargetError,
+    TargetTakenError,
+    UncommittedError,
+    UsageError,
+)
+from reshard.storage.durable import file_crc32, replace_file, sync_folder
+from reshard.topology import Topology
+
+COMMIT_VERSION = 1
+"""Raised when a reader of the old version would be wrong about the new one."""
+
+VIRTUAL = "virtual"
+"""Format of commits that say where the bytes are, instead of holding them."""
+
+_LONGEST_CHAIN = 8
+_MAX_MARKER_BYTES = 256 << 20  # 1 M files take 100 MB
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFLNK: "symbolic link",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
+_Kind = TypeVar("_Kind")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedFile:
+    """One file of a commit.
+
+    Attributes:
+        path: relative to the commit's folder, with forward slashes.
+        num_bytes: exact size.
+        crc32: CRC-32 of the content (zlib), or None where it was not computed.
+    """
+
+    path: str
+    num_bytes: int
+    crc32: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Content of COMMIT.json.
+
+    Attributes:
+        format: name of the format in `reshard.formats`, for instance `deepspeed`.
+        step: optimizer steps done.
+        samples: global samples consumed.
+        topology: topology that the files are laid out for.
+        attempt: attempt that the folder belongs to.
+        writer: `trainer` or `reshard`.
+        files: every file of the checkpoint but COMMIT.json itself.
+        digests: logical tensor (`state/name`) to digest in hex; empty where they were not computed.
+        data: position in the data, as the trainer's sampler wrote it (seed, sample index).
+        model: what the files do not say about the model and a resharder needs (pipeline layers, partition method).
+        source: folder of the commit that this one was converted from; empty for a trainer's own.
+        options: what the conversion was asked for besides the topology (`dtype`, `states`, `names`); usually empty.
+        created: RFC 3339 time, UTC.
+        owner: UID of the job that wrote it; empty without a cluster, and in commits of older versions.
+        origin: digests of what was converted: `identity` of the source's files, `content` of what was read of them.
+    """
+
+    format: str
+    step: int
+    samples: int
+    topology: Topology
+    attempt: int
+    writer: str
+    files: Sequence[CommittedFile]
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    source: str = ""
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    created: str = ""
+    owner: str = ""
+    origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.num_bytes for file in self.files)
+
+    def ref(self, folder: str | Path) -> CommitRef:
+        """The short form that travels through Lease and status."""
+        return CommitRef(
+            uri=str(folder),
+            step=self.step,
+            samples=self.samples,
+            attempt=self.attempt,
+            topology=self.topology.to_dict(),
+            num_bytes=self.num_bytes,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Wire form."""
+        return {
+            "version": COMMIT_VERSION,
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "topology": self.topology.to_dict(),
+            "files": [
+                {
+                    "path": file.path,
+                    "bytes": file.num_bytes,
+                    "crc32": None if file.crc32 is None else f"{file.crc32:08x}",
+                }
+                for file in self.files
+            ],
+        }
+
+
+def read_commit(folder: str | Path) -> Commit:
+    """Read and validate COMMIT.json of `folder`.
+
+    Raises:
+        UncommittedError: there is none.
+        CorruptSourceError: it is not what this version writes.
+    """
+    path = _as_path(folder) / COMMIT_FILE
+    try:
+        num_bytes = _regular_bytes(path)
+        if num_bytes > _MAX_MARKER_BYTES:
+            raise CorruptSourceError(f"has {num_bytes} bytes: at most {_MAX_MARKER_BYTES} are read", path=str(path))
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise UncommittedError(
+            f"no {COMMIT_FILE}: the checkpoint was never completed", path=str(folder), hint="use an earlier commit"
+        ) from error
+    except OSError as error:
+        raise CorruptSourceError(f"cannot be read: {error}", path=str(path)) from error
+    return _decode(content, path)
+
+
+def _decode(content: bytes, path: Path) -> Commit:
+    """A commit from the bytes of its marker.
+
+    Raises:
+        CorruptSourceError: it is not what this version writes.
+    """
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+        found = _parse(value, path)
+        self_checksum.check(content, value)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error!s:.200}"
+        raise CorruptSourceError(
+            f"not a commit marker: {what}",
+            path=str(path),
+            hint=f"use an earlier commit (who edits a marker on purpose removes its field {self_checksum.FIELD})",
+        ) from error
+    return found
+
+
+def _parse(value: Any, path: Path) -> Commit:
+    """A commit from its wire form; whatever is wrong with it raises."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found a {type(value).__name__}")
+    if type(version := value["version"]) is not int or version != COMMIT_VERSION:
+        raise CorruptSourceError(f"version {version!r:.40}: this program reads {COMMIT_VERSION}", path=str(path))
+    files = tuple(
+        CommittedFile(
+            path=_inside(_of(str, file, "path"), path),
+            num_bytes=_count(file, "bytes"),
+            crc32=None if file["crc32"] is None else _hex(file["crc32"], 8),
+        )
+        for file in _of(list, value, "files")
+    )
+    if len({file.path for file in files}) != len(files):
+        raise ValueError("a file is listed twice")
+    topology = _of(dict, value, "topology")
+    if any(isinstance(degree, bool) for degree in topology.values()):
+        raise ValueError(f"topology {topology!r:.100}")
+    digests = _of(dict, value, "digests", {})
+    for name, digest in digests.items():
+        name.encode("utf-8")
+        _hex(digest, 8)
+    options, origin = _of(dict, value, "options", {}), _of(dict, value, "origin", {})
+    for texts in (options, origin):
+        for key in texts:
+            _of(str, texts, key)
+    return Commit(
+        format=_of(str, value, "format"),
+        step=_count(value, "step"),
+        samples=_count(value, "samples"),
+        topology=Topology.from_dict(topology),
+        attempt=_count(value, "attempt"),
+        writer=_of(str, value, "writer"),
+        files=files,
+        digests=digests,
+        data=_of(dict, value, "data", {}),
+        model=_of(dict, value, "model", {}),
+        source=_source(value),
+        options=options,
+        created=_of(str, value, "created", ""),
+        owner=_of(str, value, "owner", ""),
+        origin=origin,
+    )
+
+
+def _of(kind: type[_Kind], value: Any, key: str, default: _Kind | None = None) -> _Kind:
+    """A field of one kind; one that MAY be absent has a default."""
+    found = value[key] if default is None else value.get(key, default)
+    if type(found) is not kind:
+        raise ValueError(f"{key} is {found!r:.60}, expected a {kind.__name__}")
+    if isinstance(found, str):
+        found.encode("utf-8")  # half of a surrogate pair is no text
+    return found
+
+
+def _source(value: Any) -> str:
+    found = _of(str, value, "source", "")
+    if "\0" in found:
+        raise ValueError("source holds a zero byte")
+    return found
+
+
+def _count(value: Any, key: str) -> int:
+    found = _of(int, value, key)
+    if not 0 <= found < 1 << 63:
+        raise ValueError(f"{key} is {found!r:.60}, expected 0 to 2^63 - 1")
+    return found
+
+
+def _hex(value: Any, digits: int) -> int:
+    if not isinstance(value, str) or len(value) != digits or set(value) - _HEX_DIGITS:
+        raise ValueError(f"{value!r:.60}: expected {digits} hex digits")
+    return int(value, 16)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _as_path(path: str | Path) -> Path:
+    """As it is: `Path(path)` would make a path of this machine of one in an object store."""
+    if "\0" in str(path):
+        raise UsageError(f"{str(path)!r:.200} is no path: it holds a zero byte")
+    return path if isinstance(path, Path) else Path(path)
+
+
+def _regular_bytes(path: Path) -> int:
+    """Size of a regular file.
+
+    Raises:
+        OSError: there is no such file, or it is a folder, a link, a pipe or a device.
+    """
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"is a {_KINDS.get(stat.S_IFMT(status.st_mode), 'special file')}, expected a file")
+    return status.st_size
+
+
+def source_of(folder: Path, commit: Commit) -> Path:
+    """Folder with the bytes of a commit: its own, or that of the source that virtual commits lead to.
+
+    Raises:
+        CorruptSourceError: a virtual commit leads nowhere, or in a circle.
+        UncommittedError: a source is gone.
+    """
+    for _ in range(_LONGEST_CHAIN):
+        if commit.format != VIRTUAL:
+            return folder
+        if not commit.source:
+            raise CorruptSourceError("is a virtual commit that names no source", path=str(folder))
+        virtual, folder = folder, _as_path(commit.source)
+        try:
+            commit = read_commit(folder)
+        except UncommittedError as error:
+            if folder.is_dir():  # a checkpoint that nobody committed, as frameworks write them
+                return folder
+            raise UncommittedError(
+                f"is a virtual commit whose bytes are in {folder}, which is not there",
+                path=str(virtual),
+                hint="a virtual commit lives no longer than its source: put that back, or use another commit",
+            ) from error
+    raise CorruptSourceError(f"leads through more than {_LONGEST_CHAIN} virtual commits", path=str(folder))
+
+
+def vacant(folder: Path) -> bool:
+    """Nothing is there, or an empty folder, which a rename replaces."""
+    if not os.path.lexists(folder):
+        return True
+    try:
+        return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
+    except OSError:  # who may not look does not know
+        return False
+
+
+def taken(folder: Path) -> TargetTakenError:
+    """What to raise where something else is there than the result that was asked for; says what it is."""
+    what = ""
+    try:
+        commit = read_commit(folder)
+        check_files(folder, commit)
+        origin = f", from {commit.source}" if commit.source else ""
+        what = f": it holds step {commit.step} as {commit.format} {commit.topology}{origin}, made at {commit.created}"
+    except UncommittedError:
+        what = ": it has no " + COMMIT_FILE
+    except CorruptSourceError as error:
+        what = f": {error.message}"
+    return TargetTakenError(
+        f"exists and is not the result of this conversion{what}",
+        path=str(folder),
+        hint="choose another folder or remove this one",
+    )
+
+
+def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> None:
+    """Check every file that the commit lists: present, of the exact size and, with `crc`, of the exact content.
+
+    Raises:
+        CorruptSourceError: with all problems found.
+    """
+    problems: list[str] = []
+    root, folders = _as_path(folder), {"."}
+    for file in commit.files:
+        path = root / file.path
+        try:
+            _check_parents(root, file.path, folders)
+            found = _regular_bytes(path)
+        except (OSError, ValueError) as error:
+            problems.append(f"{file.path}: {getattr(error, 'strerror', None) or error}")
+            continue
+        if found != file.num_bytes:
+            problems.append(f"{file.path}: {file.num_bytes} bytes were committed, {found} are there")
+        elif crc and file.crc32 is not None and (actual := file_crc32(path)) != file.crc32:
+            problems.append(other_content(file, actual))
+    if problems:
+        raise damaged(folder, commit, problems)
+
+
+def other_content(file: CommittedFile, crc32: int) -> str:
+    """What to say of a file with another checksum than was committed."""
+    return f"{file.path}: CRC-32 {file.crc32:08x} was committed, the content has {crc32:08x}"
+
+
+def damaged(folder: str | Path, commit: Commit, problems: Sequence[str]) -> CorruptSourceError:
+    """What to raise where files are not what was committed."""
+    return CorruptSourceError(
+        f"{len(problems)} of {len(commit.files)} files {'is' if len(problems) == 1 else 'are'} damaged",
+        path=str(folder),
+        problems=problems[:20],
+        hint="use an earlier commit",
+    )
+
+
+def _check_parents(root: Path, name: str, known: set[str]) -> None:
+    """Folders between a commit and its file are folders of its own: a link could lead anywhere.
+
+    Raises:
+        OSError: one of them is not.
+    """
+    for parent in reversed(PurePosixPath(name).parents):
+        if str(parent) not in known:
+            if not stat.S_ISDIR((root / parent).lstat().st_mode):
+                raise OSError(errno.ENOTDIR, f"{parent} is a link or no folder")
+            known.add(str(parent))
+
+
+def write_commit(folder: str | Path, commit: Commit, *, name: str = COMMIT_FILE) -> None:
+    """Publish `folder` as a commit: write the marker beside its name, fsync, rename, fsync the folder.
+
+    The caller has already synced the files themselves. With `name` UNCONFIRMED_FILE nothing is published yet:
+    see `confirm_commit`.
+
+    Raises:
+        TargetError: the marker would not be read back: nothing is written.
+        OSError: it cannot be written.
+    """
+    path = _as_path(folder) / name
+    content = self_checksum.sealed(commit.to_dict())
+    try:
+        _decode(content, path)
+    except ReshardError as error:
+        raise TargetError(f"would not be read back, so it is not written: {error.message}", path=str(path)) from error
+    replace_file(path, content)
+
+
+def confirm_commit(folder: Path) -> None:
+    """Publish a folder whose marker was written as UNCONFIRMED_FILE, by a rename.
+
+    Raises:
+        OSError: there is no such marker, or it cannot be renamed.
+    """
+    (folder / UNCONFIRMED_FILE).rename(folder / COMMIT_FILE)
+    sync_folder(folder)
+
+
+def plain(path: Path) -> str:
+    """A path as text for the marker: what of it is no text is written as escapes, and then only people read it."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _inside(path: str, marker: Path) -> str:
+    """Refuse names that leave the commit's folder, or that say a file's place in two ways."""
+    if not path or path.startswith("/") or "\0" in path or {"", ".", ".."} & set(path.split("/")):
+        raise CorruptSourceError(f"file name {path!r:.200} leaves the folder", path=str(marker))
+    return path

@@ -1,0 +1,306 @@
+"""Read and check all files of a native DeepSpeed checkpoint (metadata only), and find out what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.base import stated_topology
+from reshard.formats.deepspeed import autoep, names, pipeline
+from reshard.formats.deepspeed.contents import Source, mapping_of
+from reshard.formats.deepspeed.experts import Experts, find_experts, is_native
+from reshard.formats.deepspeed.pipeline import PipelineInfo
+from reshard.formats.deepspeed.reading import older_experts
+from reshard.formats.deepspeed.unpartitioned import named_groups, stage_module
+from reshard.formats.pt.equal_files import Twins
+from reshard.formats.pt.objects import Global, Inert, Tensor
+from reshard.formats.pt.reader import PtFile, read
+from reshard.topology import Topology
+
+_MOST_MISSING = 20
+_STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+
+
+def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> Source:
+    """Read and check all files of `folder`; `commit_model` is what its commit says about the model.
+
+    Raises:
+        CorruptSourceError: files are missing, left over, of different steps, or damaged.
+        UnsupportedError: ZeRO-0, experts, or another layout that is not converted.
+    """
+    found = _scan(folder)
+    _leave_out_experts(found, folder)
+    prefixes = {parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"}
+    if len(prefixes) > 1:
+        raise CorruptSourceError(
+            "has optimizer files with and without the prefix bf16_: two saves mixed", path=str(folder)
+        )
+    models = {(parsed.mp, max(parsed.dp, 0)): name for name, parsed in found.items() if parsed.kind == "model"}
+    if (0, 0) not in models:
+        raise CorruptSourceError("misses the model file of rank 0", path=str(folder))
+    first = read(folder / models[0, 0])
+    topology = _topology(first, found, folder)
+    prefix = next(iter(prefixes), "")
+    _check_names(folder, topology, found, prefix)
+    twins = Twins()
+    files = {name: twins.read(folder / name) for name in found}
+    source = Source(
+        folder=folder,
+        topology=topology,
+        prefix=prefix,
+        pipeline=any(parsed.kind == "layer" for parsed in found.values()),
+        model_axis=any(parsed.model_axis for parsed in found.values()),
+        models={key: files[name] for key, name in sorted(models.items())},
+        optimizers=_by_rank(found, files, "optimizer"),
+        layers={
+            (parsed.layer, parsed.mp): files[name]
+            for name, parsed in sorted(found.items(), key=lambda item: (item[1].layer, item[1].mp))
+            if parsed.kind == "layer"
+        },
+        named={},
+        expert_files={
+            (parsed.layer, parsed.expert): files[name]
+            for name, parsed in sorted(found.items(), key=lambda item: (item[1].layer, item[1].expert))
+            if parsed.kind == "expert"
+        },
+    )
+    _check_contents(source)
+    source = _with_experts(older_experts.complete(source))
+    return source if source.optimizers else _with_names(source, commit_model or {})
+
+
+def _leave_out_experts(found: dict[str, names.FileName], folder: Path) -> None:
+    """Take out the files that DeepSpeed before 0.19 saves for experts' optimizers where ZeRO has these."""
+    others = [name for name, parsed in found.items() if parsed.kind == "other"]
+    optimizers = [name for name, parsed in found.items() if parsed.kind == "expert_optimizer"]
+    others += [name for name in optimizers if read(folder / name).value != older_experts.NO_OPTIMIZER]
+    if others:
+        raise UnsupportedError(
+            f"{len(others)} files of experts such as {others[0]}: experts without a layer's number, and optimizers of"
+            " experts at ZeRO-0, are not converted",
+            path=str(folder),
+            hint="save with DeepSpeed 0.19 at ZeRO stage 1 or 2",
+        )
+    for name in optimizers:
+        del found[name]
+
+
+def _with_experts(source: Source) -> Source:
+    """Find out about the experts and the degree of expert parallelism."""
+    where, value = str(source.folder), source.models[0, 0].value
+    layers = autoep.layers_of(value)
+    groups = value.get("param_shapes") or []
+    local = [name for group in groups if isinstance(group, Mapping) for name in group]
+    if not source.expert_files and not layers and not any(map(is_native, local)):
+        return source
+    topology = source.topology
+    if topology.tp * topology.pp * topology.cp > 1 or topology.zero not in (1, 2):
+        raise UnsupportedError(
+            f"has experts in the layout {topology}: experts are converted at tp=1, pp=1, cp=1 and ZeRO stages 1 and 2",
+            path=where,
+        )
+    if source.config.get("use_data_before_expert_parallelism"):
+        raise UnsupportedError("use_data_before_expert_parallelism orders ranks otherwise than is read", path=where)
+    if layers:
+        counts, _, ep = autoep.stacked_names(layers, where)
+        experts = Experts(stacked=counts)
+    else:
+        experts, ep = find_experts({key: file.value for key, file in source.expert_files.items()}, local, where)
+    if topology.dp % ep:
+        raise CorruptSourceError(f"has dp={topology.dp} and ep={ep}, which does not divide it", path=where)
+    return dataclasses.replace(source, experts=experts, topology=dataclasses.replace(topology, ep=ep))
+
+
+def _with_names(source: Source, commit_model: Mapping[str, Any]) -> Source:
+    """ZeRO-0: find out which parameters the optimizer's numbers mean, or why only the weights are to be had."""
+    layers = commit_model.get("pipeline", source.models[0, 0].value.get("pipeline_layout"))
+    info = pipeline.parse(layers) if source.pipeline else None
+    try:
+        return dataclasses.replace(source, named={mp: _names(source, info, mp) for mp, _ in source.models})
+    except UnsupportedError as error:
+        if source.pipeline:  # whose layers are known by their parameters
+            raise
+        return weights_alone(source, error)
+
+
+def weights_alone(source: Source, why: UnsupportedError) -> Source:
+    """The same as if its optimizer had no groups, because of what is not understood of it."""
+    hint = "; ".join(filter(None, (why.hint, "--states weight takes the weights alone")))
+    unread = UnsupportedError(why.message, path=why.path, problems=why.problems, hint=hint)
+    return dataclasses.replace(source, named={mp: [] for mp, _ in source.models}, unread=unread)
+
+
+def _names(source: Source, info: PipelineInfo | None, mp: int) -> list[dict[str, tuple[int, ...]]]:
+    file = source.models[mp, 0]
+    if not isinstance(file.value.get("optimizer"), Mapping):
+        lost = _lost_by_deepspeed(file.value)
+        raise UnsupportedError(
+            "has no optimizer, and there are no *_optim_states.pt files",
+            path=file.path,
+            hint="DeepSpeed 0.17 saves no optimizer states in bf16 at ZeRO-0: train with ZeRO stage 1"
+            if lost
+            else "save from an engine with an optimizer",
+        )
+    pp, tp = divmod(mp, source.topology.tp)
+    module = stage_module(source, info, pp, tp) if source.pipeline else mapping_of(file, "module")
+    tensors = {name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor)}
+    return named_groups(mapping_of(file, "optimizer"), tensors, file)
+
+
+def _scan(folder: Path) -> dict[str, names.FileName]:
+    try:
+        listed = sorted(item.name for item in folder.iterdir())
+    except OSError as error:
+        raise CorruptSourceError(f"cannot be listed: {error.strerror}", path=str(folder)) from error
+    return {name: parsed for name in listed if (parsed := names.parse(name)) is not None}
+
+
+def _by_rank(
+    found: Mapping[str, names.FileName], files: Mapping[str, PtFile], kind: str
+) -> dict[tuple[int, int], PtFile]:
+    ranks = sorted((parsed.mp, parsed.dp, name) for name, parsed in found.items() if parsed.kind == kind)
+    return {(mp, dp): files[name] for mp, dp, name in ranks}
+
+
+def zero_stage(state: Mapping[str, Any]) -> int:
+    """The stage that an `optimizer_state_dict` says; BF16_Optimizer says none and is stage 1."""
+    value = state.get("zero_stage", 1)
+    if isinstance(value, Inert) and value.target == _STAGE_ENUM and len(value.args) == 1:
+        value = value.args[0]
+    return value if isinstance(value, int) else -1
+
+
+def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) -> Topology:
+    value = first.value
+    if not isinstance(value, Mapping) or "dp_world_size" not in value or "global_steps" not in value:
+        raise CorruptSourceError("is not a DeepSpeed model file: no dp_world_size, global_steps", path=first.path)
+    dp: Any = value["dp_world_size"]
+    mp: Any = value.get("mp_world_size", 1)
+    tp: Any
+    pp: Any
+    dims = value.get("checkpoint_parallel_dimensions")
+    if isinstance(dims, Mapping):
+        tp, pp = dims.get("tp_degree"), dims.get("pp_degree")
+    else:  # before DeepSpeed 0.19: count the tensor-parallel ranks of the layer files, as ds_to_universal does
+        layers = {parsed.mp for parsed in found.values() if parsed.kind == "layer"}
+        tp = len(layers) or mp
+        pp = mp // tp if isinstance(mp, int) else None
+    degrees = {"tp": tp, "pp": pp, "dp": dp, "mp": mp}
+    integers = all(type(degree) is int and degree >= 1 for degree in degrees.values())
+    tp, cp = (1, tp) if integers and mp == pp == 1 and dp % tp == 0 else (tp, 1)  # as parallel_dimensions says it
+    if not integers or tp * pp != mp:
+        raise CorruptSourceError(f"its degrees of parallelism {degrees} do not fit each other", path=first.path)
+    prefixes = [parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"]
+    if not prefixes:
+        return _topology_without_zero(first, stated_topology(first.path, tp=tp, pp=pp, dp=dp, cp=cp), found)
+    path = folder / names.optimizer_file(prefixes[0], 0, 0)
+    if not path.exists():
+        raise CorruptSourceError(f"misses {path.name}", path=str(folder))
+    state = read(path).value
+    inner = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
+    stage = zero_stage(inner) if isinstance(inner, Mapping) else -1
+    if stage not in (1, 2, 3):
+        raise UnsupportedError(f"ZeRO stage {stage}: expected 1, 2 or 3", path=str(path))
+    return stated_topology(first.path, tp=tp, pp=pp, dp=dp, cp=cp, zero=stage)
+
+
+def parallel_dimensions(topology: Topology) -> dict[str, int]:
+    """What a model file of such a run says as `checkpoint_parallel_dimensions`.
+
+    DeepSpeed's own mpu for sequence parallelism calls its group the model's
+    (deepspeed/runtime/sequence_parallel/parallel_state_sp.py 0.19.8), and the engine takes that for tensor parallelism,
+    here only: the files are those of tp=1. Other mpus name their tensor parallelism, and nothing tells of cp.
+    """
+    plain = topology.tp * topology.pp == 1
+    return {"pp_degree": topology.pp, "tp_degree": topology.cp if plain else topology.tp}
+
+
+def _topology_without_zero(first: PtFile, topology: Topology, found: Mapping[str, names.FileName]) -> Topology:
+    """Without optimizer files it is ZeRO-0, unless the model file says that there were some, or has experts."""
+    experts = any(parsed.kind == "expert" for parsed in found.values()) and first.value.get("optimizer") is None
+    if experts or (first.value.get("param_shapes") is not None and not _lost_by_deepspeed(first.value)):
+        raise CorruptSourceError("has no *_optim_states.pt files beside it, and was saved with them", path=first.path)
+    return dataclasses.replace(topology, zero=0)
+
+
+def _lost_by_deepspeed(model: Mapping[str, Any]) -> bool:
+    """bf16 at ZeRO-0, of which DeepSpeed 0.17 saves no optimizer states (seen in 0.17.6)."""
+    config = model.get("ds_config")
+    sections = [config.get(key) for key in ("bf16", "zero_optimization")] if isinstance(config, Mapping) else [None]
+    bf16, zero = [section if isinstance(section, Mapping) else {} for section in (*sections, None)[:2]]
+    version = str(model.get("ds_version"))
+    return version.startswith("0.17.") and bf16.get("enabled") is True and zero.get("stage", 0) == 0
+
+
+def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.FileName], prefix: str) -> None:
+    """Every rank has its files, and there is no file of a rank that does not exist."""
+    most = len(found) + _MOST_MISSING  # numbers in names and files may promise any number of files
+    expected = set(itertools.islice(_expected_names(topology, found, prefix), most + 1))
+    problems = [f"{name} is missing" for name in sorted(expected - found.keys())[:_MOST_MISSING]]
+    if len(expected) <= most:
+        problems += [f"{name} belongs to no rank of this layout" for name in sorted(found.keys() - expected)]
+    else:
+        problems += [f"{len(found)} files are there, more than {most} are expected"]
+    if problems:
+        raise CorruptSourceError(
+            f"its files do not fit {topology}",
+            path=str(folder),
+            problems=problems,
+            hint="a rank did not save, two saves are mixed in one folder, or each node saved its own ranks"
+            " (use_node_local_storage): copy the files of all nodes into one folder",
+        )
+
+
+def _expected_names(topology: Topology, found: Mapping[str, names.FileName], prefix: str) -> Iterator[str]:
+    """Yield the name of every file of the layout."""
+    num_mp = topology.tp * topology.pp
+    for mp in range(num_mp):
+        for dp in [None] if topology.zero < 3 else range(topology.dp):
+            yield names.model_file(mp, dp=dp)
+        for dp in range(topology.dp) if topology.zero else ():
+            yield names.optimizer_file(prefix, dp, mp)
+    axis = any(parsed.model_axis for parsed in found.values())
+    for layer in {parsed.layer for parsed in found.values() if parsed.kind == "layer"}:
+        for tp in range(topology.tp):
+            yield names.layer_file(layer, tp, model_axis=axis)
+    counts: dict[int, int] = {}
+    for parsed in found.values():
+        if parsed.kind == "expert":
+            counts[parsed.layer] = max(counts.get(parsed.layer, 0), parsed.expert + 1)
+    for layer, count in counts.items():
+        for expert in range(count):
+            yield names.expert_file(layer, expert)
+
+
+def _divides(count: object, dp: int) -> bool:
+    return isinstance(count, int) and count > 0 and dp % count == 0
+
+
+def _check_contents(source: Source) -> None:
+    problems: list[str] = []
+    reference = source.models[0, 0].value
+    for file in source.models.values():
+        for key in ("global_steps", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"):
+            if not isinstance(file.value, Mapping) or file.value.get(key) != reference.get(key):
+                name = Path(file.path).name
+                problems.append(f"{name}: another {key} than rank 0's {reference.get(key)!r}")
+    stages = {zero_stage(source.optimizer(*rank)) for rank in source.optimizers}
+    if stages - {source.topology.zero}:
+        problems.append(f"optimizer files are of the ZeRO stages {sorted(stages)}")
+    for rank, file in source.optimizers.items():
+        counts = source.optimizer(*rank).get("partition_count", source.topology.dp)
+        counts = counts if isinstance(counts, list) else [counts]
+        dp = source.topology.dp  # the partitions of experts are fewer: each part of them has its own ranks
+        if any(count != dp and not (source.expert_files and _divides(count, dp)) for count in counts):
+            problems.append(f"{Path(file.path).name}: written for {counts} partitions, not {source.topology.dp}")
+    problems += [
+        f"{Path(file.path).name}: not a dict of tensors"
+        for file in (*source.layers.values(), *source.expert_files.values())
+        if not isinstance(file.value, Mapping) or not all(isinstance(item, Tensor) for item in file.value.values())
+    ]
+    if problems:
+        raise CorruptSourceError("its files contradict each other", path=str(source.folder), problems=problems)

@@ -1,0 +1,187 @@
+"""Index a native DeepSpeed checkpoint: every stored byte of model and optimizer as a box of a logical tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from reshard.commits.commit import Commit
+from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed import pipeline
+from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.logical import Model, Param, describe
+from reshard.formats.deepspeed.names import NAME
+from reshard.formats.deepspeed.reading.groups import read_groups
+from reshard.formats.deepspeed.reading.opening import open_source, weights_alone
+from reshard.formats.deepspeed.reading.partitions import add_partitions, add_unpartitioned, add_zero3
+from reshard.formats.deepspeed.reading.weights import (
+    add_experts,
+    add_layers,
+    add_modules,
+    add_zero3_buffers,
+    add_zero3_frozen,
+    shared_names,
+)
+from reshard.formats.deepspeed.rows import Rows
+from reshard.formats.deepspeed.states import check_scalars
+from reshard.formats.deepspeed.tensor_parallel import patterns
+from reshard.formats.pt.reader import PtFile
+from reshard.tensors.layout import Checksum, Index, SourceFile, TensorKey
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """What the writer needs besides the tensors.
+
+    Attributes:
+        source: the files.
+        model: the whole model.
+        weights: module parameters and buffers that are not optimized (frozen, buffers), by name.
+        commit_model: `Commit.model` of the source.
+        element_bytes: of the model's dtype, which `parameter_alignment` depends on.
+        aliases: second name of a tied weight -> its first.
+    """
+
+    source: Source
+    model: Model
+    weights: Mapping[str, Param]
+    commit_model: Mapping[str, Any]
+    element_bytes: int
+    aliases: Mapping[str, str]
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """`Index.extra` of another format whose files say all that native ones hold besides tensors."""
+
+    def native(self) -> Extra:
+        """The same in the words of a native checkpoint.
+
+        Raises:
+            UnsupportedError: naming the fact that is not told.
+        """
+        ...
+
+
+def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | None = None) -> Index:
+    """Index the checkpoint in `folder`.
+
+    Args:
+        folder: of the tag.
+        commit: its commit marker, if it has one.
+        told: how tensors are cut (`pattern_file.load`), instead of what the checkpoint says about it.
+
+    Raises:
+        CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
+    """
+    source = open_source(folder, dict(commit.model) if commit is not None else {})
+    try:
+        return _index(source, commit, told)
+    except UnsupportedError as error:
+        if source.unread is not None or source.pipeline or source.topology.zero == 3:  # no weights without optimizer
+            raise
+        try:
+            return _index(weights_alone(source, error), commit, told)
+        except UnsupportedError:
+            raise error from None
+
+
+def _index(source: Source, commit: Commit | None, told: Mapping[str, Any] | None) -> Index:
+    if source.unread is None:
+        check_scalars(source)
+    commit_model = dict(commit.model) if commit is not None else {}
+    first = source.models[0, 0].value
+    info = first.get("universal_checkpoint_info") if told is None else told
+    layers = commit_model.get("pipeline", first.get("pipeline_layout"))
+    model = describe(source, patterns.parse(info), pipeline.parse(layers))
+    rows = Rows()
+    files = {file.path: at for at, file in enumerate(source.files)}
+    weights: dict[str, Param] = {}
+    aliases: dict[str, str] = {}
+    if source.pipeline:
+        add_layers(rows, source, model, files, weights)
+    elif source.topology.zero < 3:
+        aliases = add_modules(rows, source, model, files, weights)
+        add_experts(rows, source, model, files, weights)
+    else:
+        aliases = shared_names(first.get("shared_params"), model)
+    element_bytes = 2 if source.half_type else 4
+    if source.unread is not None:
+        pass
+    elif source.topology.zero == 0:
+        add_unpartitioned(rows, source, model, files)
+    elif source.topology.zero < 3:
+        add_partitions(rows, source, model, files, element_bytes)
+    else:
+        add_zero3(rows, source, model, files)
+        add_zero3_frozen(rows, source, model, files, weights)
+        add_zero3_buffers(rows, source, model, files, weights)
+    return Index(
+        root=source.folder,
+        format=NAME,
+        topology=source.topology,
+        step=source.step,
+        samples=source.samples if commit is None else commit.samples,
+        tensors=tuple(rows.tensors),
+        files=_source_files(source.files),
+        shards=rows.build(),
+        groups=read_groups(source, model),
+        aliases=aliases,
+        unread=source.unread,
+        has_rounded_weights=_has_rounded_weights(source),
+        rank_local=_rank_local(source),
+        extra=Extra(
+            source=source,
+            model=model,
+            weights=weights,
+            commit_model=commit_model,
+            element_bytes=element_bytes,
+            aliases=aliases,
+        ),
+    )
+
+
+def _has_rounded_weights(source: Source) -> bool:
+    """DeepSpeed rounds each weight from its master in every step, and when it loads a checkpoint.
+
+    Not with what changes weights behind the optimizer's back, or lets them lag behind their masters.
+    """
+    config = source.models[0, 0].value.get("ds_config")
+    config = config if isinstance(config, Mapping) else {}
+    zero = config.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    offload = zero.get("offload_optimizer")
+    changed = any(config.get(key) for key in ("quantize_training", "compression_training", "hybrid_engine"))
+    lags = bool(zero.get("zenflow")) or (isinstance(offload, Mapping) and bool(offload.get("super_offload")))
+    return source.unread is None and source.topology.zero < 3 and not changed and not lags
+
+
+def _rank_local(source: Source) -> frozenset[TensorKey]:
+    """Buffers of ZeRO-3, of which each data-parallel rank saves its own (running means of a batch norm)."""
+    if source.topology.zero < 3:
+        return frozenset()
+    names = {name for file in source.models.values() for name in file.value.get("buffer_names") or ()}
+    return frozenset(TensorKey("weight", name) for name in names)
+
+
+def _source_files(files: Sequence[PtFile]) -> tuple[SourceFile, ...]:
+    known: dict[int, tuple[Checksum, ...]] = {}  # files of alike ranks hold the same object
+    found = []
+    for file in files:
+        if id(file.storages) not in known:
+            known[id(file.storages)] = _checksums(file)
+        found.append(
+            SourceFile(path=Path(file.path).name, num_bytes=file.num_bytes, checksums=known[id(file.storages)])
+        )
+    return tuple(found)
+
+
+def _checksums(file: PtFile) -> tuple[Checksum, ...]:
+    found = sorted(
+        (storage.file_offset, storage.num_bytes, storage.crc32)
+        for storage in file.storages.values()
+        if storage.crc32 is not None and storage.num_elements
+    )
+    return tuple(Checksum(start=start, num_bytes=count, crc32=crc) for start, count, crc in found)

@@ -1,0 +1,187 @@
+"""Weights of the model as boxes of logical tensors: modules, pipeline layers, experts, frozen parameters, buffers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import CorruptSourceError
+from reshard.formats.deepspeed import autoep, flat
+from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.logical import Model, Param, layer_weights, make_param
+from reshard.formats.deepspeed.rows import Place, Rows
+from reshard.formats.deepspeed.slots import held_runs
+from reshard.formats.pt.objects import Tensor
+from reshard.formats.pt.reader import PtFile
+
+
+def add_layers(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:
+    """Weights of a PipelineModule: one file per layer and tensor-parallel rank."""
+    copies: dict[str, int] = {}
+    for layer in sorted({layer for layer, _ in source.layers}):
+        for name, shards in layer_weights(source, model, layer).items():
+            param = _weight(name, shards, model, source, weights)
+            copy = copies[name] = copies.get(name, -1) + 1
+            for tp, tensor in enumerate(shards):
+                _add_weight(
+                    rows, param, tensor, Place(source.topology.tp, tp, copy, files[source.layers[layer, tp].path], 0)
+                )
+    if missing := sorted(model.params.keys() - copies.keys()):
+        raise CorruptSourceError(
+            f"no layer file holds the weights of {', '.join(missing[:5])}",
+            path=str(source.folder),
+            hint="a layer_*-model_states.pt file is missing",
+        )
+
+
+def shared_names(shared: Any, model: Model) -> dict[str, str]:
+    """Second names of tied weights as ZeRO-3 states them."""
+    found = shared.items() if isinstance(shared, Mapping) else ()
+    return {alias: name for alias, name in found if name in model.params and alias not in model.params}
+
+
+def add_modules(
+    rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+) -> dict[str, str]:
+    """Weights of a model without pipeline: `module` in each tensor-parallel rank's model file.
+
+    Returns:
+        Second name of a tied weight -> its first.
+    """
+    modules = [_module(source.models[tp, 0]) for tp in range(source.topology.tp)]
+    if any(list(module) != list(modules[0]) for module in modules):
+        raise CorruptSourceError("tensor-parallel ranks hold modules of different names", path=str(source.folder))
+    seen: dict[str, Tensor] = {}
+    copies: Counter[str] = Counter()
+    aliases: dict[str, str] = {}
+
+    def add(name: str, shards: list[Tensor]) -> None:
+        param = _weight(name, shards, model, source, weights)
+        for tp, tensor in enumerate(shards):
+            place = Place(source.topology.tp, tp, copies[name], files[source.models[tp, 0].path], 0)
+            _add_weight(rows, param, tensor, place)
+        copies[name] += 1
+
+    # Models with experts are saved with a copy for each name of a tied weight.
+    shared = shared_names(source.models[0, 0].value.get("shared_params"), model)
+    for name in modules[0]:
+        shards = [module[name] for module in modules]
+        twin = next((other for other, tensor in seen.items() if shards[0].same_view(tensor)), shared.get(name))
+        if twin is not None and name not in model.params:
+            aliases[name] = twin
+            first = modules[0].get(twin)
+            if first is not None and not shards[0].same_view(first):
+                add(twin, shards)
+            continue
+        seen[name] = shards[0]
+        for own in (shards, *_stated_again(source, name, shards)):
+            add(name, own)
+    experts = source.experts
+    others = (name for name in model.params.keys() - set(modules[0]) if experts is None or not experts.holds(name))
+    if missing := sorted(others):
+        raise CorruptSourceError(f"the module misses {', '.join(missing[:5])}", path=source.models[0, 0].path)
+    return aliases
+
+
+def _stated_again(source: Source, name: str, shards: list[Tensor]) -> list[list[Tensor]]:
+    """Shards of a frozen parameter as `frozen_param_fragments` holds them, where that is a copy of its own."""
+    fragments = [source.models[tp, 0].value.get("frozen_param_fragments") for tp in range(source.topology.tp)]
+    found = [held.get(name) if isinstance(held, Mapping) else None for held in fragments]
+    again = [tensor for tensor in found if isinstance(tensor, Tensor)]
+    kinds = [(tensor.shape, tensor.dtype) for tensor in again]
+    is_whole = kinds == [(tensor.shape, tensor.dtype) for tensor in shards]
+    return [again] if is_whole and not again[0].same_view(shards[0]) else []
+
+
+def add_experts(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:
+    """Weights of experts: a file for each, with names as in the whole model, or slices of stacks."""
+    experts = source.experts
+    if experts is None:
+        return
+    found: dict[str, int] = {}
+    for (_, expert), file in source.expert_files.items():
+        for name, tensor in file.value.items():
+            if not experts.stacked:
+                param = _weight(name, [tensor], model, source, weights)
+                _add_weight(rows, param, tensor, Place(1, 0, 0, files[file.path], 0))
+                found[name] = 1
+                continue
+            stack = autoep.split_name(name, expert, file.path)
+            known = model.params.get(stack)
+            if known is None or tensor.shape != known.shape[1:]:
+                raise CorruptSourceError(f"holds {name} {tensor.shape}, a slice of no known stack", path=file.path)
+            place = Place(known.shape[0], expert, 0, files[file.path], tensor.file_offset)
+            rows.add_shard("weight", known, place, dtype=tensor.dtype, strides=(tensor.num_elements, *tensor.stride))
+            found[stack] = found.get(stack, 0) + 1
+    lacking = (name for name in model.params if experts.holds(name) and found.get(name) != experts.stacked.get(name, 1))
+    if missing := sorted(lacking):
+        raise CorruptSourceError(f"no file of an expert holds {', '.join(missing[:5])}", path=str(source.folder))
+
+
+def add_zero3_frozen(
+    rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+) -> None:
+    """Parameters that are not optimized: each rank's slot in `frozen_param_fragments`. Buffers travel in the files."""
+    topology = source.topology
+    for mp in range(topology.tp * topology.pp):
+        own = [source.models[mp, dp] for dp in range(topology.dp)]
+        held = [(file, file.value.get("frozen_param_fragments") or {}) for file in own]
+        for name in dict.fromkeys(name for _, fragments in held for name in fragments):
+            if name not in weights:
+                found = [
+                    tuple((source.models[tp, 0].value.get("frozen_param_shapes") or {}).get(name, ()))
+                    for tp in range(topology.tp)
+                ]
+                weights[name] = make_param(name, found, model.patterns, topology.tp)
+            shape = (own[0].value.get("frozen_param_shapes") or {}).get(name, ())
+            (slot,), length = flat.zero3_slots([math.prod(shape)], topology.dp)
+            dtype, runs = held_runs(held, name, files, length=length, what=f"frozen parameter {name}")
+            place = Place(topology.tp, mp, 0, 0, 0)
+            rows.add_slots("weight", weights[name], place, runs, dtype=dtype, offset=0, size=slot.size)
+
+
+def add_zero3_buffers(
+    rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+) -> None:
+    """Buffers are not partitioned: every rank's model file holds them whole."""
+    known: dict[int, Mapping[str, Tensor]] = {}  # files of alike ranks hold the same object
+    modules = {
+        rank: known.get(id(file.value.get("module"))) or known.setdefault(id(file.value.get("module")), _module(file))
+        for rank, file in source.models.items()
+    }
+    for (mp, dp), file in source.models.items():
+        for name in file.value.get("buffer_names") or ():
+            tensor = modules[mp, dp].get(name)
+            if tensor is None:
+                continue
+            shards = [modules[tp, dp].get(name, tensor) for tp in range(source.topology.tp)]
+            param = _weight(name, shards, model, source, weights)
+            _add_weight(rows, param, tensor, Place(source.topology.tp, mp, dp, files[file.path], 0))
+
+
+def _module(file: PtFile) -> Mapping[str, Tensor]:
+    value = file.value.get("module")
+    if not isinstance(value, Mapping) or not all(isinstance(item, Tensor) for item in value.values()):
+        raise CorruptSourceError("its module is not a dict of tensors", path=file.path)
+    return value
+
+
+def _weight(name: str, shards: list[Tensor], model: Model, source: Source, weights: dict[str, Param]) -> Param:
+    """The parameter that a stored weight belongs to; buffers and frozen parameters get one of their own."""
+    shapes = [tensor.shape for tensor in shards]
+    param = model.params.get(name) or weights.get(name)
+    if param is None:
+        param = weights[name] = make_param(name, shapes, model.patterns, source.topology.tp)
+    tp = source.topology.tp
+    expected = [param.rule.shard_shape(name, param.shape, tp, rank) for rank in range(tp)]
+    if shapes != expected:
+        raise CorruptSourceError(f"weight {name} has the shapes {shapes}, expected {expected}", path=str(source.folder))
+    return param
+
+
+def _add_weight(rows: Rows, param: Param, tensor: Tensor, place: Place) -> None:
+    rows.add_shard(
+        "weight", param, place._replace(byte_offset=tensor.file_offset), dtype=tensor.dtype, strides=tensor.stride
+    )

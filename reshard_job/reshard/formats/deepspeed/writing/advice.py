@@ -1,0 +1,73 @@
+"""What a run has to set as the source did, because DeepSpeed's files say nothing of it and its load does not check."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.formats.deepspeed.fields import Kind, offload_device
+from reshard.formats.deepspeed.reading.groups import uses_muon
+from reshard.formats.deepspeed.writing.target import Target
+from reshard.formats.deepspeed.writing.zero3 import sub_groups
+from reshard.topology import Topology
+
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+_OTHER_PIPELINES = (0, 16, 0), (0, 19, 8)
+"""From, and before: 0.15.4 and 0.19.8 divide a pipeline's gradients by the number of micro-batches, once."""
+_LOADS_BF16 = (0, 18, 0)
+"""0.14 to 0.16 take BF16_Optimizer for bf16 at ZeRO-0, and 0.17 fails; 0.18.9 and 0.19.8 load the files."""
+
+
+def advice(target: Target, before: Topology | None) -> tuple[str, ...]:
+    """Settings of the run that loads the target, for people; none where DeepSpeed's defaults do.
+
+    `before` is the source's topology, None where its files do not tell all of it.
+    """
+    source, zero, found = target.source, target.source.zero_config, []
+    if target.round_robin:
+        found.append("resume with round_robin_gradients on, as the source ran: DeepSpeed loads other values without it")
+    scaled = target.kind is Kind.ZERO3 and source.half_type == "float16"  # offloaded it has no loss scale
+    if (target.kind is Kind.ZERO12 or scaled) and uses_muon(source):
+        how = "with" if offload_device(zero) else "without"
+        found.append(f"resume {how} offload_optimizer, as the source ran: Muon's momentum is laid out for that")
+    size = int(zero.get("sub_group_size") or 0)
+    if target.topology.zero == 3 and size and any(len(parts) > 1 for parts in sub_groups(target, 0)):
+        found.append(f"resume with zero_optimization.sub_group_size {size}, as the source ran: groups are cut by it")
+    gain = 1.0 if before is None else _gradient_gain(target.topology) / _gradient_gain(before)
+    if gain != 1:
+        found.append(
+            f"DeepSpeed's gradients are {gain:g} times the source's at this cp and stage, and the moments do not scale:"
+            f" multiply the loss by {1 / gain:g}, unless the script makes up for it"
+        )
+    version = str(source.models[0, 0].value.get("ds_version"))
+    if source.pipeline and _scales_pipelines_otherwise(version):
+        found.append(
+            f"moments of pipelines by DeepSpeed {version} have the size of its gradients, which were too large by"
+            " gradient_accumulation_steps (since 0.16.0), or too small by it in all stages but the last (0.18.9): where"
+            " that number, pp or the version changes, losses differ until the moments have adapted"
+        )
+    if target.kind in (Kind.UNFUSED, Kind.FUSED) and _is_before(version, _LOADS_BF16):
+        found.append(
+            f"DeepSpeed {version} does not load these files (seen in 0.14 to 0.17): train on with 0.18 or later,"
+            " or choose zero=1"
+        )
+    return tuple(found)
+
+
+def _is_before(version: str, other: tuple[int, ...]) -> bool:
+    found = _VERSION.match(version)
+    return found is not None and tuple(map(int, found.groups())) < other
+
+
+def _scales_pipelines_otherwise(version: str) -> bool:
+    """Seen in moments of 0.16.9 and 0.18.9; in the sources of 0.16.0 to 0.18.0, and 0.19.0 (engine.py, `backward`)."""
+    first, fixed = _OTHER_PIPELINES
+    return _is_before(version, fixed) and not _is_before(version, first)
+
+
+def _gradient_gain(topology: Topology) -> int:
+    """By how much gradients exceed their mean over all ranks: those of one sequence are summed but in ZeRO-3.
+
+    Source: engine.py, zero/stage_1_and_2.py (`dp_world_size / sequence_parallel_size`), zero/stage3.py (its
+    reduce-scatter, the default, divides by all ranks); DeepSpeed 0.19.8, and seen in its moments.
+    """
+    return 1 if topology.zero == 3 else topology.cp

@@ -1,0 +1,150 @@
+"""Which tensor of the source each tensor of the target is made of. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed.logical import Param
+from reshard.formats.deepspeed.rows import Rows
+from reshard.formats.deepspeed.slots import Chunks, Run
+from reshard.tensors.layout import PADDING, Index, LogicalTensor, TensorKey
+from reshard.tensors.shard_table import ShardRow
+
+_OTHER = {"weight": "fp32", "fp32": "weight"}
+"""Weights and master weights are rounded forms of one another: either can be made of the other."""
+
+
+class TargetRows(Rows):
+    """Collects a target's tensors, each with its origin, and its rows.
+
+    Padding rows of a vocabulary that the source lacks, or has in another number, are left out: they will be zero.
+
+    Attributes:
+        origins: position in the source's tensors of each of `tensors`.
+        zeros: bytes that stay zero on purpose: (first file, file behind the last, first byte, byte behind the last).
+    """
+
+    def __init__(self, index: Index, aliases: Mapping[str, str]) -> None:
+        super().__init__()
+        self.origins: list[int] = []
+        self.zeros: list[tuple[int, int, int, int]] = []
+        self._index = index
+        self._known = {tensor.key: at for at, tensor in enumerate(index.tensors)}
+        self._twins: dict[str, set[str]] = defaultdict(set)
+        for alias, name in (*aliases.items(), *index.aliases.items()):
+            self._twins[name].add(alias)
+            self._twins[alias].add(name)
+        self._left_out: set[TensorKey] = set()
+        self._problems: dict[str, None] = {}
+        self._missing: list[str] = []
+
+    def add_zeros(self, file: int, start: int, num_bytes: int, *, num_files: int = 1) -> None:
+        """Bytes at the same place of consecutive files are padding."""
+        if num_bytes and num_files > 0:
+            self.zeros.append((file, file + num_files, start, start + num_bytes))
+
+    def _leave_out(self, row: ShardRow, item_bytes: int) -> None:
+        positions, num_bytes = row.runs(row.box, item_bytes)
+        for position in positions:
+            self.add_zeros(row.file, position, num_bytes)
+
+    def _leave_out_chunks(self, chunks: Sequence[tuple[Run, Chunks]], item_bytes: int) -> None:
+        for run, chunk in chunks:
+            count, rest = divmod(chunk.stop - chunk.start, chunk.size)
+            start = run.byte_offset + chunk.skipped * item_bytes
+            self.add_zeros(chunk.file, start, chunk.size * item_bytes, num_files=count)
+            self.add_zeros(chunk.file + count, start, rest * item_bytes)
+
+    def source_type(self, state: str, name: str) -> str | None:
+        """Type of a tensor in the source, or None if the source does not hold it."""
+        at = self._known.get(TensorKey(state, name))
+        return None if at is None else self._index.tensors[at].dtype
+
+    def require(self) -> None:
+        """Refuse a source that lacks something.
+
+        Raises:
+            UnsupportedError: naming every tensor.
+        """
+        asked_away = dict.fromkeys(state for state in self._missing if state in self._index.left_out)
+        if asked_away and asked_away.keys() >= set(self._missing) and len(self._missing) == len(self._problems):
+            kept = ",".join(sorted({tensor.key.state for tensor in self._index.tensors}))
+            raise UnsupportedError(
+                f"--states {kept} leaves out {', '.join(asked_away)}, which DeepSpeed's checkpoints hold besides",
+                path=str(self._index.root),
+                hint="leave --states out, or choose a format for these states alone: --format safetensors or dcp",
+            )
+        if self._problems:
+            raise UnsupportedError(
+                f"the source lacks {len(self._problems)} tensors that the target needs",
+                path=str(self._index.root),
+                problems=list(self._problems)[:20],
+                hint="give --names FILE where names differ, and --like a checkpoint of the same model; weights alone"
+                " are no DeepSpeed checkpoint: load them into the model before deepspeed.initialize",
+            )
+
+    def notes(self) -> tuple[str, ...]:
+        """What of the source the target does not hold, and what is less exact than its type says, for people."""
+        pairs = zip(self.tensors, self.origins, strict=True)
+        made = [
+            tensor.key.name
+            for tensor, at in pairs
+            if tensor.key.state == "fp32" and self._index.tensors[at].dtype != tensor.dtype
+        ]
+        lossy = (f"fp32: {len(made)} master weights are made of rounded weights, such as {made[0]}",) if made else ()
+        return (*lossy, *self.zero_notes(), *self._left_behind())
+
+    def zero_notes(self) -> tuple[str, ...]:
+        """Which padding rows of the target are zero, whatever they were before the source was made."""
+        padded = sorted({key.name.removesuffix(PADDING) for key in self._left_out if key.name.endswith(PADDING)})
+        return (f"padding rows of {', '.join(padded)} are zero: the source does not hold them",) if padded else ()
+
+    def _left_behind(self) -> tuple[str, ...]:
+        used = set(self.origins)
+        unused: dict[str, list[str]] = defaultdict(list)
+        for at, tensor in enumerate(self._index.tensors):
+            if at not in used:
+                unused[tensor.key.state].append(tensor.key.name)
+        return tuple(
+            f"{state}: {len(names)} tensors of the source are not stored in the target, such as {names[0]}"
+            for state, names in sorted(unused.items())
+        )
+
+    def _tensor(self, state: str, param: Param, is_padding: bool, dtype: str) -> int | None:
+        key, shape = self._identity(state, param, is_padding)
+        if key in self._ids:
+            known = self.tensors[self._ids[key]]
+            if (known.shape, known.dtype) != (shape, dtype):
+                raise CorruptSourceError(f"{key} is {known.dtype} {known.shape} and {dtype} {shape}")
+            return self._ids[key]
+        if key in self._left_out:
+            return None
+        at = self._origin(key, shape, is_padding)
+        if at is None:
+            self._left_out.add(key)
+            return None
+        self.origins.append(at)
+        return self._append(LogicalTensor(key=key, shape=shape, dtype=dtype))
+
+    def _origin(self, key: TensorKey, shape: tuple[int, ...], is_padding: bool) -> int | None:
+        for candidate in self._candidates(key):
+            at = self._known.get(candidate)
+            if at is None:
+                continue
+            found = self._index.tensors[at].shape
+            if found == shape:
+                return at
+            if not is_padding:
+                self._problems[f"{candidate} has the shape {list(found)}, expected {list(shape)}"] = None
+                return None
+        if not is_padding:
+            self._problems[f"{key} {list(shape)} is missing"] = None
+            self._missing.append(key.state)
+        return None
+
+    def _candidates(self, key: TensorKey) -> Iterator[TensorKey]:
+        for state in (key.state, _OTHER.get(key.state)):
+            for name in (key.name, *sorted(self._twins.get(key.name, ()))) if state else ():
+                yield TensorKey(state or "", name)

@@ -1,0 +1,118 @@
+"""Which parameters each pipeline stage of the target holds, and in which order."""
+
+from __future__ import annotations
+
+import math
+
+from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.logical import Model, Stage, first_tied_layer, layer_of, tied_key
+from reshard.formats.deepspeed.pipeline import stage_bounds
+from reshard.topology import Topology
+
+
+def target_stages(source: Source, model: Model, target: Topology) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+    """Parameter groups of every stage, without groups that are empty there (DeepSpeed drops those), and the bounds.
+
+    Returns:
+        The stages, and the first layer of each stage with the number of layers behind it; the latter is empty where
+        the stages are the source's, and at pp=1.
+
+    Raises:
+        UnsupportedError: the layers' distribution over stages is not known.
+    """
+    if not source.pipeline and target.pp > 1:
+        raise UnsupportedError(
+            f"{target}: the checkpoint was written without a PipelineModule, its parameters belong to no layer",
+            path=str(source.folder),
+            hint="train with a PipelineModule at pp=1 too, as its names do not depend on pp; or name a checkpoint of"
+            " the pipeline with --like, and a map to its names with --names",
+        )
+    if target.pp == 1:
+        return (_stage(model, None),), ()
+    if target.pp == source.topology.pp and _same_bounds(source, model, target):
+        return model.stages, ()
+    info = model.pipeline
+    if info is None:
+        raise UnsupportedError(
+            f"{target}: which layers each stage gets is not known",
+            path=str(source.folder),
+            hint="save with client_state={'pipeline_layout': {num_layers, partition_method, tied}}, "
+            "or in COMMIT.json as model.pipeline",
+        )
+    ties = {key for name in model.params if (key := tied_key(name))}
+    if untold := sorted(ties - set(info.tied or ())):
+        raise UnsupportedError(
+            f"{target}: the layers at which the tied modules {untold} stand are not known",
+            path=str(source.folder),
+            hint="name them in pipeline_layout: tied={key: [layers]}",
+        )
+    bounds = stage_bounds(info, target.pp, layer_elements(model, info.num_layers, target.tp))
+    stages = tuple(_stage(model, range(bounds[pp], bounds[pp + 1])) for pp in range(target.pp))
+    if empty := [pp for pp, stage in enumerate(stages) if not stage.groups]:
+        at = empty[0]
+        raise UnsupportedError(
+            f"{target}: stage {at} would hold no parameters (layers {bounds[at]} to {bounds[at + 1]})",
+            path=str(source.folder),
+            hint="choose a smaller pp",
+        )
+    return stages, bounds
+
+
+def layer_elements(model: Model, num_layers: int, tp: int) -> list[int]:
+    """Trainable elements of one tensor-parallel rank in each layer; a tied module counts at each of its layers."""
+    counts = [0] * num_layers
+    tied = model.pipeline.tied if model.pipeline is not None and model.pipeline.tied is not None else {}
+    for param in model.params.values():
+        elements = math.prod(param.rule.shard_shape(param.name, param.shape, tp))
+        layer = layer_of(param.name)
+        for at in tied.get(tied_key(param.name) or "", ()) if layer is None else (layer,):
+            if not 0 <= at < num_layers:
+                raise UnsupportedError(f"{param.name} is in layer {at} of a pipeline of {num_layers} layers")
+            counts[at] += elements
+    return counts
+
+
+def tp_elements_agree(model: Model, num_layers: int, tp: int, bounds: tuple[int, ...], num_stages: int) -> bool:
+    """The partition method yields `bounds` for these shards."""
+    assert model.pipeline is not None
+    return stage_bounds(model.pipeline, num_stages, layer_elements(model, num_layers, tp)) == bounds
+
+
+def _same_bounds(source: Source, model: Model, target: Topology) -> bool:
+    """At the same pp the stages stay as they are, unless another tp moves the balance of `parameters`."""
+    info = model.pipeline
+    if target.tp == source.topology.tp or (info is not None and info.partition_method != "parameters"):
+        return True
+    if info is None or not info.parts:
+        return False
+    return tp_elements_agree(model, info.num_layers, target.tp, info.parts, target.pp)
+
+
+def _stage(model: Model, layers: range | None) -> Stage:
+    """Groups restricted to some layers; None is all of them, in canonical order."""
+    if layers is None:
+        return Stage(groups=model.groups, ids=tuple(range(len(model.groups))))
+    groups: list[tuple[str, ...]] = []
+    ids: list[int] = []
+    for at, names in enumerate(model.groups):
+        own = [name for name in names if inside(model, name, layers)]
+        tied = [name for name in own if tied_key(name)]
+        if len(tied) > 1:  # registered in the order in which the stage's layers name them
+            ranked = iter(sorted(tied, key=lambda name: first_tied_layer(name, model.pipeline, layers)))
+            own = [next(ranked) if tied_key(name) else name for name in own]
+        if own:
+            groups.append(tuple(own))
+            ids.append(at)
+    return Stage(groups=tuple(groups), ids=tuple(ids))
+
+
+def inside(model: Model, name: str, layers: range) -> bool:
+    """A parameter or buffer belongs to one of the layers."""
+    layer = layer_of(name)
+    if layer is not None:
+        return layer in layers
+    if (key := tied_key(name)) is None:
+        raise UnsupportedError(f"{name} belongs to no layer of the pipeline")
+    tied = (model.pipeline.tied if model.pipeline is not None else None) or {}
+    return any(at in layers for at in tied.get(key, ()))

@@ -1,0 +1,250 @@
+"""Lay out a native DeepSpeed checkpoint for another topology, for unmodified DeepSpeed to load."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import UnsupportedError
+from reshard.formats.base import Request
+from reshard.formats.deepspeed import pipeline
+from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.experts import Experts
+from reshard.formats.deepspeed.fields import (
+    kind_of,
+    offload_device,
+    refuse_small_gradients,
+    require_settings,
+    target_kind,
+)
+from reshard.formats.deepspeed.logical import Model, Param
+from reshard.formats.deepspeed.muon import same_numbers
+from reshard.formats.deepspeed.names import NAME
+from reshard.formats.deepspeed.reading.groups import uses_muon
+from reshard.formats.deepspeed.reading.reader import Describes, Extra
+from reshard.formats.deepspeed.writing.advice import advice
+from reshard.formats.deepspeed.writing.model_files import write_experts, write_layers, write_model
+from reshard.formats.deepspeed.writing.optimizer_files import buffers_of, write_optimizer
+from reshard.formats.deepspeed.writing.origins import TargetRows
+from reshard.formats.deepspeed.writing.progress import Progress
+from reshard.formats.deepspeed.writing.stages import target_stages
+from reshard.formats.deepspeed.writing.target import Target
+from reshard.formats.deepspeed.writing.zero3 import write_zero3
+from reshard.tensors.layout import Index, TargetLayout
+from reshard.tensors.shard_table import ranges_of
+from reshard.topology import Topology
+
+
+def lay_out(index: Index, request: Request) -> TargetLayout:
+    """Lay out the tensors of `index` for `request.topology`.
+
+    What is not tensors (files, settings, client state) comes from `request.like` where there is one, else from the
+    checkpoint behind `index`.
+
+    Raises:
+        UnsupportedError: a conversion that would need a guess or is not implemented.
+    """
+    extra, target = _template(index, request), request.topology
+    _refuse(extra, target)
+    if isinstance(index.extra, Extra):
+        refuse_small_gradients(index.extra.source, target)
+        _refuse_muon(index.extra.source, extra.source, target)
+    stages, bounds = target_stages(extra.source, extra.model, target)
+    params = {name: _at_target(param, extra.model, target.tp) for name, param in extra.model.params.items()}
+    weights = {name: _at_target(param, extra.model, target.tp) for name, param in extra.weights.items()}
+    rows = TargetRows(index, extra.aliases)
+    result = Target(
+        extra=extra,
+        progress=None if request.like is None else Progress.of(index, extra.aliases),
+        topology=target,
+        kind=target_kind(extra.source, target.zero),
+        stages=stages,
+        bounds=bounds,
+        params=params,
+        weights=weights,
+        rows=rows,
+        layout_note=_with_parts(extra.source.models[0, 0].value.get("pipeline_layout"), target, bounds),
+    )
+    for pp in range(target.pp):
+        for tp in range(target.tp):
+            _write_rank(result, pp, tp)
+    if extra.source.pipeline:
+        write_layers(result)
+    write_experts(result)
+    rows.require()
+    return TargetLayout(
+        format=NAME,
+        topology=target,
+        files=tuple(result.files),
+        shards=rows.build(),
+        tensors=tuple(rows.tensors),
+        origins=tuple(rows.origins),
+        model=_commit_model(extra, target, bounds),
+        notes=(*rows.notes(), *advice(result, _known_topology(index))),
+        aliases=extra.aliases,
+        zeros=ranges_of(rows.zeros),
+    )
+
+
+def _known_topology(index: Index) -> Topology | None:
+    """The topology of a source whose files tell all of it: others than DeepSpeed's own say nothing of cp."""
+    own = isinstance(index.extra, Extra) and index.topology.tp * index.topology.pp == 1
+    return index.topology if own else None
+
+
+def _template(index: Index, request: Request) -> Extra:
+    found = index.extra if request.like is None else request.like.extra
+    if isinstance(found, Extra):
+        return found
+    if isinstance(found, Describes):
+        return found.native()
+    if request.like is not None:
+        raise UnsupportedError(
+            f"--like names a checkpoint of the format {request.like.format}, expected {NAME}",
+            path=str(request.like.root),
+        )
+    raise UnsupportedError(
+        f"the source is of the format {index.format}, which does not say what else DeepSpeed files hold",
+        path=str(index.root),
+        hint="name a DeepSpeed checkpoint of the same model, native or universal, with --like: one that the new run"
+        " saves after a step will do, but its learning-rate schedule goes on",
+    )
+
+
+def _write_rank(target: Target, pp: int, tp: int) -> None:
+    if target.topology.zero == 3:
+        write_zero3(target, tp)
+        return
+    parts = [buffers_of(target, pp, part) for part in range(target.topology.ep)]
+    write_model(target, pp, tp, parts[0])
+    for dp in range(target.topology.dp if target.topology.zero else 0):
+        write_optimizer(target, pp, tp, dp, parts[dp % target.topology.ep])
+
+
+def _commit_model(extra: Extra, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any]:
+    """The commit's description of the model, with the boundaries of the target's stages."""
+    model = dict(extra.commit_model)
+    info = extra.model.pipeline  # the commit's, else that of the client state
+    described = model.get("pipeline") or (None if info is None else pipeline.described(info))
+    if (found := _with_parts(described, target, bounds)) is not None:
+        model["pipeline"] = found
+    return model
+
+
+def _with_parts(described: Any, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any] | None:
+    """A description of a pipeline with the target's boundaries of stages."""
+    if not isinstance(described, Mapping) or "num_layers" not in described:
+        return None
+    parts = bounds or ((0, described["num_layers"]) if target.pp == 1 else tuple(described.get("parts", ())))
+    return {**described, "parts": list(parts)}
+
+
+def _refuse(extra: Extra, target: Topology) -> None:
+    """Conversions that need more than is known."""
+    topology = extra.source.topology
+    where = str(extra.source.folder)
+    _refuse_stage(extra, target, where)
+    if target.ep > 1 and extra.source.experts is None:
+        raise UnsupportedError(f"{target}: the model has no experts", path=where, hint="leave ep out")
+    if extra.source.experts is not None:
+        _refuse_experts(extra.source.experts, target, where)
+    if target.tp == topology.tp:
+        return
+    if not extra.model.patterns.declared:
+        some = ", ".join(list(extra.model.params)[:5])
+        raise UnsupportedError(
+            f"{target}: nothing is said about how tensor parallelism cuts {some}, ...",
+            path=where,
+            hint="say it with --patterns FILE, or save with client_state={'universal_checkpoint_info': ...}",
+        )
+    _refuse_buffers(extra, target, where)
+    if not extra.model.patterns.tells_rows:
+        raise UnsupportedError(
+            f"{target}: universal_checkpoint_info declares no row-parallel parameter, so those would be cut along the"
+            " wrong dim (Megatron-DeepSpeed leaves them out at tp=1)",
+            path=where,
+            hint="save with parameter_with_row_parallelism_patterns filled in at tp=1 too",
+        )
+
+
+def _refuse_buffers(extra: Extra, target: Topology, where: str) -> None:
+    """DeepSpeed's default for parameters says nothing about buffers: those are as often whole as cut."""
+    buffers = {name for file in extra.source.models.values() for name in file.value.get("buffer_names") or ()}
+    unknown = sorted(
+        name
+        for name in buffers & extra.weights.keys()
+        if extra.weights[name].shape and not extra.model.patterns.names(name)
+    )
+    if unknown:
+        raise UnsupportedError(
+            f"{target}: no pattern says how tensor parallelism cuts the buffers {', '.join(unknown[:5])}",
+            path=where,
+            hint="name them in universal_checkpoint_info, or in a file of patterns (--patterns)",
+        )
+
+
+def _refuse_experts(experts: Experts, target: Topology, where: str) -> None:
+    if target.tp * target.cp > 1 or target.zero not in (1, 2):
+        raise UnsupportedError(
+            f"{target}: a model with experts is laid out at tp=1, cp=1 and ZeRO stages 1 and 2 (DeepSpeed has no other"
+            " for native experts than stage 0)",
+            path=where,
+            hint="choose zero=1 or 2 without tp and cp, such as --to dp=4,ep=2,zero=1",
+        )
+    experts.check(target.ep)
+
+
+def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
+    """Stages that DeepSpeed has not, or that need what was not saved."""
+    source = extra.source
+    change = f"from ZeRO stage {source.topology.zero} to {target.zero}"
+    if source.pipeline and target.zero > 1:
+        raise UnsupportedError(
+            f"{change}: DeepSpeed has neither ZeRO-2 nor ZeRO-3 with a PipelineModule", path=where, hint="choose zero=1"
+        )
+    if source.pipeline and target.cp > 1:
+        raise UnsupportedError(
+            f"{target}: DeepSpeed's pipelines have no sequence parallelism", path=where, hint="leave cp out"
+        )
+    if source.pipeline and target.zero == 0 and source.half_type == "bfloat16":
+        raise UnsupportedError(
+            f"{change}: DeepSpeed takes BF16_Optimizer for a PipelineModule in {source.half_type} at stage 0 too",
+            path=where,
+            hint="choose zero=1, whose files are the same",
+        )
+    require_settings(source)
+
+
+def _refuse_muon(source: Source, like: Source, target: Topology) -> None:
+    """Muon's momentum means other things to other optimizers of DeepSpeed; `like` is the source, or its template."""
+    if not uses_muon(source):
+        return
+    found, wanted = kind_of(source.optimizer(0, 0)), target_kind(like, target.zero)
+    if not same_numbers(found, wanted):
+        raise UnsupportedError(
+            f"{target}: DeepSpeed's Muon trains with other numbers in {wanted.value} than in {found.value}",
+            path=str(source.folder),
+            hint=f"choose zero={source.topology.zero} as in the source, or a stage with the same optimizer",
+        )
+    devices = {offload_device(found.zero_config) for found in (source, like)}
+    if source.half_type == "float16" and None in devices and len(devices) > 1:
+        raise UnsupportedError(
+            f"{target}: the momentum of DeepSpeed's Muon has the loss scale in it where the optimizer is not offloaded",
+            path=str(source.folder),
+            hint="name with --like a checkpoint with the same offload_optimizer",
+        )
+
+
+def _at_target(param: Param, model: Model, tp: int) -> Param:
+    """The same parameter with the vocabulary padding of another tensor-parallel degree; checks that it divides."""
+    padded = model.patterns.padded_rows(tp)
+    if param.rule.vocabulary and padded is not None and param.shape:
+        rows = model.patterns.vocabulary_rows
+        assert rows is not None
+        if param.shape[0] == rows[1]:
+            shape = (padded, *param.shape[1:])
+            rule = param.rule if padded == rows[1] else dataclasses.replace(param.rule, parts=(), widths=())
+            param = dataclasses.replace(param, shape=shape, rule=rule, rows=rows[0] if rows[0] < padded else None)
+    param.rule.shard_shape(param.name, param.shape, tp)
+    return param

@@ -1,0 +1,76 @@
+"""Write small files and make names durable, on this machine's file systems. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from pathlib import Path
+from typing import NoReturn
+
+_BLOCK_BYTES = 4 << 20
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file: who reads it meanwhile, or after a crash, finds the old content or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written; nothing is left beside it.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(draft, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: str | Path) -> None:
+    """Make the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, and sync the name of each in the folder above it.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    missing = [folder, *folder.parents]
+    missing = missing[: next((at for at, path in enumerate(missing) if path.is_dir()), len(missing))]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+def sync_folders(folder: Path) -> None:
+    """Make all names in `folder` and in the folders below it durable, the deepest first; links are not followed.
+
+    Raises:
+        OSError: one cannot be synced.
+    """
+    for root, _, _ in os.walk(folder, topdown=False, onerror=_raise):
+        sync_folder(root)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def file_crc32(path: str | Path) -> int:
+    """CRC-32 (zlib) of a file, in blocks of 4 MiB."""
+    crc = 0
+    with (path if isinstance(path, Path) else Path(path)).open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -1,0 +1,290 @@
+"""What lies where: logical tensors, and the boxes of them that files hold.
+
+A format's reader describes a source as an `Index`; its writer describes a target as a `TargetLayout`. Both speak of the
+same logical tensors, so planning is intersecting boxes. The tables of boxes are in `reshard.tensors.shard_table`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from reshard.errors import UnsupportedError
+from reshard.file_identity import FileIdentity
+from reshard.tensors.intervals import Int64Array
+from reshard.tensors.shard_table import Ranges, ShardTable
+from reshard.topology import Topology
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes of one element, by torch's name of the type. The resharder moves bits and never converts them."""
+
+PADDING = "#padding"
+"""Suffix of the logical tensor that holds a vocabulary's padding rows.
+
+The true rows are a tensor of their own, so that they compare equal however much padding a topology needs.
+"""
+
+
+class TensorKey(NamedTuple):
+    """Identity of a logical tensor.
+
+    Attributes:
+        state: what it is of the parameter: `weight` (model type), `fp32` (master weight), `exp_avg`, ...
+        name: full parameter name.
+    """
+
+    state: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.state}/{self.name}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogicalTensor:
+    """A full tensor, however it is cut.
+
+    Attributes:
+        key: state and name.
+        shape: of the full tensor, [ndim].
+        dtype: a key of `ITEM_BYTES`.
+    """
+
+    key: TensorKey
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the full tensor."""
+        return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the full tensor."""
+        return self.num_elements * self.item_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checksum:
+    """CRC-32 (zlib) of a byte range that the source's own container states."""
+
+    start: int
+    num_bytes: int
+    crc32: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Checksums(Sequence[Checksum]):
+    """Checksums in columns, for files with thousands; each is made when it is asked for.
+
+    Attributes:
+        start: first byte of each range, [ranges].
+        num_bytes: length of each, [ranges].
+        crc32: of each, [ranges].
+    """
+
+    start: Int64Array
+    num_bytes: Int64Array
+    crc32: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @overload
+    def __getitem__(self, at: int) -> Checksum: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Checksum, ...]: ...
+    def __getitem__(self, at: int | slice) -> Checksum | tuple[Checksum, ...]:
+        if isinstance(at, slice):
+            return tuple(self[number] for number in range(*at.indices(len(self))))
+        return Checksum(start=int(self.start[at]), num_bytes=int(self.num_bytes[at]), crc32=int(self.crc32[at]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file of the source.
+
+    Attributes:
+        path: relative to the index' root.
+        num_bytes: size when it was indexed.
+        checksums: what the container states about byte ranges, in ascending order.
+        crc32: of the whole file, where the commit states it.
+        identity: of the file when it was indexed, or None where that was not asked.
+    """
+
+    path: str
+    num_bytes: int
+    checksums: Sequence[Checksum] = ()
+    crc32: int | None = dataclasses.field(default=None, compare=False)
+    identity: FileIdentity | None = dataclasses.field(default=None, compare=False)
+
+
+Plain = int | float | str | bool | None | Sequence["Plain"] | Mapping[str, "Plain"]
+"""What settings and scalars are, once the framework's own classes are left behind."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroup:
+    """One parameter group of the optimizer, in words that every format shares.
+
+    Attributes:
+        names: parameters, in the optimizer's order.
+        options: settings of the group (`lr`, `betas`, `weight_decay`, ...), without its `params`.
+        scalars: states that are one number for the whole group (`step`).
+    """
+
+    names: tuple[str, ...]
+    options: Mapping[str, Plain] = dataclasses.field(default_factory=dict)
+    scalars: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """A source checkpoint, known from its metadata alone.
+
+    Attributes:
+        root: the checkpoint's folder.
+        format: name of the format.
+        topology: what the files are laid out for.
+        step: optimizer steps done.
+        samples: global samples consumed.
+        tensors: all logical tensors; tables refer to them by position.
+        files: all files with shards.
+        shards: where everything is.
+        groups: the optimizer's parameter groups, for writers of other formats; empty where there is no optimizer.
+        aliases: second name of a tied weight -> name of the tensor that it is.
+        extra: what the format's own writer needs besides; opaque here.
+        notes: what of the source no writer of another format can take along, in words for the user.
+        left_out: states that the source holds and that were not asked for.
+        metadata: files without shards that were read to index it; empty where that was not asked.
+        unread: why only weights are among the tensors of a source that holds more; raised where more is asked for.
+        has_rounded_weights: the framework guarantees that each `weight` is the `fp32` of its name, rounded to its type.
+        rank_local: tensors that each data-parallel rank computes for itself, whose copies may differ (buffers).
+    """
+
+    root: Path
+    format: str
+    topology: Topology
+    step: int
+    samples: int
+    tensors: tuple[LogicalTensor, ...]
+    files: tuple[SourceFile, ...]
+    shards: ShardTable
+    groups: tuple[ParamGroup, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    extra: Any = None
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    metadata: tuple[SourceFile, ...] = dataclasses.field(default=(), compare=False)
+    unread: UnsupportedError | None = None
+    has_rounded_weights: bool = False
+    rank_local: frozenset[TensorKey] = frozenset()
+
+    def number_of(self, key: TensorKey) -> int | None:
+        """Position of a tensor in `tensors`, or None."""
+        return next((at for at, tensor in enumerate(self.tensors) if tensor.key == key), None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksumField:
+    """A CRC-32 (zlib, little-endian, 4 bytes) of a byte range that the target's container wants to state.
+
+    Attributes:
+        start: first byte of the range.
+        num_bytes: its length.
+        positions: where the checksum has to be written; inside `fixed` parts of the file.
+    """
+
+    start: int
+    num_bytes: int
+    positions: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFile:
+    """A file to be written. Bytes that are neither fixed nor covered by a shard are zero, see `TargetLayout.zeros`.
+
+    Attributes:
+        path: relative to the target's folder.
+        num_bytes: exact size.
+        fixed: (position, bytes) of everything that is not tensor data.
+        checksums: filled in by the executor.
+    """
+
+    path: str
+    num_bytes: int
+    fixed: Sequence[tuple[int, bytes]] = ()
+    checksums: tuple[ChecksumField, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TargetLayout:
+    """A target checkpoint, complete but for the tensors' bytes.
+
+    Attributes:
+        format: name of the format.
+        topology: what the files are laid out for.
+        files: all files.
+        shards: where every box goes; refers to the target's tensors and to `files`.
+        tensors: the target's tensors, as its own reader will find them; empty if they are the source's, one for one.
+        origins: source tensor (position in `Index.tensors`) of each of `tensors`, [tensors]. Shapes are equal; a float
+            type may differ and is converted, rounding to nearest even. One source tensor may have several targets.
+        model: `Commit.model` of the target.
+        notes: what of the source the target does not hold, in words for the user.
+        aliases: second name of a tied weight -> its first, as far as only the target knows it.
+        zeros: bytes that stay zero on purpose (padding, alignment): with them, the fixed bytes and the shards, every
+            byte of every file is accounted for once. None where that is not known, as in a virtual commit.
+    """
+
+    format: str
+    topology: Topology
+    files: tuple[TargetFile, ...]
+    shards: ShardTable
+    tensors: tuple[LogicalTensor, ...] = ()
+    origins: tuple[int, ...] = ()
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    zeros: Ranges | None = None

@@ -1,0 +1,134 @@
+"""`--mode auto`: whether a conversion writes files or says where their bytes are. Pure.
+
+Both ways end with the ranks having read their files. Materialized, one pod reads the source and writes the files, and
+every node reads those of its ranks. Virtually, every node reads what its ranks need of the source and makes their files
+in memory. With storage that all nodes share, at `_READ` and `_WRITE` bytes per second in all, and a process that makes
+files at `_MAKE`, that is
+
+    written = read/_READ + read/_MAKE + write/_WRITE + loads * all nodes' files/_READ
+    virtual = loads * (all nodes' needs of the source/_READ + the largest node's/_MAKE)
+
+The rates are the same everywhere, so that `plan` and `run` decide alike, and an operator can foresee it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from reshard.contract import ELASTIC_TRAINER
+from reshard.errors import UsageError
+from reshard.system.limits import format_bytes, format_seconds, parse_bytes
+
+MATERIALIZE, VIRTUAL = "materialize", "virtual"
+LEAST_SAVING_SECONDS = 5.0
+"""For less, files that any framework loads, and that need no source, are worth more."""
+
+_READ = _WRITE = 500e6  # bytes/s: a network volume or a SATA disk, as `estimate` assumes
+_MAKE = 1e9  # bytes/s: one process with two threads, which checks and digests what it copies (docs/benchmarks.md)
+_MEMORY_FACTOR = 2  # the files, and what the framework makes of them while it reads
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A mode, and why."""
+
+    mode: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """Who will load the target: `elastic_trainer`, which alone loads virtual commits.
+
+    Attributes:
+        ranks_per_node: ranks that share a node's memory.
+        memory_bytes: free on each node while it loads.
+        num_loads: how often the target will be loaded before it is given up.
+    """
+
+    ranks_per_node: int
+    memory_bytes: int
+    num_loads: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What is read and written, in bytes.
+
+    Attributes:
+        read: of the source, each byte once.
+        write: all target files.
+        node_source: of the source, by the node that needs most.
+        node_files: files of the ranks of the node that has most.
+        all_source: of the source, by all nodes together.
+        all_files: files of the ranks of all nodes together, a node's own each once.
+    """
+
+    read: int
+    write: int
+    node_source: int
+    node_files: int
+    all_source: int
+    all_files: int
+
+
+def choose(loader: Loader | None, needs: Needs | None, refused: str = "") -> Choice:
+    """The mode of a conversion.
+
+    Args:
+        loader: None where anybody may load the target.
+        needs: None where they are not known.
+        refused: why there can be no virtual commit, empty where there can be one.
+    """
+    if refused:
+        return Choice(mode=MATERIALIZE, reason=refused)
+    if loader is None or needs is None:
+        return Choice(
+            mode=MATERIALIZE,
+            reason="any unmodified framework loads the files; only elastic_trainer loads a manifest (--loader)",
+        )
+    memory = _MEMORY_FACTOR * needs.node_files
+    if memory > loader.memory_bytes:
+        return Choice(
+            mode=MATERIALIZE,
+            reason=f"loading virtually takes {format_bytes(memory)} of a node's memory for the files of its"
+            f" {loader.ranks_per_node} ranks, {format_bytes(loader.memory_bytes)} are free",
+        )
+    written = (
+        needs.read / _READ + needs.read / _MAKE + needs.write / _WRITE + loader.num_loads * needs.all_files / _READ
+    )
+    virtual = loader.num_loads * (needs.all_source / _READ + needs.node_source / _MAKE)
+    costs = f"about {format_seconds(virtual)} to load virtually, {format_seconds(written)} to write files and load them"
+    if written - virtual < LEAST_SAVING_SECONDS:
+        return Choice(mode=MATERIALIZE, reason=f"{costs}: less than {format_seconds(LEAST_SAVING_SECONDS)} are saved")
+    return Choice(mode=VIRTUAL, reason=costs)
+
+
+def parse_loader(text: str | None) -> Loader | None:
+    """`--loader elastic_trainer,ranks-per-node=8,node-memory=512GiB[,loads=1]`; None where it is left out.
+
+    Raises:
+        UsageError: not understood.
+    """
+    if text is None:
+        return None
+    name, *pairs = text.split(",")
+    found = dict(pair.partition("=")[::2] for pair in pairs)
+    try:
+        if name != ELASTIC_TRAINER or len(found) != len(pairs) or found.keys() - {*_NEEDED, "loads"}:
+            raise ValueError(f"cannot read {text!r}")
+        loader = Loader(
+            ranks_per_node=int(found["ranks-per-node"]),
+            memory_bytes=parse_bytes(found["node-memory"]),
+            num_loads=int(found.get("loads", "1")),
+        )
+    except (KeyError, ValueError) as error:
+        why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
+        raise UsageError(f"--loader {text}: {why}", hint=f"write it as {_EXAMPLE}") from error
+    if loader.ranks_per_node < 1 or loader.num_loads < 1:
+        raise UsageError(f"--loader {text}: expected 1 or more", hint=f"write it as {_EXAMPLE}")
+    return loader
+
+
+_NEEDED = ("ranks-per-node", "node-memory")
+_EXAMPLE = f"{ELASTIC_TRAINER},ranks-per-node=8,node-memory=512GiB"

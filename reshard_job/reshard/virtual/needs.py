@@ -1,0 +1,41 @@
+"""What the nodes of a target need of the source, and of its files: the figures that a mode is chosen by. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from reshard.planning.plan import Plan
+from reshard.tensors.intervals import Int64Array
+from reshard.virtual.auto_mode import Needs
+from reshard.virtual.restrict import restrict
+
+_MOST_NODES = 4
+"""Nodes whose part of the plan is cut out; of more, so many are looked at, evenly spread."""
+
+
+def needs_of(plan: Plan, ranks: Sequence[Int64Array], ranks_per_node: int) -> Needs:
+    """What a conversion moves, and what its nodes read.
+
+    Args:
+        plan: of the conversion.
+        ranks: files that each rank opens, [ranks][files].
+        ranks_per_node: consecutive ranks share a node.
+    """
+    nodes = [
+        np.array(sorted(set(np.concatenate(ranks[first : first + ranks_per_node]).tolist())), dtype=np.int64)
+        for first in range(0, len(ranks), ranks_per_node)
+    ]
+    sizes = np.array([file.num_bytes for file in plan.layout.files], dtype=np.int64)
+    files = [int(sizes[own].sum()) for own in nodes]
+    looked_at = sorted({at * (len(nodes) - 1) // (_MOST_NODES - 1) for at in range(_MOST_NODES)})
+    source = [restrict(plan, nodes[at].tolist()).bytes_to_read for at in looked_at]
+    return Needs(
+        read=plan.bytes_to_read,
+        write=plan.bytes_to_write,
+        node_source=max(source),
+        node_files=max(files),
+        all_source=sum(source) * len(nodes) // len(source),
+        all_files=sum(files),
+    )

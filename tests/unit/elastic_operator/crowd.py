@@ -1,0 +1,203 @@
+"""Jobs of one node each that run their first attempt, as watches would tell of them, without a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from elastic_operator.api.serialization import to_wire
+from elastic_operator.api.spec import Spec
+from elastic_operator.api.status import Phase, Status
+from elastic_operator.cluster.caches import Nodes, Renewals
+from elastic_operator.cluster.diagnostics import Inquiries
+from elastic_operator.cluster.informer import Mirror
+from elastic_operator.cluster.reader import Observer
+from elastic_operator.cluster.store import Remembered
+from elastic_operator.cluster.writer import Applier, ConflictError
+from elastic_operator.controller import Workers
+from elastic_operator.observed.observation import Key, Observation
+from elastic_operator.observed.timeouts import Limits
+from elastic_operator.reconcile.actions import Action, Event, LaunchAttempt
+from elastic_operator.reconcile.decide import decide
+from elastic_operator.reconcile.record import Record
+
+GPU = "amd.com/gpu"
+SPEC = {
+    "accelerator": {"resource": GPU, "perNode": [8]},
+    "nodes": {"min": 1, "max": 1},
+    "batch": {"globalSamples": 64, "microSamples": 1},
+    "parallelism": {"tensor": [1, 2], "pipeline": [1]},
+    "checkpoint": {"claimName": "ckpt", "path": "run"},
+    "template": {"spec": {"containers": [{"name": "train", "image": "train:1"}]}},
+}
+
+
+class Asking(Observer):
+    """Knows what it is told, and counts what it would have to ask. Finds only what a test has put `there`."""
+
+    def __init__(self, remembered: Remembered, nodes: Nodes, renewals: Renewals) -> None:
+        super().__init__(None, nodes, renewals, remembered, ())  # type: ignore[arg-type]
+        self.asked: list[Key] = []
+        self.there: dict[Key, dict[str, Any]] = {}
+        self.kept: Spec | None = None
+
+    async def training_job(self, namespace: str, name: str) -> dict[str, Any] | None:
+        self.asked.append((namespace, name))
+        return self.there.get((namespace, name))
+
+    async def accepted_spec(self, namespace: str, job: str, uid: str) -> Spec | None:
+        assert uid == f"uid-{job}"
+        return self.kept
+
+    async def look(self, record: Record, resource: str, *, fresh: bool) -> Observation:
+        key = (record.job.namespace, record.job.name)
+        return dataclasses.replace(self._remembered.look(key, resource), capacity_fresh=True)
+
+
+class Writing(Applier):
+    """Keeps statuses instead of writing them; refuses where the resource is said to have changed."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[Mapping[str, Any], Status]] = []
+        self.told: list[str] = []
+        self.done: list[Action] = []
+        self.stale: set[str] = set()
+
+    async def write_status(self, resource: Mapping[str, Any], status: Status) -> Mapping[str, Any] | None:
+        if resource["metadata"]["resourceVersion"] in self.stale:
+            raise ConflictError("the resource has changed")
+        self.written.append((resource, status))
+        meta = {**resource["metadata"], "generation": 1, "resourceVersion": "8"}
+        return {"metadata": meta, "spec": SPEC, "status": to_wire(status)}
+
+    async def act(self, namespace: str, job: str, action: Action) -> None:
+        assert self.written
+        self.done.append(action)
+
+    async def post_event(self, resource: Mapping[str, Any], event: Event, now: float) -> None:
+        assert self.written or event.reason.startswith("Status"), "events tell of what is written, or cannot be"
+        assert now
+        self.told.append(f"{resource['metadata']['name']} {event.reason}")
+
+
+class Crowd:
+    """Jobs of one node each that run their first attempt, as the watches tell of them."""
+
+    def __init__(self, num_jobs: int, num_nodes: int = 0) -> None:
+        self.nodes, self.renewals = Nodes(), Renewals()
+        self.memory = Remembered(self.nodes, self.renewals)
+        self.observer = Asking(self.memory, self.nodes, self.renewals)
+        self.applier = Writing()
+        inquiries = Inquiries(None, self.applier)  # type: ignore[arg-type]
+        self.workers = Workers(self.observer, self.applier, inquiries, Limits())
+        self.woken: list[Key] = []
+        self.memory.listener = self
+        for number in range(max(num_jobs, num_nodes)):
+            self.tell("nodes", node(f"n{number}"))
+        self.keys = [("ns", f"job-{number}") for number in range(num_jobs)]
+        for number, key in enumerate(self.keys):
+            self.tell_job(key)
+            self.settle(key, f"n{number}")
+            found = self.memory._records[key]
+            assert found is not None and found.status.phase == Phase.STARTING
+        for mirror in self.memory.world:
+            mirror.live = True
+        self.woken.clear()
+
+    def wake(self, key: Key) -> None:
+        self.woken.append(key)
+
+    def node_changed(self, name: str) -> None:
+        self.woken.append(("", name))
+
+    def heartbeat(self, key: Key, lease: Mapping[str, Any]) -> None:
+        del lease
+        self.woken.append(key)
+
+    def mirror(self, plural: str) -> Mirror:
+        return next(item for item in self.memory.world if item.source.path.endswith(f"/{plural}"))
+
+    def tell(self, plural: str, item: Mapping[str, Any], change: str = "ADDED") -> None:
+        self.mirror(plural).take(change, item)
+
+    def tell_job(
+        self,
+        key: Key,
+        *,
+        spec: Mapping[str, Any] = SPEC,
+        generation: int = 1,
+        version: str = "7",
+        status: Status | None = None,
+        listed: bool = False,
+        annotations: Mapping[str, str] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Tell of the resource, with the status that is known of it or another one."""
+        meta: dict[str, Any] = {"namespace": key[0], "name": key[1], "uid": f"uid-{key[1]}", "resourceVersion": version}
+        known = self.memory._records.get(key)
+        wire = to_wire(status or (known.status if known is not None else Status()))
+        meta |= {"generation": generation, "annotations": annotations}
+        resource = {"metadata": meta, "spec": spec, "status": wire}
+        self.memory.put_record(resource, listed=listed)
+        return resource
+
+    def settle(self, key: Key, on: str = "") -> None:
+        """Let a job come to rest: what it decides is taken for done."""
+        for _ in range(8):
+            record = self.memory._records[key]
+            assert record is not None and isinstance(record.spec, Spec)
+            world = dataclasses.replace(self.memory.look(key, GPU), capacity_fresh=True)
+            found = decide(record.job, record.spec, record.status, world, limits=Limits(), now=time.time())
+            for action in found.actions:
+                if isinstance(action, LaunchAttempt):
+                    self.launch(action, on)
+            if found.status == record.status:
+                return
+            self.tell_job(key, status=found.status)
+        raise AssertionError("does not come to rest")
+
+    def launch(self, action: LaunchAttempt, on: str) -> None:
+        for manifest in action.manifests:
+            made = {**manifest, "metadata": {**manifest["metadata"], "uid": manifest["metadata"]["name"]}}
+            if manifest["kind"] in ("Job", "Lease"):
+                self.tell(f"{manifest['kind'].lower()}s", made)
+            if manifest["kind"] == "Job":
+                template = manifest["spec"]["template"]
+                name = made["metadata"]["name"]
+                meta = {"namespace": "ns", "name": f"{name}-0", "uid": "p", "ownerReferences": of_job(name)}
+                meta["labels"] = {**template["metadata"]["labels"], "batch.kubernetes.io/job-completion-index": "0"}
+                self.tell("pods", {"metadata": meta, "spec": {**template["spec"], "nodeName": on}, "status": RUNNING})
+
+
+RUNNING = {"phase": "Running"}
+
+
+def of_job(name: str, uid: str = "") -> list[dict[str, Any]]:
+    """The ownerReferences of a pod that a Job controls; the UID of a Job is its name here."""
+    return [{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid or name, "controller": True}]
+
+
+def of_resource(name: str) -> list[dict[str, Any]]:
+    """The ownerReferences of a Job or Lease of one of the jobs."""
+    return [{"kind": "ElasticTrainingJob", "name": name, "uid": f"uid-{name}", "controller": True}]
+
+
+def node(name: str, ready: str = "True") -> dict[str, Any]:
+    return {
+        "metadata": {"name": name},
+        "status": {
+            "conditions": [{"type": "Ready", "status": ready}],
+            "allocatable": {GPU: "8"},
+            "capacity": {GPU: "8"},
+        },
+    }
+
+
+def labels(crowd: Crowd, number: int) -> dict[str, str]:
+    return {
+        "elastictraining.dev/job-name": crowd.keys[number][1],
+        "elastictraining.dev/role": "worker",
+        "elastictraining.dev/attempt": "1",
+    }

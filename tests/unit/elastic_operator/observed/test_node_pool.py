@@ -1,0 +1,139 @@
+"""What follows from the nodes alone is found once, however many jobs ask; and it is what each would find by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_operator.observed.capacity_count import capacity
+from elastic_operator.observed.node_pool import Fleet
+from elastic_operator.observed.observation import NodeView, Observation, PodView, Taint
+from elastic_operator.observed.pod_usage import Held
+from elastic_operator.observed.timeouts import Limits
+from tests.unit.elastic_operator.crowd import of_job
+
+GPU = "amd.com/gpu"
+NOW = 1_800_000_000.0
+
+
+def node(name: str, **changes: Any) -> NodeView:
+    return NodeView(**{"name": name, "allocatable": {GPU: 8}, "capacity": {GPU: 8}, **changes})
+
+
+def pod(name: str, on: str, job: str = "", count: int = 8, phase: str = "Running") -> dict[str, Any]:
+    labels = {"elastictraining.dev/job-name": job} if job else {}
+    container = {"name": "c", "resources": {"requests": {GPU: str(count)}}}
+    return {
+        "metadata": {"name": name, "namespace": "ns", "labels": labels, "ownerReferences": of_job(f"{job}-a1", job)},
+        "spec": {"nodeName": on, "containers": [container]},
+        "status": {"phase": phase},
+    }
+
+
+def held(*pods: dict[str, Any]) -> Held:
+    found = Held()
+    for item in pods:
+        found.put(item)
+    return found
+
+
+NODES = st.lists(
+    st.builds(
+        lambda ready, offered, cordoned, tainted, label: {
+            "ready": "True" if ready else "Unknown",
+            "allocatable": {GPU: offered},
+            "unschedulable": cordoned,
+            "taints": (Taint(key="team", value="a"),) if tainted else (),
+            "labels": {"pool": label},
+        },
+        st.integers(0, 5).map(bool),
+        st.integers(0, 8),
+        st.integers(0, 5).map(lambda number: not number),
+        st.booleans(),
+        st.sampled_from("ab"),
+    ),
+    max_size=6,
+)
+PODS = st.lists(st.tuples(st.integers(0, 6), st.sampled_from(["", "gpt", "other"]), st.integers(0, 8)), max_size=8)
+TEMPLATES = st.sampled_from(
+    [{}, {"spec": {"tolerations": [{"operator": "Exists"}]}}, {"spec": {"nodeSelector": {"pool": "a"}}}]
+)
+
+
+@given(nodes=NODES, pods=PODS, template=TEMPLATES, avoid=st.sets(st.integers(0, 6)), sick=st.sets(st.integers(0, 6)))
+def test_a_shared_count_is_what_the_job_alone_would_count(
+    nodes: list[dict[str, Any]],
+    pods: list[tuple[int, str, int]],
+    template: dict[str, Any],
+    avoid: set[int],
+    sick: set[int],
+) -> None:
+    views = {f"n{i}": node(f"n{i}", **fields) for i, fields in enumerate(nodes)}
+    used = held(*(pod(f"p{i}", f"n{on}", job, count) for i, (on, job, count) in enumerate(pods)))
+    mine = tuple(
+        PodView(name=f"p{i}", uid=str(i), attempt=1, role="worker", node=f"n{on}", unhealthy_devices=int(on in sick))
+        for i, (on, job, _) in enumerate(pods)
+        if job == "gpt"
+    )
+    others = used.by_others({"gpt"}, GPU)
+    shared = Observation(nodes=Fleet(GPU, views), pods=mine, used=others)
+    alone = dataclasses.replace(shared, nodes=views, used=dict(others))
+    names = frozenset(f"n{i}" for i in avoid)
+    one, other = (capacity(world, GPU, template, names) for world in (shared, alone))
+    assert one.in_order() == other.in_order()
+    assert str(one) == str(other)
+    for count in range(1, 9):
+        assert one.num_usable(count) == other.num_usable(count) == len(one.usable(count))
+
+
+def test_a_thousand_jobs_walk_over_the_nodes_as_often_as_one() -> None:
+    fleet = Fleet(GPU, {f"n{i}": node(f"n{i}") for i in range(50)})
+    used = held(*(pod(f"p{i}", f"n{i}", f"job-{i}") for i in range(20)))
+    for _ in range(2):
+        for i in range(1000):
+            world = Observation(nodes=fleet, used=used.by_others({f"job-{i}"}, GPU))
+            found = capacity(world, GPU, {}, fleet.suspects(Limits(), NOW))
+            assert found.num_usable(8) == 30 + (i < 20), "what a job holds itself is free for it"
+    assert fleet.walks == 2, "once for the suspects, once for what is free"
+    used.put(pod("p0", "n0", "job-0", phase="Succeeded"))
+    again = capacity(Observation(nodes=fleet, used=used.by_others({"job-999"}, GPU)), GPU, {}, ())
+    assert (again.num_usable(8), fleet.walks) == (31, 3)
+
+
+def test_pods_of_ever_other_kinds_do_not_fill_the_memory() -> None:
+    fleet = Fleet(GPU, {"n0": node("n0")})
+    used = Held().by_others({"gpt"}, GPU)
+    for i in range(100):
+        fleet.pool({"nodeSelector": {"rack": str(i)}}, used)
+    assert len(fleet._offers) == len(fleet._pools) == 16
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_pod_that_becomes_a_jobs_is_held_whichever_watch_tells_first(ours_first: bool) -> None:
+    found = held(pod("p", "n0"))
+    events: list[Callable[[], None]] = [
+        lambda: found.put(pod("p", "n0", "gpt")),
+        lambda: found.drop(("ns", "p"), ours=False),
+    ]
+    for event in events if ours_first else reversed(events):
+        event()
+    assert found.totals(GPU) == {"n0": 8}
+    assert not found.by_others({"gpt"}, GPU)
+    found.drop(("ns", "p"), ours=True)
+    assert found.totals(GPU) == {}
+
+
+def test_what_is_held_follows_every_change_of_a_pod() -> None:
+    found = held(pod("p", "n0"), pod("q", "n0", "gpt", 4))
+    assert dict(found.by_others({"gpt"}, GPU)) == {"n0": 8}
+    assert dict(found.by_others({"other"}, GPU)) == {"n0": 12}
+    found.put(pod("p", "n1"))
+    assert dict(found.by_others({"gpt"}, GPU)) == {"n1": 8}
+    found.put(pod("p", "n1", phase="Failed"))
+    found.put(pod("q", "n0", "gpt", 4, phase="Succeeded"))
+    assert found.totals(GPU) == {}

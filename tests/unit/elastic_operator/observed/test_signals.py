@@ -1,0 +1,208 @@
+"""Detection: which signs there are, and what they amount to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from elastic_operator.observed import signals
+from elastic_operator.observed.observation import LeaseView, NodeView, Observation, PodView, Taint
+from elastic_operator.observed.signals import KINDS, Kind, Signal, Weight
+from elastic_operator.observed.timeouts import Limits
+from reshard.contract import LeaseKey, TrainerPhase
+
+NOW = 1_800_000_000.0
+LIMITS = Limits()
+GPU = "amd.com/gpu"
+GRACES = {
+    "suspect_seconds": 20.0,
+    "hang_seconds": 1800.0,
+    "device_seconds": 10.0,
+    "image_seconds": 120.0,
+    "unschedulable_seconds": 60.0,
+    "startup_seconds": 1800.0,
+}
+
+
+def signal(kind: Kind, age: float = 0.0, node: str = "n1") -> Signal:
+    return Signal(kind=kind, since=NOW - age, message="", node=node)
+
+
+@pytest.mark.parametrize(
+    ("found", "lost", "failed"),
+    [
+        pytest.param([], (), None, id="nothing"),
+        pytest.param([signal(Kind.NODE_NOT_READY, 5)], (), None, id="one-weak-signal-waits"),
+        pytest.param([signal(Kind.NODE_NOT_READY, 20)], ("n1",), Kind.NODE_NOT_READY, id="one-past-its-grace"),
+        pytest.param(
+            [signal(Kind.NODE_NOT_READY, 1), signal(Kind.NODE_LEASE_STALE, 1)],
+            ("n1",),
+            Kind.NODE_NOT_READY,
+            id="two-independent-sources",
+        ),
+        pytest.param(
+            [signal(Kind.NODE_NOT_READY, 1), signal(Kind.NODE_LEASE_STALE, 1, node="n2")],
+            (),
+            None,
+            id="two-sources-about-two-nodes",
+        ),
+        pytest.param(
+            [signal(Kind.NODE_LEASE_STALE, 1), signal(Kind.HEARTBEAT_STALE, 1)],
+            ("n1",),
+            Kind.NODE_LEASE_STALE,
+            id="kubelet-and-rank-0-silent",
+        ),
+        pytest.param([signal(Kind.HEARTBEAT_STALE, 1)], (), None, id="rank-0-silent-for-a-moment"),
+        pytest.param([signal(Kind.HEARTBEAT_STALE, 21)], (), Kind.HEARTBEAT_STALE, id="rank-0-silent-keeps-the-node"),
+        pytest.param([signal(Kind.NODE_DELETED)], ("n1",), Kind.NODE_DELETED, id="deleted-node"),
+        pytest.param([signal(Kind.POD_FAILED)], (), Kind.POD_FAILED, id="failed-pod-keeps-the-node"),
+        pytest.param(
+            [signal(Kind.POD_FAILED, node="n2"), signal(Kind.NODE_OUT_OF_SERVICE)],
+            ("n1",),
+            Kind.NODE_OUT_OF_SERVICE,
+            id="the-gravest-cause-is-named",
+        ),
+        pytest.param(
+            [signal(Kind.POD_FAILED), signal(Kind.RESUME_REFUSED, node="")],
+            (),
+            Kind.RESUME_REFUSED,
+            id="a-refused-commit-explains-the-failed-pod",
+        ),
+        pytest.param([signal(Kind.IMAGE, 119)], (), None, id="image-within-its-deadline"),
+        pytest.param([signal(Kind.IMAGE, 121)], (), Kind.IMAGE, id="image-past-its-deadline"),
+        pytest.param([signal(Kind.HANG, 1799, node="")], (), None, id="slow-step"),
+        pytest.param([signal(Kind.HANG, 1801, node="")], (), Kind.HANG, id="hang"),
+    ],
+)
+def test_confirmation(found: list[Signal], lost: tuple[str, ...], failed: Kind | None) -> None:
+    verdict = signals.judge(found, GRACES, NOW)
+    assert verdict.lost_nodes == lost
+    assert (verdict.failure.kind if verdict.failure else None) == failed
+
+
+def test_an_unconfirmed_loss_makes_its_node_suspect_and_says_when_to_look_again() -> None:
+    verdict = signals.judge([signal(Kind.NODE_NOT_READY, 5)], GRACES, NOW)
+    assert verdict.suspects == ("n1",)
+    assert verdict.wake_at == NOW + 15
+
+
+def test_a_cordon_asks_for_a_drain_and_nothing_else() -> None:
+    verdict = signals.judge([signal(Kind.NODE_CORDONED)], GRACES, NOW)
+    assert verdict.failure is None
+    assert [item.kind for item in verdict.planned] == [Kind.NODE_CORDONED]
+
+
+def test_every_kind_has_a_meaning_and_every_weak_one_a_grace() -> None:
+    assert set(KINDS) == set(Kind)
+    for kind, meaning in KINDS.items():
+        assert bool(meaning.grace) == (meaning.weight is Weight.WEAK), kind
+
+
+NODE = NodeView(name="n1", allocatable={GPU: 2}, capacity={GPU: 2}, lease_age_seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("node", "kinds"),
+    [
+        pytest.param(NODE, [], id="healthy"),
+        pytest.param(None, [Kind.NODE_DELETED], id="gone"),
+        pytest.param(dataclasses.replace(NODE, ready="Unknown"), [Kind.NODE_NOT_READY], id="unknown"),
+        pytest.param(dataclasses.replace(NODE, ready="False"), [Kind.NODE_NOT_READY], id="not-ready"),
+        pytest.param(dataclasses.replace(NODE, lease_age_seconds=19), [], id="half-of-40-seconds-not-over"),
+        pytest.param(dataclasses.replace(NODE, lease_age_seconds=21), [Kind.NODE_LEASE_STALE], id="stale"),
+        pytest.param(
+            dataclasses.replace(NODE, lease_age_seconds=4, lease_duration_seconds=4),
+            [],
+            id="short-lease-has-a-floor",
+        ),
+        pytest.param(
+            dataclasses.replace(NODE, taints=(Taint(key="node.kubernetes.io/out-of-service", effect="NoExecute"),)),
+            [Kind.NODE_OUT_OF_SERVICE],
+            id="out-of-service",
+        ),
+    ],
+)
+def test_signals_of_a_node(node: NodeView | None, kinds: list[Kind]) -> None:
+    assert [item.kind for item in signals.node_signals(node, "n1", LIMITS, NOW)] == kinds
+
+
+POD = PodView(
+    name="gpt-a1-0", uid="u", attempt=1, role="worker", node="n1", index=0, phase="Running", requests={GPU: 2},
+    created_at=NOW - 100,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        pytest.param({}, [], id="running"),
+        pytest.param({"phase": "Failed", "exit_code": 1}, [Kind.POD_FAILED], id="failed"),
+        pytest.param({"phase": "Failed", "disruption": "EvictionByEvictionAPI"}, [Kind.POD_DISRUPTED], id="evicted"),
+        pytest.param({"deleted_at": NOW}, [Kind.POD_DELETED], id="deleted"),
+        pytest.param({"phase": "Pending", "waiting_reason": "ErrImagePull"}, [Kind.IMAGE], id="image"),
+        pytest.param({"phase": "Pending", "node": None, "unschedulable": "0/3"}, [Kind.UNSCHEDULABLE], id="no-place"),
+        pytest.param({"phase": "Succeeded"}, [], id="succeeded"),
+    ],
+)
+def test_signals_of_a_pod(changes: dict[str, object], kinds: list[Kind]) -> None:
+    pod = dataclasses.replace(POD, **changes)
+    assert [item.kind for item in signals.pod_signals(pod, NOW)] == kinds
+
+
+def test_a_sick_device_under_a_pod_is_a_loss_at_once() -> None:
+    (found,) = signals.device_signals(
+        NODE, [dataclasses.replace(POD, unhealthy_devices=1)], used_by_others=0, resource=GPU, now=NOW
+    )
+    assert KINDS[found.kind].weight is Weight.STRONG
+    assert "n1" in found.message
+
+
+def test_a_restarted_kubelet_that_offers_no_devices_for_a_moment_is_not_a_loss() -> None:
+    node = dataclasses.replace(NODE, allocatable={GPU: 0}, allocatable_since=NOW - 3)
+    found = signals.device_signals(node, [POD], used_by_others=0, resource=GPU, now=NOW)
+    assert signals.judge(found, GRACES, NOW).failure is None
+    assert signals.judge(found, GRACES, NOW + 8).failure is not None
+
+
+@pytest.mark.parametrize(
+    ("renewed", "notes", "started", "kinds"),
+    [
+        pytest.param(1, {}, True, [], id="fresh"),
+        pytest.param(16, {}, True, [Kind.HEARTBEAT_STALE], id="three-beats-missed"),
+        pytest.param(None, {}, True, [], id="never-written"),
+        pytest.param(1, {}, False, [Kind.STARTUP_TIMEOUT], id="not-started"),
+        pytest.param(1, {LeaseKey.RESUME_ERROR: "CRC"}, True, [Kind.RESUME_REFUSED], id="refused"),
+        pytest.param(
+            1,
+            {LeaseKey.PHASE: TrainerPhase.TRAINING, LeaseKey.STEP_TIME: "2027-01-15T07:00:00Z"},
+            True,
+            [Kind.HANG],
+            id="old-step-on-a-fresh-lease",
+        ),
+    ],
+)
+def test_signals_of_the_lease(renewed: float | None, notes: dict[str, str], started: bool, kinds: list[Kind]) -> None:
+    lease = LeaseView(
+        name="gpt-a1", attempt=1, renewed_at=None if renewed is None else NOW - renewed, annotations=dict(notes)
+    )
+    found = signals.lease_signals(
+        lease, rank_0_node="n1", launch_time=NOW - 100, started=started, limits=LIMITS, now=NOW
+    )
+    assert [item.kind for item in found] == kinds
+
+
+def test_a_tolerated_taint_is_no_reason_to_leave_and_another_is() -> None:
+    taint = Taint(key="amd-gpu-unhealthy", effect="NoSchedule")
+    node = dataclasses.replace(NODE, taints=(taint,))
+    assert [item.kind for item in signals.planned_signals(node, [], NOW)] == [Kind.NODE_TAINTED]
+    assert signals.planned_signals(node, [taint], NOW) == []
+
+
+def test_a_pod_that_was_never_scheduled_has_no_node_to_lose() -> None:
+    world = Observation(pods=(dataclasses.replace(POD, node=None, phase="Pending"),))
+    found = signals.attempt_signals(
+        world, attempt=1, resource=GPU, tolerated=(), launch_time=NOW, job_seen=False, started=True,
+        limits=LIMITS, now=NOW,
+    )  # fmt: skip
+    assert found == []

@@ -1,0 +1,100 @@
+"""docs/kubectl-etj.md shows what the program prints about the recorded job, and lists its exit codes and fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_operator.api.serialization import camel
+from elastic_operator.manifests.attempt import DRAIN_REQUESTED, JobRef
+from elastic_operator.observed.timeouts import Limits
+from elastic_operator.plugin.errors import Exit
+from elastic_operator.plugin.options import parser
+from elastic_operator.plugin.pages.forecast import Forecast, ReshardForecast, forecast
+from elastic_operator.plugin.pages.job_report import JobReport, RecoveryReport, read_spec, read_status, report
+from elastic_operator.plugin.pages.listing import ListEntry, entry, listing
+from elastic_operator.plugin.pages.plan_page import outlook
+from elastic_operator.plugin.pages.recovery_estimate import Estimate
+from elastic_operator.plugin.pages.status_page import PARTS, story
+from elastic_operator.plugin.pages.whatif import Change, observe, parse_lose
+from elastic_operator.plugin.steer import Steered, reached
+from elastic_operator.reconcile.context import Context
+from elastic_operator.reconcile.user_requests import CAUSE
+
+ROOT = Path(__file__).parents[4]
+PAGE = (ROOT / "docs/kubectl-etj.md").read_text(encoding="utf-8")
+RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "data/recorded_recovery.json").read_text())
+
+SHOWN = [
+    ("list -A", "drained"),
+    ("status gpt --events 4", "drained"),
+    ("status gpt --events 0", "resharding"),
+    ("plan gpt --lose gpu-2", "drained"),
+    ("plan gpt --gpus 2", "growing"),
+    ("plan gpt --lose gpu-1 gpu-2 gpu-3", "running"),
+]
+
+
+def printed(command: str, stage: str) -> str:
+    """What the program prints where the cluster is as it was recorded."""
+    entry_, options = RECORDED[stage], parser().parse_args(command.split())
+    job, now = entry_["job"], entry_["time"]
+    found = report(job, now, entry_["events"])
+    if options.verb == "list":
+        return listing([entry(found)], now, everywhere=options.all_namespaces)
+    if options.verb == "status":
+        return story(found, now, max_events=options.events)
+    spec, _ = read_spec(job)
+    assert spec is not None
+    world = observe(entry_["nodes"], entry_["pods"], "demo", "gpt", spec.accelerator.resource)
+    ref = JobRef(name="gpt", namespace="demo", uid=job["metadata"]["uid"])
+    context = Context(job=ref, spec=spec, world=world, limits=Limits(), now=now)
+    lose = parse_lose(name for group in options.lose for name in group)
+    change = Change(lose=lose, num_gpus=options.gpus, add_nodes=options.add)
+    return outlook(forecast(context, read_status(job), change))
+
+
+@pytest.mark.parametrize(("command", "stage"), SHOWN)
+def test_the_page_shows_what_is_printed(command: str, stage: str) -> None:
+    assert f"```console\n$ kubectl etj {command}\n{printed(command, stage)}\n```" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("verb", "attempt", "stage"),
+    [("drain", 3, "drained"), ("suspend", 4, "suspended")],
+)
+def test_the_page_shows_what_a_request_led_to(verb: str, attempt: int, stage: str) -> None:
+    asked = Steered(
+        name="gpt", namespace="demo", verb=verb, changed=True, text="", phase="", attempt=attempt, request="x"
+    )
+    text = reached(asked, read_status(RECORDED[stage]["job"]))
+    assert f"$ kubectl etj {verb} gpt --wait\n{text}\n" in PAGE
+
+
+def test_the_page_lists_every_verb_and_exit_code() -> None:
+    (verbs,) = [action for action in parser()._actions if action.dest == "verb"]
+    assert set(verbs.choices or ()) == set(re.findall(r"^\| `(\w+)[^`]*` \|", PAGE, flags=re.MULTILINE)) & set(
+        verbs.choices or ()
+    )
+    assert {int(code) for code in re.findall(r"^\| (\d) \|", PAGE, flags=re.MULTILINE)} == set(Exit)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [JobReport, RecoveryReport, ListEntry, Forecast, ReshardForecast, Estimate, Steered],
+    ids=lambda s: s.__name__,
+)
+def test_the_page_names_every_field_of_the_json(shape: Any) -> None:
+    absent = [camel(field.name) for field in dataclasses.fields(shape) if f"`{camel(field.name)}`" not in PAGE]
+    assert absent == []
+
+
+def test_the_page_explains_every_part_of_a_recovery_and_the_annotation() -> None:
+    assert [name for name in PARTS if f"`{name}`" not in PAGE] == []
+    assert f"`{DRAIN_REQUESTED}`" in PAGE
+    assert CAUSE in PAGE

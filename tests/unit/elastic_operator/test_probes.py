@@ -1,0 +1,94 @@
+"""What the kubelet is told about a leader, a standby, and a loop that does not turn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_operator import probes
+from elastic_operator.cluster.leader_election import Standing
+from elastic_operator.probes import Answer
+
+PAGES = {"/healthz": lambda: Answer(True, "alive"), "/readyz": lambda: Answer(False, "starting")}
+
+
+@pytest.mark.parametrize(
+    ("standing", "started", "good", "text"),
+    [
+        pytest.param(None, True, True, "leader", id="no-election"),
+        pytest.param(None, False, False, "watches", id="no-election-not-started"),
+        pytest.param(Standing(leading=True), True, True, "leader", id="leader"),
+        pytest.param(Standing(leading=True), False, False, "watches", id="leader-not-started"),
+        pytest.param(
+            Standing(leading=False, holder="you_1"), False, True, "standby; the leader is you_1", id="standby"
+        ),
+        pytest.param(Standing(leading=False), False, True, "not known yet", id="standby-before-a-leader"),
+        pytest.param(
+            Standing(leading=False, trouble="forbidden"), False, False, "forbidden", id="standby-without-rights"
+        ),
+        pytest.param(Standing(leading=True, trouble="refused"), True, False, "refused", id="leader-without-server"),
+    ],
+)
+def test_readiness_tells_what_is_missing(standing: Standing | None, started: bool, good: bool, text: str) -> None:
+    answer = probes.readiness(standing, started=started)
+    assert answer.good is good
+    assert text in answer.text
+
+
+def test_a_leader_whose_lease_is_long_over_is_not_alive_and_a_standby_always_is() -> None:
+    assert probes.liveness(Standing(leading=True, age_seconds=10)).good
+    assert not probes.liveness(Standing(leading=True, age_seconds=16)).good
+    assert probes.liveness(Standing(leading=False, trouble="refused", age_seconds=1e6)).good
+    assert probes.liveness(None).good
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (b"GET /healthz HTTP/1.1\r\n", b"200 OK"),
+        (b"GET /healthz?verbose HTTP/1.1\r\n", b"200 OK"),
+        (b"GET /readyz HTTP/1.1\r\n", b"503 Service Unavailable"),
+        (b"GET / HTTP/1.1\r\n", b"404 Not Found"),
+        (b"\xff\r\n", b"404 Not Found"),
+        (b"", b"404 Not Found"),
+    ],
+)
+def test_any_first_line_gets_a_whole_response(line: bytes, status: bytes) -> None:
+    head, _, body = probes.respond(line, PAGES).partition(b"\r\n\r\n")
+    assert head.split(b"\r\n")[0] == b"HTTP/1.1 " + status
+    assert f"Content-Length: {len(body)}".encode() in head
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop that turns in a thread of its own."""
+    found = asyncio.new_event_loop()
+    thread = threading.Thread(target=found.run_forever)
+    thread.start()
+    yield found
+    found.call_soon_threadsafe(found.stop)
+    thread.join()
+    found.close()
+
+
+def test_a_stuck_loop_answers_nobody(loop: asyncio.AbstractEventLoop) -> None:
+    server = asyncio.run_coroutine_threadsafe(probes.serve(0, PAGES), loop).result(timeout=10)
+    port = server.sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}/healthz"
+    with urllib.request.urlopen(url, timeout=10) as response:
+        assert (response.status, response.read()) == (200, b"alive\n")
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10)
+    loop.call_soon_threadsafe(time.sleep, 1.0)
+    with pytest.raises(OSError, match="timed out"):
+        urllib.request.urlopen(url, timeout=0.3)
+    with urllib.request.urlopen(url, timeout=10) as response:
+        assert response.status == 200
+    server.close()
+    asyncio.run_coroutine_threadsafe(server.wait_closed(), loop).result(timeout=10)

@@ -1,0 +1,99 @@
+"""Every module of a package can be imported where nothing is installed but what the package's own extra names."""
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[3]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+PACKAGES = {
+    "elastic_trainer": ("trainer", "trainer"),
+    "reshard": ("reshard_job", "reshard"),
+    "elastic_operator": ("operator", "operator"),
+}
+"""Folder and extra of each package."""
+
+IMPORT_ALL = '''
+import ast, importlib, importlib.machinery, pathlib, sys
+package, sources, site, allowed = sys.argv[1], sys.argv[2].split(":"), sys.argv[3], set(sys.argv[4].split(","))
+own = {"elastic_trainer", "reshard", "elastic_operator"}
+
+class Installed(importlib.machinery.PathFinder):
+    """Find what would be installed: the standard library, this project, and `allowed`."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        top = name.partition(".")[0]
+        installed = top in sys.stdlib_module_names or top in allowed | own
+        return super().find_spec(name, path, target) if installed else None
+
+sys.meta_path = [Installed if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
+sys.path += [*sources, site]
+folder = next(pathlib.Path(source) for source in sources if (pathlib.Path(source) / package).is_dir())
+wanted = set()
+for path in sorted((folder / package).rglob("*.py")):
+    name = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+    wanted.add(name)
+    # What functions import when they are called counts as well, but for what the user brings along.
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in own:
+            wanted.add(node.module)
+for name in sorted(wanted):
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+print(len(wanted))
+'''
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """Return the names of the distributions that these requirements bring along here."""
+    found: set[str] = set()
+    todo = [(Requirement(text), "") for text in requirements]
+    seen = set()
+    while todo:
+        wanted, extra = todo.pop()
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(wanted.name)
+        found.add(name)
+        for chosen in {"", *wanted.extras} - {one for known, one in seen if known == name}:
+            seen.add((name, chosen))
+            todo += [(Requirement(text), chosen) for text in importlib.metadata.requires(name) or ()]
+    return found
+
+
+def modules_of(distributions: set[str]) -> set[str]:
+    by_module = importlib.metadata.packages_distributions()
+    return {
+        module for module, names in by_module.items() if {canonicalize_name(name) for name in names} & distributions
+    }
+
+
+def import_all(package: str, extra: list[str]) -> subprocess.CompletedProcess[str]:
+    sources = ":".join(str(ROOT / folder) for folder, _ in PACKAGES.values())
+    site = str(Path(pytest.__file__).parents[1])
+    arguments = [package, sources, site, ",".join(modules_of(closure(extra)))]
+    command = [sys.executable, "-I", "-S", "-W", "ignore", "-c", IMPORT_ALL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_of_a_package_imports_with_its_own_extra_alone(package):
+    done = import_all(package, EXTRAS[PACKAGES[package][1]])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= len(list((ROOT / PACKAGES[package][0] / package).rglob("*.py"))) - 2
+
+
+@pytest.mark.parametrize(
+    ("package", "missing"), [("elastic_trainer", "isal"), ("reshard", "numpy"), ("elastic_operator", "kopf")]
+)
+def test_a_dependency_that_the_extra_does_not_name_is_noticed(package, missing):
+    extra = [item for item in EXTRAS[PACKAGES[package][1]] if not item.startswith(missing)]
+    done = import_all(package, extra)
+    assert f"No module named '{missing}" in done.stderr

@@ -1,0 +1,218 @@
+"""What images are made of: pins, layers that are the same every time, and Dockerfiles that agree with them."""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from testbed import oci, project, rootfs
+from testbed.errors import TestbedError
+
+ROOT = Path(__file__).parents[3]
+IMAGES = {"operator": ("operator",), "reshard": ("reshard",), "example": ("reshard", "trainer", "engine")}
+DOCKERFILES = {name: (ROOT / "images" / name / "Dockerfile").read_text() for name in IMAGES}
+
+
+def pins(path: str) -> dict[str, str]:
+    """Names and versions of a requirements file."""
+    lines = (ROOT / path).read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def closure(extras: Iterable[str]) -> set[str]:
+    """What extras of the project need, by the metadata of what is installed here."""
+    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    todo = [Requirement(line) for extra in extras for line in optional[extra]]
+    found: set[tuple[str, str]] = set()
+    while todo:
+        wanted = todo.pop()
+        for extra in {"", *wanted.extras}:
+            name = canonicalize_name(wanted.name)
+            if (name, extra) in found:
+                continue
+            found.add((name, extra))
+            lines = importlib.metadata.requires(name) or []
+            more = [Requirement(line) for line in lines]
+            todo += [item for item in more if item.marker is None or item.marker.evaluate({"extra": extra})]
+    return {name for name, _ in found}
+
+
+@pytest.mark.parametrize(("image", "extras"), IMAGES.items())
+def test_an_image_gets_exactly_what_its_extras_need_in_the_locked_versions(image: str, extras: tuple[str, ...]) -> None:
+    found = pins(f"images/{image}/requirements.txt")
+    locked = pins("requirements.lock")
+    assert found == {name: locked[name] for name in found}, "run `make lock-images`"
+    assert set(found) == closure(extras), "run `make lock-images`"
+
+
+def test_an_image_on_top_of_a_vendors_torch_brings_none() -> None:
+    found = pins("images/example/requirements-without-torch.txt")
+    everything = pins("images/example/requirements.txt")
+    assert {"torch", "triton"} <= set(everything) - set(found)
+    assert not [name for name in found if name.startswith(("nvidia", "cuda", "torch", "triton"))]
+    assert {"deepspeed", "numpy"} <= set(found)
+
+
+def test_the_operator_imports_and_plans_without_what_its_image_lacks(tmp_path: Path) -> None:
+    allowed = closure(["operator"])
+    code = (
+        "import importlib.metadata, sys\n"
+        "before = set(sys.modules)\n"
+        "import elastic_operator.main, elastic_operator.manifests.attempt, elastic_operator.plugin.main\n"
+        "files = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "owners = importlib.metadata.packages_distributions()\n"
+        "print(*sorted({owner for name in files for owner in owners.get(name, [])}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    used = {canonicalize_name(name) for name in done.stdout.split()}
+    assert {"httpx2", "kopf", "lightkube", "msgspec"} <= used, "the check sees what is imported"
+    assert used - {"elastic-training-operator"} <= allowed
+    assert not {"numpy", "torch"} & allowed
+
+
+def tree(root: Path, names: Iterable[str]) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"content of {name}")
+    (root / "run").write_text("#!/bin/sh\n")
+    (root / "run").chmod(0o700)
+    (root / "link").symlink_to("a/b")
+    (root / "tmp").mkdir(mode=0o700)
+    return root
+
+
+def test_a_layer_depends_on_names_contents_and_executability_and_nothing_else(tmp_path: Path) -> None:
+    first = tree(tmp_path / "one", ["a/b", "z", "m"])
+    second = tree(tmp_path / "two", ["m", "z", "a/b"])
+    os.utime(second / "z", (1, 1))
+    (second / "z").chmod(0o640)
+    os.chown(second / "m", os.geteuid(), os.getegid())
+    oci.pack(first, tmp_path / "1.tar")
+    oci.pack(second, tmp_path / "2.tar")
+    assert (tmp_path / "1.tar").read_bytes() == (tmp_path / "2.tar").read_bytes()
+    (second / "z").chmod(0o750)
+    oci.pack(second, tmp_path / "3.tar")
+    assert oci.Layer.of(tmp_path / "3.tar").digest != oci.Layer.of(tmp_path / "1.tar").digest
+
+
+def test_a_layer_is_owned_by_root_and_holds_links_modes_and_a_common_tmp(tmp_path: Path) -> None:
+    oci.pack(tree(tmp_path / "one", ["a/b"]), tmp_path / "1.tar")
+    with tarfile.open(tmp_path / "1.tar") as archive:
+        entries = {entry.name: entry for entry in archive}
+    assert {(entry.uid, entry.gid, entry.mtime) for entry in entries.values()} == {(0, 0, 0)}
+    assert entries["link"].issym()
+    assert entries["link"].linkname == "a/b"
+    assert {name: oct(entries[name].mode) for name in ("a", "a/b", "run", "tmp")} == {
+        "a": "0o755", "a/b": "0o644", "run": "0o755", "tmp": "0o1777"
+    }  # fmt: skip
+
+
+def test_an_archive_holds_shared_layers_once_and_every_blob_under_its_digest(tmp_path: Path) -> None:
+    shared, own = oci.layer_of(files={"a": (b"x", 0o644)}), oci.layer_of(files={"b": (b"y", 0o644)})
+    one = oci.Image(reference="localhost/one:1", layers=(shared,), entrypoint=("/a",), user="65532")
+    two = oci.Image(reference="localhost/two:1", layers=(shared, own), environment={"X": "1"})
+    oci.write(tmp_path / "both.tar", [one, two])
+    with tarfile.open(tmp_path / "both.tar") as archive:
+        content = {entry.name: (archive.extractfile(entry) or pytest.fail()).read() for entry in archive}
+    blobs = {name.rpartition("/")[2]: data for name, data in content.items() if name.startswith("blobs/")}
+    assert len(blobs) == 2 + 2 + 2, "layers, configurations, manifests"
+    assert all(oci.Layer.of(data).digest == name for name, data in blobs.items())
+    index = json.loads(content["index.json"])["manifests"]
+    assert [item["annotations"]["io.containerd.image.name"] for item in index] == [one.reference, two.reference]
+    assert [item["digest"] for item in index] == [f"sha256:{one.digest}", f"sha256:{two.digest}"]
+    manifest = json.loads(blobs[two.digest])
+    assert [item["digest"] for item in manifest["layers"]] == [f"sha256:{shared.digest}", f"sha256:{own.digest}"]
+    run = json.loads(blobs[json.loads(blobs[one.digest])["config"]["digest"].removeprefix("sha256:")])["config"]
+    assert (run["User"], run["Entrypoint"]) == ("65532", ["/a"])
+    before = (tmp_path / "both.tar").read_bytes()
+    oci.write(tmp_path / "both.tar", [one, two])
+    assert (tmp_path / "both.tar").read_bytes() == before
+
+
+def test_an_edit_changes_the_key_of_what_it_belongs_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(project, "CHECKOUT", tmp_path)
+    tree(tmp_path / "operator", ["a.py", "b.py"])
+    tree(tmp_path / "examples", ["train.py"])
+    before = project._tree_key(["operator"]), project._tree_key(["examples"])
+    (tmp_path / "operator" / "__pycache__").mkdir()
+    (tmp_path / "operator" / "__pycache__" / "a.pyc").write_text("made by running it")
+    assert (project._tree_key(["operator"]), project._tree_key(["examples"])) == before
+    (tmp_path / "operator" / "a.py").write_text("edited")
+    assert project._tree_key(["operator"]) != before[0]
+    assert project._tree_key(["examples"]) == before[1]
+    (tmp_path / "operator" / "b.py").rename(tmp_path / "operator" / "c.py")
+    assert len({before[0], project._tree_key(["operator"])}) == 2
+
+
+def test_the_libraries_of_a_program_are_found_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    found = rootfs.libraries([Path(sys.base_prefix, "bin", rootfs.PYTHON)])
+    assert "libc.so.6" in found
+    assert all(path.exists() for path in found.values())
+    broken = tmp_path / "program"
+    broken.write_bytes(Path("/bin/ls").read_bytes().replace(b"libc.so.6\0", b"libx.so.6\0"))
+    broken.chmod(0o755)
+    with pytest.raises(TestbedError, match=r"libx\.so\.6"):
+        rootfs.libraries([broken])
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_dockerfiles_are_pinned_unprivileged_and_the_same_for_every_architecture(name: str) -> None:
+    text = DOCKERFILES[name]
+    bases = re.findall(r"^ARG \w+_IMAGE=(\S+)$", text, flags=re.MULTILINE)
+    assert bases, "the base is an argument"
+    assert all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases), "a full version, never a moving tag"
+    assert set(re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE)) <= {"${PYTHON_IMAGE}", "${BASE_IMAGE}"}
+    assert text.count("\nFROM ") == 2, "what builds is not what runs"
+    assert re.findall(r"^USER (.*)$", text, flags=re.MULTILINE) == ["65532:65532"], "a number: runAsNonRoot can see it"
+    assert not re.search(r"amd64|x86_64|arm64|aarch64", text)
+    assert "--no-deps" in text
+    for label in ("title", "version", "revision", "licenses"):
+        assert f"org.opencontainers.image.{label}=" in text
+    for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, flags=re.MULTILINE):
+        assert all((ROOT / source).exists() for source in line.split()), line
+        patterns = (ROOT / ".dockerignore").read_text()
+        assert all(f"!{source.split('/')[0]}" in patterns for source in line.split()), (
+            f".dockerignore leaves out {line}"
+        )
+
+
+def test_the_test_bed_and_the_dockerfiles_make_the_same_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(project, "_layer", lambda kind, *_: oci.layer_of(files={kind: (b"", 0o644)}))
+    made = {image.reference.partition("-training-")[2].partition(":")[0]: image for image in project.definitions()}
+    assert set(made) == set(DOCKERFILES)
+    for name in ("operator", "reshard"):
+        entrypoint = json.loads(re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILES[name], flags=re.MULTILINE)[0])
+        assert list(made[name].entrypoint) == entrypoint
+        assert f'title="{made[name].labels["org.opencontainers.image.title"]}"' in DOCKERFILES[name]
+    for name, image in made.items():
+        assert image.user == "65532:65532"
+        assert all(f"{key}={value}" in DOCKERFILES[name] for key, value in image.environment.items())
+        assert f"ARG VERSION={project.VERSION}\n" in DOCKERFILES[name]
+
+
+def test_without_a_builder_make_images_names_the_way_without_one(tmp_path: Path) -> None:
+    for tool in ("sh", "dirname", "sed", "git", "timeout"):
+        found = next(path for folder in ("/bin", "/usr/bin") if (path := Path(folder, tool)).exists())
+        (tmp_path / tool).symlink_to(found)
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
+    docker.chmod(0o755)
+    environment = {"PATH": str(tmp_path)}
+    done = subprocess.run([ROOT / "images/build.sh"], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert "none of docker (with a running engine), podman and buildah works here" in done.stderr
+    assert "python -m testbed images --load" in done.stderr
+    environment["BUILDER"] = "docker"
+    done = subprocess.run([ROOT / "images/build.sh"], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert "BUILDER=docker does not work here" in done.stderr

@@ -1,0 +1,94 @@
+"""Ratchets: rules about the checkout itself that are easy to break and expensive to notice."""
+
+import ast
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = [
+    ROOT / "operator/elastic_operator",
+    ROOT / "reshard_job/reshard",
+    ROOT / "trainer/elastic_trainer",
+]
+MODULES = sorted(
+    path
+    for folder in [*PACKAGES, ROOT / "testbed", ROOT / "demo", ROOT / "benchmarks", ROOT / "examples"]
+    for path in folder.rglob("*.py")
+    if "output" not in path.parts
+)
+FOLDERS = sorted(
+    {path.parent for folder in [*PACKAGES, ROOT / "tests/unit"] for path in folder.rglob("*.py")},
+)
+
+
+def tracked() -> list[str]:
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    return listing.stdout.splitlines()
+
+
+@pytest.mark.parametrize("folder", ["operator", "reshard_job", "trainer"])
+def test_no_folder_shadows_the_standard_library_or_leaks_top_level_modules(folder: str) -> None:
+    assert not list((ROOT / folder).glob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_stays_below_500_lines(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_folder_holds_at_most_16_modules(folder: Path) -> None:
+    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 16
+
+
+@pytest.mark.parametrize(
+    "folder",
+    sorted({path.parent for path in MODULES if any(path.is_relative_to(p) for p in PACKAGES)}),
+    ids=lambda path: path.stem,
+)
+def test_every_package_is_a_package_that_says_what_it_is_for(folder: Path) -> None:
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+
+
+def test_import_contracts_name_packages_and_cover_all_modules() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    covered = {name for contract in contracts if contract.get("exhaustive") for name in contract["containers"]}
+    assert covered == {"elastic_operator", "reshard"}
+    named = [name for contract in contracts for name in contract.get("source_modules", ())]
+    assert not [name for name in named if not any((p.parent / name.replace(".", "/")).is_dir() for p in PACKAGES)]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if any(path.is_relative_to(p) for p in PACKAGES)], ids=lambda path: path.stem
+)
+def test_every_module_of_the_product_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def test_the_checkout_holds_no_large_or_generated_files() -> None:
+    names = tracked()
+    assert not [name for name in names if name.endswith((".pyc", "_pb2.py", ".so", ".whl", ".tar"))]
+    large = {
+        name: size for name in names if (ROOT / name).exists() and (size := (ROOT / name).stat().st_size) > 600_000
+    }
+    assert not large
+
+
+def test_the_readmes_tree_names_only_what_is_there() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = readme.split("<!-- tree:begin -->")[1].split("<!-- tree:end -->")[0]
+    folder, absent = ROOT, []
+    for line in tree.splitlines():
+        names = [word for word in line.split("   ")[0].split() if re.fullmatch(r"[\w./]+(\.py|/)", word)]
+        if line.startswith("  ") and names:
+            absent += [name for name in names if not (folder / name).exists()]
+        elif names:
+            folder = ROOT / names[0]
+            absent += [] if folder.is_dir() else names
+    assert absent == []

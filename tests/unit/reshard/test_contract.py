@@ -1,0 +1,57 @@
+"""What travels between operator, reshard pod and trainer."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard import errors
+from reshard.contract import TERMINATION_MESSAGE_LIMIT_BYTES, CommitRef, ExitCode, ReshardReport
+
+REF = CommitRef(uri="/c/a1/step-00000020", step=20, samples=640, attempt=1, topology={"tp": 2, "dp": 3}, num_bytes=7)
+
+
+def test_a_commit_ref_survives_the_lease() -> None:
+    assert CommitRef.from_json(REF.to_json()) == REF
+
+
+def test_a_reader_ignores_fields_of_a_newer_writer() -> None:
+    assert CommitRef.from_json(REF.to_json()[:-1] + ',"colour":"blue"}') == REF
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"uri": "/c"}'])
+def test_a_damaged_commit_ref_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        CommitRef.from_json(text)
+
+
+@given(st.text(max_size=9000))
+def test_a_report_always_fits_the_termination_message(message: str) -> None:
+    report = ReshardReport(ok=False, exit_code=ExitCode.STORAGE_FULL, message=message, source="/c/a1", target="/c/a2")
+    wire = report.to_json()
+    assert len(wire.encode()) <= TERMINATION_MESSAGE_LIMIT_BYTES
+    read = ReshardReport.from_json(wire)
+    assert read.exit_code == ExitCode.STORAGE_FULL
+    assert message.startswith(read.message)
+
+
+def test_every_error_class_has_an_exit_code_and_failures_never_look_like_success() -> None:
+    classes = [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, Exception)]
+    assert len(classes) > 10
+    assert all(item.exit_code in set(ExitCode) - {ExitCode.OK} for item in classes)
+
+
+def test_an_error_prints_path_problems_and_hint() -> None:
+    error = errors.CorruptSourceError("2 files are damaged", path="/c/a1", problems=["x", "y"], hint="use another")
+    assert str(error) == "/c/a1: 2 files are damaged\n  - x\n  - y\nhint: use another"
+
+
+def test_the_contract_needs_only_the_standard_library() -> None:
+    program = (
+        "import sys, reshard.contract, reshard.topology, reshard.errors, reshard.commits.commit\n"
+        "heavy = {'numpy', 'torch', 'deepspeed', 'kopf', 'msgspec', 'lightkube'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
