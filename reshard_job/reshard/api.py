@@ -29,7 +29,6 @@ from reshard.commits.staging import FINISH_FILE, Sharing, only_one, staging
 from reshard.contract import COMMIT_FILE, ReshardReport
 from reshard.conversion import PLAN, Conversion
 from reshard.errors import (
-    CorruptSourceError,
     PlanError,
     ReshardError,
     SourceError,
@@ -52,7 +51,14 @@ from reshard.execution.origin import (
 from reshard.execution.read_back import read_back
 from reshard.execution.report import done_report
 from reshard.execution.resume import Moved, Resumed, Work, do, kept
-from reshard.execution.source_checks import check_metadata, check_settings, damage_first, places_digest
+from reshard.execution.source_checks import (
+    check_digests,
+    check_matches_commit,
+    check_metadata,
+    check_settings,
+    damage_first,
+    places_digest,
+)
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import Request
 from reshard.formats.deepspeed import FORMAT as DEEPSPEED
@@ -65,7 +71,7 @@ from reshard.storage.object_store import RemotePath, location
 from reshard.storage.source_reader import changed
 from reshard.storage.target_writer import target_errors
 from reshard.system.limits import DEFAULT_MEMORY_BYTES, default_num_threads
-from reshard.tensors.layout import PADDING, Index
+from reshard.tensors.layout import Index
 from reshard.tensors.views import select_states
 from reshard.topology import Topology
 
@@ -76,7 +82,7 @@ _BY_ANOTHER = "converted by another run, which was faster; what this one had don
 
 
 def index_of(source: Path, *, require_commit: bool = False, patterns: Path | None = None) -> Index:
-    """Index a checkpoint; one with a commit marker must have all files in their committed sizes.
+    """Index a checkpoint; one with a commit marker must have all files in their committed sizes, and match the marker.
 
     Args:
         source: folder of one checkpoint.
@@ -101,7 +107,10 @@ def index_of(source: Path, *, require_commit: bool = False, patterns: Path | Non
             opened[f"{source}/{COMMIT_FILE}"] = identity_at(source / COMMIT_FILE)
         commit = _checked_commit(source, require_commit=require_commit)
         index = read_source(source, commit, patterns)
-    return with_identities(index, opened, commit)
+    index = with_identities(index, opened, commit)
+    if commit is not None:
+        check_matches_commit(index, commit, told=patterns is not None)
+    return index
 
 
 def _checked_commit(source: Path, *, require_commit: bool) -> Commit | None:
@@ -303,7 +312,7 @@ def convert(
                         outcome = mover.finish(records, fresh=sharing is Sharing.ALONE, touched=touched)
                         if outcome.touched:
                             _check_indexed_alike(wanted, plan, outcome)
-                        _check_source_digests(plan, outcome, told=wanted.patterns is not None)
+                        check_digests(plan, outcome.digests, told=wanted.patterns is not None)
                         commit = _commit(plan, wanted, outcome)
                         with ThreadPoolExecutor(1) as pool, trusting(wanted.allow_globals):
                             synced = pool.submit(mover.sync)  # the storage works while the result is read back
@@ -392,40 +401,6 @@ def already_done(wanted: Conversion, plan: Plan, *, crc: bool = False) -> Commit
     if commit is not None and wanted.has_made(commit, plan.layout.topology):
         refuse_other_content(commit, plan, wanted.target)
     raise taken(wanted.target)
-
-
-def _check_source_digests(plan: Plan, outcome: Outcome, *, told: bool) -> None:
-    """What was read must be what the source's own commit says, where it says so and the tensor kept name and type.
-
-    Args:
-        plan: what was done.
-        outcome: and found.
-        told: by a file of patterns, which may tell padding rows of a vocabulary apart that the commit does not.
-
-    Raises:
-        CorruptSourceError: with every tensor that is not.
-    """
-    try:
-        committed = read_commit(plan.index.root).digests
-    except SourceError:
-        return
-    if told:
-        padding = {str(tensor.key) for tensor in plan.index.tensors if tensor.key.name.endswith(PADDING)}
-        apart = {key.removesuffix(PADDING) for key in padding - committed.keys()}
-        committed = {key: value for key, value in committed.items() if key not in apart}
-    problems = []
-    for tensor, origin in zip(plan.target_tensors, plan.origins.tolist(), strict=True):
-        source, found = plan.index.tensors[origin], outcome.digests.get(str(tensor.key))
-        expected = committed.get(str(source.key)) if source.dtype == tensor.dtype and source.key == tensor.key else None
-        if expected is not None and found is not None and found != expected:
-            problems.append(f"{source.key}: {expected} was committed, {found} is there")
-    if problems:
-        raise CorruptSourceError(
-            "tensors are not what was committed: nothing was published",
-            path=str(plan.index.root),
-            problems=problems[:20],
-            hint="use an earlier commit",
-        )
 
 
 def _commit(plan: Plan, wanted: Conversion, outcome: Outcome) -> Commit:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -36,6 +37,12 @@ UNCONFIRMED_FILE = "COMMIT.unconfirmed.json"
 
 OWNER_FILE = "OWNER.json"
 """Names the job that writes below a checkpoint root."""
+
+COMMIT_FOLDER = re.compile(r"step-[A-Za-z0-9._-]{1,64}")
+"""Name of a commit's folder in the folder of its attempt."""
+
+COMMIT_NAME = re.compile(rf"a[0-9]{{1,9}}/{COMMIT_FOLDER.pattern}")
+"""A commit's folder relative to ETJ_CHECKPOINT_ROOT, as LeaseKey.RELEASED names it."""
 
 MAX_RELEASED = 32
 """Names in LeaseKey.RELEASED at most."""

@@ -27,7 +27,7 @@ TO = "dp=2,zero=2"
 
 HANGING = """
 import os, sys, threading
-from reshard import cli
+from reshard.cli import main as cli
 real, hung = os.pwrite, threading.Event()
 def pwrite(*arguments):
     if os.environ["HANG"] == "1" and not hung.is_set():
@@ -271,7 +271,7 @@ def slowly(name, *rest, **more):
         time.sleep(30)
     return real(name, *rest, **more)
 builtins.__import__ = slowly
-from reshard import cli
+from reshard.cli import main as cli
 sys.exit(cli.main(sys.argv[1:]))
 """
 """The command, with an import that takes long."""

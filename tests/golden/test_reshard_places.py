@@ -18,8 +18,9 @@ from reshard.contract import ExitCode
 from tests.golden.command import PIPELINE, ZERO2, Answer
 
 # A user who owns nothing may not read Python's library everywhere: what a verb imports later is imported now.
-for module in ("command", "estimate", "explain", "foresight", "inspection", "virtual"):
-    importlib.import_module(f"reshard.{module}")
+for module in ("command_line", "estimate", "explain", "preflight", "inspection"):
+    importlib.import_module(f"reshard.cli.{module}")
+importlib.import_module("reshard.virtual.conversion")
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 

@@ -32,11 +32,13 @@ CONVERSIONS = {
 COMMAND = """
 import os, signal, sys, time
 from pathlib import Path
-from reshard import execute, files, plan, tile, verify
+from reshard.execution import executor, tile, verify
+from reshard.planning import plan
+from reshard.storage import files
 from reshard.cli.main import main
 
 plan._SMALLEST_UNIT_BYTES = 256
-execute.FORK_BYTES = verify._TASK_BYTES = tile._SMALLEST_PART_BYTES = 0
+executor.FORK_BYTES = verify._TASK_BYTES = tile._SMALLEST_PART_BYTES = 0
 parent = os.getpid()
 def in_child(before):
     def wrap(real):
@@ -47,7 +49,7 @@ def in_child(before):
         return call
     return wrap
 {prelude}
-assert execute.can_fork()
+assert executor.can_fork()
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -181,7 +183,7 @@ os.pwrite = in_child(fail)(os.pwrite)
 """
     said = run("run", ZERO3, target, "--to", "dp=2,zero=3", code=ExitCode.INTERNAL, prelude=prelude)
     assert "ZeroDivisionError: planted" in said
-    assert "writing.py" in said
+    assert "target_writer.py" in said
     assert not list(target.parent.iterdir())
 
 

@@ -31,7 +31,8 @@ CALLS = ("pwrite", "fdatasync", "fsync", "rename", "ftruncate")
 
 WORKER = """
 import sys
-from reshard import cli, plan
+from reshard.cli import main as cli
+from reshard.planning import plan
 plan._SMALLEST_UNIT_BYTES = 128
 sys.exit(cli.main(sys.argv[1:]))
 """

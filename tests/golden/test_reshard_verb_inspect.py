@@ -68,7 +68,9 @@ def test_a_commit_that_tells_another_story_than_the_files_is_a_problem(tmp_path:
         target, type(commit)(**{**{name: getattr(commit, name) for name in commit.__slots__}, "digests": digests})
     )
     value = say.json("inspect", target, code=ExitCode.SOURCE_INVALID)
-    assert [problem["message"] for problem in value["problems"]] == ["fp32/gone was committed and is not there"]
+    assert [problem["message"] for problem in value["problems"]] == [
+        "fp32/gone: digest 00000000 was committed, no file holds the tensor"
+    ]
 
 
 def test_a_marker_that_cannot_be_read_is_a_problem(tmp_path: Path, say: Answer) -> None:

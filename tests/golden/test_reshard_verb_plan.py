@@ -28,7 +28,7 @@ def test_a_plan_lists_the_files_that_a_run_makes_and_writes_nothing(tmp_path: Pa
 
 
 def test_room_at_the_target_is_told(tmp_path: Path, say: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("verbs", "staging"):
+    for module in ("cli.commands", "commits.staging"):
         monkeypatch.setattr(f"reshard.{module}.free_bytes", lambda _folder: 10_000)
     words = ["plan", PIPELINE, tmp_path / "out", "--to", "dp=3"]
     assert say.json(*words, code=ExitCode.STORAGE_FULL)["target_free_bytes"] == 10_000

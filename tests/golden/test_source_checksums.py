@@ -1,32 +1,36 @@
 """What a source's COMMIT.json states is checked by `run`, from what it has read anyway; damage is never published."""
 
+import dataclasses
 import json
 import os
 import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from reshard.api import Conversion, convert, index_of
-from reshard.commits.commit import Commit, CommittedFile, write_commit
+from reshard.commits.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.commits.staging import Sharing
 from reshard.contract import ExitCode
-from reshard.errors import CorruptSourceError
+from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.execution import source_checks
 from reshard.planning import plan
 from reshard.storage.durable import file_crc32
 from reshard.storage.object_store import REQUESTS, location
 from reshard.tensors.intervals import Int64Array
 from reshard.tensors.layout import Index
+from reshard.tensors.views import select_states
 from reshard.topology import Topology
 from reshard.virtual import conversion, load, manifest
-from tests.golden.command import HERE, PIPELINE, ZERO2, ZERO3, Answer
+from tests.golden.command import EVERY, HERE, PIPELINE, ZERO2, ZERO3, Answer
 
 LLAMA = HERE / "safetensors/llama"
 DCP = HERE / "dcp-2.13/fsdp2-flat/step-00000002"
+MEGATRON = HERE / "megatron-0.16.1/iter_0000003"
 UNIVERSAL = HERE / "universal-0.19.8/zero2-dp3/step-00000002"
 SOURCES = {
     "safetensors": LLAMA,
@@ -67,6 +71,11 @@ def write_marker(folder: Path) -> None:
             files=files,
         ),
     )
+
+
+def edit_marker(folder: Path, **changes: object) -> None:
+    """Write the marker again with other fields, and with the checksum of itself that they need."""
+    write_commit(folder, dataclasses.replace(read_commit(folder), **changes))
 
 
 def strip(path: Path) -> None:
@@ -139,6 +148,135 @@ def test_damaged_metadata_is_refused_before_a_byte_is_moved(tmp_path: Path) -> N
 
 def wanted(source: Path, target: Path, to: str, **options: object) -> Conversion:
     return Conversion(source=source, target=target, topology=Topology.parse(to), keeps_stage=True, **options)
+
+
+def refusals(say: Answer, source: Path, target: Path, to: str) -> list[dict[str, Any]]:
+    """Return what each command says of a source that it refuses as corrupt."""
+    words = ("--to", to)
+    commands = (("run", source, target, *words), ("plan", source, target, *words), ("verify", source))
+    found = [say.json(*command, code=ExitCode.SOURCE_INVALID)["error"] for command in commands]
+    assert not target.exists()
+    assert {error["kind"] for error in found} == {"CorruptSourceError"}
+    assert all(error["hint"] for error in found)
+    return found
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_committed_tensor_that_no_file_holds_is_refused(tmp_path: Path, say: Answer, kind: str) -> None:
+    source = committed(SOURCES[kind], tmp_path / "source")
+    edit_marker(source, digests={"weight/gone": "0123abcd"})
+    for error in refusals(say, source, tmp_path / "out", TO.get(kind, "dp=2")):
+        assert error["problems"] == ["weight/gone: digest 0123abcd was committed, no file holds the tensor"]
+    (problem,) = say.json("inspect", source, code=ExitCode.SOURCE_INVALID)["problems"]
+    assert problem["message"].startswith("weight/gone: ")
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_file_that_is_read_and_that_the_commit_does_not_list_is_refused(
+    tmp_path: Path, say: Answer, kind: str
+) -> None:
+    """Its bytes are proved by nothing."""
+    source = committed(SOURCES[kind], tmp_path / "source")
+    files, index = read_commit(source).files, index_of(source)
+    for path in (index.files[-1].path, *(file.path for file in index.metadata[-1:] if file.path != "COMMIT.json")):
+        edit_marker(source, files=[file for file in files if file.path != path])
+        for error in refusals(say, source, tmp_path / "out", TO.get(kind, "dp=2")):
+            assert error["problems"] == [f"{path}: is read, COMMIT.json does not list it"]
+        (problem,) = say.json("inspect", source, code=ExitCode.SOURCE_INVALID)["problems"]
+        assert problem["message"].startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_commit_of_another_format_than_the_files_have_is_refused(tmp_path: Path, say: Answer, kind: str) -> None:
+    source = committed(SOURCES[kind], tmp_path / "source")
+    own = read_commit(source).format
+    other = "dcp" if own != "dcp" else "safetensors"
+    edit_marker(source, format=other)
+    for error in refusals(say, source, tmp_path / "out", TO.get(kind, "dp=2")):
+        assert error["problems"] == [f"COMMIT.json says format {other}, the files say {own}"]
+
+
+def test_at_most_twenty_lines_tell_how_a_commit_and_its_files_differ(tmp_path: Path) -> None:
+    source = committed(LLAMA, tmp_path / "source")
+    edit_marker(source, files=(), digests={f"weight/{number:03}{'x' * 5000}": "0" * 8 for number in range(50)})
+    with pytest.raises(CorruptSourceError) as caught:
+        index_of(source)
+    assert len(caught.value.problems) == 20
+    assert caught.value.problems[-1] == "and 34 more"
+    assert len(str(caught.value)) < 10_000
+
+
+def test_a_file_that_nobody_reads_need_not_be_committed(tmp_path: Path, say: Answer) -> None:
+    source = committed(LLAMA, tmp_path / "source")
+    (source / "notes.txt").write_text("mine")
+    say("run", source, tmp_path / "out", "--to", "dp=1")
+    say("verify", source)
+
+
+@pytest.mark.parametrize("path", [*EVERY, MEGATRON], ids=lambda path: path.parent.name)
+def test_a_commit_that_lists_all_files_and_tensors_is_believed(tmp_path: Path, path: Path) -> None:
+    source = committed(path, tmp_path / "source")
+    tensors = index_of(source).tensors
+    edit_marker(source, digests={str(tensor.key): "0" * 8 for tensor in tensors})
+    assert index_of(source).tensors == tensors
+
+
+def test_patterns_need_not_tell_the_padding_rows_that_a_commit_tells_apart(tmp_path: Path) -> None:
+    source = committed(ZERO2, tmp_path / "source")
+    index = index_of(source)
+    edit_marker(source, digests={"weight/embed.weight#padding": "0" * 8})
+    source_checks.check_matches_commit(index, read_commit(source), told=True)
+    with pytest.raises(CorruptSourceError, match="#padding"):
+        source_checks.check_matches_commit(index, read_commit(source))
+
+
+def test_of_a_source_whose_weights_alone_are_read_no_other_state_is_missed(tmp_path: Path) -> None:
+    source = committed(ZERO2, tmp_path / "source")
+    index = index_of(source)
+    edit_marker(source, digests={str(tensor.key): "0" * 8 for tensor in index.tensors})
+    weights = dataclasses.replace(select_states(index, ("weight",)), unread=UnsupportedError("an optimizer"))
+    source_checks.check_matches_commit(weights, read_commit(source))
+    edit_marker(source, digests={"weight/gone": "0" * 8})
+    with pytest.raises(CorruptSourceError, match="weight/gone"):
+        source_checks.check_matches_commit(weights, read_commit(source))
+
+
+def test_what_a_virtual_commit_leads_to_has_to_match_its_own_commit(tmp_path: Path) -> None:
+    source = committed(ZERO2, tmp_path / "source")
+    conversion.prepare(wanted(source, tmp_path / "virtual", "dp=2"))
+    assert index_of(tmp_path / "virtual").root == source
+    edit_marker(source, digests={"weight/gone": "0" * 8})
+    with pytest.raises(CorruptSourceError, match="weight/gone"):
+        index_of(tmp_path / "virtual")
+
+
+def test_names_that_a_map_swaps_are_compared_with_the_digests_of_their_own_names(tmp_path: Path, say: Answer) -> None:
+    source = tmp_path / "source"
+    say("run", LLAMA, source, "--to", "dp=1")
+    first, second = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
+    new = {tensor.key.name: tensor.key.name for tensor in index_of(source).tensors} | {first: second, second: first}
+    rules = [{"from": name, "to": other} for name, other in new.items()]
+    (tmp_path / "map.yaml").write_text(json.dumps({"version": 1, "rules": rules}))
+    words = ("--to", "dp=1", "--names", tmp_path / "map.yaml")
+    say("run", source, tmp_path / "out", *words)
+    digests = read_commit(source).digests
+    assert digests[f"weight/{first}"] != digests[f"weight/{second}"]
+    assert read_commit(tmp_path / "out").digests == {f"weight/{new[key[7:]]}": digests[key] for key in digests}
+    edit_marker(source, digests={**digests, f"weight/{first}": "0123abcd"})
+    found = say.json("run", source, tmp_path / "damaged", *words, code=ExitCode.SOURCE_INVALID)
+    assert found["error"]["problems"] == [
+        f"weight/{first}: 0123abcd was committed, {digests[f'weight/{first}']} is there"
+    ]
+
+
+def test_a_part_that_a_map_gives_the_name_of_the_whole_is_not_compared_with_it(tmp_path: Path, say: Answer) -> None:
+    source, name = tmp_path / "source", "model.layers.0.mlp.gate_proj.weight"
+    say("run", LLAMA, source, "--to", "dp=1")
+    names = [tensor.key.name for tensor in index_of(source).tensors if tensor.key.name != name]
+    rules = [{"from": name, "to": [name, "rest"], "sizes": [2, 4]}, *({"from": other, "to": other} for other in names)]
+    (tmp_path / "map.yaml").write_text(json.dumps({"version": 1, "rules": rules}))
+    say("run", source, tmp_path / "out", "--to", "dp=1", "--names", tmp_path / "map.yaml")
+    assert {"weight/rest", f"weight/{name}"} <= read_commit(tmp_path / "out").digests.keys()
 
 
 @pytest.mark.parametrize("kind", SOURCES)

@@ -24,14 +24,15 @@ from tests.golden.files import golden
 SCRIPT = """
 import sys
 from pathlib import Path
-from reshard import execute, virtual_process
+from reshard.execution import executor
+from reshard.virtual import process
 from reshard.virtual.manifest import decode
 
-execute.FORK_BYTES, execute.can_fork = 0, lambda: False
-virtual_process._COMMAND = "import os, time; from reshard import virtual_process as p; " \\
+executor.FORK_BYTES, executor.can_fork = 0, lambda: False
+process._COMMAND = "import os, time; from reshard.virtual import process as p; " \\
     "p.load_files = lambda *_: (print(os.getpid(), flush=True), time.sleep(600)); p.serve(__import__('sys').argv[1:])"
 commit, folder = map(Path, sys.argv[1:])
-virtual_process.load_files_apart(decode(commit), [0], folder)
+process.load_files_apart(decode(commit), [0], folder)
 """
 
 
@@ -98,7 +99,7 @@ def test_what_lies_in_the_trainers_folder_is_not_taken_for_modules(commit, targe
 def in_the_middle(does):
     """A command whose process does something else once it has begun."""
     serve = f"p.load_files = lambda *_: {does}; p.serve(sys.argv[1:])"
-    return f"import os, sys; from reshard import virtual_process as p; {serve}"
+    return f"import os, sys; from reshard.virtual import process as p; {serve}"
 
 
 @pytest.mark.parametrize(

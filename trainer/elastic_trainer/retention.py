@@ -17,12 +17,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from reshard.commits.commit import VIRTUAL, read_commit
-from reshard.contract import COMMIT_FILE, MAX_RELEASED
+from reshard.contract import COMMIT_FILE, COMMIT_NAME, MAX_RELEASED
 from reshard.errors import SourceError
 
 _log = logging.getLogger(__name__)
 _ATTEMPT = re.compile(r"^a(\d+)$")
-_COMMIT_NAME = re.compile(r"a[0-9]{1,9}/step-[A-Za-z0-9._-]{1,64}")
 _MAX_RELEASED_CHARACTERS = 8192
 
 
@@ -112,7 +111,7 @@ def read_released(text: str) -> tuple[str, ...]:
     except (ValueError, RecursionError):
         names = None
     valid = isinstance(names, list) and len(names) <= MAX_RELEASED
-    if not valid or not all(isinstance(name, str) and _COMMIT_NAME.fullmatch(name) for name in names):
+    if not valid or not all(isinstance(name, str) and COMMIT_NAME.fullmatch(name) for name in names):
         _log.warning("the operator's list of released commits is ignored: %.200r", text)
         return ()
     return tuple(names)

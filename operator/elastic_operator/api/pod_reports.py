@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from elastic_operator.api.serialization import parse_time
 from reshard.contract import (
+    COMMIT_FOLDER,
     MAX_COUNT,
     MAX_RELEASED,
     MAX_URI,
@@ -38,7 +39,6 @@ EARLIEST, LATEST = 0.0, 32_503_680_000.0
 _DIGITS = re.compile(r"[0-9]{1,16}")
 _REAL = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,4})?")
 _NO_NUMBER = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
-_COMMIT_NAME = re.compile(r"step-[A-Za-z0-9_.-]{1,64}")
 
 _T = TypeVar("_T")
 
@@ -101,7 +101,7 @@ def commit_problem(found: CommitRef, *, root: str, attempt: int) -> str:
     if found.attempt != attempt:
         return f"attempt: expected {attempt}, that of the Lease, found {found.attempt}"
     folder = f"{root}/a{attempt}/"
-    if not found.uri.startswith(folder) or not _COMMIT_NAME.fullmatch(found.uri, len(folder)):
+    if not found.uri.startswith(folder) or not COMMIT_FOLDER.fullmatch(found.uri, len(folder)):
         return f"uri: expected {folder}step-..., found {brief(found.uri)}"
     return ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping
 
 from elastic_operator.api.status import (
@@ -18,7 +17,7 @@ from elastic_operator.api.status import (
     with_newest,
 )
 from elastic_operator.manifests.attempt import commit_uri, start_uri
-from reshard.contract import MAX_RELEASED, sentence
+from reshard.contract import COMMIT_NAME, MAX_RELEASED, sentence
 from reshard.topology import Topology
 
 KEPT_VALID = 3
@@ -26,8 +25,6 @@ KEPT_VALID = 3
 
 KEPT_INVALID = 2
 """Newest damaged commits that are not released, for whoever wants to know what happened to them."""
-
-_NAME = re.compile(r"a[0-9]{1,9}/step-[A-Za-z0-9._-]{1,64}")
 
 
 def add(checkpoint: Checkpoint, commit: Commit) -> Checkpoint:
@@ -81,7 +78,7 @@ def name_of(uri: str) -> str:
     These are its name below the checkpoint root, wherever the volume is mounted.
     """
     name = "/".join(uri.split("/")[-2:])
-    return name if _NAME.fullmatch(name) else ""
+    return name if COMMIT_NAME.fullmatch(name) else ""
 
 
 def is_read_by(starts: Iterable[tuple[str, str]], claim: str, path: str) -> bool:

@@ -13,7 +13,7 @@ from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import RESHARD, LeaseView, report_of, report_problems
 from elastic_operator.reconcile import goodput
 from elastic_operator.reconcile.context import Context, is_read
-from elastic_operator.reconcile.recovery import charge, refresh_exclusions
+from elastic_operator.reconcile.recovery import charge, refresh_exclusions, set_checkpoint_owned
 from reshard.contract import LeaseKey, ReshardReport, sentence
 
 _MOST_VERSIONS = 16
@@ -158,7 +158,9 @@ def _progress(context: Context, status: Status, lease: LeaseView) -> Status:
             status = edit_last_recovery(status, first_step_time=Time(first))
             status = edit_last_recovery(status, seconds=durations(status.recoveries[-1]))
         context.emit("Running", _running(status, current))
-        status = _checkpoint_owned(context, status)
+        if find(status.conditions, Type.CHECKPOINT_OWNED) is not None:  # it was refused before: withdraw that
+            message = f"attempt {status.attempt} writes to {checkpoint_root(context.spec)}"
+            status = set_checkpoint_owned(context, status, is_owned=True, message=message)
     old = status.progress
     new = Progress(
         phase=lease.phase,
@@ -171,22 +173,6 @@ def _progress(context: Context, status: Status, lease: LeaseView) -> Status:
     due = old is None or old.phase != new.phase or context.now - (old.time or 0.0) >= context.limits.progress_seconds
     moved = old is None or (old.phase, old.step, old.samples, old.loss) != (new.phase, new.step, new.samples, new.loss)
     return accounted(dataclasses.replace(status, progress=new), context.now) if due and moved else status
-
-
-def _checkpoint_owned(context: Context, status: Status) -> Status:
-    """Withdraw what was said of another owner of the checkpoint folder: the attempt trains."""
-    if find(status.conditions, Type.CHECKPOINT_OWNED) is None:
-        return status
-    conditions = set_condition(
-        status.conditions,
-        Type.CHECKPOINT_OWNED,
-        True,
-        reason="Claimed",
-        message=f"attempt {status.attempt} writes to {checkpoint_root(context.spec)}",
-        now=context.now,
-        generation=context.job.generation,
-    )
-    return dataclasses.replace(status, conditions=conditions)
 
 
 def _step_time(context: Context, old: Progress | None, lease: LeaseView) -> Time | None:

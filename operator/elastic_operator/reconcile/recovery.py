@@ -156,25 +156,29 @@ def fail_as_not_owner(context: Context, status: Status, refusal: str) -> Status:
     """End a job whose checkpoint folder belongs to another one: no new attempt can change that."""
     message = f"{sentence(refusal, _MESSAGE_BYTES)}; to try again: kubectl etj retry {context.job.name}"
     context.emit("CheckpointNotOwned", message, warning=True)
-    conditions = set_condition(
-        status.conditions,
-        Type.CHECKPOINT_OWNED,
-        False,
-        reason="OwnedByAnotherJob",
-        message=message,
-        now=context.now,
-        generation=context.job.generation,
-    )
     return dataclasses.replace(
-        status,
+        set_checkpoint_owned(context, status, is_owned=False, message=message),
         phase=Phase.FAILED,
         reason="CheckpointNotOwned",
         message=message,
         current=None,
         drain=None,
         growth=None,
-        conditions=conditions,
     )
+
+
+def set_checkpoint_owned(context: Context, status: Status, *, is_owned: bool, message: str) -> Status:
+    """Set condition CheckpointOwned: whether the checkpoint folder is this job's, and not another one's."""
+    conditions = set_condition(
+        status.conditions,
+        Type.CHECKPOINT_OWNED,
+        is_owned,
+        reason="Claimed" if is_owned else "OwnedByAnotherJob",
+        message=message,
+        now=context.now,
+        generation=context.job.generation,
+    )
+    return dataclasses.replace(status, conditions=conditions)
 
 
 def refuse_commit(context: Context, status: Status, uri: str, reason: str) -> Status:

@@ -64,7 +64,8 @@ def _inspect(options: argparse.Namespace) -> Result:
     path = location(options.path)
     check_source(path)
     path, led = _bytes_of(path)
-    found = inspection.inspect(path, lambda commit: api.read_source(path, commit, _path(options.patterns)))
+    patterns = _path(options.patterns)
+    found = inspection.inspect(path, lambda commit: api.read_source(path, commit, patterns), told=patterns is not None)
     beside = [f"{name} in it holds the state of the training: these are the weights alone"
               for name in training_states_beside(path)]  # fmt: skip
     found = dataclasses.replace(found, notes=(*([led] if led else []), *found.notes, *beside))

@@ -11,9 +11,12 @@ import numpy as np
 from reshard.commits.commit import Commit, check_files, read_commit
 from reshard.contract import COMMIT_FILE, ExitCode
 from reshard.errors import ReshardError, UncommittedError, UnsafePickleError
+from reshard.execution.origin import with_identities
+from reshard.execution.source_checks import mismatches
 from reshard.formats import recognise
 from reshard.formats.pt.trust import trusting
 from reshard.planning.check import cover_problems
+from reshard.storage.files import noting_opened
 from reshard.tensors.layout import Index
 
 
@@ -71,12 +74,13 @@ class Inspection:
         return self.problems[0].exit_code if self.problems else ExitCode.OK
 
 
-def inspect(path: Path, read: Callable[[Commit | None], Index]) -> Inspection:
+def inspect(path: Path, read: Callable[[Commit | None], Index], *, told: bool = False) -> Inspection:
     """Look at a folder; only metadata is read. Nothing that is wrong with it is raised.
 
     Args:
         path: the folder.
         read: indexes it, given its marker.
+        told: `read` takes from a file of patterns how tensors are cut.
     """
     problems: list[Problem] = []
     notes: list[str] = []
@@ -84,8 +88,8 @@ def inspect(path: Path, read: Callable[[Commit | None], Index]) -> Inspection:
     index: Index | None = None
     refused: list[UnsafePickleError] = []
     try:
-        with trusting((), refused):
-            index = read(commit)
+        with trusting((), refused), noting_opened() as opened:
+            index = with_identities(read(commit), opened, commit)
     except ReshardError as error:
         problems.append(_problem(error))
     problems = [*map(_problem, refused), *problems]
@@ -93,7 +97,7 @@ def inspect(path: Path, read: Callable[[Commit | None], Index]) -> Inspection:
         problems += [_problem(index.unread)] if index.unread is not None else []
         problems += [_corrupt(message) for message in _cover(index)]
         if commit is not None:
-            problems += [_corrupt(message) for message in disagreements(index, commit)]
+            problems += [_corrupt(message) for message in disagreements(index, commit, told=told)]
     files = {str(item.relative_to(path)): item.lstat().st_size for item in path.rglob("*") if item.is_file()}
     files.pop(COMMIT_FILE, None)
     if commit is not None:
@@ -112,18 +116,15 @@ def inspect(path: Path, read: Callable[[Commit | None], Index]) -> Inspection:
     )
 
 
-def disagreements(index: Index, commit: Commit) -> list[str]:
-    """Where the marker and the files tell different stories."""
+def disagreements(index: Index, commit: Commit, *, told: bool = False) -> list[str]:
+    """Where the marker and the files tell different stories; the arguments are those of `mismatches`."""
     known = commit.topology if index.topology.cp > 1 else dataclasses.replace(commit.topology, cp=1)  # few files tell
     pairs = [
-        ("format", commit.format, index.format),
         ("step", commit.step, index.step),
         ("topology", str(known), str(index.topology)),
     ]
     found = [f"{COMMIT_FILE} says {what} {told}, the files say {real}" for what, told, real in pairs if told != real]
-    held = {str(tensor.key) for tensor in index.tensors}
-    absent = sorted(set(commit.digests) - held)
-    return found + [f"{name} was committed and is not there" for name in absent[:20]]
+    return found + mismatches(index, commit, told=told)
 
 
 def _commit(path: Path, problems: list[Problem], notes: list[str]) -> tuple[Commit | None, str]:

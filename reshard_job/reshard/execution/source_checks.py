@@ -17,18 +17,21 @@ import numpy as np
 
 from reshard.checksums import crc
 from reshard.checksums.crc import Piece
-from reshard.commits.commit import read_commit
+from reshard.commits.commit import Commit, read_commit
 from reshard.contract import COMMIT_FILE
 from reshard.errors import CorruptSourceError, PlanError, SourceError, UnsupportedError
 from reshard.file_identity import FileIdentity
+from reshard.planning.plan import Plan
 from reshard.storage.files import identity_at, noting_opened
 from reshard.storage.object_store import RemotePath, location
 from reshard.storage.source_reader import Source, changed
-from reshard.tensors.layout import Index, SourceFile
+from reshard.tensors.layout import PADDING, Index, SourceFile
 
 Ranges = Mapping[int, Sequence[Piece]]
 """What was read of each source file, with checksums, in order."""
 
+_MAX_LINES = 20
+_MAX_NAME = 200
 _SMALL_BYTES = 1 << 20
 _SMALL_PART = 8
 _BLAMED_BYTES = 1 << 30
@@ -43,6 +46,100 @@ def check_metadata(index: Index) -> int:
         CorruptSourceError: with every file that is damaged.
     """
     return check_files(index.root, index.metadata)
+
+
+def check_matches_commit(index: Index, commit: Commit, *, told: bool = False) -> None:
+    """Compare what the files of a checkpoint say of themselves with what its commit says of them.
+
+    Args:
+        index: with `metadata`, so that files without tensors are compared too.
+        commit: of the same folder.
+        told: see `mismatches`.
+
+    Raises:
+        CorruptSourceError: with everything that differs.
+    """
+    if problems := mismatches(index, commit, told=told):
+        raise CorruptSourceError(
+            f"its files are not those that {COMMIT_FILE} describes",
+            path=str(index.root),
+            problems=problems,
+            hint="use an earlier commit; if files were added to the folder since it was committed, move them away",
+        )
+
+
+def mismatches(index: Index, commit: Commit, *, told: bool = False) -> list[str]:
+    """Return where a commit contradicts its files in format, files or tensors, in at most 20 lines.
+
+    Args:
+        index: what the files say.
+        commit: of the same folder.
+        told: by a file of patterns, which need not tell padding rows of a vocabulary apart as the commit does.
+    """
+    found = []
+    if commit.format != index.format:
+        found.append(f"{COMMIT_FILE} says format {commit.format:.{_MAX_NAME}}, the files say {index.format}")
+    listed = {file.path for file in commit.files} | {COMMIT_FILE}
+    read = sorted({file.path for file in (*index.files, *index.metadata)} - listed)
+    found += [f"{path:.{_MAX_NAME}}: is read, {COMMIT_FILE} does not list it" for path in read]
+    absent = _absent_tensors(index, commit, told=told)
+    found += [
+        f"{name:.{_MAX_NAME}}: digest {commit.digests[name]} was committed, no file holds the tensor" for name in absent
+    ]
+    return found if len(found) <= _MAX_LINES else [*found[: _MAX_LINES - 1], f"and {len(found) - _MAX_LINES + 1} more"]
+
+
+def _absent_tensors(index: Index, commit: Commit, *, told: bool) -> list[str]:
+    """Names of tensors with a digest in the commit that the files do not hold, of the states that were read."""
+    if not commit.digests:
+        return []
+    absent = commit.digests.keys() - {str(tensor.key) for tensor in index.tensors}
+    if told:
+        absent = {name for name in absent if not name.endswith(PADDING)}
+    if index.unread is not None:
+        states = {tensor.key.state for tensor in index.tensors}
+        absent = {name for name in absent if name.partition("/")[0] in states}
+    return sorted(absent)
+
+
+def check_digests(plan: Plan, digests: Mapping[str, str], *, told: bool) -> None:
+    """Compare what was read with the digests of the source's own commit, where the tensor kept its state and type.
+
+    A tensor that only got another name is looked up by the name that it has in the source.
+
+    Args:
+        plan: what was done.
+        digests: of the target's tensors, by `state/name`.
+        told: by a file of patterns, which may tell padding rows of a vocabulary apart that the commit does not.
+
+    Raises:
+        CorruptSourceError: with every tensor that is not what was committed.
+    """
+    index = plan.index
+    try:
+        committed = read_commit(index.root).digests
+    except SourceError:
+        return
+    own = [index.own_key(tensor.key) for tensor in index.tensors]
+    if told:
+        padding = {str(key) for key in own if key is not None and key.name.endswith(PADDING)}
+        apart = {key.removesuffix(PADDING) for key in padding - committed.keys()}
+        committed = {key: value for key, value in committed.items() if key not in apart}
+    problems = []
+    for tensor, origin in zip(plan.target_tensors, plan.origins.tolist(), strict=True):
+        source, key = index.tensors[origin], own[origin]
+        if key is None or (source.key, source.dtype) != (tensor.key, tensor.dtype):
+            continue
+        expected, found = committed.get(str(key)), digests.get(str(tensor.key))
+        if expected is not None and found is not None and found != expected:
+            problems.append(f"{key}: {expected} was committed, {found} is there")
+    if problems:
+        raise CorruptSourceError(
+            "tensors are not what was committed: nothing was published",
+            path=str(index.root),
+            problems=problems[:20],
+            hint="use an earlier commit",
+        )
 
 
 def check_settings(index: Index, *, is_loaded_later: bool = False) -> int:

@@ -36,7 +36,7 @@ def rename(index: Index, name_map: NameMap) -> Index:
     targets = check_targets(jobs.values(), problems)
     aliases = _aliases(index, name_map, jobs, targets, problems)
     groups = tuple(_group(group, jobs, problems) for group in index.groups)
-    tensors, shards = _tensors(index, jobs, problems)
+    tensors, shards, renamed = _tensors(index, jobs, problems)
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         raise UnsupportedError(
@@ -46,7 +46,13 @@ def rename(index: Index, name_map: NameMap) -> Index:
             hint="every tensor needs one rule, also those that are to be dropped: see docs/name-maps.md",
         )
     return dataclasses.replace(
-        index, tensors=tensors, shards=shards, groups=groups, aliases=dict(sorted(aliases.items())), extra=None
+        index,
+        tensors=tensors,
+        shards=shards,
+        groups=groups,
+        aliases=dict(sorted(aliases.items())),
+        extra=None,
+        renamed=renamed,
     )
 
 
@@ -56,11 +62,12 @@ def _parameter(key: TensorKey) -> str:
 
 def _tensors(
     index: Index, jobs: Mapping[str, Job], problems: list[str]
-) -> tuple[tuple[LogicalTensor, ...], ShardTable]:
-    """All tensors after, and their rows."""
+) -> tuple[tuple[LogicalTensor, ...], ShardTable, dict[TensorKey, TensorKey | None]]:
+    """All tensors after, their rows, and `Index.renamed`."""
     pieces = _Pieces(index)
     tensors: list[LogicalTensor] = []
     tables: list[ShardTable] = []
+    renamed: dict[TensorKey, TensorKey | None] = {}
     number = np.full(len(index.tensors), -1, dtype=np.int64)  # of those that only get another name
     done: set[tuple[str, str]] = set()
     wrong = _PerState()
@@ -73,6 +80,7 @@ def _tensors(
             number[at] = len(tensors)
             key = TensorKey(tensor.key.state, job.targets[0] + mark + suffix)
             tensors.append(dataclasses.replace(tensor, key=key))
+            renamed[key] = index.own_key(tensor.key)
         elif mark:
             wrong.add(tensor.key.state, f"{tensor.key}: padding of a tensor that {job.rule} cuts or puts together")
         elif (tensor.key.state, job.sources[0]) not in done:
@@ -80,11 +88,12 @@ def _tensors(
             for piece in pieces.make(job, tensor.key.state, wrong):
                 tables.append(boxes.renumber(piece.rows, len(tensors)))
                 tensors.append(piece.tensor)
+                renamed[piece.tensor.key] = None
     problems += wrong.told()
     kept = boxes.rows_of(index.shards, np.flatnonzero(number[index.shards.tensor] >= 0))
     kept = dataclasses.replace(kept, tensor=number[kept.tensor])
     num_dims = max([1, *(len(tensor.shape) for tensor in tensors)])
-    return tuple(tensors), boxes.join([kept, *tables], num_dims)
+    return tuple(tensors), boxes.join([kept, *tables], num_dims), renamed
 
 
 class _PerState:

@@ -202,6 +202,7 @@ class Index:
         unread: why only weights are among the tensors of a source that holds more; raised where more is asked for.
         has_rounded_weights: the framework guarantees that each `weight` is the `fp32` of its name, rounded to its type.
         rank_local: tensors that each data-parallel rank computes for itself, whose copies may differ (buffers).
+        renamed: key of each tensor -> its key in the files, see `own_key`; empty where no name map was applied.
     """
 
     root: Path
@@ -221,6 +222,11 @@ class Index:
     unread: UnsupportedError | None = None
     has_rounded_weights: bool = False
     rank_local: frozenset[TensorKey] = frozenset()
+    renamed: Mapping[TensorKey, TensorKey | None] = dataclasses.field(default_factory=dict)
+
+    def own_key(self, key: TensorKey) -> TensorKey | None:
+        """Key that the files give one of `tensors`; None where a name map has cut it or put it together."""
+        return self.renamed.get(key) if self.renamed else key
 
     def number_of(self, key: TensorKey) -> int | None:
         """Position of a tensor in `tensors`, or None."""

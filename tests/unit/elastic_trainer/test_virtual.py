@@ -13,7 +13,7 @@ from elastic_trainer.retention import find_commits, prune, references
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
 from reshard.api import Conversion, reshard
-from reshard.commits.commit import Commit, read_commit, source_of, write_commit
+from reshard.commits.commit import Commit, CommittedFile, read_commit, source_of, write_commit
 from reshard.contract import MANIFEST_VERSIONS, LeaseKey, VirtualLoader
 from reshard.errors import CorruptSourceError, TargetError
 from reshard.topology import Topology
@@ -28,9 +28,10 @@ def prepared(tmp_path):
     """A committed source, and a virtual commit of it for one rank."""
     source = tmp_path / "ckpt" / "a1" / "step-00000002"
     shutil.copytree(GOLDEN, source)
+    files = [CommittedFile(path=path.name, num_bytes=path.stat().st_size) for path in sorted(source.iterdir())]
     commit = Commit(
         format="deepspeed", step=2, samples=24, topology=Topology.parse("dp=3,zero=3"), attempt=1, writer="trainer",
-        files=[], data={"seed": 7},
+        files=files, data={"seed": 7},
     )  # fmt: skip
     write_commit(source, commit)
     folder = tmp_path / "ckpt" / "a2" / "step-00000002"

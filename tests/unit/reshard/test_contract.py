@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard import errors
-from reshard.contract import TERMINATION_MESSAGE_LIMIT_BYTES, CommitRef, ExitCode, ReshardReport
+from reshard.contract import (
+    COMMIT_FOLDER,
+    COMMIT_NAME,
+    TERMINATION_MESSAGE_LIMIT_BYTES,
+    CommitRef,
+    ExitCode,
+    ReshardReport,
+)
 
 REF = CommitRef(uri="/c/a1/step-00000020", step=20, samples=640, attempt=1, topology={"tp": 2, "dp": 3}, num_bytes=7)
 
@@ -19,6 +26,29 @@ def test_a_commit_ref_survives_the_lease() -> None:
 
 def test_a_reader_ignores_fields_of_a_newer_writer() -> None:
     assert CommitRef.from_json(REF.to_json()[:-1] + ',"colour":"blue"}') == REF
+
+
+@pytest.mark.parametrize(
+    ("name", "is_commit"),
+    [
+        ("a1/step-00000020", True),
+        ("a999999999/step-start-5a1dbeef.2", True),
+        ("a1/step-" + "0" * 64, True),
+        ("a1/step-" + "0" * 65, False),
+        ("a1/step-", False),
+        ("a/step-1", False),
+        ("a1234567890/step-1", False),
+        ("a1/step-1/..", False),
+        ("a1/step-1\n", False),
+        ("a\u0661/step-1", False),
+        ("x/a1/step-1", False),
+    ],
+)
+def test_the_name_of_a_commit_has_one_form(name: str, is_commit: bool) -> None:
+    assert bool(COMMIT_NAME.fullmatch(name)) == is_commit
+    attempt, _, folder = name.partition("/")
+    if attempt == "a1":
+        assert bool(COMMIT_FOLDER.fullmatch(folder)) == is_commit
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"uri": "/c"}'])

@@ -219,6 +219,19 @@ def test_a_job_whose_folder_belongs_to_another_fails_with_a_condition_and_stops(
     assert not decision.status.restart_budget.used
 
 
+def test_a_job_that_trains_withdraws_what_was_said_of_another_owner_of_its_folder() -> None:
+    status = hashed(running(Checkpoint()))
+    assert status.current is not None
+    refused = look(status, world(**{LeaseKey.OWNER_ERROR: "belongs to job ns/x (UID 1)"})).status
+    before = dataclasses.replace(status, current=dataclasses.replace(status.current, first_step_time=None))
+    assert find(look(before, world()).status.conditions, Type.CHECKPOINT_OWNED) is None
+    before = dataclasses.replace(before, conditions=refused.conditions)
+    condition = find(look(before, world()).status.conditions, Type.CHECKPOINT_OWNED)
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("True", "Claimed")
+    assert condition.message == "attempt 2 writes to /checkpoint/gpt"
+
+
 def test_a_conversion_into_a_folder_of_another_job_fails_the_job() -> None:
     status = hashed(running(history(commit(3))))
     assert status.current is not None
