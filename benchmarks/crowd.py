@@ -14,7 +14,7 @@ from lightkube import AsyncClient
 from elastic_operator.api.serialization import format_time
 from elastic_operator.cluster.resources import JOB, LEASE, NODE, POD, TRAINING_JOB, make
 from elastic_operator.cluster.watch_stream import connect
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import LeaseKey, TrainerPhase
 
 RESOURCE = "amd.com/gpu"
@@ -138,8 +138,8 @@ class Reports:
                 await in_parallel((_renew(http, name, self.step + 1, begin) for name in names), at_once=8)
                 self.step += 1
                 seconds = time.monotonic() - start
-                self.late += seconds > 2 * Limits().heartbeat_seconds
-                await asyncio.sleep(max(0.0, Limits().heartbeat_seconds - seconds))
+                self.late += seconds > 2 * Timeouts().heartbeat_seconds
+                await asyncio.sleep(max(0.0, Timeouts().heartbeat_seconds - seconds))
 
 
 async def _renew(http: httpx2.AsyncClient, name: str, step: int, begin: str) -> None:

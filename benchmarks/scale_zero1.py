@@ -10,7 +10,7 @@ from reshard import api
 from reshard.formats import format_of
 from reshard.formats.base import Request
 from reshard.formats.deepspeed.logical import Param, Stage
-from reshard.formats.deepspeed.reading.reader import Extra
+from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra
 from reshard.tensors.layout import LogicalTensor, TargetLayout, TensorKey
 from reshard.topology import Topology
 
@@ -31,7 +31,7 @@ def layout_zero1(layers: int, topology: Topology) -> TargetLayout:
     """A GPT of so many layers in a PipelineModule."""
     tiny = api.index_of(TINY)
     extra = tiny.extra
-    assert isinstance(extra, Extra)
+    assert isinstance(extra, DeepSpeedExtra)
     assert extra.model.pipeline is not None
     params = {name: _scaled(param, name) for old, param in extra.model.params.items() for name in _names(old, layers)}
     groups = tuple(

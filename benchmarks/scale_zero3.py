@@ -11,7 +11,7 @@ from reshard import api
 from reshard.formats import format_of
 from reshard.formats.base import Request
 from reshard.formats.deepspeed.logical import Param, Stage
-from reshard.formats.deepspeed.reading.reader import Extra
+from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra
 from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE
 from reshard.formats.pt.objects import StatefulDict, new_tensor
 from reshard.tensors.layout import LogicalTensor, TargetLayout, TensorKey
@@ -24,7 +24,7 @@ def layout_zero3(layers: int, topology: Topology) -> TargetLayout:
     """A GPT of so many layers without a pipeline."""
     tiny = api.index_of(TINY)
     extra = tiny.extra
-    assert isinstance(extra, Extra)
+    assert isinstance(extra, DeepSpeedExtra)
     params = {name: Param(name=name, shape=shape, rule=WHOLE) for name, shape in _shapes(layers).items()}
     groups = tuple(tuple(name for name, param in params.items() if len(param.shape) == ndim) for ndim in (2, 1))
     model = dataclasses.replace(extra.model, params=params, groups=groups, stages=(Stage(groups=groups, ids=(0, 1)),))

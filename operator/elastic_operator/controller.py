@@ -16,23 +16,23 @@ from lightkube.core.exceptions import ApiError
 
 from elastic_operator.api.spec import Spec, SpecError
 from elastic_operator.api.status import Status
-from elastic_operator.cluster.diagnostics import Inquiries, RefusedError
-from elastic_operator.cluster.reader import Observer
-from elastic_operator.cluster.reservations import Promises, contested
+from elastic_operator.cluster.diagnostics import Diagnostics, RefusedError
+from elastic_operator.cluster.reader import ClusterReader
+from elastic_operator.cluster.reservations import Reservations, contested
 from elastic_operator.cluster.shutdown import end
-from elastic_operator.cluster.writer import Applier, ConflictError, NameTakenError
+from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError
 from elastic_operator.manifests.forbidden_accounts import OPEN, Boundary
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.metrics import definitions, exporter
 from elastic_operator.metrics.counters import Sample, increments, reshard_samples
 from elastic_operator.metrics.gauges import job_gauges
 from elastic_operator.observed.observation import Key, Observation
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import effective_spec
 from elastic_operator.reconcile.actions import Decision, Event
 from elastic_operator.reconcile.context import Context, capacity
 from elastic_operator.reconcile.decide import decide, refuse
-from elastic_operator.reconcile.record import Record, confined, is_quiet, only_counts, only_tells, read_record
+from elastic_operator.reconcile.record import Record, confined, is_noop, is_progress_only, is_status_only, read_record
 from reshard.contract import LeaseKey, sentence
 
 DEBOUNCE_SECONDS = 0.05
@@ -93,15 +93,15 @@ class HeldBackError(Exception):
     """A plan needs nodes that other jobs' pods are on their way to."""
 
 
-class Workers:
+class JobController:
     """All tasks, by resource."""
 
     def __init__(
         self,
-        observer: Observer,
-        applier: Applier,
-        inquiries: Inquiries,
-        limits: Limits,
+        observer: ClusterReader,
+        applier: ClusterWriter,
+        inquiries: Diagnostics,
+        limits: Timeouts,
         reshard_image: ReshardImage | None = None,
         *,
         boundary: Boundary = OPEN,
@@ -120,7 +120,7 @@ class Workers:
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._began = time.monotonic()
         self._inquiries = inquiries
-        self._promises = Promises()
+        self._promises = Reservations()
         self._told_forbidden = False
         self._told_damage: dict[Key, str] = {}
 
@@ -134,7 +134,7 @@ class Workers:
         return max(len(self._tasks), self._observer.num_jobs)
 
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> Timeouts:
         limits, seconds = self._own_limits, PROGRESS_SECONDS_PER_JOB * self._num_jobs
         return limits if seconds <= limits.progress_seconds else dataclasses.replace(limits, progress_seconds=seconds)
 
@@ -262,14 +262,14 @@ class Workers:
             if world is not None:
                 world = await self._inquiries.seen(key, record.status, world)
             found = self._judge(key, record, world)
-            if is_quiet(record.status, found.decision):
+            if is_noop(record.status, found.decision):
                 _show(key, found)
                 return found.decision.requeue_seconds
-            if only_tells(record.status, found.decision) and not effective_spec.is_due(
+            if is_status_only(record.status, found.decision) and not effective_spec.is_due(
                 record.status, found.decision.status
             ):
                 seconds = self._untold_seconds(key)
-                if seconds > 0.0 and only_counts(record.status, found.decision):
+                if seconds > 0.0 and is_progress_only(record.status, found.decision):
                     _show(key, found)
                     return min(seconds, found.decision.requeue_seconds)
                 with contextlib.suppress(ConflictError):
@@ -322,8 +322,12 @@ class Workers:
             spec = await self._observer.accepted_spec(*key, record.job.uid) if _needs_accepted(record) else None
             if spec is None or self._boundary.problems(record.job, spec):
                 return refused
-            found = await self._decide(key, dataclasses.replace(record, spec=effective_spec.going_on(spec, record)))
-            return dataclasses.replace(found, decision=effective_spec.despite(refused.decision, found.decision))
+            found = await self._decide(
+                key, dataclasses.replace(record, spec=effective_spec.effective_spec(spec, record))
+            )
+            return dataclasses.replace(
+                found, decision=effective_spec.merge_rejected_spec(refused.decision, found.decision)
+            )
         resource, fresh = record.spec.accelerator.resource, not record.status.launched
         while True:
             world = await self._observer.look(record, resource, fresh=fresh)

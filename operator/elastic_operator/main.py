@@ -16,18 +16,18 @@ from lightkube import AsyncClient
 from lightkube.config.kubeconfig import KubeConfig
 
 from elastic_operator import probes
-from elastic_operator.cluster.caches import Nodes, Renewals
-from elastic_operator.cluster.diagnostics import Inquiries
+from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.diagnostics import Diagnostics
 from elastic_operator.cluster.handlers import make_registry
-from elastic_operator.cluster.informer import Mirror
+from elastic_operator.cluster.informer import Informer
 from elastic_operator.cluster.leader_election import LOST, Leader
 from elastic_operator.cluster.own_account import own_account
-from elastic_operator.cluster.reader import Observer
+from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.cluster.shutdown import end, heed_at_the_end
-from elastic_operator.cluster.store import Remembered
+from elastic_operator.cluster.store import ClusterStore
 from elastic_operator.cluster.watch_stream import connect
-from elastic_operator.cluster.writer import Applier
-from elastic_operator.controller import Workers
+from elastic_operator.cluster.writer import ClusterWriter
+from elastic_operator.controller import JobController
 from elastic_operator.logs import configure_logging
 from elastic_operator.manifests.forbidden_accounts import Boundary
 from elastic_operator.metrics import exporter
@@ -84,18 +84,18 @@ async def _work(
     settings: Settings, client: AsyncClient, leader: Leader | None, stop: asyncio.Event, started: asyncio.Event
 ) -> None:
     """Watch, decide and act as the leader."""
-    nodes, renewals = Nodes(settings.unhealthy_nodes), Renewals()
-    remembered = Remembered(nodes, renewals, settings.namespaces)
-    observer = Observer(client, nodes, renewals, remembered, settings.namespaces)
+    nodes, renewals = NodeCache(settings.unhealthy_nodes), RenewalCache()
+    remembered = ClusterStore(nodes, renewals, settings.namespaces)
+    observer = ClusterReader(client, nodes, renewals, remembered, settings.namespaces)
     fence = leader.must_lead if leader is not None else lambda: None
-    applier = Applier(client, observer, fence)
+    applier = ClusterWriter(client, observer, fence)
     boundary = Boundary(
         account=await own_account(client, settings.pod_account),
         allows_own_namespace=settings.allow_own_namespace,
         lease_name=settings.lease_name,
     )
-    inquiries = Inquiries(client, applier)
-    workers = Workers(observer, applier, inquiries, settings.limits, settings.reshard_image, boundary=boundary)
+    inquiries = Diagnostics(client, applier)
+    workers = JobController(observer, applier, inquiries, settings.limits, settings.reshard_image, boundary=boundary)
     remembered.listener = workers
     background = [_in_background(leader.hold(), "leader")] if leader is not None else []
     http = connect(client.config)
@@ -119,7 +119,7 @@ async def _work(
         await http.aclose()
 
 
-async def _begun(mirrors: Sequence[Mirror], stop: asyncio.Event) -> None:
+async def _begun(mirrors: Sequence[Informer], stop: asyncio.Event) -> None:
     """Wait until everything is listed and watched: before, every job would be looked at by requests of its own.
 
     That is better than never, so after a while it has to do.
@@ -142,7 +142,7 @@ def _in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[N
     return task
 
 
-async def _keep_looking(observer: Observer, workers: Workers) -> None:
+async def _keep_looking(observer: ClusterReader, workers: JobController) -> None:
     """Poll what is not worth a watch: the kubelets' Leases, which change hundreds of times a second."""
     while True:
         await asyncio.sleep(NODE_LEASE_SECONDS)

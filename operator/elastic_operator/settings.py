@@ -12,7 +12,7 @@ from pathlib import Path
 from elastic_operator.manifests.forbidden_accounts import Account
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.observed.health_monitors import NO_RULES, RuleError, Rules, parse_rules
-from elastic_operator.observed.timeouts import Limits, meanings
+from elastic_operator.observed.timeouts import Timeouts, meanings
 
 LEASE_NAME = "elastic-training-operator"
 """Of the leader, unless the command line says otherwise."""
@@ -46,7 +46,7 @@ class Settings:
     health_port: int = 0
     log_level: str = "INFO"
     json_logs: bool = False
-    limits: Limits = Limits()  # noqa: RUF009 - frozen
+    limits: Timeouts = Timeouts()  # noqa: RUF009 - frozen
     unhealthy_nodes: Rules = NO_RULES
     reshard_image: ReshardImage | None = None
     allow_own_namespace: bool = False
@@ -65,7 +65,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
     except RuleError as error:
         parser.error(str(error))
     kubeconfig = options.kubeconfig or (None if "KUBERNETES_SERVICE_HOST" in env else _default_kubeconfig(env))
-    limits = {field.name: getattr(options, field.name) for field in dataclasses.fields(Limits)}
+    limits = {field.name: getattr(options, field.name) for field in dataclasses.fields(Timeouts)}
     return Settings(
         kubeconfig=Path(kubeconfig).expanduser() if kubeconfig else None,
         namespaces=tuple(dict.fromkeys(_listed(options.namespace))),
@@ -77,7 +77,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
         health_port=options.health_port,
         log_level=options.log_level,
         json_logs=options.json_logs,
-        limits=Limits(**limits),
+        limits=Timeouts(**limits),
         unhealthy_nodes=unhealthy_nodes,
         allow_own_namespace=options.allow_jobs_in_own_namespace,
         pod_account=_pod_account(env),
@@ -159,8 +159,8 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         metavar="POLICY",
         help="Always, IfNotPresent or Never; default: Kubernetes' own",
     )
-    defaults, about = Limits(), meanings()
-    for field in dataclasses.fields(Limits):
+    defaults, about = Timeouts(), meanings()
+    for field in dataclasses.fields(Timeouts):
         value = getattr(defaults, field.name)
         name = "--" + field.name.replace("_", "-")
         run.add_argument(

@@ -189,7 +189,11 @@ def commit(chance: Random, folder: Path) -> str:
         created="2026-01-01T00:00:00Z",
     )
     has_checksum = chance.random() < 0.5
-    text = self_checksum.sealed(original.to_dict()) if has_checksum else json.dumps(original.to_dict()).encode()
+    text = (
+        self_checksum.with_self_checksum(original.to_dict())
+        if has_checksum
+        else json.dumps(original.to_dict()).encode()
+    )
     changed = (
         chance.choice((mutate.json_edit, mutate.flip))(text, chance) if has_checksum else mutate.json_edit(text, chance)
     )

@@ -170,7 +170,9 @@ def agreeing(first: tuple[Index, Mapping[str, str]], second: tuple[Index, Mappin
     rounded = [
         rounded_digests(index, keys) for (index, _), keys in zip((first, second), compare.to_round(*sides), strict=True)
     ]
-    found = compare.compare(*(dataclasses.replace(own, rounded=new) for own, new in zip(sides, rounded, strict=True)))
+    found = compare.compare_sides(
+        *(dataclasses.replace(own, rounded=new) for own, new in zip(sides, rounded, strict=True))
+    )
     assert not found.different, found.different
     return len(found.same)
 

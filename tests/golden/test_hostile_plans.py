@@ -16,8 +16,8 @@ from reshard.execution import executor, tile
 from reshard.formats import read_checkpoint
 from reshard.planning.check import check_plan
 from reshard.planning.plan import Plan, make_plan
-from reshard.storage.source_reader import Source
-from reshard.storage.target_writer import Target
+from reshard.storage.source_reader import SourceReader
+from reshard.storage.target_writer import TargetWriter
 from reshard.tensors.geometry import Box
 from reshard.tensors.layout import TargetLayout
 from reshard.tensors.shard_table import ShardTable
@@ -332,26 +332,26 @@ def repeat(elements: np.ndarray) -> None:
 
 def written_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The write goes 4 bytes too far; the executor does not know."""
-    real, count = Target.write, itertools.count()
+    real, count = TargetWriter.write, itertools.count()
 
     def write(self, file, position, content, crc32=None):
         late = 4 if next(count) == 2 else 0
         piece = real(self, file, position + late, content, crc32)
         return piece._replace(start=position)
 
-    monkeypatch.setattr(Target, "write", write)
+    monkeypatch.setattr(TargetWriter, "write", write)
 
 
 def lost_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage says that it wrote, and did not."""
-    write, count = Target.write, itertools.count()
+    write, count = TargetWriter.write, itertools.count()
 
     def lose(self, file, position, content, crc32=None):
         data = np.zeros_like(content) if next(count) == 2 else content
         piece = write(self, file, position, data, crc32)
         return piece._replace(crc32=int(crc.crc32(content.data)))
 
-    monkeypatch.setattr(Target, "write", lose)
+    monkeypatch.setattr(TargetWriter, "write", lose)
 
 
 BUGS = {
@@ -389,7 +389,7 @@ def run(tmp_path, *, reread: bool = False) -> None:
 def test_a_bug_of_the_executor_is_not_published(
     name: str, mapped: bool, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Source, "may_map", mapped)
+    monkeypatch.setattr(SourceReader, "may_map", mapped)
     BUGS[name](monkeypatch)
     with pytest.raises(VerificationError):
         run(tmp_path)

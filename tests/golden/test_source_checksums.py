@@ -320,13 +320,13 @@ def test_a_file_of_which_little_is_needed_is_checked_whole_where_only_the_commit
 def test_a_stored_range_is_checked_however_little_of_it_is_needed(tmp_path: Path) -> None:
     """Without a commit: what one tensor of a large storage needs is proved by reading the rest of that storage."""
     from reshard.checksums.crc import Piece, crc32
-    from reshard.storage.source_reader import Source
+    from reshard.storage.source_reader import SourceReader
     from reshard.tensors.layout import Checksum, SourceFile
 
     content = bytes(range(256)) * (16 << 10)
     (tmp_path / "file").write_bytes(content)
     stated = Checksum(start=64, num_bytes=len(content) - 64, crc32=crc32(content[64:]))
-    source = Source(tmp_path, [SourceFile(path="file", num_bytes=len(content), checksums=(stated,))])
+    source = SourceReader(tmp_path, [SourceFile(path="file", num_bytes=len(content), checksums=(stated,))])
     piece = Piece(100, 10, crc32(content[100:110]))
     assert source.check_sums({0: [piece]}) == stated.num_bytes - 10
     flip(tmp_path / "file", -1)

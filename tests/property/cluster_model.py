@@ -26,7 +26,7 @@ from elastic_operator.observed.observation import (
     pod_view,
 )
 from elastic_operator.observed.ownership import own
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import (
     Create,
     DeleteJob,
@@ -123,7 +123,7 @@ class World:
     def operate(self, crash_after: int | None = None) -> None:
         """One pass of the operator; it may die after any of its writes."""
         status = from_wire(Status, json.loads(json.dumps(self.status)))
-        decision = decide(self.job, parse_spec(self.spec), status, self.observe(), limits=Limits(), now=self.now)
+        decision = decide(self.job, parse_spec(self.spec), status, self.observe(), limits=Timeouts(), now=self.now)
         assert not decision.needs_fresh_capacity
         assert not [event for event in decision.events if event.reason == UNSETTLED], "every decision settles"
         writes = 0

@@ -14,7 +14,7 @@ from elastic_operator.api.serialization import from_wire
 from elastic_operator.api.status import MAX_RECOVERIES, Phase, Status
 from elastic_operator.metrics import definitions
 from elastic_operator.metrics.counters import increments
-from elastic_operator.metrics.definitions import Family
+from elastic_operator.metrics.definitions import MetricDefinition
 from reshard.contract import LeaseKey
 from tests.property.cluster_model import NODES, STEPS, World
 from tests.property.test_decide_world import complete, settle
@@ -37,7 +37,7 @@ class CountingWorld(World):
                 self.counted[sample.family.name] += int(sample.value)
                 self.observed[sample.family.name] += 1
 
-    def total(self, family: Family) -> int:
+    def total(self, family: MetricDefinition) -> int:
         table = self.observed if family.type == definitions.Type.HISTOGRAM else self.counted
         return table[family.name]
 

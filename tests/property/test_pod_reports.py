@@ -23,7 +23,7 @@ from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.metrics.counters import increments, reshard_samples
 from elastic_operator.metrics.gauges import job_gauges
 from elastic_operator.observed.observation import Observation, job_view, lease_view, pod_view
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.decide import UNSETTLED, decide
 from elastic_operator.reconcile.record import read_record
 from reshard.contract import CommitRef, LeaseKey, ReshardReport, TrainerPhase, VirtualLoader
@@ -167,7 +167,7 @@ def reshard_world(attempt: int, message: str, code: int, seen: Observation | Non
 def go(status: Status, world: Observation, now: float = NOW, **changes: Any) -> Status:
     """One pass; its status, as the next one reads it."""
     spec = parse_spec({**copy.deepcopy(SPEC), **changes})
-    found = decide(JOB, spec, status, world, limits=Limits(), now=now)
+    found = decide(JOB, spec, status, world, limits=Timeouts(), now=now)
     assert UNSETTLED not in [event.reason for event in found.events]
     wire = check(found.status)
     for sample in (*increments(status, found.status), *(one for end in found.reshards for one in reshard_samples(end))):

@@ -17,7 +17,7 @@ from reshard.execution import tile
 from reshard.execution.executor import execute
 from reshard.planning.check import check_plan
 from reshard.planning.plan import make_plan
-from reshard.storage.source_reader import Source
+from reshard.storage.source_reader import SourceReader
 from reshard.tensors.geometry import Box, flat_interval_to_boxes, tiles, whole
 from reshard.tensors.layout import (
     Checksum,
@@ -128,7 +128,7 @@ def test_any_cut_becomes_any_other_cut_reading_and_writing_each_byte_once(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, *, mapped: bool, case, limits
 ) -> None:
     copies, threads, band = limits
-    monkeypatch.setattr(Source, "may_map", mapped)
+    monkeypatch.setattr(SourceReader, "may_map", mapped)
     monkeypatch.setattr(tile, "_BAND_BYTES", band)
     monkeypatch.setattr(tile, "_SMALLEST_PART_BYTES", 0)
     shape, dtype, source_ranks, target_ranks = case

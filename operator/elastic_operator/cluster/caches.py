@@ -11,11 +11,11 @@ from typing import Any
 
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.observed.health_monitors import NO_RULES, Rules
-from elastic_operator.observed.node_pool import Fleet
+from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import NodeView, PodView, node_view
 
 
-class Renewals:
+class RenewalCache:
     """When something that other machines write was seen to change. Their clocks do not matter."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Renewals:
         self._seen.pop(key, None)
 
 
-class Nodes:
+class NodeCache:
     """All nodes of the cluster. `rules` say which conditions and labels mean that a node should be left."""
 
     def __init__(self, rules: Rules = NO_RULES) -> None:
@@ -47,7 +47,7 @@ class Nodes:
         self._leases: dict[str, tuple[float, float]] = {}
         self._skews: dict[str, float] = {}
         self._merged: dict[str, NodeView] | None = None
-        self._offering: dict[str, Fleet] = {}
+        self._offering: dict[str, NodePool] = {}
         self.polled_at = 0.0
 
     def update(self, node: Mapping[str, Any], now: float) -> bool:
@@ -91,11 +91,11 @@ class Nodes:
             self._merged = {name: self._with_lease(view) for name, view in self._views.items()}
         return self._merged
 
-    def offering(self, resource: str) -> Fleet:
+    def offering(self, resource: str) -> NodePool:
         """Those of `views` that have devices of one kind."""
         if resource not in self._offering:
             offering = {name: node for name, node in self.views().items() if node.capacity.get(resource, 0) > 0}
-            self._offering[resource] = Fleet(resource, offering)
+            self._offering[resource] = NodePool(resource, offering)
         return self._offering[resource]
 
     def around(self, resource: str, pods: Iterable[PodView]) -> Mapping[str, NodeView]:

@@ -14,7 +14,7 @@ from lightkube.core.exceptions import ApiError
 from elastic_operator.api.spec import SpecError
 from elastic_operator.api.status import Status
 from elastic_operator.cluster.resources import EVENT, JOB, make
-from elastic_operator.cluster.writer import Applier, NameTakenError, PredecessorError
+from elastic_operator.cluster.writer import ClusterWriter, NameTakenError, PredecessorError
 from elastic_operator.manifests import dry_run
 from elastic_operator.manifests.attempt import MANAGER
 from elastic_operator.observed import pod_diagnosis
@@ -35,10 +35,10 @@ class RefusedError(Exception):
         self.new = new
 
 
-class Inquiries:
+class Diagnostics:
     """Asks, and remembers the answers until they are out of date."""
 
-    def __init__(self, client: AsyncClient, applier: Applier) -> None:
+    def __init__(self, client: AsyncClient, applier: ClusterWriter) -> None:
         self._client = client
         self._applier = applier
         self._troubles: dict[Key, Trouble | None] = {}
@@ -53,7 +53,7 @@ class Inquiries:
         if isinstance(record.spec, SpecError) or not dry_run.needed(record.job, record.spec, record.status):
             return record
         problems: list[str] = []
-        for path, manifest in dry_run.trial_jobs(record.job, record.spec):
+        for path, manifest in dry_run.dry_run_jobs(record.job, record.spec):
             problems += await self._objections(path, manifest)
         return dataclasses.replace(record, spec=SpecError(problems)) if problems else record
 

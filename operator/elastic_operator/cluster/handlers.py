@@ -16,7 +16,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from lightkube.config.models import User
 from lightkube.core.exceptions import ConfigError
 
-from elastic_operator.cluster.store import Remembered
+from elastic_operator.cluster.store import ClusterStore
 from elastic_operator.settings import Settings
 from reshard.contract import GROUP, PLURAL, VERSION
 
@@ -24,7 +24,7 @@ SERVER_SECONDS = 120
 """How long one watch lasts. Then kopf opens another one: a connection that died unnoticed costs no more."""
 
 
-def make_registry(settings: Settings, remembered: Remembered) -> kopf.OperatorRegistry:
+def make_registry(settings: Settings, remembered: ClusterStore) -> kopf.OperatorRegistry:
     """All handlers, in a registry of their own."""
     registry = kopf.OperatorRegistry()
 

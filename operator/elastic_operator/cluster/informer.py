@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 
 from elastic_operator.cluster import unreadable_objects
-from elastic_operator.cluster.watch_stream import ExpiredError, Object, Source, events, pages
+from elastic_operator.cluster.watch_stream import ExpiredError, Object, WatchedCollection, events, pages
 
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 30.0
@@ -25,7 +25,7 @@ Id = tuple[str, str]
 logger = logging.getLogger(__name__)
 
 
-class Mirror:
+class Informer:
     """One collection.
 
     Args:
@@ -37,7 +37,7 @@ class Mirror:
         begun: set once it has been live.
     """
 
-    def __init__(self, source: Source, put: Callable[[Object], None], drop: Callable[[Id], None]) -> None:
+    def __init__(self, source: WatchedCollection, put: Callable[[Object], None], drop: Callable[[Id], None]) -> None:
         self.source = source
         self.live = False
         self.begun = asyncio.Event()

@@ -23,7 +23,7 @@ from lightkube import AsyncClient
 from lightkube.core.exceptions import ApiError
 
 from elastic_operator.api.serialization import format_time
-from elastic_operator.cluster.caches import Renewals
+from elastic_operator.cluster.caches import RenewalCache
 from elastic_operator.cluster.own_account import reviewed
 from elastic_operator.cluster.resources import LEASE, make
 
@@ -64,7 +64,7 @@ class Leader:
         self._namespace = namespace
         self._name = name
         self._identity = identity
-        self._renewals = Renewals()
+        self._renewals = RenewalCache()
         self._renewed = 0.0
         self._expires = 0.0
         self._owners: list[dict[str, Any]] = []

@@ -15,10 +15,10 @@ from lightkube.operators import exists
 
 from elastic_operator.api.spec import Spec, SpecError
 from elastic_operator.cluster import unreadable_objects
-from elastic_operator.cluster.caches import Nodes, Renewals
-from elastic_operator.cluster.request_coalescer import Batch
+from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.request_coalescer import RequestCoalescer
 from elastic_operator.cluster.resources import JOB, LEASE, LIVE, POD, REVISION, TRAINING_JOB
-from elastic_operator.cluster.store import Remembered
+from elastic_operator.cluster.store import ClusterStore
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import (
     JobView,
@@ -30,7 +30,7 @@ from elastic_operator.observed.observation import (
     pod_view,
 )
 from elastic_operator.observed.ownership import own_jobs, own_leases, own_pods, predecessors_pods
-from elastic_operator.observed.pod_usage import Held
+from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.reconcile import effective_spec
 from elastic_operator.reconcile.record import Record
 from reshard.contract import Label
@@ -51,24 +51,31 @@ _CHUNK = 500
 _T = TypeVar("_T")
 
 
-class Observer:
+class ClusterReader:
     """All reading. Holds caches, decides nothing."""
 
     def __init__(
-        self, client: AsyncClient, nodes: Nodes, renewals: Renewals, remembered: Remembered, namespaces: Sequence[str]
+        self,
+        client: AsyncClient,
+        nodes: NodeCache,
+        renewals: RenewalCache,
+        remembered: ClusterStore,
+        namespaces: Sequence[str],
     ) -> None:
         self._client = client
         self._nodes = nodes
         self._renewals = renewals
         self._remembered = remembered
         self._namespaces = tuple(namespaces) or ("*",)
-        self._training_jobs: Batch[dict[str, Any] | None] = Batch(
+        self._training_jobs: RequestCoalescer[dict[str, Any] | None] = RequestCoalescer(
             self._one_training_job, self._all_training_jobs, _none
         )
-        self._pods: Batch[tuple[PodView, ...]] = Batch(self._pods_of, self._all_pods, tuple)
-        self._jobs: Batch[tuple[JobView, ...]] = Batch(self._jobs_of, self._all_jobs, tuple)
-        self._leases: Batch[tuple[Mapping[str, Any], ...]] = Batch(self._leases_of, self._all_leases, tuple)
-        self._used = Held()
+        self._pods: RequestCoalescer[tuple[PodView, ...]] = RequestCoalescer(self._pods_of, self._all_pods, tuple)
+        self._jobs: RequestCoalescer[tuple[JobView, ...]] = RequestCoalescer(self._jobs_of, self._all_jobs, tuple)
+        self._leases: RequestCoalescer[tuple[Mapping[str, Any], ...]] = RequestCoalescer(
+            self._leases_of, self._all_leases, tuple
+        )
+        self._used = PodUsage()
         self._used_at = 0.0
         self._used_lock = asyncio.Lock()
         self._leases_lock = asyncio.Lock()
@@ -267,7 +274,7 @@ class Observer:
             return
         async with self._used_lock:
             if time.time() - self._used_at > max_age:
-                used = Held()
+                used = PodUsage()
                 # One at a time: all pods of a large cluster at once are hundreds of megabytes.
                 async for item in self._client.list(POD, namespace="*", fields=LIVE, chunk_size=_CHUNK):
                     _read("pods", item, used.put)

@@ -17,7 +17,7 @@ GATHER_SECONDS = 0.01
 _T = TypeVar("_T")
 
 
-class Batch(Generic[_T]):
+class RequestCoalescer(Generic[_T]):
     """One kind of look. Every look begins after it was asked for, alone or with others: it is never older than that.
 
     Args:

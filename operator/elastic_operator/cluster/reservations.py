@@ -19,7 +19,7 @@ WORTH_SECONDS = 15.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class Reservation:
     """Pods of one attempt that have no node yet.
 
     Attributes:
@@ -31,11 +31,11 @@ class Promise:
     until: float
 
 
-class Promises:
+class Reservations:
     """What all jobs of this operator have been promised. Forgotten with it: it only has to last for seconds."""
 
     def __init__(self) -> None:
-        self._by_job: dict[Key, Promise] = {}
+        self._by_job: dict[Key, Reservation] = {}
 
     def note(self, key: Key, resource: str, status: Status, world: Observation) -> None:
         """Take up what a job has been promised, as far as its pods have no nodes yet."""
@@ -69,7 +69,7 @@ def contested(before: Status, after: Status, free: Capacity, promised: int) -> b
     return free.num_usable(current.gpus_per_node) - promised < current.num_nodes
 
 
-def _promise(resource: str, status: Status, world: Observation) -> Promise | None:
+def _promise(resource: str, status: Status, world: Observation) -> Reservation | None:
     current = status.current
     since = None if current is None else current.launch_time or current.plan_time
     if current is None or since is None:
@@ -77,4 +77,4 @@ def _promise(resource: str, status: Status, world: Observation) -> Promise | Non
     num_placed = sum(pod.node is not None for pod in world.workers(status.attempt))
     if num_placed >= current.num_nodes:
         return None
-    return Promise(resource=resource, num_pods=current.num_nodes - num_placed, until=since + WORTH_SECONDS)
+    return Reservation(resource=resource, num_pods=current.num_nodes - num_placed, until=since + WORTH_SECONDS)

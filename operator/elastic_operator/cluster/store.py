@@ -12,10 +12,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from elastic_operator.api.spec import SpecError
 from elastic_operator.cluster import unreadable_objects
-from elastic_operator.cluster.caches import Nodes, Renewals
-from elastic_operator.cluster.informer import Id, Mirror
+from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.informer import Id, Informer
 from elastic_operator.cluster.resources import JOB, LEASE, NODE, POD
-from elastic_operator.cluster.watch_stream import Object, Source
+from elastic_operator.cluster.watch_stream import Object, WatchedCollection
 from elastic_operator.observed.observation import (
     JobView,
     Key,
@@ -27,7 +27,7 @@ from elastic_operator.observed.observation import (
     pod_view,
 )
 from elastic_operator.observed.ownership import own_jobs, own_leases, own_pods
-from elastic_operator.observed.pod_usage import Held
+from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.reconcile.record import Record, read_record
 from reshard.contract import Label
 
@@ -40,7 +40,7 @@ LIVE = "status.phase!=Succeeded,status.phase!=Failed"
 _T = TypeVar("_T")
 
 
-class ByJob(Generic[_T]):
+class ObjectsByJob(Generic[_T]):
     """Views of one kind, by the job that their objects belong to."""
 
     def __init__(self, view: Callable[[Object], _T]) -> None:
@@ -92,7 +92,7 @@ class Listener(Protocol):
         """A Lease of a job has come or changed."""
 
 
-class Remembered:
+class ClusterStore:
     """All that is remembered, and the watches that keep it true, but for the resources themselves, which kopf watches.
 
     Args:
@@ -105,31 +105,35 @@ class Remembered:
 
     listener: Listener
 
-    def __init__(self, nodes: Nodes, renewals: Renewals, namespaces: Sequence[str] = ()) -> None:
-        self.held = Held()
+    def __init__(self, nodes: NodeCache, renewals: RenewalCache, namespaces: Sequence[str] = ()) -> None:
+        self.held = PodUsage()
         self._nodes = nodes
         self._renewals = renewals
         self._records: dict[Key, Record | None] = {}
         self._starts: dict[Key, tuple[str, str]] = {}
         self.lists_all_resources = False
-        self._pods: ByJob[PodView] = ByJob(pod_view)
-        self._jobs: ByJob[JobView] = ByJob(job_view)
-        self._leases: ByJob[LeaseView] = ByJob(self._lease_view)
+        self._pods: ObjectsByJob[PodView] = ObjectsByJob(pod_view)
+        self._jobs: ObjectsByJob[JobView] = ObjectsByJob(job_view)
+        self._leases: ObjectsByJob[LeaseView] = ObjectsByJob(self._lease_view)
         places = tuple(namespaces) or ("",)
 
-        def mirrors(kind: Any, put: Callable[[Object], None], drop: Callable[[Id], None], labels: str) -> list[Mirror]:
-            return [Mirror(Source(kind=kind, namespace=place, labels=labels), put, drop) for place in places]
+        def mirrors(
+            kind: Any, put: Callable[[Object], None], drop: Callable[[Id], None], labels: str
+        ) -> list[Informer]:
+            return [
+                Informer(WatchedCollection(kind=kind, namespace=place, labels=labels), put, drop) for place in places
+            ]
 
         self.world = [
-            Mirror(Source(kind=NODE), self._put_node, self._drop_node),
+            Informer(WatchedCollection(kind=NODE), self._put_node, self._drop_node),
             *mirrors(JOB, self._put_job, self._drop_job, OURS),
             *mirrors(LEASE, self._put_lease, self._drop_lease, OURS),
             *mirrors(POD, self._put_pod, self._drop_pod, OURS),
         ]
         self._sees_all_pods = not namespaces
         if self._sees_all_pods:
-            source = Source(kind=POD, labels=OTHERS, fields=LIVE)
-            self.world.append(Mirror(source, self.held.put, lambda pod: self.held.drop(pod, ours=False)))
+            source = WatchedCollection(kind=POD, labels=OTHERS, fields=LIVE)
+            self.world.append(Informer(source, self.held.put, lambda pod: self.held.drop(pod, ours=False)))
 
     @property
     def live(self) -> bool:

@@ -49,7 +49,7 @@ class WatchError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class WatchedCollection:
     """What to list and watch.
 
     Attributes:
@@ -119,7 +119,7 @@ def connect(config: SingleConfig) -> httpx2.AsyncClient:
     )
 
 
-async def pages(http: httpx2.AsyncClient, source: Source) -> AsyncIterator[tuple[list[dict[str, Any]], str]]:
+async def pages(http: httpx2.AsyncClient, source: WatchedCollection) -> AsyncIterator[tuple[list[dict[str, Any]], str]]:
     """All objects, some hundreds at a time, each time with the version of the collection that they belong to.
 
     Raises:
@@ -138,7 +138,7 @@ async def pages(http: httpx2.AsyncClient, source: Source) -> AsyncIterator[tuple
 
 
 async def events(
-    http: httpx2.AsyncClient, source: Source, version: str
+    http: httpx2.AsyncClient, source: WatchedCollection, version: str
 ) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
     """Changes since `version`: ADDED, MODIFIED, DELETED or BOOKMARK with the object. None once the watch is open.
 

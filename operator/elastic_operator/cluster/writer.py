@@ -14,7 +14,7 @@ from lightkube.types import CascadeType, PatchType
 
 from elastic_operator.api.serialization import format_time, to_wire
 from elastic_operator.api.status import Status
-from elastic_operator.cluster.reader import Observer
+from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.cluster.resources import (
     ACCOUNT,
     BY_KIND,
@@ -66,10 +66,10 @@ class PredecessorError(Exception):
     """Pods of an earlier resource of the same name may still run."""
 
 
-class Applier:
+class ClusterWriter:
     """All writing, for one namespace and job at a time."""
 
-    def __init__(self, client: AsyncClient, observer: Observer, fence: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, client: AsyncClient, observer: ClusterReader, fence: Callable[[], None] = lambda: None) -> None:
         """`fence` is called before every write, and does not return to a process that may not write any more."""
         self._client = client
         self._observer = observer
@@ -104,7 +104,9 @@ class Applier:
         """
         await self._create(effective_spec.revision(job, spec))
         if job.generation > 1:
-            for name, uid in effective_spec.outlived(await self._observer.revisions(job.namespace, job.name), job):
+            for name, uid in effective_spec.stale_revisions(
+                await self._observer.revisions(job.namespace, job.name), job
+            ):
                 await self._delete_known(REVISION, job.namespace, name, uid)
 
     async def act(self, namespace: str, job: str, action: Action) -> None:

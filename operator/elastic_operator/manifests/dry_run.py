@@ -38,7 +38,7 @@ def needed(job: JobRef, spec: Spec, status: Status) -> bool:
     return planned != spec_hash(spec) or spec.reshard.template is not None
 
 
-def trial_jobs(job: JobRef, spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
+def dry_run_jobs(job: JobRef, spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each template's path in the spec, and a Job made from it."""
     uri = "/trial"
     current = Current(

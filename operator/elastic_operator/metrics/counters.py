@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from elastic_operator.api.status import Phase, Recovery, Status
 from elastic_operator.metrics import definitions
-from elastic_operator.metrics.definitions import Family, QueueReason, Result
+from elastic_operator.metrics.definitions import MetricDefinition, QueueReason, Result
 from elastic_operator.reconcile.actions import ReshardOutcome
 from elastic_operator.reconcile.goodput import SUSPENDED
 
@@ -21,7 +21,7 @@ from elastic_operator.reconcile.goodput import SUSPENDED
 class Sample:
     """Add `value` to a counter, or observe it in a histogram. `labels` are in the family's order."""
 
-    family: Family
+    family: MetricDefinition
     labels: tuple[str, ...] = ()
     value: float = 1.0
 

@@ -73,7 +73,7 @@ class Type(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class MetricDefinition:
     """One metric.
 
     Attributes:
@@ -105,26 +105,30 @@ def _counter(
     series: tuple[tuple[str, ...], ...] = (),
     *,
     is_bounded: bool = True,
-) -> Family:
-    return Family(name=name, type=Type.COUNTER, help=text, labels=labels, series=series, is_bounded=is_bounded)
+) -> MetricDefinition:
+    return MetricDefinition(
+        name=name, type=Type.COUNTER, help=text, labels=labels, series=series, is_bounded=is_bounded
+    )
 
 
 def _histogram(
     name: str, text: str, labels: tuple[str, ...], series: tuple[tuple[str, ...], ...], buckets: tuple[float, ...]
-) -> Family:
-    return Family(name=name, type=Type.HISTOGRAM, help=text, labels=labels, series=series, buckets=buckets)
+) -> MetricDefinition:
+    return MetricDefinition(name=name, type=Type.HISTOGRAM, help=text, labels=labels, series=series, buckets=buckets)
 
 
-def _of_job(name: str, text: str, *labels: str) -> Family:
-    return Family(name=name, type=Type.GAUGE, help=text, labels=(*JOB, *labels))
+def _of_job(name: str, text: str, *labels: str) -> MetricDefinition:
+    return MetricDefinition(name=name, type=Type.GAUGE, help=text, labels=(*JOB, *labels))
 
 
 def _product(*values: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     return tuple(itertools.product(*values))
 
 
-LEADER = Family(name="etj_leader", type=Type.GAUGE, help="1 where this process is the leader, 0 where it stands by")
-BUILD = Family(
+LEADER = MetricDefinition(
+    name="etj_leader", type=Type.GAUGE, help="1 where this process is the leader, 0 where it stands by"
+)
+BUILD = MetricDefinition(
     name="etj_build_info", type=Type.GAUGE, help="1; the version is in the label", labels=("version",), is_bounded=False
 )
 RECONCILE_SECONDS = _histogram(
@@ -218,5 +222,5 @@ JOB_HEARTBEAT = _of_job("etj_job_heartbeat_timestamp_seconds", "When rank 0's he
 JOB_QUEUED = _of_job("etj_job_queue_start_timestamp_seconds", "Since when the job waits for accelerators, in Unix time")
 JOB_RECOVERING = _of_job("etj_job_recovery_start_timestamp_seconds", "When the recovery under way began, in Unix time")
 
-FAMILIES = tuple(value for value in list(globals().values()) if isinstance(value, Family))
+FAMILIES = tuple(value for value in list(globals().values()) if isinstance(value, MetricDefinition))
 """All of them, in the order of this file."""

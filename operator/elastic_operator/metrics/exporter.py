@@ -21,7 +21,7 @@ from prometheus_client import (
 
 from elastic_operator.metrics import definitions
 from elastic_operator.metrics.counters import Sample
-from elastic_operator.metrics.definitions import Family, Type
+from elastic_operator.metrics.definitions import MetricDefinition, Type
 
 Key = tuple[str, str]
 """Namespace and name of a job."""
@@ -32,7 +32,7 @@ _phases: dict[Key, str] = {}
 """Phase that is shown of each job."""
 
 
-def _make(family: Family) -> Counter | Gauge | Histogram:
+def _make(family: MetricDefinition) -> Counter | Gauge | Histogram:
     made: Counter | Gauge | Histogram
     match family.type:
         case Type.COUNTER:
@@ -72,7 +72,7 @@ def count(samples: Iterable[Sample]) -> None:
             child.inc(sample.value)
 
 
-def show(key: Key, phase: str, gauges: Mapping[Family, float | None]) -> None:
+def show(key: Key, phase: str, gauges: Mapping[MetricDefinition, float | None]) -> None:
     """Set the gauges of one job; those without a value are not exported."""
     for family, value in gauges.items():
         if value is None:
@@ -107,13 +107,13 @@ def _bounded(sample: Sample) -> tuple[str, ...]:
     )
 
 
-def _gauge(family: Family, *labels: str) -> Gauge:
+def _gauge(family: MetricDefinition, *labels: str) -> Gauge:
     metric = _METRICS[family.name]
     found = metric.labels(*labels) if labels else metric
     assert isinstance(found, Gauge)
     return found
 
 
-def _remove(family: Family, *labels: str) -> None:
+def _remove(family: MetricDefinition, *labels: str) -> None:
     # Nothing happens where there is no such series.
     _METRICS[family.name].remove(*labels)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Status
 from elastic_operator.metrics import definitions
-from elastic_operator.metrics.definitions import Family
+from elastic_operator.metrics.definitions import MetricDefinition
 from elastic_operator.reconcile import goodput
 
 
 def job_gauges(
     spec: Spec | None, status: Status, *, heartbeat_time: float | None, now: float
-) -> Mapping[Family, float | None]:
+) -> Mapping[MetricDefinition, float | None]:
     """Values of the families with one series per job, but for the phase; None where there is nothing to show.
 
     Args:

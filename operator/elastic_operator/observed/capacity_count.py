@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from elastic_operator.observed.capacity import Capacity, NodeCapacity, in_order
-from elastic_operator.observed.node_pool import Fleet
+from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import Observation
-from elastic_operator.observed.pod_usage import Others
+from elastic_operator.observed.pod_usage import UsageByOthers
 from elastic_operator.observed.schedulability import accepts, healthy
 
 
@@ -16,7 +16,7 @@ def capacity(world: Observation, resource: str, template: Mapping[str, Any], avo
     """Free accelerators on every node that could take a pod of the job.
 
     What the job itself holds counts as free: it is given back before the next attempt starts. Where `world` shares
-    its nodes with other jobs (`Fleet`), only those are counted anew that are not the same for all.
+    its nodes with other jobs (`NodePool`), only those are counted anew that are not the same for all.
 
     Args:
         template: PodTemplateSpec of the training pods; its tolerations, node selector and required node affinity
@@ -25,7 +25,7 @@ def capacity(world: Observation, resource: str, template: Mapping[str, Any], avo
     """
     pod = template.get("spec") or {}
     nodes, used = world.nodes, world.used
-    if not isinstance(nodes, Fleet) or not isinstance(used, Others) or nodes.resource != resource:
+    if not isinstance(nodes, NodePool) or not isinstance(used, UsageByOthers) or nodes.resource != resource:
         return Capacity(nodes=in_order(_count(world, resource, pod, nodes.keys() - set(avoid))))
     special = used.share.keys() | {item.node for item in world.pods if item.unhealthy_devices and item.node}
     own = _count(world, resource, pod, (name for name in special if name in nodes and name not in avoid))

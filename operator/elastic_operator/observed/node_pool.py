@@ -8,16 +8,16 @@ from typing import Any
 
 from elastic_operator.observed.capacity import Pool
 from elastic_operator.observed.observation import NodeView
-from elastic_operator.observed.pod_usage import Others
+from elastic_operator.observed.pod_usage import UsageByOthers
 from elastic_operator.observed.schedulability import accepts, healthy
 from elastic_operator.observed.signals import node_signals
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 
 _KINDS_OF_PODS = 16
 """For so many different sets of tolerations and selectors the pools are kept."""
 
 
-class Fleet(Mapping[str, NodeView]):
+class NodePool(Mapping[str, NodeView]):
     """Nodes that offer one resource. Nodes never change in it; a changed node makes another fleet.
 
     Attributes:
@@ -28,7 +28,7 @@ class Fleet(Mapping[str, NodeView]):
         self.resource = resource
         self.walks = 0
         self._nodes = nodes
-        self._suspects: dict[Limits, frozenset[str]] = {}
+        self._suspects: dict[Timeouts, frozenset[str]] = {}
         self._offers: dict[str, dict[str, int]] = {}
         self._pools: dict[str, tuple[int, Pool]] = {}
 
@@ -46,7 +46,7 @@ class Fleet(Mapping[str, NodeView]):
         """The node, or `default`."""
         return self._nodes.get(name, default)
 
-    def suspects(self, limits: Limits, now: float) -> frozenset[str]:
+    def suspects(self, limits: Timeouts, now: float) -> frozenset[str]:
         """Nodes that a monitor calls unhealthy, or with any sign of being lost; neither depends on the time."""
         if limits not in self._suspects:
             self.walks += 1
@@ -55,7 +55,7 @@ class Fleet(Mapping[str, NodeView]):
             )
         return self._suspects[limits]
 
-    def pool(self, pod: Mapping[str, Any], used: Others) -> Pool:
+    def pool(self, pod: Mapping[str, Any], used: UsageByOthers) -> Pool:
         """Free accelerators on the nodes that take such pods, as they are for a job that holds none itself."""
         kind = json.dumps([pod.get(key) for key in ("tolerations", "nodeSelector", "affinity")], sort_keys=True)
         version, pool = self._pools.get(kind, (0, None))

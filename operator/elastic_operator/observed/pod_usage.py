@@ -18,7 +18,7 @@ _Claim = tuple[str, str, bool, Mapping[str, int]]
 """Node, UID of the Job that controls the pod, whether it has a label of ours, and extended resources by name."""
 
 
-class Held:
+class PodUsage:
     """Extended resources that live pods hold, kept up to date pod by pod: a change costs the same in any cluster."""
 
     def __init__(self) -> None:
@@ -48,16 +48,16 @@ class Held:
         """Accelerators that anybody holds, by node."""
         return self._totals.get(resource, {})
 
-    def by_others(self, uids: Collection[str], resource: str) -> Others:
+    def by_others(self, uids: Collection[str], resource: str) -> UsageByOthers:
         """Accelerators on each node that are held by other pods than those of the Jobs with these UIDs."""
         shares = [share for uid in uids if (share := self._shares.get((uid, resource)))]
         if len(shares) <= 1:
-            return Others(self.totals(resource), shares[0] if shares else {}, self._version)
+            return UsageByOthers(self.totals(resource), shares[0] if shares else {}, self._version)
         merged: dict[str, int] = {}
         for share in shares:
             for node, count in share.items():
                 _change(merged, node, count)
-        return Others(self.totals(resource), merged, self._version)
+        return UsageByOthers(self.totals(resource), merged, self._version)
 
     def _release(self, pod: PodId) -> None:
         claim = self._claims.pop(pod, None)
@@ -76,10 +76,10 @@ class Held:
                     del self._shares[owner, resource]
 
 
-class Others(Mapping[str, int]):
+class UsageByOthers(Mapping[str, int]):
     """What is held on each node, less one job's share: nodes where nothing is left are missing.
 
-    A view of what `Held` knows, for the time until that changes.
+    A view of what `PodUsage` knows, for the time until that changes.
 
     Attributes:
         totals: what anybody holds, by node.

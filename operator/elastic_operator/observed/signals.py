@@ -12,7 +12,7 @@ import enum
 from collections.abc import Collection, Iterable, Mapping
 
 from elastic_operator.observed.observation import LeaseView, NodeView, Observation, PodView, Taint
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import TrainerPhase
 
 
@@ -56,7 +56,7 @@ class Meaning:
     Attributes:
         source: who says it; two weak signals confirm a loss only if these differ.
         takes_node: the node is gone with it, not only the pod.
-        grace: attribute of `recovery` or of `Limits` that holds the grace of a weak signal.
+        grace: attribute of `recovery` or of `Timeouts` that holds the grace of a weak signal.
     """
 
     source: str
@@ -167,7 +167,7 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
     )
 
 
-def node_signals(node: NodeView | None, name: str, limits: Limits, now: float) -> list[Signal]:
+def node_signals(node: NodeView | None, name: str, limits: Timeouts, now: float) -> list[Signal]:
     """Signals of one node that pods of ours run on; `node` is None if it does not exist."""
     if node is None:
         return [Signal(kind=Kind.NODE_DELETED, node=name, since=now, message=f"node {name} does not exist any more")]
@@ -264,7 +264,7 @@ def pod_signals(pod: PodView, now: float) -> list[Signal]:
 
 
 def lease_signals(
-    lease: LeaseView | None, *, rank_0_node: str, launch_time: float, started: bool, limits: Limits, now: float
+    lease: LeaseView | None, *, rank_0_node: str, launch_time: float, started: bool, limits: Timeouts, now: float
 ) -> list[Signal]:
     """Signals of the attempt's mailbox: silence, hang, a refused commit, a start that never ends."""
     found: list[Signal] = []
@@ -297,7 +297,7 @@ def attempt_signals(
     launch_time: float,
     job_seen: bool,
     started: bool,
-    limits: Limits,
+    limits: Timeouts,
     now: float,
 ) -> list[Signal]:
     """All signals of a launched attempt."""

@@ -8,7 +8,7 @@ import re
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Timeouts:
     """Graces, deadlines and intervals, in seconds.
 
     Attributes:
@@ -45,4 +45,4 @@ class Limits:
 
 def meanings() -> dict[str, str]:
     """What each limit is, by name, as described above; for `--help`. Empty where Python was told to drop docstrings."""
-    return dict(re.findall(r"^    (\w+): (.+?)\.?$", inspect.getdoc(Limits) or "", flags=re.MULTILINE))
+    return dict(re.findall(r"^    (\w+): (.+?)\.?$", inspect.getdoc(Timeouts) or "", flags=re.MULTILINE))

@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_operator.api.serialization import to_wire
 from elastic_operator.manifests.attempt import JobRef
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.plugin import steer
 from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
@@ -86,7 +86,7 @@ def _plan(cluster: Cluster, options: argparse.Namespace) -> Answer:
         nodes, pods = cluster.nodes(), cluster.live_pods()
     world = observe(nodes, pods, meta["namespace"], meta["name"], spec.accelerator.resource)
     job = JobRef(name=meta["name"], namespace=meta["namespace"], uid=meta["uid"], generation=meta.get("generation", 0))
-    context = Context(job=job, spec=spec, world=world, limits=Limits(), now=time.time())
+    context = Context(job=job, spec=spec, world=world, limits=Timeouts(), now=time.time())
     found = forecast(context, read_status(resource), change)
     return Answer(text=outlook(printable(found)), value=to_wire(found))
 

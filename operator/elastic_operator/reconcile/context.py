@@ -11,9 +11,9 @@ from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.observed import capacity_count, commit_history, signals
 from elastic_operator.observed.capacity import Capacity
-from elastic_operator.observed.node_pool import Fleet
+from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import Observation, PodView
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Event, ReshardOutcome
 
 
@@ -24,7 +24,7 @@ class Context:
     job: JobRef
     spec: Spec
     world: Observation
-    limits: Limits
+    limits: Timeouts
     now: float
     reshard_image: ReshardImage | None = None
     events: list[Event] = dataclasses.field(default_factory=list)
@@ -84,7 +84,7 @@ def avoided_nodes(context: Context, status: Status) -> frozenset[str]:
 def doubtful_nodes(context: Context) -> frozenset[str]:
     """All nodes with any sign of being lost (not Ready, a stale Lease) or that a monitor calls unhealthy."""
     nodes = context.world.nodes
-    fleet = nodes if isinstance(nodes, Fleet) else Fleet(context.spec.accelerator.resource, nodes)
+    fleet = nodes if isinstance(nodes, NodePool) else NodePool(context.spec.accelerator.resource, nodes)
     return fleet.suspects(context.limits, context.now)
 
 

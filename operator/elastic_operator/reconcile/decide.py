@@ -2,7 +2,7 @@
 
 A decision is a status and the actions that follow from it. The status is found by taking one step after another until
 nothing changes any more, so that one pass goes as far as the facts allow: from a confirmed loss to the creation of the
-reshard Job in a single one. `enact` compares that status with the world.
+reshard Job in a single one. `actions_for_status` compares that status with the world.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.observed import ownership, pod_diagnosis
 from elastic_operator.observed.observation import Observation
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import goodput, launch, next_attempt, progress, recovery, running, user_requests
 from elastic_operator.reconcile.actions import Decision, Event
 from elastic_operator.reconcile.context import Context, stopped_pods
-from elastic_operator.reconcile.pending_actions import enact
-from elastic_operator.reconcile.status_summary import present
+from elastic_operator.reconcile.pending_actions import actions_for_status
+from elastic_operator.reconcile.status_summary import summarize_status
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def decide(
     status: Status,
     world: Observation,
     *,
-    limits: Limits,
+    limits: Timeouts,
     now: float,
     reshard_image: ReshardImage | None = None,
 ) -> Decision:
@@ -57,9 +57,9 @@ def decide(
     else:
         return _unsettled(context, begin, status)
     status = _finished(status, now)
-    actions = enact(context, status)
+    actions = actions_for_status(context, status)
     return Decision(
-        status=present(context, status),
+        status=summarize_status(context, status),
         actions=actions,
         events=tuple(context.events),
         reshards=tuple(context.reshards),
@@ -80,13 +80,13 @@ def _unsettled(context: Context, begin: Status, last: Status) -> Decision:
     logger.error("%s/%s: %s", context.job.namespace, context.job.name, message)
     return Decision(
         status=begin,
-        actions=enact(context, begin),
+        actions=actions_for_status(context, begin),
         events=(Event(reason=UNSETTLED, message=message, warning=True),),
         requeue_seconds=context.limits.resync_seconds,
     )
 
 
-def refuse(job: JobRef, error: SpecError, status: Status, *, limits: Limits, now: float) -> Decision:
+def refuse(job: JobRef, error: SpecError, status: Status, *, limits: Timeouts, now: float) -> Decision:
     """The decision about a spec that makes no sense: say so, leave what runs alone."""
     message = "; ".join(error.problems)
     old = find(status.conditions, Type.SPEC_VALID)
@@ -128,11 +128,11 @@ def _finished(status: Status, now: float) -> Status:
 
 def _step(context: Context, status: Status) -> Status | None:
     """One step; the same status if there is none to take, None if the cluster's capacity has to be read first."""
-    status = user_requests.revive(context, status)
+    status = user_requests.handle_retry(context, status)
     if status.terminal:
         return status
-    status = progress.absorb(context, status)
-    status = user_requests.take_up(context, status)
+    status = progress.apply_reports(context, status)
+    status = user_requests.handle_drain(context, status)
     if context.spec.suspend:
         return _suspend(context, status)
     if status.phase == Phase.SUSPENDED:

@@ -54,7 +54,7 @@ def newest(revisions: Iterable[Mapping[str, Any]], uid: str) -> Spec | None:
         return None
 
 
-def outlived(revisions: Iterable[Mapping[str, Any]], job: JobRef) -> list[tuple[str, str]]:
+def stale_revisions(revisions: Iterable[Mapping[str, Any]], job: JobRef) -> list[tuple[str, str]]:
     """Names and UIDs of the job's own that a newer one has replaced."""
     own = (item for item in revisions if is_controlled_by(item, job.uid))
     return [
@@ -68,7 +68,7 @@ def wanted(status: Status) -> bool:
     return (status.launched or num_over > 0) and not status.terminal
 
 
-def going_on(spec: Spec, record: Record) -> Spec:
+def effective_spec(spec: Spec, record: Record) -> Spec:
     """The accepted spec, as what runs goes on by it: not at all where the refused one says so.
 
     Who wants a job to stop should not have to correct it first. To go on again it has to be corrected.
@@ -77,7 +77,7 @@ def going_on(spec: Spec, record: Record) -> Spec:
     return dataclasses.replace(spec, suspend=suspend)
 
 
-def despite(refused: Decision, accepted: Decision) -> Decision:
+def merge_rejected_spec(refused: Decision, accepted: Decision) -> Decision:
     """What the accepted spec leads to, told together with what is wrong with the one that was refused."""
     invalid = find(refused.status.conditions, Type.SPEC_VALID)
     conditions = tuple(

@@ -123,7 +123,7 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
         known = ReshardStatus(
             job_name=reshard_name(context.job.name, status.attempt),
             attempt=status.attempt,
-            mode_reason=reshard_mode.ask(context.spec, status, current).reason,
+            mode_reason=reshard_mode.conversion_request(context.spec, status, current).reason,
         )
         status = dataclasses.replace(status, reshard=known)
         if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:

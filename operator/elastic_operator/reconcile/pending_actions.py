@@ -27,7 +27,7 @@ from elastic_operator.reconcile.context import Context, is_read, lost_nodes
 from reshard.contract import LeaseKey, Request
 
 
-def enact(context: Context, status: Status) -> tuple[Action, ...]:
+def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
     """Everything that has to be done now."""
     if status.phase == Phase.COMPLETE:
         return tuple(_stop_reshard(context, status))
@@ -123,6 +123,6 @@ def _reshard(context: Context, status: Status, current: Current) -> Iterator[Act
     if known is not None and known.retry_time is not None and context.now < known.retry_time:
         return
     if context.world.job(status.attempt, RESHARD) is None:
-        asked = reshard_mode.ask(context.spec, status, current).arguments
+        asked = reshard_mode.conversion_request(context.spec, status, current).arguments
         manifest = reshard_job(context.job, context.spec, status.attempt, current, context.reshard_image, mode=asked)
         yield Create(manifest=manifest)

@@ -21,7 +21,7 @@ _MOST_PROBLEMS = 8
 _PROBLEM_BYTES = 1024
 
 
-def absorb(context: Context, status: Status) -> Status:
+def apply_reports(context: Context, status: Status) -> Status:
     """Facts only; decides nothing. Doing it twice changes nothing more."""
     status = _release(context, refresh_exclusions(context, status))
     status = dataclasses.replace(status, restart_budget=charge(status.restart_budget, context, None))

@@ -90,19 +90,19 @@ def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Re
     )
 
 
-def is_quiet(before: Status, decision: Decision) -> bool:
+def is_noop(before: Status, decision: Decision) -> bool:
     """Nothing is to be written, done or said."""
     return not (_does(decision) or decision.events or decision.status != before)
 
 
-def only_tells(before: Status, decision: Decision) -> bool:
+def is_status_only(before: Status, decision: Decision) -> bool:
     """Nothing is to be done, and what runs goes on: what is to be written and said only tells how far it is."""
     after = decision.status
     goes_on = before.launched and after.launched and not after.terminal and _step(before) <= _step(after)
     return goes_on and not _does(decision) and _course(before) == _course(after)
 
 
-def only_counts(before: Status, decision: Decision) -> bool:
+def is_progress_only(before: Status, decision: Decision) -> bool:
     """What is to be written says that more steps are done, and nothing else: it may as well be written later.
 
     All other facts may not. Some are dated when they are written, and some are gone by then, as commits are that a

@@ -17,7 +17,7 @@ from reshard.contract import ELASTIC_TRAINER, MANIFEST_VERSIONS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ConversionRequest:
     """What the reshard Job is asked for.
 
     Attributes:
@@ -29,21 +29,21 @@ class Asked:
     reason: str = ""
 
 
-def ask(spec: Spec, status: Status, current: Current) -> Asked:
+def conversion_request(spec: Spec, status: Status, current: Current) -> ConversionRequest:
     """The mode of the conversion that `current` waits for."""
     if current.resume.external:
-        return Asked(reason="others may remove what the job starts from: files")
+        return ConversionRequest(reason="others may remove what the job starts from: files")
     if commit_history.virtual_was_refused(status.checkpoint, step=current.resume.step):
-        return Asked(reason="a conversion of this step could not be loaded: files prove its source or not")
+        return ConversionRequest(reason="a conversion of this step could not be loaded: files prove its source or not")
     if spec.reshard.mode == VIRTUAL:
-        return Asked(arguments=("--mode", "virtual"))
+        return ConversionRequest(arguments=("--mode", "virtual"))
     if spec.reshard.mode != AUTO:
-        return Asked(reason="spec.reshard.mode is Materialize")
+        return ConversionRequest(reason="spec.reshard.mode is Materialize")
     why = _obstacle(spec, status, current)
     if why or status.loader is None:
-        return Asked(reason=f"Auto writes files: {why}")
+        return ConversionRequest(reason=f"Auto writes files: {why}")
     loader = f"{ELASTIC_TRAINER},ranks-per-node={current.gpus_per_node},node-memory={status.loader.memory_bytes}"
-    return Asked(arguments=("--loader", loader))
+    return ConversionRequest(arguments=("--loader", loader))
 
 
 def _obstacle(spec: Spec, status: Status, current: Current) -> str:

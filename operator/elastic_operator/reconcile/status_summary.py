@@ -13,7 +13,7 @@ from elastic_operator.observed.signals import pod_signals
 from elastic_operator.reconcile.context import Context, stopped_pods
 
 
-def present(context: Context, status: Status) -> Status:
+def summarize_status(context: Context, status: Status) -> Status:
     """Fill everything that follows from the rest."""
     phase, reason, message = _phase(context, status)
     trouble = _trouble(context, status)

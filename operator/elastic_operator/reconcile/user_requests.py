@@ -22,7 +22,7 @@ ANSWERING = (TrainerPhase.TRAINING, TrainerPhase.SAVING)
 """What a training loop is doing that will see the request and can commit."""
 
 
-def take_up(context: Context, status: Status) -> Status:
+def handle_drain(context: Context, status: Status) -> Status:
     """Answer a new request: drain, or say why there is nothing to drain."""
     request = context.job.drain_request
     if not request or request == status.drain_request:
@@ -40,7 +40,7 @@ def take_up(context: Context, status: Status) -> Status:
     return running.start_drain(context, status, CAUSE, "a drain was requested by hand")
 
 
-def revive(context: Context, status: Status) -> Status:
+def handle_retry(context: Context, status: Status) -> Status:
     """Take a job that has Failed up again, where a person asks for it: from its newest commit, with a fresh budget.
 
     The recovery that ended in Failed goes on, so that its record and the goodput hold all the time without training.

@@ -17,7 +17,7 @@ _BLANK = _PREFIX + "0" * 8
 _STATED = re.compile(r"crc32:[0-9a-f]{8}")
 
 
-def sealed(value: Mapping[str, Any]) -> bytes:
+def with_self_checksum(value: Mapping[str, Any]) -> bytes:
     """A JSON object as the bytes of a file, with its checksum among the fields."""
     blank = (json.dumps({**value, FIELD: _BLANK}, indent=1, sort_keys=True) + "\n").encode()
     line = f'\n "{FIELD}": "'.encode()  # an indent of 1 is that of the object's own fields; strings hold no line breaks
@@ -25,7 +25,7 @@ def sealed(value: Mapping[str, Any]) -> bytes:
     return blank.replace(line + _BLANK.encode(), line + stated.encode())
 
 
-def check(content: bytes, value: Mapping[str, Any]) -> None:
+def check_self_checksum(content: bytes, value: Mapping[str, Any]) -> None:
     """Hold the bytes of a file against the checksum among its fields; older writers state none.
 
     Raises:

@@ -25,7 +25,7 @@ from reshard.contract import ExitCode
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.execution.report import failure_report
 from reshard.formats.pt.trust import trusting
-from reshard.system.exit_signals import heeded
+from reshard.system.exit_signals import handle_exit_signals
 
 
 def run(words: Sequence[str]) -> int:
@@ -116,7 +116,7 @@ def _endings_as_interrupt() -> Iterator[None]:
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in heeded()}
+    before = {number: signal.signal(number, interrupt) for number in handle_exit_signals()}
     try:
         yield
     finally:

@@ -252,7 +252,7 @@ def _compare(seen: Sequence[Index], digests: Sequence[dict[str, str]]) -> Agreem
 
     first, second = (compare.side(index, own) for index, own in zip(seen, digests, strict=True))
     rounded = [rounded_digests(index, keys) for index, keys in zip(seen, compare.to_round(first, second), strict=True)]
-    return compare.compare(
+    return compare.compare_sides(
         dataclasses.replace(first, rounded=rounded[0]), dataclasses.replace(second, rounded=rounded[1])
     )
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from reshard.system.exit_signals import heeded
+from reshard.system.exit_signals import handle_exit_signals
 
 _INTERRUPTED = 130  # `reshard.contract.ExitCode.INTERRUPTED`, which would have to be imported
 _MESSAGE = b"reshard: interrupted before anything was done\n"
@@ -40,7 +40,7 @@ def _quiet_start() -> Iterator[None]:
             os.write(2, _MESSAGE)
         os._exit(_INTERRUPTED)
 
-    before = {number: signal.signal(number, leave) for number in heeded()}
+    before = {number: signal.signal(number, leave) for number in handle_exit_signals()}
     try:
         yield
     finally:

@@ -166,7 +166,7 @@ def _decode(content: bytes, path: Path) -> Commit:
     try:
         value = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
         found = _parse(value, path)
-        self_checksum.check(content, value)
+        self_checksum.check_self_checksum(content, value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         what = f"{type(error).__name__}: {error!s:.200}"
         raise CorruptSourceError(
@@ -401,7 +401,7 @@ def write_commit(folder: str | Path, commit: Commit, *, name: str = COMMIT_FILE)
         OSError: it cannot be written.
     """
     path = _as_path(folder) / name
-    content = self_checksum.sealed(commit.to_dict())
+    content = self_checksum.with_self_checksum(commit.to_dict())
     try:
         _decode(content, path)
     except ReshardError as error:

@@ -73,7 +73,7 @@ def side(index: Index, digests: Mapping[str, str]) -> Side:
     )
 
 
-def compare(first: Side, second: Side) -> Agreement:
+def compare_sides(first: Side, second: Side) -> Agreement:
     """Compare two checkpoints."""
     same: list[tuple[TensorKey, TensorKey]] = []
     different: list[str] = []

@@ -27,8 +27,8 @@ from reshard.execution.masters import check_masters
 from reshard.execution.tile import Carrier, touching
 from reshard.execution.unit_records import UnitRecord
 from reshard.planning.plan import Plan
-from reshard.storage.source_reader import Source, changed
-from reshard.storage.target_writer import Target
+from reshard.storage.source_reader import SourceReader, changed
+from reshard.storage.target_writer import TargetWriter
 from reshard.tensors.geometry import tiles
 from reshard.tensors.intervals import Int64Array
 
@@ -91,8 +91,8 @@ class Mover:
         progress: Progress | None = None,
     ) -> None:
         self.plan = plan
-        self._source = Source(plan.index.root, plan.index.files, bytes_per_second=bytes_per_second)
-        self._target = Target(folder, plan.layout.files, plan.layout.zeros)
+        self._source = SourceReader(plan.index.root, plan.index.files, bytes_per_second=bytes_per_second)
+        self._target = TargetWriter(folder, plan.layout.files, plan.layout.zeros)
         self._sync = sync
         self._progress = progress
         self._stop = threading.Event()
@@ -136,7 +136,7 @@ class Mover:
         return records
 
     def _do_in_processes(self, units: Iterator[int | None], took: Callable[[UnitRecord], None]) -> None:
-        from reshard.system.process_pool import share_out
+        from reshard.system.process_pool import map_in_processes
 
         carrier = Carrier(self.plan, self._source, self._target)
         self._source.may_map = True  # a file that becomes shorter ends a child only
@@ -146,7 +146,7 @@ class Mover:
             if self._progress is not None:
                 self._progress(self.plan.units[record.unit].num_bytes)
 
-        share_out(units, self.plan.num_threads, lambda unit: self._do_unit(unit, carrier, None), told)
+        map_in_processes(units, self.plan.num_threads, lambda unit: self._do_unit(unit, carrier, None), told)
         self._source.may_map = False
 
     def _do_in_threads(self, units: Iterator[int | None], took: Callable[[UnitRecord], None]) -> None:
@@ -226,7 +226,7 @@ class Mover:
             unit_records.merge(r.written for r in every.values()),
         )
         more, touched_now = self._check_source(read, touched)
-        digests = unit_records.compare(self.plan, every.values())
+        digests = unit_records.compare_copies(self.plan, every.values())
         check_masters(self.plan, self._source, unit_records.unequal_roundings(self.plan, every.values()))
         unit_records.check_written(self.plan, written)
         sums, fixed = self._target.finish(written, fresh=fresh)
@@ -302,7 +302,7 @@ def content_now(plan: Plan) -> str:
         SourceError: the source cannot be read.
     """
     index = plan.index
-    source = Source(index.root, index.files)
+    source = SourceReader(index.root, index.files)
     found: list[dict[int, list[Piece]]] = []
     try:
         for unit in range(len(plan.units)):

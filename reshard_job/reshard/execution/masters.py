@@ -16,7 +16,7 @@ import numpy.typing as npt
 from reshard.errors import VerificationError
 from reshard.execution.tile import gather, touching
 from reshard.planning.plan import Plan, Rounding
-from reshard.storage.source_reader import Source
+from reshard.storage.source_reader import SourceReader
 from reshard.tensors.cast import UNSIGNED, Bits, cast
 from reshard.tensors.geometry import Box, tiles
 
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
     first: tuple[int, ...]
 
 
-def check_masters(plan: Plan, source: Source, unequal: Iterable[Rounding]) -> None:
+def check_masters(plan: Plan, source: SourceReader, unequal: Iterable[Rounding]) -> None:
     """Compare weights with masters whose digests differ.
 
     Args:
@@ -65,7 +65,7 @@ def check_masters(plan: Plan, source: Source, unequal: Iterable[Rounding]) -> No
         )
 
 
-def _difference(plan: Plan, source: Source, pair: Rounding) -> Difference | None:
+def _difference(plan: Plan, source: SourceReader, pair: Rounding) -> Difference | None:
     """Where a weight is not its master rounded; None if it is, but for patterns of NaN and for tiny numbers."""
     weight, master = plan.index.tensors[pair.weight], plan.index.tensors[pair.master]
     count, first = 0, None
@@ -90,7 +90,7 @@ def unexplained(weights: Bits, masters: Bits, weight_type: str, master_type: str
     return unequal
 
 
-def _elements(plan: Plan, source: Source, number: int, tile: Box) -> Bits:
+def _elements(plan: Plan, source: SourceReader, number: int, tile: Box) -> Bits:
     """Read a part of a source tensor."""
     item_bytes = plan.index.tensors[number].item_bytes
     found: Bits = np.empty(tile.size, dtype=UNSIGNED[item_bytes])

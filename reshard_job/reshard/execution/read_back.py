@@ -8,7 +8,7 @@ from reshard.checksums.digest import finished, to_hex
 from reshard.commits.commit import Commit
 from reshard.errors import SourceError, VerificationError
 from reshard.execution.placement import check_placement
-from reshard.execution.verify import compare, digests
+from reshard.execution.verify import compare_digests, digests
 from reshard.formats import read_checkpoint
 from reshard.planning.plan import Plan
 from reshard.tensors.layout import PADDING
@@ -35,7 +35,7 @@ def read_back(staging: Path, plan: Plan, commit: Commit, *, reread: bool) -> Non
         # Another amount of padding than the source's was not converted: it is zero.
         padding = {str(tensor.key): tensor.num_bytes for tensor in index.tensors if tensor.key.name.endswith(PADDING)}
         zero = {key for key, count in padding.items() if found[key] == to_hex(finished(0, count))}
-        compare(commit.digests, {key: found[key] for key in found if key in commit.digests or key not in zero})
+        compare_digests(commit.digests, {key: found[key] for key in found if key in commit.digests or key not in zero})
     except SourceError as error:
         raise VerificationError(
             f"what was written reads back differently: nothing was published ({error.message})",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from reshard.checksums.digest import finished, to_hex
 from reshard.execution.scan import term_of
-from reshard.storage.source_reader import Source
+from reshard.storage.source_reader import SourceReader
 from reshard.tensors.layout import ITEM_BYTES, Index, TensorKey
 
 
@@ -23,7 +23,7 @@ def rounded_digests(index: Index, wanted: Mapping[TensorKey, str]) -> dict[Tenso
         CorruptSourceError: a file cannot be read.
     """
     rows = index.shards.by_tensor(len(index.tensors)) if wanted else []
-    source = Source(index.root, index.files)
+    source = SourceReader(index.root, index.files)
     found: dict[TensorKey, str] = {}
     try:
         for tensor, own in zip(index.tensors if wanted else (), rows, strict=True):

@@ -10,7 +10,7 @@ from reshard.checksums import crc
 from reshard.checksums.crc import Piece
 from reshard.checksums.digest import box_term
 from reshard.execution.tile import gather, look
-from reshard.storage.source_reader import Source
+from reshard.storage.source_reader import SourceReader
 from reshard.tensors.cast import UNSIGNED, Bits, cast
 from reshard.tensors.geometry import Box, tiles
 from reshard.tensors.shard_table import ShardRow
@@ -26,7 +26,7 @@ class Term(NamedTuple):
 
 
 def term_of(
-    source: Source,
+    source: SourceReader,
     row: ShardRow,
     region: Box,
     shape: tuple[int, ...],
@@ -57,7 +57,7 @@ def term_of(
     return Term(term, crc.join(pieces))
 
 
-def _read(source: Source, row: ShardRow, part: Box, item_bytes: int) -> tuple[Bits, list[Piece]]:
+def _read(source: SourceReader, row: ShardRow, part: Box, item_bytes: int) -> tuple[Bits, list[Piece]]:
     """Elements of a part, where they are if that can be, and the ranges that hold them."""
     found = look(source, row, part, item_bytes)
     if found is not None:

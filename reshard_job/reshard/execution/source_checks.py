@@ -24,7 +24,7 @@ from reshard.file_identity import FileIdentity
 from reshard.planning.plan import Plan
 from reshard.storage.files import identity_at, noting_opened
 from reshard.storage.object_store import RemotePath, location
-from reshard.storage.source_reader import Source, changed
+from reshard.storage.source_reader import SourceReader, changed
 from reshard.tensors.layout import PADDING, Index, SourceFile
 
 Ranges = Mapping[int, Sequence[Piece]]
@@ -169,7 +169,7 @@ def check_files(root: Path, files: Sequence[SourceFile]) -> int:
         CorruptSourceError: with every file that is damaged.
     """
     files = [file for file in files if file.crc32 is not None]
-    source = Source(root, files)
+    source = SourceReader(root, files)
     try:
         found = [source.checksum(number, 0, file.num_bytes).crc32 for number, file in enumerate(files)]
     finally:
@@ -211,7 +211,7 @@ def _refuse_damaged_of(root: Path, opened: Sequence[str]) -> None:
     check_files(root, files)
 
 
-def check_committed(source: Source, index: Index, read: Ranges, num_threads: int) -> tuple[set[int], int]:
+def check_committed(source: SourceReader, index: Index, read: Ranges, num_threads: int) -> tuple[set[int], int]:
     """Compare files with the commit's checksums, and return which of them, and how many bytes that has read.
 
     Args:
@@ -304,7 +304,7 @@ def _look(index: Index, file: SourceFile) -> FileIdentity | str:
     return before.difference(now, is_stated=is_stated) or now
 
 
-def check_again(source: Source, index: Index, read: Ranges, paths: Collection[str]) -> int:
+def check_again(source: SourceReader, index: Index, read: Ranges, paths: Collection[str]) -> int:
     """Read ranges of files once more, which must be what they were, and return how many bytes these are.
 
     Raises:

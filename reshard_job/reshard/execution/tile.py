@@ -21,8 +21,8 @@ from reshard.errors import CorruptSourceError
 from reshard.execution.unit_records import UnitRecord
 from reshard.planning.plan import Plan
 from reshard.storage.files import Bytes
-from reshard.storage.source_reader import Source
-from reshard.storage.target_writer import Target
+from reshard.storage.source_reader import SourceReader
+from reshard.storage.target_writer import TargetWriter
 from reshard.tensors.cast import UNSIGNED, Bits, cast
 from reshard.tensors.geometry import Box
 from reshard.tensors.intervals import Int64Array
@@ -59,7 +59,7 @@ def cut(row: ShardRow, part: Box, elements: Bits) -> Iterator[tuple[int, Bytes]]
         yield position, flat[number * length : (number + 1) * length]
 
 
-def gather(source: Source, row: ShardRow, part: Box, elements: Bits) -> list[Piece]:
+def gather(source: SourceReader, row: ShardRow, part: Box, elements: Bits) -> list[Piece]:
     """Fill `elements` with a part of a row: runs that lie close together are copied out of one mapping."""
     pieces = list(cut(row, part, elements))
     if len(pieces) < 2:
@@ -87,7 +87,7 @@ def _extent(pieces: Sequence[tuple[int, Bytes]]) -> tuple[int, int]:
     return low, max(positions) - low + len(pieces[0][1])
 
 
-def look(source: Source, row: ShardRow, part: Box, item_bytes: int) -> tuple[int, Bits] | None:
+def look(source: SourceReader, row: ShardRow, part: Box, item_bytes: int) -> tuple[int, Bits] | None:
     """A part of a row that is one run of its file: position there, and the elements where they are, not copied.
 
     None where it must be read.
@@ -121,7 +121,7 @@ class _Parcel:
 class Carrier:
     """Moves tiles of a plan, in one thread."""
 
-    def __init__(self, plan: Plan, source: Source, target: Target) -> None:
+    def __init__(self, plan: Plan, source: SourceReader, target: TargetWriter) -> None:
         self._plan, self._source, self._target = plan, source, target
         self._scratch: Bytes = np.empty(0, dtype=np.uint8)
 

@@ -89,7 +89,7 @@ def unequal_roundings(plan: Plan, records: Iterable[UnitRecord]) -> list[Roundin
     return [pair for pair in plan.roundings if terms[pair.weight] != terms[pair.master]]
 
 
-def compare(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:
+def compare_copies(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:
     """Digest of every target tensor; every replica must have the source's.
 
     Raises:

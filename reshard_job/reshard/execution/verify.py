@@ -15,7 +15,7 @@ from reshard.execution.executor import Progress, pays_to_fork
 from reshard.execution.scan import Term, term_of
 from reshard.storage.durable import file_crc32
 from reshard.storage.object_store import RemotePath
-from reshard.storage.source_reader import Source
+from reshard.storage.source_reader import SourceReader
 from reshard.system.limits import default_num_threads
 from reshard.tensors.geometry import Box, tiles
 from reshard.tensors.layout import Index
@@ -48,7 +48,7 @@ def digests(index: Index, *, commit: Commit | None = None, progress: Progress | 
 
     if commit is not None:
         check_files(index.root, commit)
-    source = Source(index.root, index.files)
+    source = SourceReader(index.root, index.files)
     try:
         _look(index, source, took)
         if commit is not None:
@@ -69,7 +69,7 @@ class _Seen(NamedTuple):
     found: Term
 
 
-def _look(index: Index, source: Source, took: Callable[[Sequence[_Seen]], None]) -> None:
+def _look(index: Index, source: SourceReader, took: Callable[[Sequence[_Seen]], None]) -> None:
     """Read every part of every copy, by all processors where that pays."""
 
     def look(task: Sequence[tuple[ShardRow, Box]]) -> list[_Seen]:
@@ -83,10 +83,10 @@ def _look(index: Index, source: Source, took: Callable[[Sequence[_Seen]], None])
     tasks = _tasks(index)
     num_bytes = sum(file.num_bytes for file in index.files)
     if not isinstance(index.root, RemotePath) and pays_to_fork(num_bytes):
-        from reshard.system.process_pool import share_out
+        from reshard.system.process_pool import map_in_processes
 
         source.may_map = True
-        share_out(tasks, default_num_threads(), look, took)
+        map_in_processes(tasks, default_num_threads(), look, took)
     else:
         for task in tasks:
             took(look(task))
@@ -109,7 +109,7 @@ def _tasks(index: Index) -> Iterator[list[tuple[ShardRow, Box]]]:
         yield task
 
 
-def _check_contents(index: Index, source: Source, commit: Commit, read: Mapping[int, list[Piece]]) -> None:
+def _check_contents(index: Index, source: SourceReader, commit: Commit, read: Mapping[int, list[Piece]]) -> None:
     """Compare the checksums of files, from those of what was read of them; only the rest is read here.
 
     Raises:
@@ -186,7 +186,7 @@ def verify_commit(index: Index, *, progress: Progress | None = None) -> dict[str
     return found
 
 
-def compare(first: Mapping[str, str], second: Mapping[str, str]) -> None:
+def compare_digests(first: Mapping[str, str], second: Mapping[str, str]) -> None:
     """Check that two checkpoints hold the same tensors.
 
     Raises:

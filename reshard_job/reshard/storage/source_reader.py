@@ -27,7 +27,7 @@ one (10 ms at 25 MB/s for a single stream)."""
 _BLOCK_BYTES = 4 << 20
 
 
-class Source:
+class SourceReader:
     """Files of a source checkpoint, opened read-only when first needed."""
 
     may_map = False

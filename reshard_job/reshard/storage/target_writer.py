@@ -36,7 +36,7 @@ _SYNC_THREADS = 16
 """Files that are synced at the same time: a journalling file system writes one transaction for many of them."""
 
 
-class Target:
+class TargetWriter:
     """Files of a target checkpoint in a folder that no reader sees yet. Several processes may fill the same folder."""
 
     def __init__(self, folder: Path, files: Sequence[TargetFile], zeros: Ranges | None = None) -> None:

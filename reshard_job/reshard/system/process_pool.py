@@ -32,7 +32,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-def share_out(
+def map_in_processes(
     tasks: Iterator[Task | None], num_processes: int, do: Callable[[Task], Result], took: Callable[[Result], None]
 ) -> None:
     """Do all tasks in processes; `tasks` is asked for the next one when a process is free.

@@ -15,7 +15,7 @@ from reshard.commits.commit import check_files, read_commit
 from reshard.errors import CorruptSourceError, UsageError
 from reshard.execution.executor import Mover
 from reshard.planning.check import check_plan
-from reshard.storage.source_reader import Source, damaged, differs
+from reshard.storage.source_reader import SourceReader, damaged, differs
 from reshard.storage.target_writer import target_errors
 from reshard.tensors.layout import Checksum, SourceFile
 from reshard.virtual.manifest import Manifest, commit_crc32
@@ -133,7 +133,7 @@ def prove(files: Sequence[SourceFile], read: Iterable[Ranges], root: Path | None
             pieces.setdefault(number, set()).update(Piece(*piece) for piece in own)
     problems: list[str] = []
     proved = left = 0
-    source = None if root is None else Source(root, files)
+    source = None if root is None else SourceReader(root, files)
     try:
         for number, found in sorted(pieces.items()):
             for stated in files[number].checksums:
@@ -168,7 +168,9 @@ def _is_file(file: SourceFile, stated: Checksum) -> bool:
     return stated.start == 0 and stated.num_bytes == file.num_bytes
 
 
-def _crc32(source: Source | None, file: int, pieces: Sequence[Piece], stated: Checksum, *, is_file: bool) -> int | None:
+def _crc32(
+    source: SourceReader | None, file: int, pieces: Sequence[Piece], stated: Checksum, *, is_file: bool
+) -> int | None:
     """CRC-32 of a stated range of which sorted pieces are known, or None where too much of it is not.
 
     A whole file is read to its end, however much that is: nothing else proves what was read of it.
@@ -183,7 +185,9 @@ def _crc32(source: Source | None, file: int, pieces: Sequence[Piece], stated: Ch
     return source.complete(file, pieces, stated.start, stated.num_bytes)[0]  # pieces overlap
 
 
-def _padding(source: Source, file: int, pieces: Sequence[Piece], stated: Checksum, *, is_limited: bool) -> list[Piece]:
+def _padding(
+    source: SourceReader, file: int, pieces: Sequence[Piece], stated: Checksum, *, is_limited: bool
+) -> list[Piece]:
     """Read what sorted pieces leave out of the stated range; with a limit nothing where that is much."""
     gaps, position = [], stated.start
     for piece in (*pieces, Piece(stated.start + stated.num_bytes, 0, 0)):

@@ -11,15 +11,15 @@ from typing import Any
 from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Phase, Status
-from elastic_operator.cluster.caches import Nodes, Renewals
-from elastic_operator.cluster.diagnostics import Inquiries
-from elastic_operator.cluster.informer import Mirror
-from elastic_operator.cluster.reader import Observer
-from elastic_operator.cluster.store import Remembered
-from elastic_operator.cluster.writer import Applier, ConflictError
-from elastic_operator.controller import Workers
+from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.diagnostics import Diagnostics
+from elastic_operator.cluster.informer import Informer
+from elastic_operator.cluster.reader import ClusterReader
+from elastic_operator.cluster.store import ClusterStore
+from elastic_operator.cluster.writer import ClusterWriter, ConflictError
+from elastic_operator.controller import JobController
 from elastic_operator.observed.observation import Key, Observation
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Action, Event, LaunchAttempt
 from elastic_operator.reconcile.decide import decide
 from elastic_operator.reconcile.record import Record
@@ -35,10 +35,10 @@ SPEC = {
 }
 
 
-class Asking(Observer):
+class Asking(ClusterReader):
     """Knows what it is told, and counts what it would have to ask. Finds only what a test has put `there`."""
 
-    def __init__(self, remembered: Remembered, nodes: Nodes, renewals: Renewals) -> None:
+    def __init__(self, remembered: ClusterStore, nodes: NodeCache, renewals: RenewalCache) -> None:
         super().__init__(None, nodes, renewals, remembered, ())  # type: ignore[arg-type]
         self.asked: list[Key] = []
         self.there: dict[Key, dict[str, Any]] = {}
@@ -57,7 +57,7 @@ class Asking(Observer):
         return dataclasses.replace(self._remembered.look(key, resource), capacity_fresh=True)
 
 
-class Writing(Applier):
+class Writing(ClusterWriter):
     """Keeps statuses instead of writing them; refuses where the resource is said to have changed."""
 
     def __init__(self) -> None:
@@ -87,12 +87,12 @@ class Crowd:
     """Jobs of one node each that run their first attempt, as the watches tell of them."""
 
     def __init__(self, num_jobs: int, num_nodes: int = 0) -> None:
-        self.nodes, self.renewals = Nodes(), Renewals()
-        self.memory = Remembered(self.nodes, self.renewals)
+        self.nodes, self.renewals = NodeCache(), RenewalCache()
+        self.memory = ClusterStore(self.nodes, self.renewals)
         self.observer = Asking(self.memory, self.nodes, self.renewals)
         self.applier = Writing()
-        inquiries = Inquiries(None, self.applier)  # type: ignore[arg-type]
-        self.workers = Workers(self.observer, self.applier, inquiries, Limits())
+        inquiries = Diagnostics(None, self.applier)  # type: ignore[arg-type]
+        self.workers = JobController(self.observer, self.applier, inquiries, Timeouts())
         self.woken: list[Key] = []
         self.memory.listener = self
         for number in range(max(num_jobs, num_nodes)):
@@ -117,7 +117,7 @@ class Crowd:
         del lease
         self.woken.append(key)
 
-    def mirror(self, plural: str) -> Mirror:
+    def mirror(self, plural: str) -> Informer:
         return next(item for item in self.memory.world if item.source.path.endswith(f"/{plural}"))
 
     def tell(self, plural: str, item: Mapping[str, Any], change: str = "ADDED") -> None:
@@ -149,7 +149,7 @@ class Crowd:
             record = self.memory._records[key]
             assert record is not None and isinstance(record.spec, Spec)
             world = dataclasses.replace(self.memory.look(key, GPU), capacity_fresh=True)
-            found = decide(record.job, record.spec, record.status, world, limits=Limits(), now=time.time())
+            found = decide(record.job, record.spec, record.status, world, limits=Timeouts(), now=time.time())
             for action in found.actions:
                 if isinstance(action, LaunchAttempt):
                     self.launch(action, on)

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_operator.api.conditions import Type
 from elastic_operator.observed.signals import KINDS
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.settings import read
 
 ROOT = Path(__file__).parents[3]
@@ -56,8 +56,8 @@ def test_the_operations_page_names_every_signal_condition_and_option() -> None:
     text = (ROOT / "docs/operations.md").read_text()
     missing = [str(kind) for kind in KINDS if kind not in text]
     missing += [str(kind) for kind in Type if kind not in text]
-    for name in Limits.__dataclass_fields__:
-        row = f"| {name.replace('_', '-')} | {getattr(Limits(), name):g} |"
+    for name in Timeouts.__dataclass_fields__:
+        row = f"| {name.replace('_', '-')} | {getattr(Timeouts(), name):g} |"
         missing += [] if row in text else [row]
     assert not missing
 

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.settings import read
 
 ROOT = Path(__file__).parents[3]
@@ -86,8 +86,8 @@ def test_every_value_has_a_comment() -> None:
 def test_settings_are_the_operators_options_with_their_defaults() -> None:
     numbers = {
         camel(field.name): value
-        for field in dataclasses.fields(Limits)
-        if not isinstance(value := getattr(Limits(), field.name), str)
+        for field in dataclasses.fields(Timeouts)
+        if not isinstance(value := getattr(Timeouts(), field.name), str)
     }
     assert {key: value for key, value in VALUES["settings"].items() if not isinstance(value, list)} == numbers
     lists = [key for key, value in VALUES["settings"].items() if isinstance(value, list)]

@@ -14,7 +14,7 @@ import yaml
 from elastic_operator.api.conditions import Type
 from elastic_operator.api.status import Phase
 from elastic_operator.observed.signals import KINDS, Kind
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from tests.pages import ROOT, rows, section
 
 OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_the_times_of_a_job_are_those_of_the_schema() -> None:
 
 def test_the_times_of_the_operator_are_its_limits() -> None:
     told = {name: float(default) for name, default, _ in rows(section(OPERATIONS, "Times of the operator"))}
-    assert told == {key.replace("_", "-"): float(value) for key, value in dataclasses.asdict(Limits()).items()}
+    assert told == {key.replace("_", "-"): float(value) for key, value in dataclasses.asdict(Timeouts()).items()}
 
 
 def test_the_fixed_times_are_those_of_the_code() -> None:

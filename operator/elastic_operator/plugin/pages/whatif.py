@@ -9,7 +9,7 @@ from typing import Any
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Status
 from elastic_operator.observed.observation import NodeView, Observation, attempt_of, node_view, pod_view
-from elastic_operator.observed.pod_usage import Held
+from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.reconcile.context import Context, capacity
 from reshard.contract import Label
@@ -58,7 +58,7 @@ def observe(
     Args:
         pods: live pods of all namespaces.
     """
-    held_by_pods = Held()
+    held_by_pods = PodUsage()
     mine = []
     for item in pods:
         meta = item["metadata"]

@@ -31,7 +31,7 @@ _MAX_RAW_TENSOR_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
+class DcpExtra:
     """What the writer needs besides the tensors, to leave a state dict as its user made it.
 
     Attributes:
@@ -75,7 +75,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         files=files,
         shards=shards,
         groups=groups,
-        extra=Extra(
+        extra=DcpExtra(
             paths={moved[entry.key]: entry.path for entry in entries if entry.key in moved},
             order=tuple(entry.key for entry in entries),
             carried=carried,

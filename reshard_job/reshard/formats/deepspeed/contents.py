@@ -15,7 +15,7 @@ from reshard.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class DeepSpeedContents:
     """A checkpoint as found.
 
     Attributes:

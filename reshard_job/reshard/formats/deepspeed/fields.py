@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.unpartitioned import FLAT_MASTERS, base_optimizer
 from reshard.formats.pt.objects import Global, Inert
 from reshard.topology import Topology
@@ -45,7 +45,7 @@ def kind_of(state: Mapping[str, Any]) -> Kind:
     return Kind.UNFUSED if "fp32_groups" in state else Kind.PLAIN
 
 
-def target_kind(source: Source, stage: int) -> Kind:
+def target_kind(source: DeepSpeedContents, stage: int) -> Kind:
     """The kind that DeepSpeed makes at a ZeRO stage for the source's types (engine.py, `_do_optimizer_sanity_check`).
 
     Raises:
@@ -78,7 +78,7 @@ def is_fused(group: Mapping[str, Any]) -> bool:
     return "bias_correction" in group and not group.keys() & {"amsgrad", "max_coeff"}
 
 
-def base_state(source: Source, mp: int, dp: int) -> Mapping[str, Any]:
+def base_state(source: DeepSpeedContents, mp: int, dp: int) -> Mapping[str, Any]:
     """State dict of the optimizer inside; empty for an elastic checkpoint, which keeps no parameter groups."""
     state = source.optimizer(mp, dp)
     kind = kind_of(state)
@@ -88,7 +88,7 @@ def base_state(source: Source, mp: int, dp: int) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def require_settings(source: Source) -> None:
+def require_settings(source: DeepSpeedContents) -> None:
     """Refuse a source, or a template, that says nothing about the optimizer's parameter groups.
 
     Raises:
@@ -118,7 +118,7 @@ def clipping_of(state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     return {"clip_grad": state.get("clip_grad", config.get("gradient_clipping", _CLIP_GRAD))}
 
 
-def refuse_small_gradients(source: Source, target: Topology) -> None:
+def refuse_small_gradients(source: DeepSpeedContents, target: Topology) -> None:
     """Moments that go on at ZeRO-0 alone, or cannot go there.
 
     There DeepSpeed divides gradients by a loss scale that it has not multiplied the loss by: engine.py, `backward`,
@@ -154,7 +154,7 @@ def offload_device(zero_config: Mapping[str, Any]) -> str | None:
     return device if device in ("cpu", "nvme") else None
 
 
-def fields_for(kind: Kind, source: Source, mp: int, dp: int) -> dict[str, Any]:
+def fields_for(kind: Kind, source: DeepSpeedContents, mp: int, dp: int) -> dict[str, Any]:
     """Fields in DeepSpeed's order for a kind, with the source's values; None where the layout decides."""
     state = source.optimizer(mp, dp)
     if kind is kind_of(state):

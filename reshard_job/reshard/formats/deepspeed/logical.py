@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.deepspeed.fields import base_state
 from reshard.formats.deepspeed.pipeline import PipelineInfo
@@ -87,7 +87,7 @@ def tied_key(name: str) -> str | None:
     return match[1] if match else None
 
 
-def describe(source: Source, patterns: Patterns, pipeline: PipelineInfo | None) -> Model:
+def describe(source: DeepSpeedContents, patterns: Patterns, pipeline: PipelineInfo | None) -> Model:
     """Work out the whole model.
 
     Raises:
@@ -156,7 +156,7 @@ def _all_experts(
     return {experts.whole_name(name, ep, part): shapes for name, shapes in local.items() for part in range(ep)}
 
 
-def param_shapes(source: Source, mp: int) -> list[Mapping[str, tuple[int, ...]]]:
+def param_shapes(source: DeepSpeedContents, mp: int) -> list[Mapping[str, tuple[int, ...]]]:
     """`param_shapes` of a rank: per group (ZeRO-3: per sub-group) name -> shape of the shard, in buffer order.
 
     Raises:
@@ -192,13 +192,13 @@ def make_param(name: str, shards: Sequence[tuple[int, ...]], patterns: Patterns,
     return Param(name=name, shape=shape, rule=rule, rows=rows)
 
 
-def param_groups(source: Source, mp: int) -> list[Mapping[str, Any]]:
+def param_groups(source: DeepSpeedContents, mp: int) -> list[Mapping[str, Any]]:
     """The optimizer's parameter groups as saved by a rank; empty where they were not (elastic checkpoints)."""
     groups = base_state(source, mp, 0).get("param_groups")
     return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
 
 
-def _merge_sub_groups(source: Source, mp: int, names: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _merge_sub_groups(source: DeepSpeedContents, mp: int, names: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """ZeRO-3 lists names per sub-group; a parameter group's `params` counts its sub-groups."""
     if source.topology.zero < 3:
         return names
@@ -220,7 +220,7 @@ def _optimizer_order(buffer: tuple[str, ...], dp: int) -> tuple[str, ...]:
     return tuple(order)
 
 
-def _match_groups(source: Source, counts: Sequence[int]) -> tuple[list[tuple[int, ...]], int]:
+def _match_groups(source: DeepSpeedContents, counts: Sequence[int]) -> tuple[list[tuple[int, ...]], int]:
     """Which group of the whole model each stage's groups are: DeepSpeed drops groups that are empty on a stage."""
     tp = source.topology.tp
     described = [[_hyper(group) for group in param_groups(source, pp * tp)] for pp in range(len(counts))]
@@ -284,7 +284,9 @@ def first_tied_layer(name: str, pipeline: PipelineInfo | None, layers: Iterable[
     return min((layer for layer in at if inside is None or layer in inside), default=0)
 
 
-def _tied_layers(source: Source, params: Mapping[str, Param], pipeline: PipelineInfo | None) -> dict[int, str]:
+def _tied_layers(
+    source: DeepSpeedContents, params: Mapping[str, Param], pipeline: PipelineInfo | None
+) -> dict[int, str]:
     """Layer files whose names are a tied module's: they have no parameter of their own layer's name."""
     owned = {layer_of(name) for name in params}
     tied: dict[str, dict[str, Param]] = {}
@@ -308,7 +310,7 @@ def _tied_layers(source: Source, params: Mapping[str, Param], pipeline: Pipeline
     return result
 
 
-def layer_weights(source: Source, model: Model, layer: int) -> dict[str, list[Tensor]]:
+def layer_weights(source: DeepSpeedContents, model: Model, layer: int) -> dict[str, list[Tensor]]:
     """Weights in a layer's files: full name -> tensor of each tensor-parallel rank.
 
     Raises:

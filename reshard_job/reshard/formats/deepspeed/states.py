@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.muon import MOMENTUM
 from reshard.formats.pt.objects import Tensor
 
@@ -28,7 +28,7 @@ class GroupState:
     order: tuple[str, ...]
 
 
-def group_states(source: Source, mp: int, dp: int) -> list[GroupState]:
+def group_states(source: DeepSpeedContents, mp: int, dp: int) -> list[GroupState]:
     """All groups of a rank.
 
     Raises:
@@ -77,7 +77,7 @@ def _split(master: Tensor, found: Any, path: str) -> GroupState:
     return GroupState(flat=flat, scalars=scalars, order=tuple(found))
 
 
-def check_scalars(source: Source) -> None:
+def check_scalars(source: DeepSpeedContents) -> None:
     """Ranks that hold parts of one group must agree about its scalars: another `step` is another save.
 
     No payload is read: the archive states the CRC-32 of each scalar, which tells four bytes apart without fail.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.matching import Shape, match_names, match_sizes
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.pt.objects import Storage, Tensor, contiguous_stride
@@ -208,7 +208,7 @@ def _first(tensor: Tensor, start: int, count: int, file: PtFile) -> bytes:
     return read_tensor_bytes(file.path, view(tensor, start, (count,)), limit_bytes=1 << 40)
 
 
-def stage_module(source: Source, info: PipelineInfo | None, pp: int, tp: int) -> dict[str, Tensor]:
+def stage_module(source: DeepSpeedContents, info: PipelineInfo | None, pp: int, tp: int) -> dict[str, Tensor]:
     """Weights of a pipeline stage under the names and in the order of its PipelineModule: tied modules, then layers.
 
     Raises:

@@ -29,7 +29,7 @@ class Home:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
+class MegatronExtra:
     """What the writer needs of a folder besides its tensors.
 
     Attributes:

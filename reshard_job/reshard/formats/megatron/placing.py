@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from reshard.errors import UnsupportedError
-from reshard.formats.megatron.example import Extra, Home
+from reshard.formats.megatron.example import Home, MegatronExtra
 from reshard.tensors.cast import can_cast
 from reshard.tensors.layout import PADDING, Index, LogicalTensor, TensorKey
 
@@ -46,7 +46,7 @@ class Placing:
     notes: tuple[str, ...]
 
 
-def place(index: Index, extra: Extra, weight_dtype: str | None, where: str) -> Placing:
+def place(index: Index, extra: MegatronExtra, weight_dtype: str | None, where: str) -> Placing:
     """Give every tensor of the example its origin; without any state of an optimizer, the weights alone.
 
     Raises:
@@ -173,7 +173,7 @@ def _uneven(placed: list[Placed]) -> Iterator[str]:
             yield f"{item.tensor.key} is {item.tensor.dtype}, an earlier layer {types[item.home.key]}: one entry"
 
 
-def _notes(index: Index, extra: Extra, placed: list[Placed], optimizer: bool) -> Iterator[str]:
+def _notes(index: Index, extra: MegatronExtra, placed: list[Placed], optimizer: bool) -> Iterator[str]:
     used = {item.origin for item in placed}
     rounded = [item for item in placed if index.tensors[item.origin].dtype != item.tensor.dtype]
     if rounded:

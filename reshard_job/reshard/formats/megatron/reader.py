@@ -23,7 +23,7 @@ from reshard.formats.dcp.tables import (
     num_ranks,
 )
 from reshard.formats.megatron.common import COMMON_KEY, Common, differing, find_groups, read_common
-from reshard.formats.megatron.example import Extra, Home
+from reshard.formats.megatron.example import Home, MegatronExtra
 from reshard.formats.megatron.names import Named, find_names, layers_of
 from reshard.tensors.layout import Index, LogicalTensor, TensorKey
 
@@ -69,7 +69,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         files=files,
         shards=shards,
         groups=find_groups(common.settings, trained),
-        extra=Extra(
+        extra=MegatronExtra(
             homes=homes,
             order=tuple(entry.key for entry in entries),
             objects=tuple(entry for entry in entries if entry.key in objects),

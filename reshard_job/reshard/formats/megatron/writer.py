@@ -21,7 +21,7 @@ from reshard.formats.dcp.writing.metadata_file import metadata_file
 from reshard.formats.dcp.writing.objects import carried
 from reshard.formats.dcp.writing.skeleton import RankFiles
 from reshard.formats.megatron.amend import Progress, common_file, common_object
-from reshard.formats.megatron.example import Extra, Home
+from reshard.formats.megatron.example import Home, MegatronExtra
 from reshard.formats.megatron.names import is_of_optimizer
 from reshard.formats.megatron.placing import Placed, Placing, place
 from reshard.formats.megatron.reader import NAME
@@ -42,7 +42,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     """
     example = request.like or index
     extra = example.extra
-    if not isinstance(extra, Extra) or example.format != NAME:
+    if not isinstance(extra, MegatronExtra) or example.format != NAME:
         raise UnsupportedError(
             _no_example(example, named=example is not index),
             path=str(example.root),

@@ -23,7 +23,7 @@ from reshard.formats.pt import machine
 from reshard.formats.pt.extent import check_extent
 from reshard.formats.pt.machine import TABLE, Machine, PersistentLoad, Rebuild
 from reshard.formats.pt.objects import Inert
-from reshard.formats.pt.template import Lanes, Source, Template, decode, filled, learn
+from reshard.formats.pt.template import Lanes, Template, TemplateInput, decode, filled, learn
 from reshard.tensors.intervals import Int64Array
 
 _MOST_RECORDS = 1000  # a pickler ends a list or dict after a thousand, and begins again
@@ -224,7 +224,7 @@ class ColumnMachine(Machine):
         self.known = _Strings(self.strings)
         self.numbers: dict[str, int] = {}
         self.memo: _Memo = _Memo(self.strings)
-        self.source = Source(data)
+        self.source = TemplateInput(data)
         self.templates: list[tuple[int, Template]] = []
         self.frames: list[_Frame] = []
         self.starts: dict[int, int] = {}

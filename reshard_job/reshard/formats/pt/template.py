@@ -103,7 +103,7 @@ class Lanes(NamedTuple):
     put: Int64Array
 
 
-class Source:
+class TemplateInput:
     """Bytes of a pickle, and the eight bytes at every position as one number."""
 
     def __init__(self, data: bytes) -> None:
@@ -275,7 +275,7 @@ def filled(value: Any, ints: Sequence[int], texts: Sequence[str]) -> Any:
     return rebuilt(value, lambda item: filled(item, ints, texts))
 
 
-def decode(source: Source, template: Template, starts: Int64Array) -> Lanes:
+def decode(source: TemplateInput, template: Template, starts: Int64Array) -> Lanes:
     """Decode the records at `starts`; those that do not fit, or end too close to the pickle's end, are left out."""
     decoder = _Decoder(source, starts, len(source.data) - template.reach)
     for kind, literal in template.tokens:
@@ -288,7 +288,7 @@ def decode(source: Source, template: Template, starts: Int64Array) -> Lanes:
 class _Decoder:
     """Positions of all records, which move on together; records that do not fit leave."""
 
-    def __init__(self, source: Source, starts: Int64Array, last: int) -> None:
+    def __init__(self, source: TemplateInput, starts: Int64Array, last: int) -> None:
         """`last` is where a token may begin at most, for all that is behind it to be inside."""
         self.source = source
         self.at = starts

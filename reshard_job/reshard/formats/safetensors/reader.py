@@ -23,7 +23,7 @@ TOPOLOGY = Topology(zero=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
+class SafetensorsExtra:
     """What the writer of this format takes over.
 
     Attributes:
@@ -65,7 +65,9 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         files=tuple(SourceFile(path=file.place, num_bytes=file.num_bytes) for file in files),
         shards=builder.build(),
         aliases=aliases,
-        extra=Extra(metadata={key: value for key, value in stated.items() if key not in {*_NOT_CARRIED, *aliases}}),
+        extra=SafetensorsExtra(
+            metadata={key: value for key, value in stated.items() if key not in {*_NOT_CARRIED, *aliases}}
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.base import DEFAULT_FILE_BYTES, Request
 from reshard.formats.safetensors import header
 from reshard.formats.safetensors.header import Entry
-from reshard.formats.safetensors.reader import NAME, SAMPLES, STEP, Extra
+from reshard.formats.safetensors.reader import NAME, SAMPLES, STEP, SafetensorsExtra
 from reshard.formats.safetensors.select import Selection, select
 from reshard.tensors.geometry import whole
 from reshard.tensors.layout import Index, LogicalTensor, TargetFile, TargetLayout
@@ -118,7 +118,7 @@ def _shard(tensors: Sequence[LogicalTensor], held: Sequence[int]) -> Shard:
 
 def _metadata(index: Index) -> dict[str, str]:
     """What every file says: the user's own words, where the source has any, and when the weights were saved."""
-    own = dict(index.extra.metadata) if isinstance(index.extra, Extra) else {}
+    own = dict(index.extra.metadata) if isinstance(index.extra, SafetensorsExtra) else {}
     return {**own, **_FORMAT, STEP: str(index.step), SAMPLES: str(index.samples)}
 
 

@@ -15,7 +15,7 @@ from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile, read
 from reshard.formats.universal.hints import IS_EXPERT, NUM_EXPERTS, VOCABULARY, Hints, parse
 from reshard.formats.universal.names import MASTER, STEP, ZERO, atom_file, state_of
-from reshard.formats.universal.source import Shape, Source
+from reshard.formats.universal.source import Shape, UniversalContents
 from reshard.tensors.geometry import strides_of
 
 
@@ -80,7 +80,7 @@ def read_atoms(folder: Path, name: str) -> Atoms:
     return Atoms(states=states, step=step)
 
 
-def param_of(source: Source, name: str, atom: Atom) -> Param:
+def param_of(source: UniversalContents, name: str, atom: Atom) -> Param:
     """The parameter with its whole shape, compared with what the model files say of its shards.
 
     Raises:

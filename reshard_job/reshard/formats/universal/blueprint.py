@@ -8,18 +8,18 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import pipeline
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import require_settings
 from reshard.formats.deepspeed.logical import Model, Param, layer_weights, param_groups
 from reshard.formats.deepspeed.reading.groups import group_holder, group_state
-from reshard.formats.deepspeed.reading.reader import Extra as NativeExtra
+from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra as NativeExtra
 from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
 from reshard.formats.deepspeed.writing.carried_objects import Template
 from reshard.formats.pt.reader import PtFile
 from reshard.formats.universal.hints import IS_EXPERT, Hints, for_param, for_stack, says_unknown
 from reshard.formats.universal.names import MASTER
 from reshard.formats.universal.native import weights_of
-from reshard.formats.universal.reader import Extra
+from reshard.formats.universal.reader import UniversalExtra
 from reshard.formats.universal.weights import MODULE, Weights
 from reshard.tensors.layout import Index
 
@@ -87,7 +87,7 @@ def blueprint_of(index: Index) -> Blueprint | None:
     """
     if isinstance(index.extra, NativeExtra):
         return _of_native(index.extra)
-    if isinstance(index.extra, Extra):
+    if isinstance(index.extra, UniversalExtra):
         return _of_universal(index.extra)
     return None
 
@@ -116,7 +116,7 @@ def _of_native(extra: NativeExtra) -> Blueprint:
     )
 
 
-def _native_weights(source: Source, model: Model) -> Weights:
+def _native_weights(source: DeepSpeedContents, model: Model) -> Weights:
     """Names and types of the module's weights, and which files of a native checkpoint hold some of them."""
     experts = {at: tuple(file.value) for at, file in source.expert_files.items()}
     dtypes = {name: tensor.dtype for file in source.expert_files.values() for name, tensor in file.value.items()}
@@ -163,7 +163,7 @@ def _native_group(extra: NativeExtra, number: int) -> Group:
     )
 
 
-def _of_universal(extra: Extra) -> Blueprint:
+def _of_universal(extra: UniversalExtra) -> Blueprint:
     source = extra.source
     patterns = source.patterns
     if source.made_for is not None and not source.told:
@@ -196,7 +196,7 @@ def _of_universal(extra: Extra) -> Blueprint:
     )
 
 
-def _universal_weights(extra: Extra) -> Weights | None:
+def _universal_weights(extra: UniversalExtra) -> Weights | None:
     """The same, as far as the folder tells."""
     info = pipeline.parse(extra.commit_model.get("pipeline", extra.source.model.value.get("pipeline_layout")))
     try:
@@ -207,7 +207,7 @@ def _universal_weights(extra: Extra) -> Weights | None:
     return dataclasses.replace(found, attributes=Template(file).copy(dict(found.attributes)))
 
 
-def _known_hints(extra: Extra, name: str, *, cut_is_known: bool) -> Hints:
+def _known_hints(extra: UniversalExtra, name: str, *, cut_is_known: bool) -> Hints:
     """What the atoms say, where they say something that can be relied on."""
     found, source = extra.hints[name], extra.source
     if found is not None and ((cut_is_known and not source.told) or IS_EXPERT in found):

@@ -13,13 +13,13 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import autoep, pipeline
-from reshard.formats.deepspeed.contents import Source as NativeSource
+from reshard.formats.deepspeed.contents import DeepSpeedContents as NativeSource
 from reshard.formats.deepspeed.experts import Experts, find_experts
 from reshard.formats.deepspeed.fields import clipping_of, is_wide, scaling_of
 from reshard.formats.deepspeed.logical import Model, Param, Stage, canonical_groups, layer_of, make_param, tied_key
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.reading.opening import zero_stage
-from reshard.formats.deepspeed.reading.reader import Extra as NativeExtra
+from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra as NativeExtra
 from reshard.formats.deepspeed.tensor_parallel import patterns
 from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
 from reshard.formats.deepspeed.tensor_parallel.rules import Rule
@@ -27,8 +27,8 @@ from reshard.formats.deepspeed.writing.carried_objects import Template, zero_sta
 from reshard.formats.pt.objects import StatefulDict, Tensor, new_tensor
 from reshard.formats.pt.reader import PtFile
 from reshard.formats.universal.names import MADE_FOR, MASTER, WEIGHTS
-from reshard.formats.universal.reader import Extra, GroupState
-from reshard.formats.universal.source import Shape, Source, is_vocabulary
+from reshard.formats.universal.reader import GroupState, UniversalExtra
+from reshard.formats.universal.source import Shape, UniversalContents, is_vocabulary
 from reshard.formats.universal.weights import MODULE, Weights
 from reshard.topology import Topology
 
@@ -51,7 +51,7 @@ _ORDER = (
 _LIKE = "or name a native checkpoint of the same model with --like"
 
 
-def native_extra(extra: Extra) -> NativeExtra:
+def native_extra(extra: UniversalExtra) -> NativeExtra:
     """What a native checkpoint says besides its tensors.
 
     Raises:
@@ -89,7 +89,7 @@ def native_extra(extra: Extra) -> NativeExtra:
     )
 
 
-def weights_of(extra: Extra, info: PipelineInfo | None) -> Weights:
+def weights_of(extra: UniversalExtra, info: PipelineInfo | None) -> Weights:
     """Names and types of the module's weights.
 
     Raises:
@@ -118,7 +118,7 @@ def weights_of(extra: Extra, info: PipelineInfo | None) -> Weights:
     return _pipeline_weights(extra, info)
 
 
-def _pipeline_weights(extra: Extra, info: PipelineInfo | None) -> Weights:
+def _pipeline_weights(extra: UniversalExtra, info: PipelineInfo | None) -> Weights:
     """Those of a PipelineModule, whose layer files DeepSpeed's converter leaves behind.
 
     A layer without weights may be a function, which has no file, or a module, which must have one: DeepSpeed does not
@@ -153,7 +153,7 @@ def _pipeline_weights(extra: Extra, info: PipelineInfo | None) -> Weights:
     return Weights(dtypes=dict.fromkeys(names, _configured_type(source)), layers=layers, model_axis=source.tp > 1)
 
 
-def _autoep_files(source: Source) -> dict[tuple[int, int], tuple[str, ...]]:
+def _autoep_files(source: UniversalContents) -> dict[tuple[int, int], tuple[str, ...]]:
     """Names in each expert's file: slices of the stacks, as DeepSpeed's own converter puts them together."""
     layers = autoep.layers_of(source.model.value)
     if not layers:
@@ -166,7 +166,7 @@ def _autoep_files(source: Source) -> dict[tuple[int, int], tuple[str, ...]]:
     }
 
 
-def _configured_type(source: Source) -> str:
+def _configured_type(source: UniversalContents) -> str:
     """The type that DeepSpeed turns a module into (runtime/config.py, `get_bfloat16_config`, `get_float16_config`)."""
     found = source.model.value.get("ds_config")
     config = found if isinstance(found, Mapping) else {}
@@ -176,7 +176,7 @@ def _configured_type(source: Source) -> str:
     return "float32"
 
 
-def _patterns(extra: Extra) -> Patterns:
+def _patterns(extra: UniversalExtra) -> Patterns:
     """`universal_checkpoint_info` as true for the model files: folders of ours have those of one rank."""
     found = extra.source.patterns
     if not found.declared or extra.source.tp == extra.tp:
@@ -184,7 +184,7 @@ def _patterns(extra: Extra) -> Patterns:
     return patterns.parse(found.info_at(extra.source.tp, extra.tp))
 
 
-def _param(source: Source, name: str, shapes: tuple[Shape, ...], told: Patterns) -> Param:
+def _param(source: UniversalContents, name: str, shapes: tuple[Shape, ...], told: Patterns) -> Param:
     """The parameter with the rule for its shards; a vocabulary has all the rows that it had in the run."""
     rows = told.vocabulary_rows
     if rows is not None and len(shapes) == 1 and shapes[0] and is_vocabulary(told, name):
@@ -196,7 +196,7 @@ def _tied(names: tuple[str, ...]) -> str | None:
     return tied_key(names[0]) if names else None
 
 
-def _experts(source: Source, weights: Weights) -> Experts | None:
+def _experts(source: UniversalContents, weights: Weights) -> Experts | None:
     where = str(source.folder)
     if layers := autoep.layers_of(source.model.value):
         return Experts(stacked=autoep.stacked_names(layers, where)[0])
@@ -205,7 +205,9 @@ def _experts(source: Source, weights: Weights) -> Experts | None:
     return find_experts(weights.experts, source.shapes, where)[0]
 
 
-def _source(extra: Extra, weights: Weights, params: Mapping[str, Param], experts: Experts | None) -> NativeSource:
+def _source(
+    extra: UniversalExtra, weights: Weights, params: Mapping[str, Param], experts: Experts | None
+) -> NativeSource:
     """The files that a native checkpoint would have had, one for all data-parallel ranks."""
     source = extra.source
     optimizer = _optimizer(extra, weights)
@@ -236,7 +238,7 @@ def _file(like: PtFile, value: Any) -> PtFile:
     return dataclasses.replace(like, value=value)
 
 
-def _model(file: PtFile, source: Source, weights: Weights, params: Mapping[str, Param]) -> PtFile:
+def _model(file: PtFile, source: UniversalContents, weights: Weights, params: Mapping[str, Param]) -> PtFile:
     """A model file; one of ours gets the module that it had, but for the bytes."""
     if source.own_weights is None or weights.layers is not None:
         return file
@@ -250,7 +252,9 @@ def _model(file: PtFile, source: Source, weights: Weights, params: Mapping[str, 
     return _file(file, {**file.value, "module": module})
 
 
-def _layer(source: Source, weights: Weights, params: Mapping[str, Param], layer: int, tp: int) -> StatefulDict:
+def _layer(
+    source: UniversalContents, weights: Weights, params: Mapping[str, Param], layer: int, tp: int
+) -> StatefulDict:
     """A layer's file of one tensor-parallel rank, with the names that the layer itself has."""
     found = StatefulDict()
     for name in (weights.layers or {})[layer]:
@@ -261,7 +265,7 @@ def _layer(source: Source, weights: Weights, params: Mapping[str, Param], layer:
     return found
 
 
-def _attributes(source: Source, weights: Weights, at: int) -> Any:
+def _attributes(source: UniversalContents, weights: Weights, at: int) -> Any:
     """Attributes of a state dict, with bytes in memory: the file that they are from is another one than is made."""
     return Template(source.optimizer).copy(weights.attributes.get(at))
 
@@ -278,7 +282,7 @@ def _slice(params: Mapping[str, Param], name: str) -> Shape:
     return params[name.rpartition(".")[0]].shape[1:]
 
 
-def _optimizer(extra: Extra, weights: Weights) -> PtFile:
+def _optimizer(extra: UniversalExtra, weights: Weights) -> PtFile:
     """The optimizer's file of a rank, with empty partitions."""
     source = extra.source
     model, saved = source.model.value, source.optimizer.value

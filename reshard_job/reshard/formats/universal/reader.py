@@ -14,7 +14,7 @@ from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.reading.groups import plain
-from reshard.formats.deepspeed.reading.reader import Extra as NativeExtra
+from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra as NativeExtra
 from reshard.formats.deepspeed.rows import Place, Rows
 from reshard.formats.deepspeed.slots import held_runs
 from reshard.formats.deepspeed.states import same_scalar
@@ -24,7 +24,7 @@ from reshard.formats.pt.reader import PtFile
 from reshard.formats.universal.atoms import Atom, Atoms, check_shape, param_of, read_atoms
 from reshard.formats.universal.hints import Hints
 from reshard.formats.universal.names import MASTER, NAME, STEP, ZERO, atom_file, check_names
-from reshard.formats.universal.source import Source, open_source
+from reshard.formats.universal.source import UniversalContents, open_source
 from reshard.tensors.layout import Checksum, Index, ParamGroup, SourceFile
 from reshard.topology import Topology
 
@@ -48,7 +48,7 @@ class GroupState:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
+class UniversalExtra:
     """What the writer needs besides the tensors.
 
     Attributes:
@@ -61,7 +61,7 @@ class Extra:
         tp: degree that the folder was laid out for, which the description of the vocabulary is true for.
     """
 
-    source: Source
+    source: UniversalContents
     params: Mapping[str, Param]
     hints: Mapping[str, Hints | None]
     weights: Mapping[str, Param]
@@ -117,7 +117,7 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
         shards=rows.build(),
         groups=_param_groups(source, groups),
         aliases=source.aliases,
-        extra=Extra(
+        extra=UniversalExtra(
             source=source,
             params={name: param for name, param in params.items() if param is not None},
             hints={name: atoms[name].states[MASTER].hints for name in params},
@@ -133,7 +133,7 @@ def _int(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _read_all(source: Source) -> tuple[dict[str, Atoms], list[str]]:
+def _read_all(source: UniversalContents) -> tuple[dict[str, Atoms], list[str]]:
     """Atoms of every parameter and of everything else that has some, and what is wrong with them."""
     found: dict[str, Atoms] = {}
     problems: list[str] = []
@@ -155,32 +155,32 @@ def _read_all(source: Source) -> tuple[dict[str, Atoms], list[str]]:
     return found, problems
 
 
-def _needs_atoms(source: Source, name: str) -> bool:
+def _needs_atoms(source: UniversalContents, name: str) -> bool:
     """Not where a converter of DeepSpeed before 0.19 left what is not optimized in the model file, as it was saved."""
     return name in source.stored and (source.made_for is not None or name not in source.module)
 
 
-def _in_pieces(source: Source) -> tuple[str, ...]:
+def _in_pieces(source: UniversalContents) -> tuple[str, ...]:
     """Frozen parameters of ZeRO-3, which DeepSpeed's converter leaves in pieces in the model files."""
     pieces = source.ranks[0].value["frozen_param_fragments"] if source.ranks else ()
     return tuple(name for name in source.frozen if name in pieces)
 
 
-def _in_model_file(source: Source, name: str) -> Atoms:
+def _in_model_file(source: UniversalContents, name: str) -> Atoms:
     """A buffer, which DeepSpeed's converter leaves where it was: of ZeRO-3, and before 0.19."""
     tensor = source.module[name]
     path = Path(source.model.path).name
     return Atoms(states={MASTER: Atom(file=source.model, path=path, tensor=tensor, hints={})}, step=None)
 
 
-def _left_over(source: Source) -> list[str]:
+def _left_over(source: UniversalContents) -> list[str]:
     """Folders of parameters that the model files do not know are of another save."""
     known = {*source.shapes, *source.others, *source.aliases}
     found = sorted(item.name for item in (source.folder / ZERO).iterdir() if item.is_dir())
     return [f"{ZERO}/{name} belongs to no parameter that the model files know" for name in found if name not in known]
 
 
-def _group_state(source: Source, number: int, atoms: Mapping[str, Atoms], problems: list[str]) -> GroupState:
+def _group_state(source: UniversalContents, number: int, atoms: Mapping[str, Atoms], problems: list[str]) -> GroupState:
     """What all parameters of a group have; those that lack something of it go to `problems`."""
     names = [name for name in source.groups[number] if name in atoms]
     dtypes: dict[str, str] = {}
@@ -193,7 +193,7 @@ def _group_state(source: Source, number: int, atoms: Mapping[str, Atoms], proble
 
 
 def _scalars(
-    source: Source, number: int, atoms: Mapping[str, Atoms], problems: list[str]
+    source: UniversalContents, number: int, atoms: Mapping[str, Atoms], problems: list[str]
 ) -> dict[str, tuple[Any, PtFile]]:
     """`step` of a group: of its parameters, or as ZeRO-3 has it, of its states in the optimizer file."""
     steps = {name: found.step for name, found in atoms.items()}
@@ -221,7 +221,7 @@ def _scalars(
 class _AtomRows(Rows):
     """Collects tensors, rows and files."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: UniversalContents) -> None:
         super().__init__()
         self.files: dict[str, PtFile] = {}
         self._numbers: dict[str, int] = {}
@@ -294,7 +294,7 @@ def _source_file(path: str, file: PtFile) -> SourceFile:
     )
 
 
-def _param_groups(source: Source, states: tuple[GroupState, ...]) -> tuple[ParamGroup, ...]:
+def _param_groups(source: UniversalContents, states: tuple[GroupState, ...]) -> tuple[ParamGroup, ...]:
     found = []
     for names, settings, state in zip(source.groups, source.settings, states, strict=True):
         options = plain({key: value for key, value in settings.items() if key != "params"}, source.optimizer)

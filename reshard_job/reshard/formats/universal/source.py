@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class UniversalContents:
     """A checkpoint but for its atoms.
 
     Attributes:
@@ -90,7 +90,7 @@ def is_vocabulary(patterns: Patterns, name: str) -> bool:
     return patterns.is_vocabulary(name)
 
 
-def open_source(folder: Path, told: Mapping[str, Any] | None = None) -> Source:
+def open_source(folder: Path, told: Mapping[str, Any] | None = None) -> UniversalContents:
     """Read and check the files of `folder` that are not atoms.
 
     Args:
@@ -123,7 +123,7 @@ def open_source(folder: Path, told: Mapping[str, Any] | None = None) -> Source:
     tensors = _module(models[0])
     aliases = _aliases(models[0], tensors, params)
     others = _others(models[0], tensors, params | aliases.keys())
-    return Source(
+    return UniversalContents(
         folder=folder,
         models=tuple(models),
         ranks=_ranks_with_pieces(folder, models),

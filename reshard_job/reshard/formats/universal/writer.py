@@ -15,7 +15,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.deepspeed.fields import refuse_small_gradients
 from reshard.formats.deepspeed.logical import Param
-from reshard.formats.deepspeed.reading.reader import Extra as NativeExtra
+from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra as NativeExtra
 from reshard.formats.deepspeed.rows import Place
 from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE
 from reshard.formats.deepspeed.writing.carried_objects import Template

@@ -14,7 +14,7 @@ from elastic_operator.api.status import Phase, Resume, Status
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import Observation
 from elastic_operator.observed.signals import Kind
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.decide import decide, refuse
 from reshard.contract import ExitCode, TrainerPhase
@@ -51,7 +51,7 @@ def running() -> Status:
 
 
 def look(status: Status, world: Observation = WORLD, *, now: float = NOW, **changes: Any) -> Decision:
-    return decide(JOB, spec(**changes), status, world, limits=Limits(), now=now)
+    return decide(JOB, spec(**changes), status, world, limits=Timeouts(), now=now)
 
 
 def world(**changes: Any) -> Observation:
@@ -105,7 +105,7 @@ STORIES: list[Any] = [
     ),
     pytest.param(look(running(), world(leases=lease(age=60, PHASE="Training"))), {}, {}, id="rank-0-silent"),
     pytest.param(
-        refuse(JOB, SpecError(["spec.nodes: min is 4, above max 3"]), Status(), limits=Limits(), now=NOW),
+        refuse(JOB, SpecError(["spec.nodes: min is 4, above max 3"]), Status(), limits=Timeouts(), now=NOW),
         {}, {"SpecValid": "InvalidSpec"}, id="invalid-spec",
     ),
 ]  # fmt: skip
@@ -157,7 +157,7 @@ def test_every_condition_names_the_generation_it_is_about(
 
 def test_a_condition_that_stays_keeps_its_time_and_takes_the_new_generation() -> None:
     first = look(running()).status
-    again = decide(dataclasses.replace(JOB, generation=8), spec(), first, WORLD, limits=Limits(), now=NOW + 5).status
+    again = decide(dataclasses.replace(JOB, generation=8), spec(), first, WORLD, limits=Timeouts(), now=NOW + 5).status
     assert {item.last_transition_time for item in again.conditions} == {NOW}
     assert {item.observed_generation for item in again.conditions} == {8}
 

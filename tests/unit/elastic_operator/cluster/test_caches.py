@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.serialization import format_time
-from elastic_operator.cluster.caches import Nodes, Renewals
+from elastic_operator.cluster.caches import NodeCache, RenewalCache
 
 NOW = 1_800_000_000.0
 
@@ -29,7 +29,7 @@ def lease(renewed: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("skew", [0.0, 300.0, -300.0])
 def test_the_age_of_a_node_lease_does_not_depend_on_the_nodes_clock(skew: float) -> None:
-    nodes = Nodes()
+    nodes = NodeCache()
     nodes.update(node(), NOW)
     for second in range(0, 20, 5):
         nodes.renew(lease(NOW + second - 0.5 * (second > 0) - skew), NOW + second)
@@ -39,7 +39,7 @@ def test_the_age_of_a_node_lease_does_not_depend_on_the_nodes_clock(skew: float)
 
 
 def test_time_in_which_nobody_looked_is_no_evidence_against_a_node() -> None:
-    nodes = Nodes()
+    nodes = NodeCache()
     nodes.update(node(), NOW)
     nodes.renew(lease(NOW), NOW)
     nodes.polled(NOW)
@@ -48,7 +48,7 @@ def test_time_in_which_nobody_looked_is_no_evidence_against_a_node() -> None:
 
 
 def test_an_unchanged_node_is_no_news_and_fewer_devices_are() -> None:
-    nodes = Nodes()
+    nodes = NodeCache()
     assert nodes.update(node(), NOW)
     assert not nodes.update(node(), NOW + 5)
     assert nodes.update(node(gpus=1), NOW + 9)
@@ -56,7 +56,7 @@ def test_an_unchanged_node_is_no_news_and_fewer_devices_are() -> None:
 
 
 def test_views_follow_every_change_and_keep_what_offers_a_resource_apart() -> None:
-    nodes = Nodes()
+    nodes = NodeCache()
     nodes.update(node("n1"), NOW)
     nodes.update(node("n2"), NOW)
     assert set(nodes.offering("amd.com/gpu")) == {"n1", "n2"}
@@ -70,7 +70,7 @@ def test_views_follow_every_change_and_keep_what_offers_a_resource_apart() -> No
 
 
 def test_a_heartbeat_counts_from_when_it_was_seen_to_change() -> None:
-    renewals = Renewals()
+    renewals = RenewalCache()
     assert renewals.seen("a", "1", NOW) == NOW
     assert renewals.seen("a", "1", NOW + 5) == NOW
     assert renewals.seen("a", "2", NOW + 6) == NOW + 6

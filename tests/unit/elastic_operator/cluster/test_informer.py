@@ -11,9 +11,9 @@ import httpx2
 import pytest
 
 from elastic_operator.cluster import informer as module
-from elastic_operator.cluster.informer import Id, Mirror
+from elastic_operator.cluster.informer import Id, Informer
 from elastic_operator.cluster.resources import LEASE, NODE, POD
-from elastic_operator.cluster.watch_stream import Object, Source, lines
+from elastic_operator.cluster.watch_stream import Object, WatchedCollection, lines
 
 
 def item(name: str, version: int, value: str = "") -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Story:
         self.kept: dict[Id, Object] = {}
         self.live: list[bool] = []
         self.over = asyncio.Event()
-        self.mirror = Mirror(Source(kind=NODE), self.put, lambda gone: void(self.kept.pop(gone, None)))
+        self.mirror = Informer(WatchedCollection(kind=NODE), self.put, lambda gone: void(self.kept.pop(gone, None)))
 
     def put(self, found: Object) -> None:
         if found.get("value") == "poison":
@@ -177,10 +177,10 @@ def test_lines_are_whole_however_they_arrive(size: int) -> None:
 @pytest.mark.parametrize(
     ("source", "path", "params"),
     [
-        (Source(kind=NODE), "api/v1/nodes", {}),
-        (Source(kind=POD, namespace="ns", labels="x"), "api/v1/namespaces/ns/pods", {"labelSelector": "x"}),
-        (Source(kind=LEASE, fields="y"), "apis/coordination.k8s.io/v1/leases", {"fieldSelector": "y"}),
+        (WatchedCollection(kind=NODE), "api/v1/nodes", {}),
+        (WatchedCollection(kind=POD, namespace="ns", labels="x"), "api/v1/namespaces/ns/pods", {"labelSelector": "x"}),
+        (WatchedCollection(kind=LEASE, fields="y"), "apis/coordination.k8s.io/v1/leases", {"fieldSelector": "y"}),
     ],
 )
-def test_a_source_names_its_collection(source: Source, path: str, params: dict[str, str]) -> None:
+def test_a_source_names_its_collection(source: WatchedCollection, path: str, params: dict[str, str]) -> None:
     assert (source.path, source.params) == (path, params)

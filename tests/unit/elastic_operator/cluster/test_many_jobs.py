@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.cluster.caches import Nodes, Renewals
-from elastic_operator.cluster.reader import Observer
-from elastic_operator.cluster.store import Remembered
-from elastic_operator.controller import FEW_JOBS, SECONDS_PER_JOB, TICK_SECONDS, Workers
+from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.reader import ClusterReader
+from elastic_operator.cluster.store import ClusterStore
+from elastic_operator.controller import FEW_JOBS, SECONDS_PER_JOB, TICK_SECONDS, JobController
 from elastic_operator.observed.observation import Key
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import LeaseKey
 
 
-class Resting(Workers):
+class Resting(JobController):
     """Tasks that look at nothing."""
 
     def __init__(self, count: int) -> None:
-        nodes, renewals = Nodes(), Renewals()
-        observer = Observer(None, nodes, renewals, Remembered(nodes, renewals), ())  # type: ignore[arg-type]
-        super().__init__(observer, None, None, Limits())  # type: ignore[arg-type]
+        nodes, renewals = NodeCache(), RenewalCache()
+        observer = ClusterReader(None, nodes, renewals, ClusterStore(nodes, renewals), ())  # type: ignore[arg-type]
+        super().__init__(observer, None, None, Timeouts())  # type: ignore[arg-type]
         self.keys = [("ns", str(number)) for number in range(count)]
         for key in self.keys:
             self.wake(key)

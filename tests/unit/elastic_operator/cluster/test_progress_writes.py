@@ -17,7 +17,7 @@ from elastic_operator.cluster.handlers import make_registry
 from elastic_operator.controller import PROGRESS_SECONDS_PER_JOB
 from elastic_operator.manifests.attempt import DRAIN_REQUESTED
 from elastic_operator.reconcile.actions import Decision, Event, RequestDrain
-from elastic_operator.reconcile.record import only_counts
+from elastic_operator.reconcile.record import is_progress_only
 from elastic_operator.settings import read
 from reshard.contract import LeaseKey, TrainerPhase
 from tests.unit.elastic_operator.crowd import SPEC, Crowd, node, of_resource
@@ -249,8 +249,8 @@ BEFORE = Status(
 )
 def test_only_steps_wait_for_their_turn(changes: dict[str, Any], waits: bool) -> None:
     after = dataclasses.replace(BEFORE, **changes)
-    assert only_counts(BEFORE, Decision(status=after)) is waits
-    assert not only_counts(BEFORE, Decision(status=after, events=(Event(reason="Running", message="it runs"),)))
+    assert is_progress_only(BEFORE, Decision(status=after)) is waits
+    assert not is_progress_only(BEFORE, Decision(status=after, events=(Event(reason="Running", message="it runs"),)))
 
 
 def test_the_number_of_jobs_is_known_before_their_resources_have_come() -> None:

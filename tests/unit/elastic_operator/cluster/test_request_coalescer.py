@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from elastic_operator.cluster.request_coalescer import FEW, Batch
+from elastic_operator.cluster.request_coalescer import FEW, RequestCoalescer
 from elastic_operator.observed.observation import Key
 
 
@@ -37,8 +37,8 @@ class World:
         return found
 
 
-def batch(world: World) -> Batch[int]:
-    return Batch(world.one, world.everything, lambda: -1)
+def batch(world: World) -> RequestCoalescer[int]:
+    return RequestCoalescer(world.one, world.everything, lambda: -1)
 
 
 @pytest.mark.parametrize(("count", "singles", "lists"), [(1, 1, 0), (FEW, FEW, 0), (FEW + 1, 0, 1), (100, 0, 1)])

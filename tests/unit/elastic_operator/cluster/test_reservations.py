@@ -9,7 +9,7 @@ import pytest
 
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import Current, Status
-from elastic_operator.cluster.reservations import WORTH_SECONDS, Promises, contested
+from elastic_operator.cluster.reservations import WORTH_SECONDS, Reservations, contested
 from elastic_operator.observed.capacity import Capacity, NodeCapacity
 from elastic_operator.observed.observation import Observation
 from tests.unit.elastic_operator.reconcile.test_decide_phases import BIG, GPU, workers
@@ -36,14 +36,14 @@ def test_pods_without_nodes_are_promised_some_for_a_while(
     num_placed: int, age: float, resource: str, promised: int
 ) -> None:
     pods = [dataclasses.replace(pod, node=pod.node if i < num_placed else None) for i, pod in enumerate(workers())]
-    promises = Promises()
+    promises = Reservations()
     promises.note(ONE, GPU, launched(age), Observation(pods=tuple(pods)))
     assert promises.to_others(TWO, resource) == promised
     assert promises.to_others(ONE, resource) == 0
 
 
 def test_what_has_stopped_or_gone_is_promised_nothing() -> None:
-    promises = Promises()
+    promises = Reservations()
     promises.note(ONE, GPU, launched(), Observation())
     promises.note(ONE, GPU, Status(attempt=1), Observation())
     assert promises.to_others(TWO, GPU) == 0

@@ -13,7 +13,7 @@ from elastic_operator.metrics import definitions, exporter
 from elastic_operator.metrics.counters import increments, reshard_samples
 from elastic_operator.metrics.gauges import job_gauges
 from elastic_operator.observed.observation import JobView, Observation, PodView
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import ReshardOutcome
 from elastic_operator.reconcile.decide import decide
 from reshard.contract import ExitCode, ReshardReport, TrainerPhase
@@ -203,7 +203,7 @@ def test_a_reshard_pod_that_says_nothing_has_no_duration() -> None:
 
 
 def resharding() -> Status:
-    return decide(JOB, spec(), settled(), lost_node(), limits=Limits(), now=NOW).status
+    return decide(JOB, spec(), settled(), lost_node(), limits=Timeouts(), now=NOW).status
 
 
 def after_reshard(job: dict[str, Any], report: ReshardReport | None) -> Any:
@@ -213,7 +213,7 @@ def after_reshard(job: dict[str, Any], report: ReshardReport | None) -> Any:
     )  # fmt: skip
     view = JobView(name="gpt-a2-reshard", uid="r", attempt=2, role="reshard", **job)
     world = Observation(nodes=nodes("n1", "n2"), pods=(pod,), jobs=(view,))
-    return decide(JOB, spec(), resharding(), world, limits=Limits(), now=NOW + 5)
+    return decide(JOB, spec(), resharding(), world, limits=Timeouts(), now=NOW + 5)
 
 
 DONE_REPORT = ReshardReport(
@@ -247,7 +247,7 @@ def test_the_end_of_a_reshard_job_is_told_once(
     pods = PodView(name="gpt-a2-reshard-0", uid="r0", attempt=2, role="reshard", node="n1", phase="Succeeded")
     view = JobView(name="gpt-a2-reshard", uid="r", attempt=2, role="reshard", **job)
     world = Observation(nodes=nodes("n1", "n2"), pods=(pods,), jobs=(view,))
-    assert decide(JOB, spec(), status, world, limits=Limits(), now=NOW + 6).reshards == ()
+    assert decide(JOB, spec(), status, world, limits=Timeouts(), now=NOW + 6).reshards == ()
 
 
 def test_every_exit_code_has_a_result_of_its_own() -> None:
@@ -263,16 +263,16 @@ def test_every_exit_code_has_a_result_of_its_own() -> None:
 
 def test_the_queue_begins_when_there_is_no_plan_and_ends_with_one() -> None:
     empty = Observation(nodes={})
-    first = decide(JOB, spec(), Status(), empty, limits=Limits(), now=NOW).status
+    first = decide(JOB, spec(), Status(), empty, limits=Timeouts(), now=NOW).status
     assert (first.phase, first.queue_time) == (Phase.WAITING, NOW)
-    later = decide(JOB, spec(), first, empty, limits=Limits(), now=NOW + 60).status
+    later = decide(JOB, spec(), first, empty, limits=Timeouts(), now=NOW + 60).status
     assert later.queue_time == NOW
-    suspended = decide(JOB, spec(suspend=True), later, empty, limits=Limits(), now=NOW + 70).status
+    suspended = decide(JOB, spec(suspend=True), later, empty, limits=Timeouts(), now=NOW + 70).status
     assert suspended.queue_time is None
-    again = decide(JOB, spec(), suspended, empty, limits=Limits(), now=NOW + 500).status
+    again = decide(JOB, spec(), suspended, empty, limits=Timeouts(), now=NOW + 500).status
     assert again.queue_time == NOW + 500
     planned = decide(
-        JOB, spec(), again, Observation(nodes=nodes("n1", "n2", "n3")), limits=Limits(), now=NOW + 530
+        JOB, spec(), again, Observation(nodes=nodes("n1", "n2", "n3")), limits=Timeouts(), now=NOW + 530
     ).status
     assert planned.queue_time is None
     found = {(item.family.name, *item.labels): item.value for item in increments(again, planned)}
@@ -295,7 +295,7 @@ def test_the_time_of_the_last_step_changes_with_a_step_only(notes: dict[str, str
     resumed = dataclasses.replace(running.current, resume=Resume(uri=COMMIT.uri, step=12))  # type: ignore[type-var]
     world = dataclasses.replace(WORLD, leases=lease(1, **notes))
     status = dataclasses.replace(running, current=resumed)
-    after = decide(JOB, spec(), status, world, limits=Limits(), now=NOW).status
+    after = decide(JOB, spec(), status, world, limits=Timeouts(), now=NOW).status
     assert after.progress is not None
     assert after.progress.step_time == step_time
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_operator.metrics import definitions, exporter
 from elastic_operator.metrics.counters import Sample
-from elastic_operator.metrics.definitions import FAMILIES, Family, Type
+from elastic_operator.metrics.definitions import FAMILIES, MetricDefinition, Type
 from tests.unit.elastic_operator.metrics.exposed_metrics import page
 
 ROOT = Path(__file__).parents[4]
@@ -51,7 +51,7 @@ def test_the_page_has_exactly_the_families_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.name))
-def test_names_follow_the_conventions(family: Family) -> None:
+def test_names_follow_the_conventions(family: MetricDefinition) -> None:
     assert re.fullmatch(r"etj_[a-z]+(_[a-z]+)*", family.name)
     assert family.name.endswith("_total") == (family.type == Type.COUNTER)
     assert not re.search(r"milli|minute|hour|kilo|mib|_ms\b|percent", family.name)
@@ -63,7 +63,7 @@ def test_names_follow_the_conventions(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.name))
-def test_labels_are_bounded_but_for_those_of_one_job(family: Family) -> None:
+def test_labels_are_bounded_but_for_those_of_one_job(family: MetricDefinition) -> None:
     if family.labels[:2] == definitions.JOB:
         assert family.type == Type.GAUGE
         assert family.labels[2:] in ((), ("phase",))

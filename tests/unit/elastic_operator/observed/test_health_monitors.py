@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from elastic_operator import settings
-from elastic_operator.cluster.caches import Nodes
+from elastic_operator.cluster.caches import NodeCache
 from elastic_operator.observed import signals
 from elastic_operator.observed.health_monitors import RuleError, Rules, complaints, parse_rules
 from elastic_operator.observed.observation import NodeView
@@ -112,7 +112,7 @@ def test_the_command_line_takes_lists_and_refuses_nonsense(capsys: pytest.Captur
 
 
 def test_a_change_of_health_wakes_the_jobs_and_a_heartbeat_does_not() -> None:
-    nodes = Nodes(parse_rules(["GpuMemWatch"], []))
+    nodes = NodeCache(parse_rules(["GpuMemWatch"], []))
     assert nodes.update(node(), NOW)
     heartbeat = node()
     heartbeat["status"]["conditions"][0]["lastHeartbeatTime"] = "2027-01-15T07:00:00Z"

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.observed.capacity_count import capacity
-from elastic_operator.observed.node_pool import Fleet
+from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import NodeView, Observation, PodView, Taint
-from elastic_operator.observed.pod_usage import Held
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.pod_usage import PodUsage
+from elastic_operator.observed.timeouts import Timeouts
 from tests.unit.elastic_operator.crowd import of_job
 
 GPU = "amd.com/gpu"
@@ -35,8 +35,8 @@ def pod(name: str, on: str, job: str = "", count: int = 8, phase: str = "Running
     }
 
 
-def held(*pods: dict[str, Any]) -> Held:
-    found = Held()
+def held(*pods: dict[str, Any]) -> PodUsage:
+    found = PodUsage()
     for item in pods:
         found.put(item)
     return found
@@ -81,7 +81,7 @@ def test_a_shared_count_is_what_the_job_alone_would_count(
         if job == "gpt"
     )
     others = used.by_others({"gpt"}, GPU)
-    shared = Observation(nodes=Fleet(GPU, views), pods=mine, used=others)
+    shared = Observation(nodes=NodePool(GPU, views), pods=mine, used=others)
     alone = dataclasses.replace(shared, nodes=views, used=dict(others))
     names = frozenset(f"n{i}" for i in avoid)
     one, other = (capacity(world, GPU, template, names) for world in (shared, alone))
@@ -92,12 +92,12 @@ def test_a_shared_count_is_what_the_job_alone_would_count(
 
 
 def test_a_thousand_jobs_walk_over_the_nodes_as_often_as_one() -> None:
-    fleet = Fleet(GPU, {f"n{i}": node(f"n{i}") for i in range(50)})
+    fleet = NodePool(GPU, {f"n{i}": node(f"n{i}") for i in range(50)})
     used = held(*(pod(f"p{i}", f"n{i}", f"job-{i}") for i in range(20)))
     for _ in range(2):
         for i in range(1000):
             world = Observation(nodes=fleet, used=used.by_others({f"job-{i}"}, GPU))
-            found = capacity(world, GPU, {}, fleet.suspects(Limits(), NOW))
+            found = capacity(world, GPU, {}, fleet.suspects(Timeouts(), NOW))
             assert found.num_usable(8) == 30 + (i < 20), "what a job holds itself is free for it"
     assert fleet.walks == 2, "once for the suspects, once for what is free"
     used.put(pod("p0", "n0", "job-0", phase="Succeeded"))
@@ -106,8 +106,8 @@ def test_a_thousand_jobs_walk_over_the_nodes_as_often_as_one() -> None:
 
 
 def test_pods_of_ever_other_kinds_do_not_fill_the_memory() -> None:
-    fleet = Fleet(GPU, {"n0": node("n0")})
-    used = Held().by_others({"gpt"}, GPU)
+    fleet = NodePool(GPU, {"n0": node("n0")})
+    used = PodUsage().by_others({"gpt"}, GPU)
     for i in range(100):
         fleet.pool({"nodeSelector": {"rack": str(i)}}, used)
     assert len(fleet._offers) == len(fleet._pools) == 16

@@ -13,14 +13,14 @@ import pytest
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.status import Phase, Status
-from elastic_operator.cluster.caches import Nodes, Renewals
-from elastic_operator.cluster.diagnostics import Inquiries, RefusedError
-from elastic_operator.cluster.reader import Observer
+from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.diagnostics import Diagnostics, RefusedError
+from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.cluster.resources import JOB, LEASE, POD
-from elastic_operator.cluster.store import Remembered
-from elastic_operator.cluster.writer import Applier, ConflictError, NameTakenError, PredecessorError
+from elastic_operator.cluster.store import ClusterStore
+from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError, PredecessorError
 from elastic_operator.manifests.attempt import JobRef
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Action, DeleteJob, DeletePod, LaunchAttempt, RequestDrain, RevokeAttempt
 from elastic_operator.reconcile.decide import decide
 from elastic_operator.reconcile.record import Record, read_record
@@ -38,13 +38,13 @@ class Cluster:
 
     def __init__(self, uid: str = UID, created: str = "2026-11-01T10:00:00Z") -> None:
         self.api = Api()
-        self.nodes, self.renewals = Nodes(), Renewals()
+        self.nodes, self.renewals = NodeCache(), RenewalCache()
         self.nodes.update(node("n0"), 0.0)
-        memory = Remembered(self.nodes, self.renewals)
+        memory = ClusterStore(self.nodes, self.renewals)
         client = self.api.client()
-        self.observer = Observer(client, self.nodes, self.renewals, memory, ())
-        self.applier = Applier(client, self.observer)
-        self.inquiries = Inquiries(client, self.applier)
+        self.observer = ClusterReader(client, self.nodes, self.renewals, memory, ())
+        self.applier = ClusterWriter(client, self.observer)
+        self.inquiries = Diagnostics(client, self.applier)
         meta = {"namespace": "ns", "name": NAME, "uid": uid, "generation": 1, "creationTimestamp": created}
         self.resource: dict[str, Any] = {"metadata": meta, "spec": SPEC, "status": {}}
 
@@ -64,7 +64,7 @@ class Cluster:
         trouble = self.inquiries._troubles.get(("ns", NAME))
         world = dataclasses.replace(world, trouble=trouble)
         assert not isinstance(record.spec, Exception)
-        found = decide(record.job, record.spec, record.status, world, limits=Limits(), now=1_800_000_000.0)
+        found = decide(record.job, record.spec, record.status, world, limits=Timeouts(), now=1_800_000_000.0)
         self.resource["status"] = to_wire(found.status)
         self.events = [event.reason for event in found.events]
         for action in found.actions:
@@ -360,7 +360,7 @@ def test_pods_bound_to_a_node_by_name_in_a_loop_do_not_disturb_the_job_that_runs
         assert record is not None and not isinstance(record.spec, Exception)
         world = dataclasses.replace(crowd.memory.look(key, GPU), capacity_fresh=True)
         now = (record.status.start_time or 0.0) + 15.0 * number
-        found = decide(record.job, record.spec, record.status, world, limits=Limits(), now=now)
+        found = decide(record.job, record.spec, record.status, world, limits=Timeouts(), now=now)
         crowd.tell_job(key, status=found.status)
         others.take("DELETED", pod)
     record = crowd.memory.known(key)
@@ -381,7 +381,7 @@ def test_a_name_that_is_taken_is_told_by_its_kind_and_owner() -> None:
     cluster.put("services", f"{NAME}-a1", STRANGER)
     record = cluster.record
     assert not isinstance(record.spec, Exception)
-    found = decide(record.job, record.spec, record.status, cluster.look(), limits=Limits(), now=1_800_000_000.0)
+    found = decide(record.job, record.spec, record.status, cluster.look(), limits=Timeouts(), now=1_800_000_000.0)
     (action,) = found.actions
     with pytest.raises(NameTakenError, match=r"Service ns/job-0-a1 exists already.*Deployment web, UID uid-web"):
         cluster.act(action)

@@ -13,7 +13,7 @@ from elastic_operator.api.status import Phase, Status
 from elastic_operator.manifests import dry_run
 from elastic_operator.observed import pod_diagnosis
 from elastic_operator.observed.observation import JobView, Observation, PodView, Trouble
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.decide import decide, refuse
 from tests.unit.elastic_operator.reconcile.test_decide_phases import JOB, NOW, nodes, spec, worker_job, workers
@@ -25,7 +25,7 @@ CONVERTS = {"reshard": {"template": {"spec": {"containers": [{"name": "convert",
 
 
 def look(status: Status, world: Observation = EMPTY, *, now: float = NOW) -> Decision:
-    return decide(JOB, spec(), status, world, limits=Limits(), now=now)
+    return decide(JOB, spec(), status, world, limits=Timeouts(), now=now)
 
 
 def launched(jobs: tuple[JobView, ...] = (), pods: tuple[PodView, ...] = ()) -> tuple[Status, Observation]:
@@ -50,7 +50,7 @@ def test_the_server_is_asked_once_for_each_edit_of_the_pods(job: Any, changes: d
 
 def test_the_server_is_asked_before_the_first_launch_and_again_while_it_objects() -> None:
     assert dry_run.needed(JOB, spec(), Status())
-    objected = refuse(JOB, SpecError(["x"]), Status(), limits=Limits(), now=NOW).status
+    objected = refuse(JOB, SpecError(["x"]), Status(), limits=Timeouts(), now=NOW).status
     assert dry_run.needed(JOB, spec(), objected)
 
 
@@ -70,7 +70,7 @@ def test_only_answers_that_speak_of_the_pods_are_objections(code: int, message: 
 
 
 def test_both_templates_are_tried_under_names_that_no_attempt_has() -> None:
-    found = dict(dry_run.trial_jobs(JOB, spec(**CONVERTS)))
+    found = dict(dry_run.dry_run_jobs(JOB, spec(**CONVERTS)))
     assert {path: manifest["metadata"]["name"] for path, manifest in found.items()} == {
         "spec.template": "gpt-a0",
         "spec.reshard.template": "gpt-a0-reshard",

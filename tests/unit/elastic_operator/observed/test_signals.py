@@ -9,11 +9,11 @@ import pytest
 from elastic_operator.observed import signals
 from elastic_operator.observed.observation import LeaseView, NodeView, Observation, PodView, Taint
 from elastic_operator.observed.signals import KINDS, Kind, Signal, Weight
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import LeaseKey, TrainerPhase
 
 NOW = 1_800_000_000.0
-LIMITS = Limits()
+LIMITS = Timeouts()
 GPU = "amd.com/gpu"
 GRACES = {
     "suspect_seconds": 20.0,

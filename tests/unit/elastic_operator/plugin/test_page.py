@@ -12,7 +12,7 @@ import pytest
 
 from elastic_operator.api.serialization import camel
 from elastic_operator.manifests.attempt import DRAIN_REQUESTED, JobRef
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.plugin.errors import Exit
 from elastic_operator.plugin.options import parser
 from elastic_operator.plugin.pages.forecast import Forecast, ReshardForecast, forecast
@@ -53,7 +53,7 @@ def printed(command: str, stage: str) -> str:
     assert spec is not None
     world = observe(entry_["nodes"], entry_["pods"], "demo", "gpt", spec.accelerator.resource)
     ref = JobRef(name="gpt", namespace="demo", uid=job["metadata"]["uid"])
-    context = Context(job=ref, spec=spec, world=world, limits=Limits(), now=now)
+    context = Context(job=ref, spec=spec, world=world, limits=Timeouts(), now=now)
     lose = parse_lose(name for group in options.lose for name in group)
     change = Change(lose=lose, num_gpus=options.gpus, add_nodes=options.add)
     return outlook(forecast(context, read_status(job), change))

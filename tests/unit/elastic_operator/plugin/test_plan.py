@@ -13,7 +13,7 @@ import pytest
 from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.status import Checkpoint, Status
 from elastic_operator.manifests.attempt import JobRef
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.pages.forecast import Forecast, forecast
 from elastic_operator.plugin.pages.job_report import read_spec, read_status
@@ -37,7 +37,7 @@ def situation(stage: str, *, spec: dict[str, Any] | None = None, **status: Any) 
     assert typed is not None, problem
     world = observe(entry["nodes"], entry["pods"], "demo", "gpt", GPU)
     job = JobRef(name="gpt", namespace="demo", uid="uid")
-    context = Context(job=job, spec=typed, world=world, limits=Limits(), now=entry["time"])
+    context = Context(job=job, spec=typed, world=world, limits=Timeouts(), now=entry["time"])
     return context, read_status(entry["job"])
 
 

@@ -19,7 +19,7 @@ from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef, checkpoint_root, reshard_job, training_job
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import DeleteJob, ReleaseCommits
 from elastic_operator.reconcile.decide import decide
 from reshard.contract import MAX_RELEASED, CommitRef, Env, ExitCode, LeaseKey, ReshardReport, TrainerPhase
@@ -154,7 +154,7 @@ def world(**notes: str) -> Observation:
 
 def look(status: Status, seen: Observation, **checkpoint: Any) -> Any:
     spec = parse_spec({**SPEC, "checkpoint": {**SPEC["checkpoint"], **checkpoint}})
-    return decide(JOB, spec, status, seen, limits=Limits(), now=NOW)
+    return decide(JOB, spec, status, seen, limits=Timeouts(), now=NOW)
 
 
 def hashed(status: Status) -> Status:

@@ -15,7 +15,7 @@ from elastic_operator.api.spec import SpecError, parse_spec
 from elastic_operator.api.status import Checkpoint, Commit, Current, Phase, Resume, Status
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import (
     Create,
     Decision,
@@ -99,7 +99,7 @@ def settled(world: Observation = WORLD, **changes: Any) -> Status:
 
 
 def look(status: Status, world: Observation = WORLD, *, now: float = NOW, **changes: Any) -> Decision:
-    return decide(JOB, spec(**changes), status, world, limits=Limits(), now=now)
+    return decide(JOB, spec(**changes), status, world, limits=Timeouts(), now=now)
 
 
 def kinds(decision: Decision) -> list[str]:
@@ -390,7 +390,7 @@ def test_suspending_drains_then_stops_then_rests() -> None:
     assert {"DeleteJob", "RevokeAttempt"} <= set(kinds(second))
     third = look(second.status, Observation(nodes=WORLD.nodes), suspend=True)
     assert third.status.phase == Phase.SUSPENDED
-    assert third.requeue_seconds == Limits().resync_seconds, "an edit is told"
+    assert third.requeue_seconds == Timeouts().resync_seconds, "an edit is told"
     assert [(item.cause, item.planned) for item in third.status.recoveries] == [("Suspended", True)]
     fourth = look(third.status, Observation(nodes=WORLD.nodes))
     assert fourth.status.attempt == 2
@@ -444,13 +444,13 @@ def test_a_zombie_of_an_older_attempt_is_always_taken_down() -> None:
 
 def test_a_bad_spec_is_reported_in_full_and_leaves_what_runs_alone() -> None:
     problems = ["spec.nodes: min is 3, above max 1", "spec.batch.globalSamples: is missing"]
-    decision = refuse(JOB, SpecError(problems), settled(), limits=Limits(), now=NOW)
+    decision = refuse(JOB, SpecError(problems), settled(), limits=Timeouts(), now=NOW)
     condition = find(decision.status.conditions, Type.SPEC_VALID)
     assert condition is not None
     assert (condition.status, condition.reason) == ("False", "InvalidSpec")
     assert all(problem in condition.message for problem in problems)
     assert decision.actions == ()
-    again = refuse(JOB, SpecError(problems), decision.status, limits=Limits(), now=NOW + 1)
+    again = refuse(JOB, SpecError(problems), decision.status, limits=Timeouts(), now=NOW + 1)
     assert again.events == ()
 
 

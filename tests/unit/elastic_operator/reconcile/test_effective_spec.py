@@ -10,7 +10,7 @@ import pytest
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.spec import Spec, SpecError, parse_spec
 from elastic_operator.api.status import Current, Phase, Status
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import effective_spec
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.decide import refuse
@@ -24,7 +24,7 @@ PLANNED = Current(topology={}, num_nodes=1, gpus_per_node=1)
 
 
 def refused(status: Status, now: float = NOW) -> Decision:
-    return refuse(EDITED, PROBLEM, status, limits=Limits(), now=now)
+    return refuse(EDITED, PROBLEM, status, limits=Timeouts(), now=now)
 
 
 def kept(revision: int, wire: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def kept(revision: int, wire: dict[str, Any]) -> dict[str, Any]:
 def test_a_lost_pod_is_recovered_while_the_edit_stays_refused() -> None:
     before = refused(settled()).status
     world = lost_node()
-    decision = effective_spec.despite(refused(before, NOW + 5), look(before, world, now=NOW + 5))
+    decision = effective_spec.merge_rejected_spec(refused(before, NOW + 5), look(before, world, now=NOW + 5))
     assert decision.actions
     assert decision.status.phase != Phase.RUNNING
     told = find(decision.status.conditions, Type.SPEC_VALID)
@@ -46,9 +46,9 @@ def test_a_lost_pod_is_recovered_while_the_edit_stays_refused() -> None:
 
 
 def test_a_refusal_is_told_once_with_what_the_recovery_tells() -> None:
-    first = effective_spec.despite(refused(settled()), look(settled()))
+    first = effective_spec.merge_rejected_spec(refused(settled()), look(settled()))
     assert [event.reason for event in first.events] == ["InvalidSpec"]
-    again = effective_spec.despite(refused(first.status), look(first.status))
+    again = effective_spec.merge_rejected_spec(refused(first.status), look(first.status))
     assert again.events == ()
     assert again.status == first.status
 
@@ -58,10 +58,10 @@ def test_a_refused_edit_that_suspends_the_job_suspends_it(said: object) -> None:
     meta = {"name": "gpt", "namespace": "team", "uid": "u", "generation": 4}
     record = read_record({"metadata": meta, "spec": {**SPEC, "nodes": "three", "suspend": said}})
     assert isinstance(record.spec, SpecError)
-    spec = effective_spec.going_on(parse_spec(SPEC), record)
+    spec = effective_spec.effective_spec(parse_spec(SPEC), record)
     assert spec.suspend is (said is True)
     if said is True:
-        decision = effective_spec.despite(refused(settled()), look(settled(), suspend=spec.suspend))
+        decision = effective_spec.merge_rejected_spec(refused(settled()), look(settled(), suspend=spec.suspend))
         assert decision.status.drain is not None
         assert decision.status.drain.cause == "Suspended"
 
@@ -69,7 +69,7 @@ def test_a_refused_edit_that_suspends_the_job_suspends_it(said: object) -> None:
 def test_a_spec_that_was_accepted_as_suspended_stays_so_while_its_edit_is_refused() -> None:
     meta = {"name": "gpt", "namespace": "team", "uid": "u", "generation": 4}
     record = read_record({"metadata": meta, "spec": {**SPEC, "nodes": "three"}})
-    assert effective_spec.going_on(parse_spec({**SPEC, "suspend": True}), record).suspend
+    assert effective_spec.effective_spec(parse_spec({**SPEC, "suspend": True}), record).suspend
 
 
 def test_the_newest_revision_counts_and_an_older_operators_may_not_be_understood() -> None:
@@ -95,7 +95,7 @@ def test_a_revision_belongs_to_its_job_and_replaces_those_before_it() -> None:
     assert (meta["name"], meta["ownerReferences"][0]["uid"]) == (f"{JOB.name}-{JOB.uid}-10", JOB.uid)
     stranger = kept(3, SPEC)
     stranger["metadata"]["ownerReferences"][0]["uid"] = "another"
-    outlived = effective_spec.outlived([*revisions, stranger], job)
+    outlived = effective_spec.stale_revisions([*revisions, stranger], job)
     assert outlived == [(f"{JOB.name}-{JOB.uid}-9", "r9"), (f"{JOB.name}-{JOB.uid}-2", "r2")], "only its own"
 
 

@@ -12,7 +12,7 @@ from elastic_operator.api.spec import parse_spec
 from elastic_operator.api.status import Checkpoint, Commit, Current, Loader, Resume, Status
 from elastic_operator.observed.observation import LeaseView, Observation
 from elastic_operator.reconcile.actions import Create
-from elastic_operator.reconcile.reshard_mode import ask
+from elastic_operator.reconcile.reshard_mode import conversion_request
 from reshard.contract import MANIFEST_VERSIONS, LeaseKey, VirtualLoader
 from reshard.virtual.auto_mode import Loader as ReshardLoader
 from reshard.virtual.auto_mode import parse_loader
@@ -48,7 +48,7 @@ REFUSED = Checkpoint(
 
 def asked(reshard: dict[str, Any], loader: Loader | None = SAID, checkpoint: Checkpoint = NONE) -> Any:
     spec = parse_spec({**SPEC, "reshard": reshard})
-    return ask(spec, Status(loader=loader, checkpoint=checkpoint), CURRENT)
+    return conversion_request(spec, Status(loader=loader, checkpoint=checkpoint), CURRENT)
 
 
 def test_auto_tells_the_resharder_who_will_load_it_and_leaves_it_the_choice() -> None:

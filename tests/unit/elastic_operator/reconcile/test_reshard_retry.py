@@ -9,7 +9,7 @@ import pytest
 from elastic_operator.api.serialization import from_wire, to_wire
 from elastic_operator.api.status import Commit, Phase, Status
 from elastic_operator.observed.observation import Observation
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.decide import decide
 from tests.unit.elastic_operator.reconcile.test_decide_phases import (
@@ -32,7 +32,7 @@ EMPTY = Observation(nodes=nodes("n1", "n2", "n3"))
 
 def look(status: Status, world: Observation = EMPTY, *, request: str = "", now: float = NOW) -> Decision:
     job = dataclasses.replace(JOB, retry_request=request)
-    return decide(job, spec(**NO_BUDGET), status, world, limits=Limits(), now=now)
+    return decide(job, spec(**NO_BUDGET), status, world, limits=Timeouts(), now=now)
 
 
 def failed() -> Status:

@@ -15,7 +15,7 @@ from elastic_operator.api.spec import SpecError, parse_spec, spec_hash
 from elastic_operator.api.status import Phase, StartedFrom, Status
 from elastic_operator.manifests.attempt import start_uri
 from elastic_operator.observed.observation import JobView, Observation, PodView
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.plugin.pages.wait_reason import waits_for
 from elastic_operator.reconcile.actions import Create, Decision
 from elastic_operator.reconcile.decide import decide
@@ -36,7 +36,7 @@ REPORT = ReshardReport(
 
 def look(status: Status, world: Observation = IDLE, *, now: float = NOW, request: str = "", **changes: Any) -> Decision:
     spec = parse_spec({**copy.deepcopy(SPEC), "checkpoint": START, **changes})
-    return decide(dataclasses.replace(JOB, retry_request=request), spec, status, world, limits=Limits(), now=now)
+    return decide(dataclasses.replace(JOB, retry_request=request), spec, status, world, limits=Timeouts(), now=now)
 
 
 def converted(report: ReshardReport | None, *, attempt: int = 1, phase: str = "", failed: bool = False) -> Observation:

@@ -10,7 +10,7 @@ import pytest
 from elastic_operator.api.serialization import from_wire, to_wire
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.observed.observation import Observation
-from elastic_operator.observed.timeouts import Limits
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import user_requests
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.decide import decide
@@ -36,7 +36,7 @@ STARTING = Observation(
 
 def look(status: Status, world: Observation = WORLD, *, request: str, **changes: Any) -> Decision:
     job = dataclasses.replace(JOB, drain_request=request)
-    return decide(job, spec(**changes), status, world, limits=Limits(), now=NOW)
+    return decide(job, spec(**changes), status, world, limits=Timeouts(), now=NOW)
 
 
 def reasons(decision: Decision) -> list[str]:

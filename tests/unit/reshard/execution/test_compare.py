@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from reshard.execution.compare import Agreement, Side, compare, to_round
+from reshard.execution.compare import Agreement, Side, compare_sides, to_round
 from reshard.tensors.layout import LogicalTensor, TensorKey
 
 
@@ -23,7 +23,7 @@ def side(*entries: str, aliases: dict[str, str] | None = None, dtype: str = "flo
 
 def test_equal_sides_agree_in_everything() -> None:
     one = side("weight/a=1", "fp32/a=1", "exp_avg/a=2")
-    found = compare(one, one)
+    found = compare_sides(one, one)
     assert found == Agreement(same=tuple((key, key) for key in one.digests), different=(), not_compared=())
 
 
@@ -37,11 +37,11 @@ def test_equal_sides_agree_in_everything() -> None:
     ],
 )
 def test_what_both_could_hold_must_be_equal(second: Side, message: str) -> None:
-    assert compare(side("weight/a=1", "weight/b=2"), second).different == (message,)
+    assert compare_sides(side("weight/a=1", "weight/b=2"), second).different == (message,)
 
 
 def test_a_state_of_one_side_alone_is_not_compared() -> None:
-    found = compare(side("weight/a=1", "exp_avg/a=2", "exp_avg/b=3"), side("weight/a=1", "step/a=4"))
+    found = compare_sides(side("weight/a=1", "exp_avg/a=2", "exp_avg/b=3"), side("weight/a=1", "step/a=4"))
     assert found.different == ()
     assert found.not_compared == (
         "exp_avg, 2 tensors: only in the first",
@@ -52,18 +52,18 @@ def test_a_state_of_one_side_alone_is_not_compared() -> None:
 @pytest.mark.parametrize("swap", [False, True])
 def test_weights_are_compared_with_master_weights_where_one_side_has_no_weights(swap: bool) -> None:
     sides = [side("fp32/a=1", "weight/buffer=2"), side("weight/a=1", "weight/buffer=2")]
-    found = compare(*(reversed(sides) if swap else sides))
+    found = compare_sides(*(reversed(sides) if swap else sides))
     assert (found.different, found.not_compared) == ((), ())
     assert found.to_dict()["across_states"] == [["weight/a", "fp32/a"] if swap else ["fp32/a", "weight/a"]]
-    wrong = compare(side("fp32/a=1"), side("weight/a=9"))
+    wrong = compare_sides(side("fp32/a=1"), side("weight/a=9"))
     assert wrong.different == ("fp32/a and weight/a: 1 in the first, 9 in the second",)
 
 
 def test_a_side_with_both_states_is_compared_in_both() -> None:
     both, weights = side("weight/a=1", "fp32/a=1"), side("weight/a=1")
-    assert len(compare(both, weights).same) == len(compare(weights, both).same) == 2
-    assert compare(side("weight/a=1", "fp32/a=7"), weights).different != ()
-    assert compare(weights, side("weight/a=1", "fp32/a=7")).different != ()
+    assert len(compare_sides(both, weights).same) == len(compare_sides(weights, both).same) == 2
+    assert compare_sides(side("weight/a=1", "fp32/a=7"), weights).different != ()
+    assert compare_sides(weights, side("weight/a=1", "fp32/a=7")).different != ()
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -73,7 +73,7 @@ def test_other_types_are_not_compared_and_said(swap: bool) -> None:
         side("weight/a:bfloat16=1", "fp32/a=2", "weight/buffer:bfloat16=3"),
         side("fp32/a=2", "weight/buffer:bfloat16=3"),
     ]
-    found = compare(*(reversed(sides) if swap else sides))
+    found = compare_sides(*(reversed(sides) if swap else sides))
     assert found.different == ()
     assert len(found.same) == 2
     (note,) = found.not_compared
@@ -82,9 +82,9 @@ def test_other_types_are_not_compared_and_said(swap: bool) -> None:
 
 def test_padding_may_differ_in_size_but_not_in_content() -> None:
     one = side("weight/a=1", "weight/a#padding@3=0")
-    assert compare(one, side("weight/a=1", "weight/a#padding@5=0")).different == ()
-    assert compare(one, side("weight/a=1", "weight/a#padding@5=7")).different != ()
-    without = compare(one, side("weight/a=1"))
+    assert compare_sides(one, side("weight/a=1", "weight/a#padding@5=0")).different == ()
+    assert compare_sides(one, side("weight/a=1", "weight/a#padding@5=7")).different != ()
+    without = compare_sides(one, side("weight/a=1"))
     assert without.different == ()
     assert without.not_compared == ("weight (padding), 1 tensor: only in the first",)
 
@@ -92,7 +92,7 @@ def test_padding_may_differ_in_size_but_not_in_content() -> None:
 @pytest.mark.parametrize("swap", [False, True])
 def test_tied_weights_may_be_held_under_either_name(swap: bool) -> None:
     sides = [side("weight/embed=1", aliases={"head": "embed"}), side("weight/head=1")]
-    found = compare(*(reversed(sides) if swap else sides))
+    found = compare_sides(*(reversed(sides) if swap else sides))
     assert (len(found.same), found.different) == (1, ())
 
 
@@ -102,10 +102,10 @@ def test_weights_made_of_master_weights_alone_are_compared_by_rounding() -> None
     assert to_round(weights, masters) == ({}, to_round(masters, weights)[0])
     good = dataclasses.replace(masters, rounded={TensorKey("fp32", "a"): "7", TensorKey("fp32", "b"): "8"})
     for sides in ((good, weights), (weights, good)):
-        found = compare(*sides)
+        found = compare_sides(*sides)
         assert (len(found.same), found.rounded, found.different, found.not_compared) == (2, 2, (), ())
     bad = dataclasses.replace(masters, rounded={TensorKey("fp32", "a"): "7", TensorKey("fp32", "b"): "9"})
-    (told,) = compare(bad, weights).different
+    (told,) = compare_sides(bad, weights).different
     assert told.startswith("fp32/b and weight/b") and told.endswith("differ by more than rounding")
 
 

@@ -9,7 +9,7 @@ from reshard.checksums.crc import Piece, crc32
 from reshard.errors import CorruptSourceError
 from reshard.execution import tile
 from reshard.storage.files import LocalFile
-from reshard.storage.source_reader import Source
+from reshard.storage.source_reader import SourceReader
 from reshard.tensors.geometry import Box
 from reshard.tensors.layout import SourceFile
 from reshard.tensors.shard_table import ShardRow
@@ -34,7 +34,7 @@ def row_of(strides):
 def stored(tmp_path):
     values = np.random.default_rng(1).integers(0, 1 << 32, ROWS * COLUMNS, dtype=np.uint32)
     (tmp_path / "file").write_bytes(bytes(BEGIN) + values.tobytes())
-    source = Source(tmp_path, [SourceFile(path="file", num_bytes=BEGIN + values.nbytes, checksums=())])
+    source = SourceReader(tmp_path, [SourceFile(path="file", num_bytes=BEGIN + values.nbytes, checksums=())])
     yield values, source, tmp_path / "file"
     source.close()
 

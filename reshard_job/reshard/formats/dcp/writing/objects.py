@@ -12,7 +12,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, Path_
 from reshard.formats.dcp.naming import dotted
-from reshard.formats.dcp.reader import Extra
+from reshard.formats.dcp.reader import DcpExtra
 from reshard.formats.dcp.writing.skeleton import RankFiles
 from reshard.formats.dcp.writing.target_tensors import OPTIMIZER
 from reshard.formats.pt.objects import new_tensor
@@ -70,7 +70,7 @@ def _number(files: RankFiles, path: Path_, dtype: str, value: float) -> Entry:
 
 
 def objects_like(
-    files: RankFiles, index: Index, like: Index, extra: Extra, without: Collection[str]
+    files: RankFiles, index: Index, like: Index, extra: DcpExtra, without: Collection[str]
 ) -> tuple[list[Entry], tuple[str, ...]]:
     """Entries of `like` that are no tensors, with the source's options and numbers where the source knows them.
 
@@ -115,7 +115,7 @@ def objects_like(
     return entries, (f"taken from {like.root}, as the source does not say: {few}",) if taken else ()
 
 
-def _known(index: Index, like: Index, extra: Extra) -> Mapping[str, Any]:
+def _known(index: Index, like: Index, extra: DcpExtra) -> Mapping[str, Any]:
     """What the source says about entries of `like`, by flat name."""
     group_of = {name: group for group in index.groups for name in group.names}
     found: dict[str, Any] = {}

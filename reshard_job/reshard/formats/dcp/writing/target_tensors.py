@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.dcp.metadata import Path_
-from reshard.formats.dcp.reader import Extra
+from reshard.formats.dcp.reader import DcpExtra
 from reshard.tensors.layout import PADDING, Index, LogicalTensor, TensorKey
 
 MODEL, OPTIMIZER = "model", "optim"
@@ -32,7 +32,7 @@ class Wanted:
     origin: int
 
 
-def own_tensors(index: Index, request: Request, extra: Extra) -> Iterator[Wanted]:
+def own_tensors(index: Index, request: Request, extra: DcpExtra) -> Iterator[Wanted]:
     """From a DCP source: every tensor where it is."""
     for at, tensor in enumerate(index.tensors):
         dtype = tensor.dtype
@@ -80,7 +80,7 @@ def weights_alone(index: Index) -> bool:
     return all(tensor.key.state in ("weight", "fp32") for tensor in index.tensors)
 
 
-def placed_like(wanted: Iterable[Wanted], index: Index, like: Index, extra: Extra) -> list[Wanted]:
+def placed_like(wanted: Iterable[Wanted], index: Index, like: Index, extra: DcpExtra) -> list[Wanted]:
     """The same tensors where a checkpoint of the same model has them; from weights alone, without its optimizer.
 
     Raises:
@@ -111,7 +111,7 @@ def placed_like(wanted: Iterable[Wanted], index: Index, like: Index, extra: Extr
     return found
 
 
-def notes_on(index: Index, request: Request, extra: Extra | None = None) -> tuple[str, ...]:
+def notes_on(index: Index, request: Request, extra: DcpExtra | None = None) -> tuple[str, ...]:
     """What of a source the target does not hold, where it is not the source's own state dict."""
     notes = []
     keys = {tensor.key: tensor.dtype for tensor in index.tensors}

@@ -14,7 +14,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.dcp.naming import dotted
-from reshard.formats.dcp.reader import NAME, Extra
+from reshard.formats.dcp.reader import NAME, DcpExtra
 from reshard.formats.dcp.writing.cutting import cut
 from reshard.formats.dcp.writing.metadata_file import metadata_file
 from reshard.formats.dcp.writing.objects import carried, numbers, objects_like, options
@@ -80,15 +80,15 @@ def _content(
     return named_tensors(index, request), objects, {}, notes_on(index, request, extra)
 
 
-def _extra(index: Index) -> Extra | None:
-    return index.extra if index.format == NAME and isinstance(index.extra, Extra) else None
+def _extra(index: Index) -> DcpExtra | None:
+    return index.extra if index.format == NAME and isinstance(index.extra, DcpExtra) else None
 
 
-def _positions(extra: Extra) -> Mapping[str, int]:
+def _positions(extra: DcpExtra) -> Mapping[str, int]:
     return {key: at for at, key in enumerate(extra.order)}
 
 
-def _left_behind(extra: Extra) -> tuple[str, ...]:
+def _left_behind(extra: DcpExtra) -> tuple[str, ...]:
     """Words about a run's progress: it belongs to the optimizer, and its tensors could be taken for weights."""
     few = ", ".join(extra.naming.rest[:5]) + (", ..." if len(extra.naming.rest) > 5 else "")
     return (f"left behind with the optimizer: {few}",) if few else ()

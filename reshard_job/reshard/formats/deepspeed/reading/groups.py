@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import is_fused
 from reshard.formats.deepspeed.logical import Model, param_groups
 from reshard.formats.deepspeed.muon import is_muon
@@ -22,7 +22,7 @@ _MAX_SCALAR_BYTES = 8
 _KINDS = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "int64": "<i8", "int32": "<i4", "uint8": "<u1"}
 
 
-def read_groups(source: Source, model: Model) -> tuple[ParamGroup, ...]:
+def read_groups(source: DeepSpeedContents, model: Model) -> tuple[ParamGroup, ...]:
     """All parameter groups of the whole model, in its canonical order.
 
     Settings that are neither numbers, texts nor collections of those (functions, hooks) are left out.
@@ -48,13 +48,13 @@ def read_groups(source: Source, model: Model) -> tuple[ParamGroup, ...]:
     return tuple(found)
 
 
-def uses_muon(source: Source) -> bool:
+def uses_muon(source: DeepSpeedContents) -> bool:
     """DeepSpeed's Muon optimizes some of the parameters."""
     num_mp = source.topology.tp * source.topology.pp
     return any(is_muon(group) for mp in range(num_mp) for group in param_groups(source, mp))
 
 
-def group_holder(source: Source, model: Model, group: int) -> tuple[int, int]:
+def group_holder(source: DeepSpeedContents, model: Model, group: int) -> tuple[int, int]:
     """A model-parallel rank of the first stage that holds a group of the whole model, and the position there."""
     for pp, stage in enumerate(model.stages):
         if group in stage.ids:
@@ -62,7 +62,7 @@ def group_holder(source: Source, model: Model, group: int) -> tuple[int, int]:
     raise AssertionError(f"group {group} is on no stage")
 
 
-def group_state(source: Source, mp: int, group: int) -> GroupState:
+def group_state(source: DeepSpeedContents, mp: int, group: int) -> GroupState:
     """States of a rank's parameter group: their types, order and scalars (ZeRO-3: of its first sub-group).
 
     Raises:
@@ -77,7 +77,7 @@ def group_state(source: Source, mp: int, group: int) -> GroupState:
     return states[at]
 
 
-def _unpartitioned(source: Source, mp: int, group: int) -> GroupState:
+def _unpartitioned(source: DeepSpeedContents, mp: int, group: int) -> GroupState:
     file = source.models[mp, 0]
     states = param_states(source.optimizer(mp, 0), file.path, source.named[mp])[group]
     named = list(zip(source.named[mp][group], states, strict=True))

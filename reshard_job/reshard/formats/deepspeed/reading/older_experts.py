@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.deepspeed.contents import Source, mapping_of
+from reshard.formats.deepspeed.contents import DeepSpeedContents, mapping_of
 from reshard.formats.pt.objects import Inert, Size, StatefulDict, Tensor
 from reshard.formats.pt.reader import PtFile
 
@@ -20,7 +20,7 @@ NO_OPTIMIZER = {"optimizer": None}
 """All that `expp_rank_*_optim_states.pt` holds where ZeRO has the optimizer's states."""
 
 
-def complete(source: Source) -> Source:
+def complete(source: DeepSpeedContents) -> DeepSpeedContents:
     """The same with a model file as 0.19 saves it, if it is an older one; what is in no group is taken for a buffer.
 
     Raises:
@@ -55,7 +55,7 @@ def complete(source: Source) -> Source:
     return dataclasses.replace(source, models={(0, 0): dataclasses.replace(model, value=value)})
 
 
-def _groups(source: Source) -> Iterator[dict[str, None]]:
+def _groups(source: DeepSpeedContents) -> Iterator[dict[str, None]]:
     """Names of each parameter group in the flat buffer's order, as the first part of the experts calls them."""
     first = source.optimizers[0, 0]
     counts = source.optimizer(0, 0).get("partition_count")

@@ -11,7 +11,7 @@ from typing import Any
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.base import stated_topology
 from reshard.formats.deepspeed import autoep, names, pipeline
-from reshard.formats.deepspeed.contents import Source, mapping_of
+from reshard.formats.deepspeed.contents import DeepSpeedContents, mapping_of
 from reshard.formats.deepspeed.experts import Experts, find_experts, is_native
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.reading import older_experts
@@ -25,7 +25,7 @@ _MOST_MISSING = 20
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
 
-def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> Source:
+def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> DeepSpeedContents:
     """Read and check all files of `folder`; `commit_model` is what its commit says about the model.
 
     Raises:
@@ -48,7 +48,7 @@ def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> 
     _check_names(folder, topology, found, prefix)
     twins = Twins()
     files = {name: twins.read(folder / name) for name in found}
-    source = Source(
+    source = DeepSpeedContents(
         folder=folder,
         topology=topology,
         prefix=prefix,
@@ -89,7 +89,7 @@ def _leave_out_experts(found: dict[str, names.FileName], folder: Path) -> None:
         del found[name]
 
 
-def _with_experts(source: Source) -> Source:
+def _with_experts(source: DeepSpeedContents) -> DeepSpeedContents:
     """Find out about the experts and the degree of expert parallelism."""
     where, value = str(source.folder), source.models[0, 0].value
     layers = autoep.layers_of(value)
@@ -115,7 +115,7 @@ def _with_experts(source: Source) -> Source:
     return dataclasses.replace(source, experts=experts, topology=dataclasses.replace(topology, ep=ep))
 
 
-def _with_names(source: Source, commit_model: Mapping[str, Any]) -> Source:
+def _with_names(source: DeepSpeedContents, commit_model: Mapping[str, Any]) -> DeepSpeedContents:
     """ZeRO-0: find out which parameters the optimizer's numbers mean, or why only the weights are to be had."""
     layers = commit_model.get("pipeline", source.models[0, 0].value.get("pipeline_layout"))
     info = pipeline.parse(layers) if source.pipeline else None
@@ -127,14 +127,14 @@ def _with_names(source: Source, commit_model: Mapping[str, Any]) -> Source:
         return weights_alone(source, error)
 
 
-def weights_alone(source: Source, why: UnsupportedError) -> Source:
+def weights_alone(source: DeepSpeedContents, why: UnsupportedError) -> DeepSpeedContents:
     """The same as if its optimizer had no groups, because of what is not understood of it."""
     hint = "; ".join(filter(None, (why.hint, "--states weight takes the weights alone")))
     unread = UnsupportedError(why.message, path=why.path, problems=why.problems, hint=hint)
     return dataclasses.replace(source, named={mp: [] for mp, _ in source.models}, unread=unread)
 
 
-def _names(source: Source, info: PipelineInfo | None, mp: int) -> list[dict[str, tuple[int, ...]]]:
+def _names(source: DeepSpeedContents, info: PipelineInfo | None, mp: int) -> list[dict[str, tuple[int, ...]]]:
     file = source.models[mp, 0]
     if not isinstance(file.value.get("optimizer"), Mapping):
         lost = _lost_by_deepspeed(file.value)
@@ -280,7 +280,7 @@ def _divides(count: object, dp: int) -> bool:
     return isinstance(count, int) and count > 0 and dp % count == 0
 
 
-def _check_contents(source: Source) -> None:
+def _check_contents(source: DeepSpeedContents) -> None:
     problems: list[str] = []
     reference = source.models[0, 0].value
     for file in source.models.values():

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed import flat, muon
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import Kind, kind_of
 from reshard.formats.deepspeed.logical import Model, param_groups, param_shapes
 from reshard.formats.deepspeed.rows import Place, Rows, add_span
@@ -18,7 +18,7 @@ from reshard.formats.deepspeed.unpartitioned import param_states
 from reshard.formats.pt.objects import Inert
 
 
-def add_unpartitioned(rows: Rows, source: Source, model: Model, files: Mapping[str, int]) -> None:
+def add_unpartitioned(rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int]) -> None:
     """ZeRO-0: every state has the shape of its parameter's shard."""
     topology = source.topology
     copies = _copies(model)
@@ -36,7 +36,9 @@ def add_unpartitioned(rows: Rows, source: Source, model: Model, files: Mapping[s
                     rows.add_shard(key, model.params[name], place, dtype=tensor.dtype, strides=tensor.stride)
 
 
-def add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str, int], element_bytes: int) -> None:
+def add_partitions(
+    rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], element_bytes: int
+) -> None:
     """ZeRO-1/2: flat groups cut into equal partitions.
 
     Positions follow from the order in `param_shapes`, which is the buffer's; `param_slice_mappings` is wrong under
@@ -90,7 +92,7 @@ def add_partitions(rows: Rows, source: Source, model: Model, files: Mapping[str,
                 add_span(rows, param, whole, span, Place(topology.tp, tp, copy, files[file.path], 0))
 
 
-def add_zero3(rows: Rows, source: Source, model: Model, files: Mapping[str, int]) -> None:
+def add_zero3(rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int]) -> None:
     """ZeRO-3: every parameter has a slot in each rank's sub-group."""
     topology = source.topology
     for mp in range(topology.tp * topology.pp):

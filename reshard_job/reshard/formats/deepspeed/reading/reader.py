@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from reshard.commits.commit import Commit
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import pipeline
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.logical import Model, Param, describe
 from reshard.formats.deepspeed.names import NAME
 from reshard.formats.deepspeed.reading.groups import read_groups
@@ -32,7 +32,7 @@ from reshard.tensors.layout import Checksum, Index, SourceFile, TensorKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
+class DeepSpeedExtra:
     """What the writer needs besides the tensors.
 
     Attributes:
@@ -44,7 +44,7 @@ class Extra:
         aliases: second name of a tied weight -> its first.
     """
 
-    source: Source
+    source: DeepSpeedContents
     model: Model
     weights: Mapping[str, Param]
     commit_model: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Extra:
 class Describes(Protocol):
     """`Index.extra` of another format whose files say all that native ones hold besides tensors."""
 
-    def native(self) -> Extra:
+    def native(self) -> DeepSpeedExtra:
         """The same in the words of a native checkpoint.
 
         Raises:
@@ -88,7 +88,7 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
             raise error from None
 
 
-def _index(source: Source, commit: Commit | None, told: Mapping[str, Any] | None) -> Index:
+def _index(source: DeepSpeedContents, commit: Commit | None, told: Mapping[str, Any] | None) -> Index:
     if source.unread is None:
         check_scalars(source)
     commit_model = dict(commit.model) if commit is not None else {}
@@ -132,7 +132,7 @@ def _index(source: Source, commit: Commit | None, told: Mapping[str, Any] | None
         unread=source.unread,
         has_rounded_weights=_has_rounded_weights(source),
         rank_local=_rank_local(source),
-        extra=Extra(
+        extra=DeepSpeedExtra(
             source=source,
             model=model,
             weights=weights,
@@ -143,7 +143,7 @@ def _index(source: Source, commit: Commit | None, told: Mapping[str, Any] | None
     )
 
 
-def _has_rounded_weights(source: Source) -> bool:
+def _has_rounded_weights(source: DeepSpeedContents) -> bool:
     """DeepSpeed rounds each weight from its master in every step, and when it loads a checkpoint.
 
     Not with what changes weights behind the optimizer's back, or lets them lag behind their masters.
@@ -158,7 +158,7 @@ def _has_rounded_weights(source: Source) -> bool:
     return source.unread is None and source.topology.zero < 3 and not changed and not lags
 
 
-def _rank_local(source: Source) -> frozenset[TensorKey]:
+def _rank_local(source: DeepSpeedContents) -> frozenset[TensorKey]:
     """Buffers of ZeRO-3, of which each data-parallel rank saves its own (running means of a batch norm)."""
     if source.topology.zero < 3:
         return frozenset()

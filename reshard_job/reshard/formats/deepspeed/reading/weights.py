@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed import autoep, flat
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.logical import Model, Param, layer_weights, make_param
 from reshard.formats.deepspeed.rows import Place, Rows
 from reshard.formats.deepspeed.slots import held_runs
@@ -17,7 +17,9 @@ from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
 
 
-def add_layers(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:
+def add_layers(
+    rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+) -> None:
     """Weights of a PipelineModule: one file per layer and tensor-parallel rank."""
     copies: dict[str, int] = {}
     for layer in sorted({layer for layer, _ in source.layers}):
@@ -43,7 +45,7 @@ def shared_names(shared: Any, model: Model) -> dict[str, str]:
 
 
 def add_modules(
-    rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+    rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
 ) -> dict[str, str]:
     """Weights of a model without pipeline: `module` in each tensor-parallel rank's model file.
 
@@ -85,7 +87,7 @@ def add_modules(
     return aliases
 
 
-def _stated_again(source: Source, name: str, shards: list[Tensor]) -> list[list[Tensor]]:
+def _stated_again(source: DeepSpeedContents, name: str, shards: list[Tensor]) -> list[list[Tensor]]:
     """Shards of a frozen parameter as `frozen_param_fragments` holds them, where that is a copy of its own."""
     fragments = [source.models[tp, 0].value.get("frozen_param_fragments") for tp in range(source.topology.tp)]
     found = [held.get(name) if isinstance(held, Mapping) else None for held in fragments]
@@ -95,7 +97,9 @@ def _stated_again(source: Source, name: str, shards: list[Tensor]) -> list[list[
     return [again] if is_whole and not again[0].same_view(shards[0]) else []
 
 
-def add_experts(rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]) -> None:
+def add_experts(
+    rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+) -> None:
     """Weights of experts: a file for each, with names as in the whole model, or slices of stacks."""
     experts = source.experts
     if experts is None:
@@ -121,7 +125,7 @@ def add_experts(rows: Rows, source: Source, model: Model, files: Mapping[str, in
 
 
 def add_zero3_frozen(
-    rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+    rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
 ) -> None:
     """Parameters that are not optimized: each rank's slot in `frozen_param_fragments`. Buffers travel in the files."""
     topology = source.topology
@@ -143,7 +147,7 @@ def add_zero3_frozen(
 
 
 def add_zero3_buffers(
-    rows: Rows, source: Source, model: Model, files: Mapping[str, int], weights: dict[str, Param]
+    rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
 ) -> None:
     """Buffers are not partitioned: every rank's model file holds them whole."""
     known: dict[int, Mapping[str, Tensor]] = {}  # files of alike ranks hold the same object
@@ -168,7 +172,9 @@ def _module(file: PtFile) -> Mapping[str, Tensor]:
     return value
 
 
-def _weight(name: str, shards: list[Tensor], model: Model, source: Source, weights: dict[str, Param]) -> Param:
+def _weight(
+    name: str, shards: list[Tensor], model: Model, source: DeepSpeedContents, weights: dict[str, Param]
+) -> Param:
     """The parameter that a stored weight belongs to; buffers and frozen parameters get one of their own."""
     shapes = [tensor.shape for tensor in shards]
     param = model.params.get(name) or weights.get(name)

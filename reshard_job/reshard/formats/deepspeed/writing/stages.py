@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.logical import Model, Stage, first_tied_layer, layer_of, tied_key
 from reshard.formats.deepspeed.pipeline import stage_bounds
 from reshard.topology import Topology
 
 
-def target_stages(source: Source, model: Model, target: Topology) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+def target_stages(
+    source: DeepSpeedContents, model: Model, target: Topology
+) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
     """Parameter groups of every stage, without groups that are empty there (DeepSpeed drops those), and the bounds.
 
     Returns:
@@ -79,7 +81,7 @@ def tp_elements_agree(model: Model, num_layers: int, tp: int, bounds: tuple[int,
     return stage_bounds(model.pipeline, num_stages, layer_elements(model, num_layers, tp)) == bounds
 
 
-def _same_bounds(source: Source, model: Model, target: Topology) -> bool:
+def _same_bounds(source: DeepSpeedContents, model: Model, target: Topology) -> bool:
     """At the same pp the stages stay as they are, unless another tp moves the balance of `parameters`."""
     info = model.pipeline
     if target.tp == source.topology.tp or (info is not None and info.partition_method != "parameters"):

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.formats.deepspeed import autoep, flat
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import Kind
 from reshard.formats.deepspeed.logical import Param, Stage, param_groups
 from reshard.formats.deepspeed.reading.groups import group_holder, group_state
 from reshard.formats.deepspeed.reading.opening import parallel_dimensions
-from reshard.formats.deepspeed.reading.reader import Extra
+from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra
 from reshard.formats.deepspeed.rows import Place
 from reshard.formats.deepspeed.writing.carried_objects import Budget, Template
 from reshard.formats.deepspeed.writing.origins import TargetRows
@@ -68,7 +68,7 @@ class Target:
         budget: of what is copied into them.
     """
 
-    extra: Extra
+    extra: DeepSpeedExtra
     progress: Progress | None
     topology: Topology
     kind: Kind
@@ -89,7 +89,7 @@ class Target:
                 self._holders.setdefault(name, []).append(pp)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> DeepSpeedContents:
         """The source's files."""
         return self.extra.source
 

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.deepspeed import pipeline
-from reshard.formats.deepspeed.contents import Source
+from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.deepspeed.fields import (
     kind_of,
@@ -22,7 +22,7 @@ from reshard.formats.deepspeed.logical import Model, Param
 from reshard.formats.deepspeed.muon import same_numbers
 from reshard.formats.deepspeed.names import NAME
 from reshard.formats.deepspeed.reading.groups import uses_muon
-from reshard.formats.deepspeed.reading.reader import Describes, Extra
+from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra, Describes
 from reshard.formats.deepspeed.writing.advice import advice
 from reshard.formats.deepspeed.writing.model_files import write_experts, write_layers, write_model
 from reshard.formats.deepspeed.writing.optimizer_files import buffers_of, write_optimizer
@@ -47,7 +47,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     """
     extra, target = _template(index, request), request.topology
     _refuse(extra, target)
-    if isinstance(index.extra, Extra):
+    if isinstance(index.extra, DeepSpeedExtra):
         refuse_small_gradients(index.extra.source, target)
         _refuse_muon(index.extra.source, extra.source, target)
     stages, bounds = target_stages(extra.source, extra.model, target)
@@ -89,13 +89,13 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
 
 def _known_topology(index: Index) -> Topology | None:
     """The topology of a source whose files tell all of it: others than DeepSpeed's own say nothing of cp."""
-    own = isinstance(index.extra, Extra) and index.topology.tp * index.topology.pp == 1
+    own = isinstance(index.extra, DeepSpeedExtra) and index.topology.tp * index.topology.pp == 1
     return index.topology if own else None
 
 
-def _template(index: Index, request: Request) -> Extra:
+def _template(index: Index, request: Request) -> DeepSpeedExtra:
     found = index.extra if request.like is None else request.like.extra
-    if isinstance(found, Extra):
+    if isinstance(found, DeepSpeedExtra):
         return found
     if isinstance(found, Describes):
         return found.native()
@@ -122,7 +122,7 @@ def _write_rank(target: Target, pp: int, tp: int) -> None:
         write_optimizer(target, pp, tp, dp, parts[dp % target.topology.ep])
 
 
-def _commit_model(extra: Extra, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any]:
+def _commit_model(extra: DeepSpeedExtra, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any]:
     """The commit's description of the model, with the boundaries of the target's stages."""
     model = dict(extra.commit_model)
     info = extra.model.pipeline  # the commit's, else that of the client state
@@ -140,7 +140,7 @@ def _with_parts(described: Any, target: Topology, bounds: tuple[int, ...]) -> di
     return {**described, "parts": list(parts)}
 
 
-def _refuse(extra: Extra, target: Topology) -> None:
+def _refuse(extra: DeepSpeedExtra, target: Topology) -> None:
     """Conversions that need more than is known."""
     topology = extra.source.topology
     where = str(extra.source.folder)
@@ -168,7 +168,7 @@ def _refuse(extra: Extra, target: Topology) -> None:
         )
 
 
-def _refuse_buffers(extra: Extra, target: Topology, where: str) -> None:
+def _refuse_buffers(extra: DeepSpeedExtra, target: Topology, where: str) -> None:
     """DeepSpeed's default for parameters says nothing about buffers: those are as often whole as cut."""
     buffers = {name for file in extra.source.models.values() for name in file.value.get("buffer_names") or ()}
     unknown = sorted(
@@ -195,7 +195,7 @@ def _refuse_experts(experts: Experts, target: Topology, where: str) -> None:
     experts.check(target.ep)
 
 
-def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
+def _refuse_stage(extra: DeepSpeedExtra, target: Topology, where: str) -> None:
     """Stages that DeepSpeed has not, or that need what was not saved."""
     source = extra.source
     change = f"from ZeRO stage {source.topology.zero} to {target.zero}"
@@ -216,7 +216,7 @@ def _refuse_stage(extra: Extra, target: Topology, where: str) -> None:
     require_settings(source)
 
 
-def _refuse_muon(source: Source, like: Source, target: Topology) -> None:
+def _refuse_muon(source: DeepSpeedContents, like: DeepSpeedContents, target: Topology) -> None:
     """Muon's momentum means other things to other optimizers of DeepSpeed; `like` is the source, or its template."""
     if not uses_muon(source):
         return
