@@ -24,7 +24,7 @@ API version `{group}/{version}`, kind `{kind}`, short name `{short}`, category `
 
 
 def render(crd: dict[str, Any]) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     spec = crd["spec"]
     version = spec["versions"][0]
     schema = version["schema"]["openAPIV3Schema"]

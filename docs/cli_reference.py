@@ -1,6 +1,6 @@
-"""Writes docs/cli-reference.md from the programs' own parsers: `python -m docs.cli_reference`; `--check` only compares.
+"""Generates docs/cli-reference.md from the programs' parsers: `python -m docs.cli_reference`; `--check` only compares.
 
-The page is made from the parsers' actions, not from their help texts, which differ between versions of Python.
+The generator reads the parsers' actions and not their help texts, because help texts differ between versions of Python.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
-from elastic_operator.plugin.options import parser as kubectl_etj
+from elastic_operator.plugin.options import make_parser as kubectl_etj
 from elastic_operator.settings import _parser as elastic_operator
 from reshard.cli.options import build as reshard
 from testbed.__main__ import _parser as testbed
@@ -22,8 +22,8 @@ PAGE = Path(__file__).with_name("cli-reference.md")
 _HEAD = """\
 # Command line reference
 
-Generated from the programs by `python -m docs.cli_reference`; edit the programs, not this page.
-`PROGRAM --help` and `PROGRAM COMMAND --help` say the same.
+`python -m docs.cli_reference` generates this page from the programs; edit the programs, not this page.
+`PROGRAM --help` and `PROGRAM COMMAND --help` print the same texts.
 """
 
 
@@ -32,8 +32,8 @@ class Program:
     """One command line.
 
     Attributes:
-        build: makes its parser; must not depend on the environment.
-        about: Markdown: what it is for, and where more is said.
+        build: returns the program's parser; must not depend on the environment.
+        about: Markdown text: the program's purpose, and a link to its page.
     """
 
     build: Callable[[], argparse.ArgumentParser]
@@ -43,26 +43,28 @@ class Program:
 PROGRAMS = (
     Program(
         build=reshard,
-        about="The resharder, alone or in a reshard pod. [Its page](reshard.md) explains every option and exit code.",
+        about="Converts checkpoints, alone or in a reshard pod."
+        " [Its page](reshard.md) explains every option and exit code.",
     ),
     Program(
         build=lambda: elastic_operator({}),
-        about="The operator. The chart sets these options ([install](install.md));"
+        about="Runs the operator. The chart sets these options ([install](install.md));"
         " [operations](operations.md) explains the times.",
     ),
     Program(
         build=kubectl_etj,
-        about="What happened to a job, and what would happen. [Its page](kubectl-etj.md) shows examples.",
+        about="Shows what happened to a job, and what would happen. [Its page](kubectl-etj.md) has examples.",
     ),
     Program(
         build=testbed,
-        about="A Kubernetes cluster on one machine, for trying and tests. [Its page](testbed.md) says what is real.",
+        about="Runs a Kubernetes cluster on one machine, for trials and tests."
+        " [Its page](testbed.md) says what is real.",
     ),
 )
 
 
 def render() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     return "\n".join([_HEAD, *(line for program in PROGRAMS for line in _program(program))]).rstrip("\n") + "\n"
 
 
@@ -86,10 +88,10 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
 
 
 def _table(parser: argparse.ArgumentParser, without: Container[tuple[str, ...]] = ()) -> Iterator[str]:
-    """Rows of all arguments but those that are told of already, with the program itself."""
+    """Yield the table's lines for all arguments except those that the program's own table lists."""
     shown = [action for action in _actions(parser) if tuple(action.option_strings) not in without]
     rows = [(_names(action), _default(action), _help(action, parser.prog)) for action in shown]
-    # An argument that the command's own sentence explains needs no table.
+    # If the command's own sentence explains its arguments, a table would only repeat them.
     if any(default or text for _, default, text in rows):
         yield from ("| argument | default | meaning |", "|---|---|---|")
         yield from (f"| `{name}` | {default} | {text} |" for name, default, text in rows)
@@ -97,7 +99,7 @@ def _table(parser: argparse.ArgumentParser, without: Container[tuple[str, ...]] 
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """What is shown, arguments before options."""
+    """Return the visible actions, arguments before options."""
     hidden = (argparse._HelpAction, argparse._SubParsersAction)
     shown = [item for item in parser._actions if not isinstance(item, hidden) and item.help != argparse.SUPPRESS]
     return sorted(shown, key=lambda action: bool(action.option_strings))
@@ -116,7 +118,7 @@ def _value(action: argparse.Action) -> str:
 
 
 def _shown(action: argparse.Action) -> str:
-    """A positional argument, as in a synopsis."""
+    """Return a positional argument as it appears in a synopsis."""
     name = action.metavar if isinstance(action.metavar, str) else action.dest
     return {"?": f"[{name}]", "*": f"[{name}...]", "+": f"{name}..."}.get(str(action.nargs), name)
 
@@ -134,7 +136,7 @@ def _help(action: argparse.Action, prog: str) -> str:
     if isinstance(action, argparse._VersionAction):
         return "print the version"
     text = (action.help or "") % {**vars(action), "prog": prog}
-    if _default(action):  # which has a column of its own
+    if _default(action):  # The default has a column of its own.
         text = re.sub(r"[,;]? ?\(?default:? [^\s)]+\)?$", "", text)
     return _cell(text)
 
@@ -144,11 +146,11 @@ def _cell(text: str) -> str:
 
 
 def main() -> int:
-    """Write the page, or with --check say by the exit code whether it is the one that would be written."""
+    """Write the page, or with --check return 1 if the page differs from the generated one."""
     if sys.argv[1:] == ["--check"]:
         if PAGE.read_text(encoding="utf-8") == render():
             return 0
-        sys.stderr.write(f"{PAGE} is not what the programs say: run `python -m docs.cli_reference`\n")
+        sys.stderr.write(f"{PAGE} differs from the programs' parsers: run `python -m docs.cli_reference`\n")
         return 1
     PAGE.write_text(render(), encoding="utf-8")
     return 0

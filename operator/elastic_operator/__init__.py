@@ -1,1 +1,1 @@
-"""Kubernetes operator for `ElasticTrainingJob`: observe, decide, apply."""
+"""Kubernetes operator for `ElasticTrainingJob`: it observes the cluster, decides, and applies the decisions."""

@@ -1,4 +1,4 @@
-"""How the operator logs: for people as lines, for machines as one JSON object per line."""
+"""Logging of the operator: text lines for people, or one JSON object per line for machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_operator.settings import Settings
 
 
 def configure_logging(settings: Settings) -> None:
-    """One handler, on stderr; this package, and warnings of others."""
+    """Log this package at the configured level and other packages' warnings to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if settings.json_logs else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -18,13 +18,13 @@ def configure_logging(settings: Settings) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """For people: time, level, fields, message."""
+    """Formats a record as one line: time, level, fields, message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Put the fields before the message."""
+        """Format a record with its fields before the message."""
         fields = getattr(record, "fields", None)
         if not fields:
             return super().format(record)
@@ -33,10 +33,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """For machines: one JSON object per line."""
+    """Formats a record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Fields beside the message."""
+        """Format a record with its fields as further keys."""
         entry = {
             "time": self.formatTime(record),
             "level": record.levelname,

@@ -1,6 +1,7 @@
-"""/healthz and /readyz for the kubelet's probes, served by the event loop that does the work: they die with it.
+"""HTTP server of /healthz and /readyz for the kubelet's probes.
 
-Standby and leader are both ready: a rolling update has to wait for the one as well as for the other.
+The event loop that runs the controller serves them, so a loop that hangs fails the probes. Leader and standby are both
+ready, because a rolling update has to wait for either.
 """
 
 from __future__ import annotations
@@ -11,37 +12,46 @@ import dataclasses
 import socket
 from collections.abc import Callable, Mapping
 
-from elastic_operator.cluster.leader_election import LEASE_SECONDS, Standing
+from elastic_operator.cluster.leader_election import LEASE_SECONDS, CandidateState
 
 _REQUEST_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What a probe is told.
+    """Answer to a probe.
 
     Attributes:
-        good: 200, else 503.
-        text: for people, one line.
+        is_good: True for status 200, False for 503.
+        text: explanation in one line.
     """
 
-    good: bool
+    is_good: bool
     text: str
 
 
-def readiness(standing: Standing | None, *, started: bool) -> Answer:
-    """Whether this process does its part: the leader (None: there is no election) acts, a standby could take over."""
-    if standing is not None and standing.trouble:
-        return Answer(False, f"the leader's Lease cannot be read or written: {standing.trouble}")
-    if standing is not None and not standing.leading:
-        return Answer(True, f"standby; the leader is {standing.holder or 'not known yet'}")
+def readiness(state: CandidateState | None, *, started: bool) -> Answer:
+    """Return whether the leader has started its watches, or a standby could take over.
+
+    Args:
+        state: state of the leader election; None without election.
+        started: kopf's watches are set up.
+    """
+    if state is not None and state.trouble:
+        return Answer(False, f"the leader's Lease cannot be read or written: {state.trouble}")
+    if state is not None and not state.is_leading:
+        return Answer(True, f"standby; the leader is {state.holder or 'not known yet'}")
     return Answer(True, "leader") if started else Answer(False, "leader; the watches are being set up")
 
 
-def liveness(standing: Standing | None) -> Answer:
-    """Whether a restart would not help. That the question is answered at all is the larger part of the answer."""
-    if standing is not None and standing.leading and standing.age_seconds > LEASE_SECONDS:
-        return Answer(False, f"the leader's Lease was last renewed {standing.age_seconds:.0f} s ago")
+def liveness(state: CandidateState | None) -> Answer:
+    """Return whether this process is alive; a leader whose Lease has expired is not.
+
+    Args:
+        state: state of the leader election; None without election.
+    """
+    if state is not None and state.is_leading and state.age_seconds > LEASE_SECONDS:
+        return Answer(False, f"the leader's Lease was last renewed {state.age_seconds:.0f} s ago")
     return Answer(True, "alive")
 
 
@@ -63,24 +73,24 @@ async def serve(port: int, pages: Mapping[str, Callable[[], Answer]]) -> asyncio
 
 
 def _listen(port: int) -> socket.socket:
-    """One socket for IPv4 and IPv6, or for IPv4 where there is no other."""
+    """Open one socket for IPv4 and IPv6, or for IPv4 only if IPv6 is not available."""
     if socket.has_dualstack_ipv6():
-        # The machine may have IPv6 and the pod none; a port that is taken is refused below as well.
+        # The machine may have IPv6 while the pod has none. A port in use raises again below.
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
 
 def respond(request_line: bytes, pages: Mapping[str, Callable[[], Answer]]) -> bytes:
-    """The HTTP response to the first line of a request."""
+    """Build the HTTP response to the first line of a request."""
     words = request_line.decode("latin-1").split()
     path = words[1].partition("?")[0] if len(words) > 1 else ""
     page = pages.get(path)
     if page is None:
-        status, text = "404 Not Found", f"there is {' and '.join(pages)}"
+        status, text = "404 Not Found", f"expected one of {', '.join(pages)}"
     else:
         answer = page()
-        status, text = "200 OK" if answer.good else "503 Service Unavailable", answer.text
+        status, text = "200 OK" if answer.is_good else "503 Service Unavailable", answer.text
     body = f"{text}\n".encode()
     head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Connection: close\r\n\r\n".encode() + body

@@ -1,4 +1,4 @@
-"""Settings of the operator: command line first, then environment, then defaults. The only reader of os.environ."""
+"""Settings of the operator, from the command line and the environment. No other module reads os.environ."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from pathlib import Path
 from elastic_operator.manifests.forbidden_accounts import Account
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.observed.health_monitors import NO_RULES, RuleError, Rules, parse_rules
-from elastic_operator.observed.timeouts import Timeouts, meanings
+from elastic_operator.observed.timeouts import Timeouts, describe_timeouts
 
 LEASE_NAME = "elastic-training-operator"
-"""Of the leader, unless the command line says otherwise."""
+"""Default name of the leader's Lease."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How this process runs.
+    """Settings of this process.
 
     Attributes:
-        kubeconfig: credentials; None inside a cluster.
-        namespaces: the only ones served; empty for all.
-        lease_namespace: where the leader's Lease lies.
-        lease_name: of the leader's Lease. Operators with the same one stand by for each other.
+        kubeconfig: file with credentials; None inside a cluster.
+        namespaces: namespaces to serve; empty for all.
+        lease_namespace: namespace of the leader's Lease.
+        lease_name: name of the leader's Lease. Operators with the same Lease are standbys of each other.
         identity: name of this process in that Lease.
-        metrics_port: 0 for none.
-        health_port: 0 for none.
-        unhealthy_nodes: conditions and labels of nodes that mean that a node should be left.
-        reshard_image: of reshard pods; None for the image of the training.
+        metrics_port: port of the metrics; 0 for none.
+        health_port: port of the probes; 0 for none.
+        limits: timeouts of the operator.
+        unhealthy_nodes: conditions and labels of nodes that jobs have to leave.
+        reshard_image: image of reshard pods; None for the image of the training.
         allow_own_namespace: serve jobs in the operator's own namespace.
-        pod_account: the ServiceAccount of this process' pod; None outside of a cluster.
+        pod_account: ServiceAccount of this process's pod; None outside a cluster.
     """
 
     kubeconfig: Path | None = None
@@ -53,14 +54,19 @@ class Settings:
     pod_account: Account | None = None
 
 
-def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
-    """Settings of `elastic-operator run ...`."""
+def read_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from the command line `run ...` and the environment.
+
+    Args:
+        arguments: command line without the program name.
+        environment: defaults to `os.environ`.
+    """
     env = os.environ if environment is None else environment
     parser = _parser(env)
     options = parser.parse_args(arguments)
     try:
         unhealthy_nodes = parse_rules(
-            _listed(options.unhealthy_node_conditions), _listed(options.unhealthy_node_labels)
+            _split_names(options.unhealthy_node_conditions), _split_names(options.unhealthy_node_labels)
         )
     except RuleError as error:
         parser.error(str(error))
@@ -68,7 +74,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
     limits = {field.name: getattr(options, field.name) for field in dataclasses.fields(Timeouts)}
     return Settings(
         kubeconfig=Path(kubeconfig).expanduser() if kubeconfig else None,
-        namespaces=tuple(dict.fromkeys(_listed(options.namespace))),
+        namespaces=tuple(dict.fromkeys(_split_names(options.namespace))),
         leader_election=not options.no_leader_election,
         lease_namespace=options.lease_namespace,
         lease_name=options.lease_name,
@@ -94,7 +100,7 @@ def _pod_account(env: Mapping[str, str]) -> Account | None:
     return Account(namespace=namespace, name=name) if namespace and name else None
 
 
-def _listed(values: Sequence[str]) -> list[str]:
+def _split_names(values: Sequence[str]) -> list[str]:
     return [item for value in values for item in value.split(",") if item]
 
 
@@ -116,20 +122,22 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         metavar="NAME,...",
         help="serve only this namespace; may be repeated; default: all",
     )
-    run.add_argument("--no-leader-election", action="store_true", help="for development: nobody else is running")
-    run.add_argument("--lease-namespace", default=env.get("POD_NAMESPACE") or "default", help="of the leader's Lease")
+    run.add_argument("--no-leader-election", action="store_true", help="for development, when no other operator runs")
+    run.add_argument(
+        "--lease-namespace", default=env.get("POD_NAMESPACE") or "default", help="namespace of the leader's Lease"
+    )
     run.add_argument(
         "--lease-name",
         default=LEASE_NAME,
-        help="of the leader's Lease; operators with the same one stand by for each other",
+        help="name of the leader's Lease; operators with the same Lease are standbys of each other",
     )
     run.add_argument(
         "--allow-jobs-in-own-namespace",
         action="store_true",
         help="serve jobs in the operator's own namespace, whose pods can take its rights; default: refuse them",
     )
-    run.add_argument("--metrics-port", type=int, default=0, help="serve Prometheus metrics; 0: do not")
-    run.add_argument("--health-port", type=int, default=0, help="serve /healthz and /readyz; 0: do not")
+    run.add_argument("--metrics-port", type=int, default=0, help="port of the Prometheus metrics; 0: none")
+    run.add_argument("--health-port", type=int, default=0, help="port of /healthz and /readyz; 0: none")
     run.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     run.add_argument("--json-logs", action="store_true", help="one JSON object per line")
     run.add_argument(
@@ -150,7 +158,7 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         "--reshard-image",
         default="",
         metavar="IMAGE",
-        help="what reshard pods run; default: the training's image (docs/images.md tells when that is used anyway)",
+        help="image of reshard pods; default: the training's image (docs/images.md says when that is used anyway)",
     )
     run.add_argument(
         "--reshard-image-pull-policy",
@@ -159,7 +167,7 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         metavar="POLICY",
         help="Always, IfNotPresent or Never; default: Kubernetes' own",
     )
-    defaults, about = Timeouts(), meanings()
+    defaults, about = Timeouts(), describe_timeouts()
     for field in dataclasses.fields(Timeouts):
         value = getattr(defaults, field.name)
         name = "--" + field.name.replace("_", "-")

@@ -1,4 +1,8 @@
-"""metav1 conditions: a stable set, positive polarity, `lastTransitionTime` only when the status flips."""
+"""The condition types of the resource, and how a condition is set.
+
+Conditions follow metav1: the set of types is stable, True is the good state, and `lastTransitionTime` changes only when
+the status changes.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +13,36 @@ from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import Condition
 
 MESSAGE_LIMIT = 4096
-"""A longer message helps nobody; the API allows 32768."""
+"""Maximum characters of a condition's message; the API allows 32768."""
 
 
 class Type(enum.StrEnum):
-    """Types of conditions."""
-
     SPEC_VALID = "SpecValid"
-    """The spec makes sense."""
+    """The spec is valid."""
     PLANNED = "Planned"
-    """A topology was found for the nodes at hand."""
+    """A topology fits the available nodes."""
     RESUMED = "Resumed"
-    """The current attempt continues from a commit; False: it starts from nothing."""
+    """The current attempt resumes from a committed checkpoint; False: it starts from step 0."""
     CHECKPOINT_OWNED = "CheckpointOwned"
-    """`spec.checkpoint.path` belongs to this job; False: another job writes there, and this one must not."""
+    """This job owns `spec.checkpoint.path`; False: another job owns it, so this job must not write there."""
     LAUNCHED = "Launched"
-    """All pods of the current attempt have begun; False: why not."""
+    """All pods of the current attempt have started; False: the message says why not."""
     RUNNING = "Running"
-    """The training loop makes steps."""
+    """The training loop completes steps."""
     DRAINING = "Draining"
-    """A planned change: waiting for the attempt to commit and exit."""
+    """A change is planned, and the operator waits for the attempt to commit and exit."""
     RESHARDING = "Resharding"
-    """A reshard Job converts the checkpoint."""
+    """A reshard Job is converting the checkpoint."""
     RESHARD_FAILED = "ReshardFailed"
-    """The last reshard Job failed; the source checkpoint is untouched."""
+    """The last reshard Job failed; the source checkpoint is unchanged."""
     REPORTS_VALID = "ReportsValid"
-    """False: what a pod has written for the operator does not fit, and is not believed. Absent until that happens."""
+    """False: a pod wrote an invalid report, which the operator ignores. Absent until that happens."""
     SUSPENDED = "Suspended"
-    """`spec.suspend` is true and nothing runs."""
+    """`spec.suspend` is true and no pod runs."""
     COMPLETE = "Complete"
-    """Training is done."""
+    """Training has finished."""
     FAILED = "Failed"
-    """Nothing will be tried again."""
+    """The operator starts no further attempt."""
 
 
 def set_condition(
@@ -53,7 +55,7 @@ def set_condition(
     now: float,
     generation: int,
 ) -> tuple[Condition, ...]:
-    """Replace or add one condition, in the order of `Type`."""
+    """Add or replace one condition, and sort the conditions in the order of `Type`."""
     text = "True" if status else "False"
     old = next((item for item in conditions if item.type == type_), None)
     new = Condition(
@@ -70,16 +72,16 @@ def set_condition(
 
 
 def find(conditions: tuple[Condition, ...], type_: Type) -> Condition | None:
-    """The condition of one type."""
+    """Return the condition of one type, or None."""
     return next((item for item in conditions if item.type == type_), None)
 
 
 def is_true(conditions: tuple[Condition, ...], type_: Type) -> bool:
-    """The condition is there and True."""
+    """Return whether the condition exists and its status is True."""
     condition = find(conditions, type_)
     return condition is not None and condition.status == "True"
 
 
-def generation_of(conditions: tuple[Condition, ...], generation: int) -> tuple[Condition, ...]:
-    """All conditions, marked as computed from `generation`."""
+def with_observed_generation(conditions: tuple[Condition, ...], generation: int) -> tuple[Condition, ...]:
+    """Set `observedGeneration` of all conditions to `generation`."""
     return tuple(dataclasses.replace(item, observed_generation=generation) for item in conditions)

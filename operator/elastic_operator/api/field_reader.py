@@ -1,4 +1,4 @@
-"""Reads one mapping of the resource field by field, and writes down every problem instead of raising at the first."""
+"""A reader for one mapping of the resource: it checks each field and collects all problems instead of raising."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z
 """An extended resource: DNS subdomain, slash, qualified name."""
 
 _LARGEST = 2**53
-"""Above it, JSON numbers lose digits on their way through other programs."""
+"""Programs that store JSON numbers as doubles lose digits above this value."""
 
 
 class SpecError(Exception):
     """The spec cannot be used.
 
     Attributes:
-        problems: one sentence per problem, each beginning with the path of its field.
+        problems: one sentence per problem; each begins with the path of its field.
     """
 
     reason = "InvalidSpec"
-    """Of the condition that tells the problems."""
+    """Reason of the SpecValid condition that reports the problems."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("; ".join(problems))
@@ -29,15 +29,16 @@ class SpecError(Exception):
 
 
 class NotPermittedError(SpecError):
-    """The spec makes sense, but the operator must not do what it says; see `boundary`."""
+    """The spec is valid, but asks for something that the operator must not do; see `forbidden_accounts`."""
 
     reason = "NotPermitted"
 
 
 class Section:
-    """One mapping of the resource, its path, and the list that all sections share for problems.
+    """One mapping of the resource with its path.
 
-    Every getter returns a value of the promised type, even where it writes down a problem, so that reading goes on.
+    All sections of a resource add their problems to one shared list. Every getter returns a value of its declared type
+    even when it adds a problem, so that the caller can go on and collect the other problems.
     """
 
     def __init__(self, value: Mapping[str, Any], path: str, problems: list[str]) -> None:
@@ -48,109 +49,112 @@ class Section:
     def __contains__(self, key: str) -> bool:
         return self.value.get(key) is not None
 
-    def problem(self, key: str, message: str) -> None:
-        """Write down that `key` has a problem; `message` continues the sentence."""
+    def add_problem(self, key: str, message: str) -> None:
+        """Add the problem `<path>.<key> <message>` to the shared list."""
         self._problems.append(f"{self._path}.{key} {message}")
 
     def section(self, key: str, *, required: bool = False) -> Section:
-        """The mapping at `key`; an empty one where it is absent."""
-        found = self.value.get(key)
-        if found is None and required:
-            self.problem(key, "is missing")
-        elif found is not None and not isinstance(found, Mapping):
-            self.problem(key, f"is {found!r}: expected an object")
-        if isinstance(found, Mapping):
-            return Section(found, f"{self._path}.{key}", self._problems)
-        # What is inside a missing section is not reported again, one problem is enough.
-        return Section({}, f"{self._path}.{key}", [] if required or found is not None else self._problems)
+        """Return the mapping at `key`, or an empty section if the key is absent or invalid."""
+        value = self.value.get(key)
+        if value is None and required:
+            self.add_problem(key, "is missing")
+        elif value is not None and not isinstance(value, Mapping):
+            self.add_problem(key, f"is {value!r}: expected an object")
+        if isinstance(value, Mapping):
+            return Section(value, f"{self._path}.{key}", self._problems)
+        # One problem is enough: the fields of a section that is missing or invalid are not reported.
+        return Section({}, f"{self._path}.{key}", [] if required or value is not None else self._problems)
 
     def sections(self, key: str) -> Iterator[Section]:
-        """The mappings in the list at `key`."""
-        found = self.value.get(key)
-        if found is None:
+        """Yield one section for each mapping in the list at `key`."""
+        items = self.value.get(key)
+        if items is None:
             return
-        if not isinstance(found, list) or not found:
-            self.problem(key, f"is {found!r}: expected a list with at least one entry")
+        if not isinstance(items, list) or not items:
+            self.add_problem(key, f"is {items!r}: expected a list with at least one entry")
             return
-        for i, item in enumerate(found):
+        for i, item in enumerate(items):
             if isinstance(item, Mapping):
                 yield Section(item, f"{self._path}.{key}[{i}]", self._problems)
             else:
-                self.problem(f"{key}[{i}]", f"is {item!r}: expected an object")
+                self.add_problem(f"{key}[{i}]", f"is {item!r}: expected an object")
 
     def integer(self, key: str, *, default: int | None, least: int = 1, most: int = _LARGEST) -> int:
-        """The whole number at `key`; required where `default` is None."""
-        found = self.value.get(key)
-        if found is None:
+        """Return the whole number at `key`; the field is required if `default` is None."""
+        value = self.value.get(key)
+        if value is None:
             if default is None:
-                self.problem(key, "is missing")
+                self.add_problem(key, "is missing")
             return least if default is None else default
-        return self._whole(key, found, least, most)
+        return self._whole(key, value, least, most)
 
     def integers(self, key: str, *, default: tuple[int, ...] | None) -> tuple[int, ...]:
-        """The list of different numbers of at least 1 at `key`, in its order; required where `default` is None."""
-        found = self.value.get(key)
-        if found is None:
+        """Return the list of positive whole numbers at `key` without repeated entries, in the order of the resource.
+
+        The field is required if `default` is None.
+        """
+        items = self.value.get(key)
+        if items is None:
             if default is None:
-                self.problem(key, "is missing")
+                self.add_problem(key, "is missing")
             return default or (1,)
-        if not isinstance(found, list) or not found:
-            self.problem(key, f"is {found!r}: expected a list with at least one number")
+        if not isinstance(items, list) or not items:
+            self.add_problem(key, f"is {items!r}: expected a list with at least one number")
             return (1,)
-        # The order is one of preference; a repeated entry adds nothing.
-        return tuple(dict.fromkeys(self._whole(f"{key}[{i}]", item, 1, _LARGEST) for i, item in enumerate(found)))
+        # The order expresses preference, so only repeated entries are dropped.
+        return tuple(dict.fromkeys(self._whole(f"{key}[{i}]", item, 1, _LARGEST) for i, item in enumerate(items)))
 
     def number(self, key: str, *, default: float | None, least: float) -> float | None:
-        """The number at `key`, or `default`."""
-        found = self.value.get(key)
-        if found is None:
+        """Return the number at `key`, or `default` if the key is absent."""
+        value = self.value.get(key)
+        if value is None:
             return default
         # NaN fails the comparison too.
-        if isinstance(found, bool) or not isinstance(found, int | float) or not least <= found <= 1e300:
-            self.problem(key, f"is {found!r}: expected a number of at least {least:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1e300:
+            self.add_problem(key, f"is {value!r}: expected a number of at least {least:g}")
             return max(least, 1.0)
-        return float(found)
+        return float(value)
 
     def real(self, key: str, *, default: float | None, least: float) -> float:
-        """The number at `key`; required where `default` is None."""
-        found = self.number(key, default=default, least=least)
-        if found is None:
-            self.problem(key, "is missing")
+        """Return the number at `key`; the field is required if `default` is None."""
+        value = self.number(key, default=default, least=least)
+        if value is None:
+            self.add_problem(key, "is missing")
             return max(least, 1.0)
-        return found
+        return value
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """True or false at `key`."""
-        found = self.value.get(key)
-        if found is not None and not isinstance(found, bool):
-            self.problem(key, f"is {found!r}: expected true or false")
-        return found if isinstance(found, bool) else default
+        """Return the boolean at `key`."""
+        value = self.value.get(key)
+        if value is not None and not isinstance(value, bool):
+            self.add_problem(key, f"is {value!r}: expected true or false")
+        return value if isinstance(value, bool) else default
 
     def text(self, key: str, *, required: bool = False) -> str:
-        """The string at `key`; empty where it is absent."""
-        found = self.value.get(key)
-        if found is not None and not isinstance(found, str):
-            self.problem(key, f"is {found!r}: expected a string")
-        elif required and not found:
-            self.problem(key, "is missing" if found is None else "is empty")
-        return found if isinstance(found, str) else ""
+        """Return the string at `key`, or an empty string if the key is absent."""
+        value = self.value.get(key)
+        if value is not None and not isinstance(value, str):
+            self.add_problem(key, f"is {value!r}: expected a string")
+        elif required and not value:
+            self.add_problem(key, "is missing" if value is None else "is empty")
+        return value if isinstance(value, str) else ""
 
     def choice(self, key: str, choices: Sequence[str], *, default: str) -> str:
-        """One of `choices` at `key`."""
-        found = self.value.get(key)
-        if found is None:
+        """Return the value at `key`, which must be one of `choices`."""
+        value = self.value.get(key)
+        if value is None:
             return default
-        if found not in choices:
-            self.problem(key, f"is {found!r}: expected one of {', '.join(choices)}")
+        if value not in choices:
+            self.add_problem(key, f"is {value!r}: expected one of {', '.join(choices)}")
             return default
-        return str(found)
+        return str(value)
 
-    def _whole(self, key: str, found: Any, least: int, most: int) -> int:
-        # JSON does not tell 8 from 8.0, and some clients write the latter.
-        if isinstance(found, float) and found.is_integer():
-            found = int(found)
-        if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
+    def _whole(self, key: str, value: Any, least: int, most: int) -> int:
+        # JSON does not distinguish 8 from 8.0, and some clients write 8.0.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             limits = f"of at least {least}" if most == _LARGEST else f"from {least} to {most}"
-            self.problem(key, f"is {found!r}: expected a whole number {limits}")
+            self.add_problem(key, f"is {value!r}: expected a whole number {limits}")
             return least
-        return found
+        return value

@@ -1,7 +1,7 @@
-"""Reads what pods write: Lease annotations and termination messages. Strict, as a pod may write anything. Pure.
+"""Strict readers for what pods write: Lease annotations and termination messages. Pure.
 
-What does not fit is left out, and told as a problem with the path of its field. It is never stored, and nothing here
-lets an exception into a decision.
+A pod may write anything. A value that does not fit is ignored, is never stored, and is reported as a problem with the
+path of its field. `parse_or_none` and `find_problems` never raise.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from reshard.errors import TopologyError
 from reshard.topology import Topology
 
 TEXT_BYTES = 512
-"""Longest text of a pod that is told or stored."""
+"""Maximum bytes of a text from a pod that the operator reports or stores."""
 
 MAX_MESSAGE = 4 * 4096
-"""Longest termination message that is looked at, in characters; the kubelet keeps 4096 bytes of a container."""
+"""Maximum characters of a termination message that are read; the kubelet keeps 4096 bytes per container."""
 
 EARLIEST, LATEST = 0.0, 32_503_680_000.0
-"""Times from 1970 to 3000, in seconds since the epoch."""
+"""Accepted times, in seconds since the epoch: from 1970 to 3000."""
 
 _DIGITS = re.compile(r"[0-9]{1,16}")
 _REAL = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,4})?")
@@ -43,79 +43,103 @@ _NO_NUMBER = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
 _T = TypeVar("_T")
 
 
-def count(text: str) -> int:
-    """A step or a number of samples, in decimal."""
+def parse_count(text: str) -> int:
+    """Parse a decimal step number or number of samples.
+
+    Raises:
+        ValueError: `text` is no decimal number from 0 to MAX_COUNT.
+    """
     if not _DIGITS.fullmatch(text) or int(text) > MAX_COUNT:
-        raise ValueError(f"expected a decimal number from 0 to {MAX_COUNT}, found {brief(text)}")
+        raise ValueError(f"expected a decimal number from 0 to {MAX_COUNT}, found {shorten(text)}")
     return int(text)
 
 
-def loss(text: str) -> float | None:
-    """A loss; None where training has diverged, as JSON has neither NaN nor infinity."""
+def parse_loss(text: str) -> float | None:
+    """Parse a training loss; return None for NaN and infinity, which JSON cannot express.
+
+    Raises:
+        ValueError: `text` is no decimal number.
+    """
     if _NO_NUMBER.fullmatch(text):
         return None
     if not _REAL.fullmatch(text) or not math.isfinite(float(text)):
-        raise ValueError(f"expected a decimal number, found {brief(text)}")
+        raise ValueError(f"expected a decimal number, found {shorten(text)}")
     return float(text)
 
 
-def moment(text: str) -> float:
-    """A time in RFC 3339."""
-    found = parse_time(text) if len(text) <= 64 else None
-    if found is None or not EARLIEST <= found <= LATEST:
-        raise ValueError(f"expected a time in RFC 3339 from 1970 to 3000, found {brief(text)}")
-    return found
+def parse_timestamp(text: str) -> float:
+    """Parse a time in RFC 3339 into seconds since the epoch.
+
+    Raises:
+        ValueError: `text` is no time from 1970 to 3000.
+    """
+    seconds = parse_time(text) if len(text) <= 64 else None
+    if seconds is None or not EARLIEST <= seconds <= LATEST:
+        raise ValueError(f"expected a time in RFC 3339 from 1970 to 3000, found {shorten(text)}")
+    return seconds
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Names of commits below the checkpoint root, as a JSON array."""
-    found = parse_json(text)
-    if not isinstance(found, list) or len(found) > MAX_RELEASED or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"expected a JSON array of at most {MAX_RELEASED} names, found {brief(text)}")
-    return tuple(found)
+def parse_commit_names(text: str) -> tuple[str, ...]:
+    """Parse a JSON array with names of commits below the checkpoint root.
+
+    Raises:
+        ValueError: `text` is no array of strings, or too long.
+    """
+    value = parse_json(text)
+    if not isinstance(value, list) or len(value) > MAX_RELEASED or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"expected a JSON array of at most {MAX_RELEASED} names, found {shorten(text)}")
+    return tuple(value)
 
 
-def phase(text: str) -> str:
-    """A `TrainerPhase`."""
+def parse_phase(text: str) -> str:
+    """Check that `text` is a `TrainerPhase`, and return it.
+
+    Raises:
+        ValueError: it is not.
+    """
     if text not in _PHASES:
-        raise ValueError(f"expected one of {', '.join(_PHASES)}, found {brief(text)}")
+        raise ValueError(f"expected one of {', '.join(_PHASES)}, found {shorten(text)}")
     return text
 
 
-def commit(text: str) -> CommitRef:
-    """A commit whose topology makes sense. Where it may lie is for `commit_problem`."""
-    found = CommitRef.from_json(text)
+def parse_commit(text: str) -> CommitRef:
+    """Parse a commit and check its topology; `find_commit_problem` checks its location.
+
+    Raises:
+        ValueError: a field is missing or invalid.
+    """
+    commit = CommitRef.from_json(text)
     try:
-        Topology.from_dict(found.topology)
+        Topology.from_dict(commit.topology)
     except TopologyError as error:
         raise ValueError(f"topology: {error}") from error
-    return found
+    return commit
 
 
-def commit_problem(found: CommitRef, *, root: str, attempt: int) -> str:
-    """What is wrong with where a commit of `attempt` lies; empty where nothing is.
+def find_commit_problem(commit: CommitRef, *, root: str, attempt: int) -> str:
+    """Return what is wrong with the location of a commit of `attempt`, or an empty string.
 
-    A trainer writes below its own attempt's folder of the job's checkpoint root, and nowhere else. What is believed
-    here is read by reshard pods and by all attempts that follow.
+    A trainer writes only below the folder of its own attempt in the job's checkpoint root. Reshard pods and all later
+    attempts read the commits that pass this check.
     """
-    if found.attempt != attempt:
-        return f"attempt: expected {attempt}, that of the Lease, found {found.attempt}"
+    if commit.attempt != attempt:
+        return f"attempt: expected {attempt}, that of the Lease, found {commit.attempt}"
     folder = f"{root}/a{attempt}/"
-    if not found.uri.startswith(folder) or not COMMIT_FOLDER.fullmatch(found.uri, len(folder)):
-        return f"uri: expected {folder}step-..., found {brief(found.uri)}"
+    if not commit.uri.startswith(folder) or not COMMIT_FOLDER.fullmatch(commit.uri, len(folder)):
+        return f"uri: expected {folder}step-..., found {shorten(commit.uri)}"
     return ""
 
 
-def path_problem(path: str, root: str) -> str:
-    """What is wrong with a folder that has to be `root` or lie below it; empty where nothing is."""
-    inside = path == root or path.startswith(f"{root}/")
-    if not inside or len(path) > MAX_URI or ".." in path.split("/"):
-        return f"expected {root} or a folder below it, found {brief(path)}"
+def find_path_problem(path: str, root: str) -> str:
+    """Return why `path` is neither `root` nor a folder below it, or an empty string if it is."""
+    is_inside = path == root or path.startswith(f"{root}/")
+    if not is_inside or len(path) > MAX_URI or ".." in path.split("/"):
+        return f"expected {root} or a folder below it, found {shorten(path)}"
     return ""
 
 
-def value(read: Callable[[str], _T], text: str) -> _T | None:
-    """What a text says, None for one that is empty or does not fit."""
+def parse_or_none(read: Callable[[str], _T], text: str) -> _T | None:
+    """Parse `text` with `read`; return None if it is empty or invalid."""
     if not text:
         return None
     try:
@@ -124,9 +148,9 @@ def value(read: Callable[[str], _T], text: str) -> _T | None:
         return None
 
 
-def problems(annotations: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Annotations of a Lease that do not fit: the path of each, and what was expected and found."""
-    found: list[tuple[str, str]] = []
+def find_problems(annotations: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the path of each invalid annotation of a Lease, with what was expected and found."""
+    problems: list[tuple[str, str]] = []
     for key, read in _READERS.items():
         text = annotations.get(key)
         if not text:
@@ -134,24 +158,24 @@ def problems(annotations: Mapping[str, Any]) -> list[tuple[str, str]]:
         try:
             read(text)
         except ValueError as error:
-            found.append((f"annotation {key}", sentence(str(error), TEXT_BYTES)))
-    return found
+            problems.append((f"annotation {key}", sentence(str(error), TEXT_BYTES)))
+    return problems
 
 
-def brief(text: str) -> str:
-    """A text for a message: short, and printable everywhere."""
+def shorten(text: str) -> str:
+    """Shorten `text` to 60 characters and escape what is not ASCII, for use in a message."""
     return ascii(text) if len(text) <= 60 else f"{text[:60]!a}... ({len(text)} characters)"
 
 
 _PHASES = tuple(item.value for item in TrainerPhase)
 _READERS: Mapping[str, Callable[[str], Any]] = {
-    LeaseKey.PHASE: phase,
-    LeaseKey.STEP: count,
-    LeaseKey.SAMPLES: count,
-    LeaseKey.LOSS: loss,
-    LeaseKey.FIRST_STEP_TIME: moment,
-    LeaseKey.STEP_TIME: moment,
-    LeaseKey.COMMIT: commit,
+    LeaseKey.PHASE: parse_phase,
+    LeaseKey.STEP: parse_count,
+    LeaseKey.SAMPLES: parse_count,
+    LeaseKey.LOSS: parse_loss,
+    LeaseKey.FIRST_STEP_TIME: parse_timestamp,
+    LeaseKey.STEP_TIME: parse_timestamp,
+    LeaseKey.COMMIT: parse_commit,
     LeaseKey.LOADER: VirtualLoader.from_json,
-    LeaseKey.REMOVED: names,
+    LeaseKey.REMOVED: parse_commit_names,
 }

@@ -1,8 +1,8 @@
-"""Frozen dataclasses to and from the camelCase JSON of the Kubernetes API.
+"""Conversion of frozen dataclasses to and from the camelCase JSON of the Kubernetes API.
 
-A field of type `Time` (seconds since the epoch) travels as RFC 3339 with milliseconds, in UTC. Fields that are `None`,
-and empty tuples and mappings, are left out; keys that a class does not know are ignored, so that an older operator
-reads a newer one's status.
+A field of type `Time` (seconds since the epoch) is written as RFC 3339 with milliseconds, in UTC. Fields that are
+`None`, and empty tuples and mappings, are left out. Unknown keys are ignored, so that an older operator can read the
+status of a newer one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _T = TypeVar("_T")
 
 
 def format_time(value: float) -> str:
-    """RFC 3339 in UTC with milliseconds."""
+    """Format seconds since the epoch as RFC 3339 in UTC with milliseconds."""
     moment = datetime.datetime.fromtimestamp(value, tz=datetime.UTC)
     return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"
 
 
 def parse_time(text: str | None) -> Time | None:
-    """Inverse of `format_time`; `None` for what is absent or unreadable, which is treated as unknown."""
+    """Parse a time in RFC 3339; return None if it is absent or invalid."""
     if not text:
         return None
     try:
@@ -36,36 +36,36 @@ def parse_time(text: str | None) -> Time | None:
         return None
 
 
-def camel(name: str) -> str:
-    """`first_step_time` to `firstStepTime`; `from_` to `from`."""
+def to_camel_case(name: str) -> str:
+    """Convert `first_step_time` to `firstStepTime`, and `from_` to `from`."""
     head, *rest = name.split("_")
     return head + "".join(part.capitalize() for part in rest)
 
 
 def to_wire(value: Any) -> dict[str, Any]:
-    """JSON object of a dataclass."""
-    fields = hints(type(value))
+    """Convert a dataclass to a JSON object."""
+    fields = field_types(type(value))
     pairs = ((name, _encode(getattr(value, name), hint)) for name, hint in fields.items())
-    return {camel(name): item for name, item in pairs if item is not None and item not in ([], {})}
+    return {to_camel_case(name): item for name, item in pairs if item is not None and item not in ([], {})}
 
 
 def from_wire(cls: type[_T], value: Mapping[str, Any]) -> _T:
-    """Dataclass of a JSON object; fields that are absent keep their defaults.
+    """Convert a JSON object to a dataclass; absent fields keep their defaults.
 
     Raises:
         TypeError: a field without a default is absent.
     """
     return cls(
         **{
-            name: _decode(value[camel(name)], hint)
-            for name, hint in hints(cls).items()
-            if value.get(camel(name)) is not None
+            name: _decode(value[to_camel_case(name)], hint)
+            for name, hint in field_types(cls).items()
+            if value.get(to_camel_case(name)) is not None
         }
     )
 
 
-def hints(cls: Any) -> dict[str, Any]:
-    """Types of a dataclass's fields, by name."""
+def field_types(cls: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by field name."""
     if cls not in _HINTS:
         types_of = typing.get_type_hints(cls)
         _HINTS[cls] = {field.name: types_of[field.name] for field in dataclasses.fields(cls)}
@@ -73,7 +73,7 @@ def hints(cls: Any) -> dict[str, Any]:
 
 
 _HINTS: dict[Any, dict[str, Any]] = {}
-"""Resolving annotations is slow, and they never change."""
+"""Resolved annotations by class; `typing.get_type_hints` is slow."""
 
 
 def _encode(value: Any, hint: Any) -> Any:
@@ -104,7 +104,7 @@ def _decode(value: Any, hint: Any) -> Any:
 
 
 def strip_optional(hint: Any) -> Any:
-    """`T` of `T | None`; other types as they are."""
+    """Return `T` for `T | None`, and any other type unchanged."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = [item for item in typing.get_args(hint) if item is not type(None)]
     return hint

@@ -1,8 +1,7 @@
-"""Reads the spec of an `ElasticTrainingJob` once, checks it once, and hands out frozen data.
+"""The reader of the spec of an `ElasticTrainingJob`: it checks the mapping and returns frozen data.
 
-Everything else in the operator works on `Spec` and never on the resource's dict. The API server has already refused
-most mistakes (crds/elastictrainingjobs.yaml); this reader repeats the checks, because a resource may be older than
-the schema.
+The rest of the operator works on `Spec` and never on the resource's dict. The API server already refuses most mistakes
+(crds/elastictrainingjobs.yaml). This reader repeats the checks, because a resource may be older than the schema.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_operator.api.field_reader import RESOURCE_NAME, Section, SpecError
-from elastic_operator.api.spec_rules import conflicts, path_problem, plain_path, start_problem
+from elastic_operator.api.spec_rules import find_conflicts, find_path_problem, find_start_problem, normalize_path
 from elastic_operator.api.spec_types import (
     Accelerator,
     Activations,
@@ -43,10 +42,10 @@ GIB = 2**30
 
 
 def parse_spec(value: Mapping[str, Any]) -> Spec:
-    """Read the `spec` of a resource.
+    """Read and check the `spec` of a resource.
 
     Raises:
-        SpecError: with every problem found, each beginning with the path of its field.
+        SpecError: with all problems; each begins with the path of its field.
     """
     problems: list[str] = []
     root = Section(value, "spec", problems)
@@ -63,7 +62,7 @@ def parse_spec(value: Mapping[str, Any]) -> Spec:
         template=_template(root),
     )
     if not problems:
-        problems += conflicts(spec)
+        problems += find_conflicts(spec)
     if problems:
         raise SpecError(problems)
     return spec
@@ -72,7 +71,7 @@ def parse_spec(value: Mapping[str, Any]) -> Spec:
 def _accelerator(section: Section) -> Accelerator:
     resource = section.text("resource", required=True)
     if resource and not RESOURCE_NAME.fullmatch(resource):
-        section.problem("resource", f"is {resource!r}: expected an extended resource such as amd.com/gpu")
+        section.add_problem("resource", f"is {resource!r}: expected an extended resource such as amd.com/gpu")
     memory_gib = section.number("memoryGiB", default=None, least=0.001)
     return Accelerator(
         resource=resource,
@@ -154,29 +153,29 @@ def _model(section: Section) -> Model:
 def _checkpoint(section: Section) -> CheckpointSpec:
     checkpoint = CheckpointSpec(
         claim_name=section.text("claimName", required=True),
-        path=plain_path(section.text("path")),
-        start_from=plain_path(section.text("startFrom")),
+        path=normalize_path(section.text("path")),
+        start_from=normalize_path(section.text("startFrom")),
         start_options=_start_options(section.section("startOptions")) if "startOptions" in section else StartOptions(),
         take_over=section.flag("takeOver", default=False),
         format=section.choice("format", ("DeepSpeed",), default="DeepSpeed"),
         interval_seconds=section.integer("intervalSeconds", default=900),
     )
-    if problem := path_problem(section.text("path")):
-        section.problem("path", f"is {section.text('path')!r}: {problem}")
-    if problem := path_problem(section.text("startFrom")):
-        section.problem("startFrom", f"is {section.text('startFrom')!r}: {problem}")
-    elif problem := start_problem(checkpoint):
-        section.problem("startFrom", f"is {checkpoint.start_from!r}: {problem}")
+    if problem := find_path_problem(section.text("path")):
+        section.add_problem("path", f"is {section.text('path')!r}: {problem}")
+    if problem := find_path_problem(section.text("startFrom")):
+        section.add_problem("startFrom", f"is {section.text('startFrom')!r}: {problem}")
+    elif problem := find_start_problem(checkpoint):
+        section.add_problem("startFrom", f"is {checkpoint.start_from!r}: {problem}")
     if checkpoint.start_options != StartOptions() and not checkpoint.start_from:
-        section.problem("startOptions", "says how to read startFrom, which is empty")
+        section.add_problem("startOptions", "says how to read startFrom, which is empty")
     return checkpoint
 
 
 def _start_options(section: Section) -> StartOptions:
     options = StartOptions(patterns=section.text("patterns"), names=section.text("names"), like=section.text("like"))
     for name, path in dataclasses.asdict(options).items():
-        if problem := path_problem(path):
-            section.problem(name, f"is {path!r}: {problem}")
+        if problem := find_path_problem(path):
+            section.add_problem(name, f"is {path!r}: {problem}")
     return options
 
 
@@ -214,17 +213,18 @@ def _template(root: Section) -> Mapping[str, Any]:
     template = root.section("template", required=True)
     containers = template.section("spec").value.get("containers")
     if "template" in root and (not isinstance(containers, list) or not containers):
-        root.problem("template.spec.containers", "is empty: the first container trains, so there must be one")
+        root.add_problem("template.spec.containers", "is empty: the first container trains, so there must be one")
     return template.value
 
 
 def spec_hash(spec: Spec) -> str:
-    """Changes with every part of the spec that an attempt is made from."""
+    """Return a hash of those parts of the spec that an attempt is made from."""
     parts: dict[str, Any] = {
         name: _plain(getattr(spec, name)) for name in ("accelerator", "parallelism", "batch", "model", "template")
     }
     if spec.checkpoint.start_from:
-        # Not where there is none: jobs that run have the hash of an operator that did not know it.
+        # Without startFrom the hash must equal that of older operators, which did not know the field: otherwise an
+        # upgrade would restart every running job.
         parts["start_from"] = spec.checkpoint.start_from
         parts |= {f"start_{name}": path for name, path in _plain(spec.checkpoint.start_options).items() if path}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -1,7 +1,7 @@
-"""Problems between fields of a spec that are each right on their own. The rules of the CRD say the same at admission.
+"""Rules between fields of a spec, each of which is valid on its own. The CRD has the same rules for admission.
 
-Only what the builders of the pods overwrite in any case (accelerators and environment of the training container) is
-refused at admission alone.
+Exception: the accelerators and the environment of the training container are checked at admission only, because the
+operator overwrites them in the pods anyway.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from elastic_operator.api.spec_types import (
 _ATTEMPT = re.compile(r"a\d+(/|$)", re.ASCII)
 
 
-def conflicts(spec: Spec) -> list[str]:
-    """One sentence for each problem, beginning with the path of the field."""
+def find_conflicts(spec: Spec) -> list[str]:
+    """Return one sentence per violated rule; each begins with the path of the field."""
     return [
         *_nodes(spec.nodes),
         *_strategy(spec.parallelism),
@@ -40,8 +40,11 @@ def conflicts(spec: Spec) -> list[str]:
     ]
 
 
-def path_problem(path: str) -> str | None:
-    """Why `spec.checkpoint.path`, `startFrom` or one of `startOptions` is no place inside of the claim, or None."""
+def find_path_problem(path: str) -> str | None:
+    """Return why `path` is no valid relative path inside the claim, or None.
+
+    Used for `spec.checkpoint.path`, `startFrom` and the entries of `startOptions`.
+    """
     parts = path.split("/")
     if path.startswith("/") or ".." in parts:
         return "expected a place inside the claim, relative and without '..'"
@@ -51,21 +54,21 @@ def path_problem(path: str) -> str | None:
     return None
 
 
-def plain_path(path: str) -> str:
-    """Return a path inside of the claim without `.` and doubled slashes, as the trainer and `reshard` write it."""
+def normalize_path(path: str) -> str:
+    """Remove `.` and doubled slashes from a path inside the claim, as the trainer and `reshard` do."""
     return "" if posixpath.normpath(path or ".") == "." else posixpath.normpath(path)
 
 
-def start_problem(checkpoint: CheckpointSpec) -> str | None:
-    """Why a job cannot start from `spec.checkpoint.startFrom`; None if it can, or if there is none."""
+def find_start_problem(checkpoint: CheckpointSpec) -> str | None:
+    """Return why a job cannot start from `spec.checkpoint.startFrom`; None if it can, or if the field is empty."""
     start, path = checkpoint.start_from, checkpoint.path
     if not start:
         return None
     inside = f"{path}/" if path else ""
     if start == path or (start.startswith(inside) and _ATTEMPT.match(start.removeprefix(inside))):
-        # Attempt numbers begin at 1 again: it would write over those commits, and prune them.
+        # Attempt numbers of the new job begin at 1, so the job would overwrite and prune those commits.
         return "lies where this job writes its own attempts; choose another spec.checkpoint.path"
-    return path_problem(start)
+    return find_path_problem(start)
 
 
 def _plain(character: str) -> bool:
@@ -106,7 +109,7 @@ def _batch(batch: Batch) -> Iterator[str]:
 
 
 def _auto(spec: Spec) -> Iterator[str]:
-    """Lists of degrees of which none can ever run, whatever nodes there are."""
+    """Yield problems of lists of degrees of which no combination can run on any number of nodes."""
     lists, nodes, per_node = spec.parallelism, spec.nodes, spec.accelerator.per_node
     if not any(n % t == 0 for t in lists.tensor for n in per_node):
         yield f"spec.parallelism.tensor: none of {list(lists.tensor)} divides a number of perNode {list(per_node)}"
@@ -160,14 +163,14 @@ def _topologies(spec: Spec) -> Iterator[str]:
 
 
 def _has_room(choice: TopologyChoice, spec: Spec) -> bool:
-    fixed, nodes = choice.tensor * choice.pipeline, spec.nodes
+    model_size, nodes = choice.tensor * choice.pipeline, spec.nodes
     for per_node in spec.accelerator.per_node:
         if per_node % choice.tensor:
             continue
-        if choice.data is None and fixed <= per_node * nodes.max:
+        if choice.data is None and model_size <= per_node * nodes.max:
             return True
         if choice.data is not None:
-            count, rest = divmod(fixed * choice.data, per_node)
+            count, rest = divmod(model_size * choice.data, per_node)
             if not rest and nodes.min <= count <= nodes.max:
                 return True
     return False

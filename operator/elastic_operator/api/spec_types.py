@@ -1,7 +1,7 @@
 """The typed spec of an `ElasticTrainingJob`: frozen data, one class per section of the resource.
 
-Units are in the names; field by field descriptions are in docs/crd-reference.md. Defaults are those of the schema in
-crds/elastictrainingjobs.yaml; a test keeps them equal.
+Names carry their units. docs/crd-reference.md describes every field. The defaults equal those of the schema in
+crds/elastictrainingjobs.yaml; a test checks that.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 AUTO, VIRTUAL = "Auto", "Virtual"
-"""`spec.reshard.mode`: as it pays; or the reshard Job writes where the bytes are, and the training reads them there."""
+"""Values of `spec.reshard.mode`.
+
+Auto: the operator chooses the faster mode. Virtual: the reshard Job writes a manifest with the locations of the bytes,
+and the training pods read the bytes from there.
+"""
 
 
 class Strategy(enum.StrEnum):
-    """How the planner orders what can run."""
+    """How the planner chooses among the topologies that can run."""
 
     AUTO = "Auto"
     FIXED = "Fixed"
@@ -24,7 +28,7 @@ class Strategy(enum.StrEnum):
 
 
 class Activations(enum.StrEnum):
-    """What the backward pass recomputes."""
+    """Which activations the backward pass recomputes."""
 
     NONE = "None"
     SELECTIVE = "Selective"
@@ -33,7 +37,7 @@ class Activations(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Performance:
-    """What one accelerator does in this training; see docs/planner.md for what to enter."""
+    """`spec.accelerator.performance`: speed of one accelerator in this training; see docs/planner.md."""
 
     teraflops: float = 400.0
     intra_node_gbps: float = 300.0
@@ -43,7 +47,12 @@ class Performance:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """`spec.accelerator`. `per_node` is in order of preference; `performance` is None where it was not declared."""
+    """`spec.accelerator`.
+
+    Attributes:
+        per_node: accelerators per node, in order of preference.
+        performance: None if the spec does not declare it.
+    """
 
     resource: str
     per_node: tuple[int, ...]
@@ -53,7 +62,11 @@ class Accelerator:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """`spec.nodes`. `allowed` is None where every number between `min` and `max` may be used."""
+    """`spec.nodes`.
+
+    Attributes:
+        allowed: permitted numbers of nodes; None for every number from `min` to `max`.
+    """
 
     min: int
     max: int
@@ -61,13 +74,17 @@ class Nodes:
     allowed: tuple[int, ...] | None = None
 
     def permits(self, num_nodes: int) -> bool:
-        """Whether an attempt may run on `num_nodes` nodes."""
+        """Return whether an attempt may run on `num_nodes` nodes."""
         return self.min <= num_nodes <= self.max and (self.allowed is None or num_nodes in self.allowed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyChoice:
-    """One entry of `spec.parallelism.topologies`. `data` None: follows from the number of GPUs."""
+    """One entry of `spec.parallelism.topologies`.
+
+    Attributes:
+        data: None if it follows from the number of GPUs.
+    """
 
     tensor: int = 1
     pipeline: int = 1
@@ -100,7 +117,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """`spec.model`: what the planner needs for divisibility, memory and speed."""
+    """`spec.model`: what the planner needs to check divisibility and to estimate memory and speed."""
 
     parameters: float
     layers: int
@@ -118,7 +135,10 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """`spec.checkpoint.startOptions`: options of `reshard run`, each a path inside the claim; empty for none."""
+    """`spec.checkpoint.startOptions`: options of `reshard run`.
+
+    Each is a path inside the claim; an empty string means that the option is not given.
+    """
 
     patterns: str = ""
     names: str = ""
@@ -130,8 +150,8 @@ class CheckpointSpec:
     """`spec.checkpoint`.
 
     Attributes:
-        start_from: folder inside the claim, empty for a training that begins from nothing.
-        take_over: the job may use a folder that belongs to another job.
+        start_from: folder inside the claim with the checkpoint to start from; empty for a training from step 0.
+        take_over: the job may use a folder that another job owns.
     """
 
     claim_name: str
@@ -145,7 +165,11 @@ class CheckpointSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardSpec:
-    """`spec.reshard`. `template` is a PodTemplateSpec, or None to derive one from the training container."""
+    """`spec.reshard`.
+
+    Attributes:
+        template: a PodTemplateSpec; None to derive one from the training container.
+    """
 
     mode: str = AUTO
     timeout_seconds: int = 3600
@@ -156,7 +180,7 @@ class ReshardSpec:
 
     @property
     def may_be_virtual(self) -> bool:
-        """Some conversion may be: the training needs a place in memory."""
+        """Whether a conversion may be virtual, so that training pods need a volume in memory."""
         return self.mode == VIRTUAL or (self.mode == AUTO and self.parallelism == 1 and self.template is None)
 
 
@@ -184,7 +208,11 @@ class RecoverySpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """The whole spec. `template` is the PodTemplateSpec of the training pods, as written."""
+    """The whole spec.
+
+    Attributes:
+        template: PodTemplateSpec of the training pods, unchanged.
+    """
 
     accelerator: Accelerator
     nodes: Nodes

@@ -1,7 +1,7 @@
-"""The resource's status as frozen data. It is all that the operator remembers.
+"""The resource's status as frozen data. It is the only persistent state of the operator.
 
-Everything that a decision needs beyond what can be observed is written here *before* it is acted upon, so that an
-operator that dies at any moment is continued by the next one. `to_wire` and `from_wire` translate to the CRD's JSON.
+The operator writes its decisions to the status *before* it acts on them. If the operator dies at any moment, the next
+one reads the status and goes on. `serialization` converts the classes to and from the CRD's JSON.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from reshard.topology import Topology
 
 MAX_RECOVERIES = 10
 MAX_COMMITS = 16
-"""Entries of the history at most, as in the schema of the resource."""
+"""Maximum length of the commit history, as in the schema of the resource."""
 
 
 class Phase(enum.StrEnum):
-    """Where a job is. For people; programs read the conditions."""
+    """Summary of a job's state for people; programs read the conditions."""
 
     PENDING = "Pending"
     WAITING = "Waiting"
@@ -52,13 +52,13 @@ class Condition:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A committed checkpoint that the operator has heard of.
+    """A committed checkpoint that was reported to the operator.
 
     Attributes:
-        attempt: attempt whose folder it lies in.
+        attempt: attempt whose folder contains it.
         writer: `trainer` or `reshard`.
         verified: the resharder compared it with its source.
-        invalid: a reader refused it; never used again.
+        invalid: a reader rejected it; the operator does not use it again.
     """
 
     uri: str
@@ -74,7 +74,7 @@ class Commit:
 
     @classmethod
     def from_ref(cls, ref: CommitRef) -> Commit:
-        """What rank 0 published."""
+        """Create a commit from the reference that rank 0 published."""
         return cls(
             uri=ref.uri,
             step=ref.step,
@@ -87,11 +87,11 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The newest valid commit, and those that may still be needed.
+    """The newest valid commit, and the commits that may still be needed.
 
     Attributes:
-        history: commits that exist, newest first.
-        released: names (`a<N>/step-...`) of commits that nothing refers to; the training removes them from storage.
+        history: commits on storage, newest first.
+        released: names (`a<N>/step-...`) of commits that nothing refers to; the trainer deletes them.
     """
 
     uri: str = ""
@@ -106,14 +106,14 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """What the current attempt continues from; chosen once, when the attempt is planned.
+    """The checkpoint from which the current attempt resumes; chosen once, when the attempt is planned.
 
     Attributes:
-        uri: folder that ETJ_RESUME will name; empty for a start from nothing.
-        source: commit that is read; differs from `uri` where a reshard Job converts it.
+        uri: folder for ETJ_RESUME; empty for a start from step 0.
+        source: commit that is read; differs from `uri` if a reshard Job converts it.
         ready: `uri` is committed.
-        external: `source` is `spec.checkpoint.startFrom`; its step is known once it is converted.
-        reason: why this one, or why none.
+        external: `source` is `spec.checkpoint.startFrom`; its step is known after the conversion.
+        reason: why this commit was chosen, or why there is none.
     """
 
     uri: str = ""
@@ -127,17 +127,17 @@ class Resume:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Current:
-    """The attempt that `status.attempt` names. Its topology never changes; a new plan is a new attempt.
+    """The attempt with the number `status.attempt`. Its topology never changes; a new plan is a new attempt.
 
     Attributes:
-        num_nodes: training pods.
-        gpus_per_node: accelerators of each.
-        avoid: nodes that its pods must not be placed on.
-        spec_hash: of the parts of the spec that it was planned from.
-        launch_time: when its Job was allowed to be created; None before.
-        job_uid: of its Job, once seen; a Job that is gone after that was deleted by someone.
-        schedule_time: when all pods ran.
-        first_step_time: when it finished its first step.
+        num_nodes: number of training pods.
+        gpus_per_node: accelerators per pod.
+        avoid: nodes on which its pods must not be placed.
+        spec_hash: hash of the parts of the spec from which it was planned.
+        launch_time: when the operator decided to create its Job; None before.
+        job_uid: UID of its Job, once observed; if the Job is missing later, somebody deleted it.
+        schedule_time: when all pods were running.
+        first_step_time: when it completed its first step.
     """
 
     topology: Mapping[str, int]
@@ -155,7 +155,7 @@ class Current:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """A planned change: the attempt is asked to commit and to exit."""
+    """A planned change: the operator asked the attempt to commit and exit."""
 
     cause: str
     message: str
@@ -165,7 +165,7 @@ class Drain:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """A better topology that the cluster has had room for since `since`."""
+    """A better topology that has fitted the cluster since `since`."""
 
     topology: str
     num_nodes: int
@@ -174,7 +174,7 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardStatus:
-    """The reshard Job of the current attempt, or of the last one that needed any."""
+    """The reshard Job of the current attempt, or of the last attempt that needed one."""
 
     job_name: str = ""
     attempt: int = 0
@@ -194,10 +194,10 @@ class ReshardStatus:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """What an attempt has said that it can load besides files (`reshard.contract.VirtualLoader`).
+    """The virtual checkpoints that an attempt can load, as it reported (`reshard.contract.VirtualLoader`).
 
     Attributes:
-        spec_hash: of the spec that the attempt was made from; another one may have another image.
+        spec_hash: hash of the attempt's spec; a different spec may use an image with a different trainer.
     """
 
     manifests: tuple[int, ...] = ()
@@ -207,10 +207,10 @@ class Loader:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What the reshard Job of a recovery did.
+    """Result of the reshard Job of a recovery.
 
     Attributes:
-        seconds: of the conversion itself, without the start of its pods.
+        seconds: duration of the conversion without the start of its pods.
     """
 
     mode: str = ""
@@ -222,17 +222,17 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One change of the running attempt, with the time of every step of it.
+    """One change from an attempt to the next, with the time of every part.
 
     Attributes:
-        planned: nothing was lost; the attempt was drained first.
-        signal_time: when the first sign of it was dated.
-        detect_time: when it was confirmed, or the drain was asked for.
+        planned: the attempt was drained first, so no step was lost.
+        signal_time: time of the first failure signal.
+        detect_time: when the failure was confirmed, or the drain was requested.
         stop_time: when no pod of the old attempt could run any more.
-        plan_time: when the attempt that followed was planned.
-        lost_steps: steps that have to be done again.
-        conversion: what the reshard Job did; None where none was needed, or it is not done yet.
-        seconds: what it waited for, by part (`ledger.parts`), and their `total`.
+        plan_time: when the next attempt was planned.
+        lost_steps: steps that the next attempt repeats.
+        conversion: result of the reshard Job; None if none was needed, or if it has not finished.
+        seconds: duration by part (`goodput.parts`), and their `total`.
     """
 
     cause: str
@@ -261,11 +261,11 @@ class Recovery:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExcludedNode:
-    """A node that no attempt is placed on for now.
+    """A node on which no attempt is placed for now.
 
     Attributes:
-        until: when the entry ends; None while the node is not Ready.
-        hurts: recoveries that it has caused.
+        until: when the exclusion ends; None while the node is not Ready.
+        hurts: number of recoveries that the node caused.
     """
 
     name: str
@@ -277,7 +277,7 @@ class ExcludedNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestartBudget:
-    """Unplanned recoveries inside the window."""
+    """The unplanned recoveries inside the time window."""
 
     limit: int = 0
     used: int = 0
@@ -287,7 +287,7 @@ class RestartBudget:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A topology that was considered and refused."""
+    """A topology that the planner rejected, with the reason."""
 
     topology: str
     reason: str
@@ -295,7 +295,7 @@ class Rejected:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the planner said last."""
+    """The last result of the planner."""
 
     target: Mapping[str, int] = dataclasses.field(default_factory=dict)
     nodes: int = 0
@@ -306,12 +306,12 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StartedFrom:
-    """The checkpoint of others that the job went on from (`spec.checkpoint.startFrom`).
+    """The foreign checkpoint from which the job started (`spec.checkpoint.startFrom`).
 
     Attributes:
-        source: its folder as the pods see it: the very checkpoint, where startFrom is a folder of several.
+        source: its folder in the pods; if startFrom is a folder with several checkpoints, the one that was used.
         step: optimizer steps done in it.
-        samples: global samples consumed, as far as it says so.
+        samples: global samples consumed; 0 if the checkpoint does not record them.
     """
 
     source: str
@@ -321,12 +321,12 @@ class StartedFrom:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What rank 0 said last; not written at the rate of heartbeats.
+    """The last progress report of rank 0; written less often than heartbeats arrive.
 
     Attributes:
-        step: optimizer steps done; from the plan of an attempt until it says more, those of what it resumes from.
-        time: when anything of this was seen to change.
-        step_time: when a new step was seen; a restart alone does not change it.
+        step: optimizer steps done; until an attempt reports its first step, the step from which it resumes.
+        time: when the operator last observed a change of any of these fields.
+        step_time: when the operator last observed a new step; a restart alone does not change it.
     """
 
     phase: str = ""
@@ -342,21 +342,21 @@ class Status:
     """`status` of an ElasticTrainingJob.
 
     Attributes:
-        attempt: number of the newest attempt; never goes back.
-        current: that attempt, or None while nothing may run.
-        nodes_text: nodes whose training pod runs, and after a slash those wanted.
+        attempt: number of the newest attempt; never decreases.
+        current: the newest attempt, or None while no attempt may run.
+        nodes_text: number of nodes with a running training pod, a slash, and the desired number.
         ettr_text: effective training time ratio in percent; empty before the first step.
-        drain: a planned change is on its way.
-        growth: a better topology has room, but not long enough yet.
-        loader: what the training last said that it can load.
-        drain_request: the last request for a drain by hand that was answered (`asked`).
-        retry_request: the last request to try a failed job again that was answered.
-        first_step_time: when the first of all attempts made its first step.
-        pinned: the only topology allowed, because resharding out of it failed for good.
-        started_from: the checkpoint of others that the job went on from; None where there is none, or not yet.
-        queue_time: since when the job has wanted an attempt and had none, not even a planned one; None otherwise.
-        finish_time: when it became Complete or Failed.
-        job_uids: of its Jobs, training and reshard, as far as their pods may still be there (`ownership`).
+        drain: the planned change in progress.
+        growth: a better topology fits the cluster, but not for long enough yet.
+        loader: the virtual checkpoints that the trainer can load, as it last reported.
+        drain_request: the last drain request of a user that was answered (`user_requests`).
+        retry_request: the last retry request of a user that was answered.
+        first_step_time: when the job's first attempt completed its first step.
+        pinned: the only allowed topology, because resharding to other topologies failed permanently.
+        started_from: the foreign checkpoint from which the job started; None if there is none, or before the start.
+        queue_time: since when the job has had no attempt, not even a planned one; None if it has one or needs none.
+        finish_time: when the job became Complete or Failed.
+        job_uids: UIDs of its training and reshard Jobs whose pods may still exist (`ownership`).
     """
 
     phase: str = Phase.PENDING
@@ -396,22 +396,22 @@ class Status:
 
     @property
     def launched(self) -> bool:
-        """The Job of the current attempt may exist."""
+        """Whether the Job of the current attempt may exist."""
         return self.current is not None and self.current.launch_time is not None
 
     @property
     def terminal(self) -> bool:
-        """Nothing will be started again."""
+        """Whether the job is Complete or Failed, so that no attempt is started."""
         return self.phase in TERMINAL
 
 
 def short(topology: Mapping[str, int]) -> str:
-    """`tp=2,pp=1,dp=2,zero=1`, or `` for none."""
+    """Format a topology as `tp=2,pp=1,dp=2,zero=1`; return an empty string for no topology."""
     return str(Topology.from_dict(topology)) if topology else ""
 
 
 def with_newest(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` with the newest valid commit of its history in front."""
+    """Set the fields of the newest commit in `checkpoint` from its history."""
     best = next((item for item in checkpoint.history if not item.invalid), None)
     if best is None:
         return Checkpoint(history=checkpoint.history, released=checkpoint.released)
@@ -428,6 +428,6 @@ def with_newest(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def edit_last_recovery(status: Status, **changes: Any) -> Status:
-    """`status` with fields of its newest recovery replaced."""
+    """Replace fields of the newest recovery in `status`."""
     *older, last = status.recoveries
     return dataclasses.replace(status, recoveries=(*older, dataclasses.replace(last, **changes)))

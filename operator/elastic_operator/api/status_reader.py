@@ -1,8 +1,8 @@
-"""Reads a stored status, whatever has damaged it: an older operator, or a person with the right to write it. Pure.
+"""The reader of a stored status, which an older operator or a user may have damaged. Pure.
 
-A field that does not fit is left out and told with its path, so that the next write mends it. Where what is left would
-not do (which attempt runs, from what it resumes, the only commits), nothing is decided: `Stored.lost` names the fields,
-and a person has to put them right. To guess there could start the training from nothing.
+An invalid field is left out and reported with its path; the next write of the status removes it. If the field is
+essential (the current attempt, what it resumes from, the only commits), the operator makes no decision for the job:
+`StoredStatus.lost` names these fields, and a user has to correct them. A guess could start the training from step 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
-from elastic_operator.api.serialization import Time, camel, hints, parse_time, strip_optional
+from elastic_operator.api.serialization import Time, field_types, parse_time, strip_optional, to_camel_case
 from elastic_operator.api.status import (
     MAX_COMMITS,
     MAX_RECOVERIES,
@@ -29,27 +29,27 @@ from reshard.topology import Topology
 MAX_INTEGER = 2**63 - 1
 MAX_ITEMS = 65_536
 LONG_TEXT, SHORT_TEXT = 4096, 1024
-"""Bytes of texts for people: of the status and its conditions, and of everything below. Longer ones are cut."""
+"""Maximum bytes of texts for people: in the status and its conditions, and elsewhere. Longer texts are cut."""
 
 _TEXTS = ("message", "reason", "invalid_reason", "mode_reason")
 _TOPOLOGIES = ("topology", "pinned", "target")
 _NEEDED: tuple[tuple[type, str], ...] = ((Commit, "topology"), (Current, "topology"))
-"""Topologies that cannot be left out."""
+"""Topologies without which the object that contains them cannot be used."""
 
 _BOUNDS = {"attempt": 2**31 - 1, "num_nodes": 2**31 - 1, "gpus_per_node": 2**31 - 1, "replicas": 2**31 - 1}
 _Field = tuple[Any, str]
-"""A dataclass, and the name of one of its fields."""
+"""A dataclass and the name of one of its fields."""
 
 _ESSENTIAL = ("status.attempt", "status.current")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """What could be read.
+class StoredStatus:
+    """The readable part of a stored status.
 
     Attributes:
-        problems: path of each field that does not fit, with what was expected and found; they are left out.
-        lost: those among them that nothing can be decided without.
+        problems: path of each invalid field, with what was expected and found; these fields are left out.
+        lost: the problems of essential fields; with any, the operator makes no decision for the job.
     """
 
     status: Status
@@ -57,18 +57,18 @@ class Stored:
     lost: tuple[str, ...] = ()
 
 
-def read_status(value: object) -> Stored:
-    """A stored status; never raises."""
+def read_status(value: object) -> StoredStatus:
+    """Read a stored status, and leave out invalid fields; never raises."""
     problems: list[str] = []
     if not isinstance(value, Mapping):
-        found = f"status: expected an object, found {type(value).__name__}"
-        return Stored(status=Status(), problems=(found,), lost=(found,))
+        problem = f"status: expected an object, found {type(value).__name__}"
+        return StoredStatus(status=Status(), problems=(problem,), lost=(problem,))
     status = _object(Status, value, "status", problems)
     checkpoint = status.checkpoint
     history = checkpoint.history[:MAX_COMMITS]
     lost = [item for item in problems if _is_essential(item)]
     if not any(not item.invalid for item in history):
-        # Without any commit left the training would start from nothing.
+        # Without any valid commit the training would start from step 0.
         lost += [item for item in problems if item.startswith("status.checkpoint")]
     elif any(item.startswith("status.checkpoint") for item in problems):
         checkpoint = with_newest(dataclasses.replace(checkpoint, history=history))
@@ -77,7 +77,7 @@ def read_status(value: object) -> Stored:
         checkpoint=dataclasses.replace(checkpoint, history=history),
         recoveries=status.recoveries[-MAX_RECOVERIES:],
     )
-    return Stored(status=status, problems=tuple(problems), lost=tuple(lost))
+    return StoredStatus(status=status, problems=tuple(problems), lost=tuple(lost))
 
 
 def _is_essential(problem: str) -> bool:
@@ -86,33 +86,33 @@ def _is_essential(problem: str) -> bool:
 
 
 def _object(cls: Any, value: object, path: str, problems: list[str]) -> Any:
-    """A dataclass; fields that do not fit are left out and told.
+    """Read a dataclass; add a problem for each invalid field, and leave the field out.
 
     Raises:
-        ValueError: it is no object, or a field that cannot be left out does not fit.
+        ValueError: `value` is no object, or a required field is missing or invalid.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{path}: expected an object, found {type(value).__name__}")
-    needed = {
+    required = {
         field.name
         for field in dataclasses.fields(cls)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
-    found: dict[str, Any] = {}
-    for name, hint in hints(cls).items():
-        where = f"{path}.{camel(name)}"
-        item = value.get(camel(name))
+    fields: dict[str, Any] = {}
+    for name, hint in field_types(cls).items():
+        field_path = f"{path}.{to_camel_case(name)}"
+        item = value.get(to_camel_case(name))
         if item is None:
-            if name in needed:
-                raise ValueError(f"{where}: expected a value, found none")
+            if name in required:
+                raise ValueError(f"{field_path}: expected a value, found none")
             continue
         try:
-            found[name] = _value((cls, name), strip_optional(hint), item, where, problems)
+            fields[name] = _value((cls, name), strip_optional(hint), item, field_path, problems)
         except ValueError as error:
-            if name in needed:
+            if name in required:
                 raise
             problems.append(str(error))
-    return cls(**found)
+    return cls(**fields)
 
 
 def _value(field: _Field, hint: Any, value: Any, path: str, problems: list[str]) -> Any:
@@ -129,23 +129,23 @@ def _value(field: _Field, hint: Any, value: Any, path: str, problems: list[str])
         return _checked(isinstance(value, bool), value, path, "true or false")
     if hint is int:
         most = _BOUNDS.get(name, MAX_INTEGER)
-        whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
-        return _checked(whole, value, path, f"an integer from 0 to {most}")
+        is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+        return _checked(is_whole, value, path, f"an integer from 0 to {most}")
     if hint is float:
         return float(_checked(_is_finite(value), value, path, "a number"))
     return _mapping(cls, name, hint, value, path)
 
 
 def _items(field: _Field, hint: Any, value: Any, path: str, problems: list[str]) -> tuple[Any, ...]:
-    """Items of a list; those that do not fit are left out alone."""
+    """Read the items of a list; add a problem for each invalid item, and leave only that item out."""
     _checked(isinstance(value, list) and len(value) <= MAX_ITEMS, value, path, f"a list of at most {MAX_ITEMS} items")
-    found = []
+    items = []
     for index, item in enumerate(value):
         try:
-            found.append(_value(field, hint, item, f"{path}[{index}]", problems))
+            items.append(_value(field, hint, item, f"{path}[{index}]", problems))
         except ValueError as error:
             problems.append(str(error))
-    return tuple(found)
+    return tuple(items)
 
 
 def _mapping(cls: Any, name: str, hint: Any, value: Any, path: str) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def _mapping(cls: Any, name: str, hint: Any, value: Any, path: str) -> dict[str,
             Topology.from_dict(value)
         except (TopologyError, TypeError) as error:
             raise ValueError(f"{path}: {sentence(str(error))}") from error
-        whole = all(isinstance(item, int) and not isinstance(item, bool) for item in value.values())
-        return dict(_checked(whole, value, path, "integers"))
+        is_whole = all(isinstance(item, int) and not isinstance(item, bool) for item in value.values())
+        return dict(_checked(is_whole, value, path, "integers"))
     for item in value.values():
         parts = item.values() if isinstance(item, Mapping) else (item,)
         _checked(all(_is_finite(part) for part in parts), item, path, "numbers")
@@ -175,14 +175,14 @@ def _text(cls: Any, name: str, value: Any, path: str) -> str:
 
 
 def _time(value: Any, path: str) -> Time:
-    found = parse_time(value) if isinstance(value, str) else None
-    if found is None or not 0 <= found < 2**36:
+    seconds = parse_time(value) if isinstance(value, str) else None
+    if seconds is None or not 0 <= seconds < 2**36:
         raise ValueError(f"{path}: expected a time in RFC 3339, found {_brief(value)}")
-    return found
+    return seconds
 
 
-def _checked(fits: bool, value: Any, path: str, expected: str) -> Any:
-    if not fits:
+def _checked(is_valid: bool, value: Any, path: str, expected: str) -> Any:
+    if not is_valid:
         raise ValueError(f"{path}: expected {expected}, found {_brief(value)}")
     return value
 

@@ -1,5 +1,5 @@
-"""The edges to Kubernetes: watches, caches, reads, writes, leader election and kopf's handlers.
+"""Access to the Kubernetes API: watches, caches, reader, writer, leader election and kopf's handlers.
 
-Nothing is decided here. Imports all pure packages; imported by `controller`, `main` and `probes`, and by the plugin for
-the kinds of objects.
+These modules make no decisions. They may import all pure packages. `controller`, `main` and `probes` import them; the
+plugin imports `resources`.
 """

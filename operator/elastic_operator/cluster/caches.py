@@ -1,6 +1,6 @@
-"""What the operator remembers between looks at the cluster: nodes, and when heartbeats changed by its own clock.
+"""Caches of nodes, and of the times at which Leases changed by the operator's own clock.
 
-Jobs, pods and the rest are in `remembered`.
+`store` holds the job resources, Jobs, pods and Leases.
 """
 
 from __future__ import annotations
@@ -16,30 +16,34 @@ from elastic_operator.observed.observation import NodeView, PodView, node_view
 
 
 class RenewalCache:
-    """When something that other machines write was seen to change. Their clocks do not matter."""
+    """When the operator first saw the values that other machines write, independent of their clocks."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[str, float]] = {}
 
-    def seen(self, key: str, value: str, now: float) -> float:
-        """Time at which `value` was first seen for `key`."""
+    def first_seen(self, key: str, value: str, now: float) -> float:
+        """Return the time at which `value` was first seen for `key`; `now` if it is new."""
         known = self._seen.get(key)
         if known is None or known[0] != value:
             self._seen[key] = known = (value, now)
         return known[1]
 
-    def of(self, lease: Mapping[str, Any], now: float) -> float:
-        """Time at which a Lease was first seen as it is."""
+    def lease_first_seen(self, lease: Mapping[str, Any], now: float) -> float:
+        """Return the time at which the current renewal of a Lease was first seen."""
         meta, spec = lease["metadata"], lease.get("spec") or {}
-        return self.seen(f"{meta['namespace']}/{meta['name']}", spec.get("renewTime") or "", now)
+        return self.first_seen(f"{meta['namespace']}/{meta['name']}", spec.get("renewTime") or "", now)
 
     def forget(self, key: str) -> None:
-        """It does not exist any more."""
+        """Remove the entry of an object that was deleted."""
         self._seen.pop(key, None)
 
 
 class NodeCache:
-    """All nodes of the cluster. `rules` say which conditions and labels mean that a node should be left."""
+    """Views of all nodes of the cluster.
+
+    Args:
+        rules: conditions and labels of a node that jobs have to leave.
+    """
 
     def __init__(self, rules: Rules = NO_RULES) -> None:
         self._rules = rules
@@ -47,14 +51,14 @@ class NodeCache:
         self._leases: dict[str, tuple[float, float]] = {}
         self._skews: dict[str, float] = {}
         self._merged: dict[str, NodeView] | None = None
-        self._offering: dict[str, NodePool] = {}
+        self._pools: dict[str, NodePool] = {}
         self.polled_at = 0.0
 
     def update(self, node: Mapping[str, Any], now: float) -> bool:
-        """Take up one node; True if anything that matters has changed."""
+        """Store one node; return whether its view changed."""
         view, old = node_view(node, self._rules), self._views.get(node["metadata"]["name"])
-        same = old is not None and old.allocatable == view.allocatable
-        view = dataclasses.replace(view, allocatable_since=old.allocatable_since if same and old else now)
+        is_same = old is not None and old.allocatable == view.allocatable
+        view = dataclasses.replace(view, allocatable_since=old.allocatable_since if is_same and old else now)
         if view == old:
             return False
         self._views[view.name] = view
@@ -62,49 +66,51 @@ class NodeCache:
         return True
 
     def remove(self, name: str) -> None:
-        """The node does not exist any more."""
+        """Remove a node that was deleted."""
         for table in (self._views, self._leases, self._skews):
             table.pop(name, None)
         self._forget_merged()
 
     def renew(self, lease: Mapping[str, Any], now: float) -> None:
-        """Take up the Lease that a kubelet renews."""
+        """Store the renewal time of a kubelet's Lease, corrected by the node's clock skew."""
         name, spec = lease["metadata"]["name"], lease.get("spec") or {}
         renewed = parse_time(spec.get("renewTime"))
         if renewed is None:
             return
-        # The smallest difference ever seen between our clock and the node's is its skew, near enough.
+        # The smallest difference ever seen between the operator's clock and the node's is close enough to the skew.
         skew = self._skews[name] = min(self._skews.get(name, now - renewed), now - renewed)
         self._leases[name] = (renewed + skew, float(spec.get("leaseDurationSeconds") or 40))
 
-    def polled(self, now: float) -> None:
-        """All Leases have been read as they were at `now`."""
+    def mark_polled(self, now: float) -> None:
+        """Note that all Leases were read at `now`; the ages of the Leases refer to this time."""
         self.polled_at = now
         self._forget_merged()
 
     def views(self) -> Mapping[str, NodeView]:
-        """All nodes, with what is known of their Leases. Made once per change: every look at every job asks for it.
+        """Return the views of all nodes, with the ages of their Leases.
 
-        Leases have the age that they had when they were read: time that has passed since is no evidence against a node.
+        The mapping is computed once per change, because every pass of every job needs it. A Lease has the age that it
+        had when it was read: the time that has passed since then is no evidence against a node.
         """
         if self._merged is None:
             self._merged = {name: self._with_lease(view) for name, view in self._views.items()}
         return self._merged
 
-    def offering(self, resource: str) -> NodePool:
-        """Those of `views` that have devices of one kind."""
-        if resource not in self._offering:
-            offering = {name: node for name, node in self.views().items() if node.capacity.get(resource, 0) > 0}
-            self._offering[resource] = NodePool(resource, offering)
-        return self._offering[resource]
+    def pool(self, resource: str) -> NodePool:
+        """Return the nodes that have devices of one kind."""
+        if resource not in self._pools:
+            nodes = {name: node for name, node in self.views().items() if node.capacity.get(resource, 0) > 0}
+            self._pools[resource] = NodePool(resource, nodes)
+        return self._pools[resource]
 
-    def around(self, resource: str, pods: Iterable[PodView]) -> Mapping[str, NodeView]:
-        """Those that have devices of one kind or run one of these pods: the same mapping for almost every job."""
-        offering, views = self.offering(resource), self.views()
-        more = {
-            pod.node: views[pod.node] for pod in pods if pod.node not in offering and pod.node in views and pod.node
-        }
-        return {**offering, **more} if more else offering
+    def views_for(self, resource: str, pods: Iterable[PodView]) -> Mapping[str, NodeView]:
+        """Return the nodes that have devices of one kind or run one of `pods`.
+
+        Almost every job gets the same mapping object, which saves memory and comparisons.
+        """
+        pool, views = self.pool(resource), self.views()
+        others = {pod.node: views[pod.node] for pod in pods if pod.node not in pool and pod.node in views and pod.node}
+        return {**pool, **others} if others else pool
 
     def _with_lease(self, view: NodeView) -> NodeView:
         if view.name not in self._leases:
@@ -116,4 +122,4 @@ class NodeCache:
 
     def _forget_merged(self) -> None:
         self._merged = None
-        self._offering.clear()
+        self._pools.clear()

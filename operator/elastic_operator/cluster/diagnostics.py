@@ -1,4 +1,4 @@
-"""What has to be asked beyond what a pass reads: may the pods be, and why are they not there? One for all jobs."""
+"""Dry runs of pod templates, and diagnoses of missing pods, for all jobs."""
 
 from __future__ import annotations
 
@@ -18,108 +18,110 @@ from elastic_operator.cluster.writer import ClusterWriter, NameTakenError, Prede
 from elastic_operator.manifests import dry_run
 from elastic_operator.manifests.attempt import MANAGER
 from elastic_operator.observed import pod_diagnosis
-from elastic_operator.observed.observation import Key, Observation, Trouble
+from elastic_operator.observed.observation import Key, Observation, PodDiagnosis
 from elastic_operator.reconcile.actions import Action, Create, LaunchAttempt
 from elastic_operator.reconcile.record import Record
 
 
 class RefusedError(Exception):
-    """The API server does not let an attempt be launched. Known for the next pass, which says so.
+    """The API server rejected an object of a launch. The next pass reports the reason in the status.
 
     Attributes:
-        new: it says something else than the last time.
+        is_new: the reason differs from that of the previous rejection.
     """
 
-    def __init__(self, message: str, *, new: bool) -> None:
+    def __init__(self, message: str, *, is_new: bool) -> None:
         super().__init__(message)
-        self.new = new
+        self.is_new = is_new
 
 
 class Diagnostics:
-    """Asks, and remembers the answers until they are out of date."""
+    """Sends diagnostic requests, and caches their results until they are out of date."""
 
-    def __init__(self, client: AsyncClient, applier: ClusterWriter) -> None:
+    def __init__(self, client: AsyncClient, writer: ClusterWriter) -> None:
         self._client = client
-        self._applier = applier
-        self._troubles: dict[Key, Trouble | None] = {}
-        self._asked_at: dict[Key, float] = {}
+        self._writer = writer
+        self._troubles: dict[Key, PodDiagnosis | None] = {}
+        self._question_times: dict[Key, float] = {}
 
-    async def tried(self, record: Record) -> Record:
-        """The record; with the problems in place of its spec, where the API server objects to its pods.
+    async def dry_run_pods(self, record: Record) -> Record:
+        """Dry-run the pod templates of a job; if the API server rejects one, replace the record's spec by the problems.
 
         Raises:
-            ApiError: the server cannot answer.
+            ApiError: the API server cannot answer.
         """
-        if isinstance(record.spec, SpecError) or not dry_run.needed(record.job, record.spec, record.status):
+        if isinstance(record.spec, SpecError) or not dry_run.is_dry_run_needed(record.job, record.spec, record.status):
             return record
         problems: list[str] = []
-        for path, manifest in dry_run.dry_run_jobs(record.job, record.spec):
-            problems += await self._objections(path, manifest)
+        for path, manifest in dry_run.build_dry_run_jobs(record.job, record.spec):
+            problems += await self._find_objections(path, manifest)
         return dataclasses.replace(record, spec=SpecError(problems)) if problems else record
 
-    async def seen(self, key: Key, status: Status, world: Observation) -> Observation:
-        """The world, with what keeps the attempt from getting its pods; asked for now and then while it does not.
+    async def diagnose(self, key: Key, status: Status, world: Observation) -> Observation:
+        """Add to `world` the reason why pods of the current attempt are missing, if they are.
+
+        While pods are missing, the reason is read again every `pod_diagnosis.AGAIN_SECONDS`.
 
         Raises:
-            ApiError: the server cannot answer.
+            ApiError: the API server cannot answer.
         """
-        found = self._troubles.get(key)
-        if found is not None and found.attempt != status.attempt:
+        known_trouble = self._troubles.get(key)
+        if known_trouble is not None and known_trouble.attempt != status.attempt:
             self._troubles.pop(key)
-        asked = pod_diagnosis.question(status, world, time.time())
-        if asked is None:
-            if found is not None and found.reason not in pod_diagnosis.OF_THE_LAUNCH:
+        question = pod_diagnosis.choose_event_query(status, world, time.time())
+        if question is None:
+            if known_trouble is not None and known_trouble.reason not in pod_diagnosis.LAUNCH_REASONS:
                 self._troubles.pop(key, None)
-        elif time.monotonic() - self._asked_at.get(key, float("-inf")) >= pod_diagnosis.AGAIN_SECONDS:
-            self._asked_at[key] = time.monotonic()
-            self._troubles[key] = pod_diagnosis.answer(asked, await self._events(key[0], asked.uid))
-        return dataclasses.replace(world, trouble=self._troubles.get(key))
+        elif time.monotonic() - self._question_times.get(key, float("-inf")) >= pod_diagnosis.AGAIN_SECONDS:
+            self._question_times[key] = time.monotonic()
+            self._troubles[key] = pod_diagnosis.diagnose_from_events(question, await self._events(key[0], question.uid))
+        return dataclasses.replace(world, pod_diagnosis=self._troubles.get(key))
 
     async def act(self, key: Key, attempt: int, action: Action) -> None:
-        """Do one thing.
+        """Execute one action, and remember why the API server rejected it.
 
         Raises:
-            ConflictError: the world is not as the decision saw it.
-            RefusedError: the API server does not let it be created.
+            ConflictError: the cluster has changed since the decision.
+            RefusedError: the API server rejected an object to create.
         """
         try:
-            await self._applier.act(*key, action)
+            await self._writer.act(*key, action)
         except ApiError as error:
             code = error.status.code or 500
-            refused = 400 <= code < 500 and code != HTTPStatus.TOO_MANY_REQUESTS
-            if not refused or not isinstance(action, Create | LaunchAttempt):
+            is_refused = 400 <= code < 500 and code != HTTPStatus.TOO_MANY_REQUESTS
+            if not is_refused or not isinstance(action, Create | LaunchAttempt):
                 raise
-            raise self._refused(key, pod_diagnosis.refused(attempt, error.status.message)) from error
+            raise self._refused(key, pod_diagnosis.diagnose_refused_launch(attempt, error.status.message)) from error
         except NameTakenError as error:
-            raise self._refused(key, pod_diagnosis.name_taken(attempt, str(error))) from error
+            raise self._refused(key, pod_diagnosis.diagnose_name_conflict(attempt, str(error))) from error
         except PredecessorError as error:
-            raise self._refused(key, pod_diagnosis.predecessor(attempt, str(error))) from error
+            raise self._refused(key, pod_diagnosis.diagnose_running_predecessor(attempt, str(error))) from error
         known = self._troubles.get(key)
         if isinstance(action, Create | LaunchAttempt) and known is not None:
             del self._troubles[key]
 
-    def _refused(self, key: Key, said: Trouble) -> RefusedError:
-        new = self._troubles.get(key) != said
-        self._troubles[key] = said
-        return RefusedError(said.message, new=new)
+    def _refused(self, key: Key, trouble: PodDiagnosis) -> RefusedError:
+        is_new = self._troubles.get(key) != trouble
+        self._troubles[key] = trouble
+        return RefusedError(trouble.message, is_new=is_new)
 
     def forget(self, key: Key) -> None:
-        """The job is gone."""
+        """Remove what is cached of a deleted job."""
         self._troubles.pop(key, None)
-        self._asked_at.pop(key, None)
+        self._question_times.pop(key, None)
 
-    async def _objections(self, path: str, manifest: Mapping[str, Any]) -> list[str]:
-        """What the API server says to a Job made from the template at `path`; nothing is created."""
-        strictly = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": MANAGER}
+    async def _find_objections(self, path: str, manifest: Mapping[str, Any]) -> list[str]:
+        """Dry-run the creation of a Job made from the template at `path`, and return the API server's objections."""
+        params = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": MANAGER}
         try:
-            # `create` has no argument for the kind of validation.
-            await self._client._client.request("post", obj=make(JOB, manifest), params=strictly)
+            # lightkube's `create` has no argument for field validation.
+            await self._client._client.request("post", obj=make(JOB, manifest), params=params)
         except ApiError as error:
             status = error.status
-            if dry_run.at_fault(status.code, status.message or ""):
+            if dry_run.is_spec_at_fault(status.code, status.message or ""):
                 causes = (status.details.causes if status.details else None) or ()
                 fields = [(cause.field or "", cause.message or "") for cause in causes]
-                return dry_run.sentences(path, status.message or str(error), fields)
+                return dry_run.describe_refusal(path, status.message or str(error), fields)
             if (status.code or 500) >= 500:
                 raise
         return []

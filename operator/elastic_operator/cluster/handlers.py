@@ -1,8 +1,8 @@
-"""kopf's part: watch the ElasticTrainingJobs, and pass on what they say. Handlers decide nothing and never wait.
+"""kopf's handlers: they watch ElasticTrainingJobs and pass every event to the store. They never decide or wait.
 
-No `kopf.index` (its start is quadratic), no timers and no daemons (they force finalizers), no `on.create` or
-`on.update` (they write annotations). `on.event` leaves no trace on any object. The crowd, nodes and pods and what else
-comes by the thousand, is followed by `mirror`: see docs/adr/0010.
+`kopf.index` is not used because its start takes quadratic time, timers and daemons because they add finalizers, and
+`on.create` and `on.update` because they write annotations. `on.event` writes nothing. `informer` watches nodes, pods,
+Jobs and Leases, of which there are thousands: see docs/adr/0010.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from elastic_operator.settings import Settings
 from reshard.contract import GROUP, PLURAL, VERSION
 
 SERVER_SECONDS = 120
-"""How long one watch lasts. Then kopf opens another one: a connection that died unnoticed costs no more."""
+"""Duration of one watch. Then kopf opens the next one, so a dead connection lasts no longer than this."""
 
 
-def make_registry(settings: Settings, remembered: ClusterStore) -> kopf.OperatorRegistry:
-    """All handlers, in a registry of their own."""
+def make_registry(settings: Settings, store: ClusterStore) -> kopf.OperatorRegistry:
+    """Register all handlers in a new registry."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
         if settings.kubeconfig is None:
             return kopf.login_with_service_account(**kwargs)
-        return connection(settings.kubeconfig)
+        return make_connection(settings.kubeconfig)
 
     @kopf.on.startup(registry=registry)
     def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -41,15 +41,15 @@ def make_registry(settings: Settings, remembered: ClusterStore) -> kopf.Operator
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def training_job(*, event: Mapping[str, Any], namespace: str | None, name: str, **_: Any) -> None:
         if event["type"] == "DELETED":
-            remembered.drop_record((namespace or "", name), event["object"]["metadata"]["uid"])
+            store.drop_record((namespace or "", name), event["object"]["metadata"]["uid"])
         else:
-            remembered.put_record(event["object"], listed=event["type"] is None)
+            store.put_record(event["object"], listed=event["type"] is None)
 
     return registry
 
 
 def configure_kopf(settings: kopf.OperatorSettings) -> None:
-    """Belts: watches end and start again, requests time out, nothing of ours is posted by kopf."""
+    """Limit the duration of watches and requests, and keep kopf from posting events."""
     settings.watching.server_timeout = SERVER_SECONDS
     settings.watching.client_timeout = SERVER_SECONDS + 10
     settings.watching.connect_timeout = 10
@@ -60,8 +60,8 @@ def configure_kopf(settings: kopf.OperatorSettings) -> None:
     settings.scanning.disabled = False
 
 
-def connection(path: Path) -> kopf.ConnectionInfo:
-    """Credentials of the current context of one kubeconfig file, whatever the environment says.
+def make_connection(path: Path) -> kopf.ConnectionInfo:
+    """Read the credentials of the current context of one kubeconfig file; ignores the environment.
 
     Raises:
         ConfigError: the file has no current context.

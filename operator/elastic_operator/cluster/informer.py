@@ -1,7 +1,7 @@
-"""Keeps a copy of a collection true: a list, then what changes, and a list again wherever changes may have been missed.
+"""An informer: it lists a collection, watches its changes, and lists again when it may have missed a change.
 
-What is kept of an object is the business of `put` and `drop`. After a list, whatever is not on it any more is dropped:
-there are no ghosts. An object that cannot be read is set aside (`aside`), alone: the watch goes on.
+The callbacks `put` and `drop` decide what is stored of an object. After a list, objects that are not on it are dropped.
+An object that cannot be read is reported (`unreadable_objects`) and dropped; the watch of the others goes on.
 """
 
 from __future__ import annotations
@@ -14,55 +14,56 @@ from typing import Any
 import httpx2
 
 from elastic_operator.cluster import unreadable_objects
-from elastic_operator.cluster.watch_stream import ExpiredError, Object, WatchedCollection, events, pages
+from elastic_operator.cluster.watch_stream import ExpiredError, Object, WatchedCollection, list_pages, watch_events
 
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 30.0
 
 Id = tuple[str, str]
-"""Namespace and name of an object; the namespace of a cluster's object is empty."""
+"""Namespace and name of an object; the namespace of a cluster-scoped object is empty."""
 
 logger = logging.getLogger(__name__)
 
 
 class Informer:
-    """One collection.
+    """Follows one collection.
 
     Args:
-        put: take up an object that is new or may have changed.
-        drop: forget one that is gone.
+        source: collection to list and watch.
+        put: stores an object that is new or may have changed.
+        drop: removes an object that was deleted.
 
     Attributes:
-        live: it has been listed and is being watched now.
-        begun: set once it has been live.
+        is_live: the collection was listed and the watch is open.
+        has_synced: set when `is_live` becomes True for the first time.
     """
 
     def __init__(self, source: WatchedCollection, put: Callable[[Object], None], drop: Callable[[Id], None]) -> None:
         self.source = source
-        self.live = False
-        self.begun = asyncio.Event()
+        self.is_live = False
+        self.has_synced = asyncio.Event()
         self._put = put
         self._drop = drop
         self._known: set[Id] = set()
         self._version = ""
 
     async def follow(self, http: httpx2.AsyncClient) -> None:
-        """Never ends. While the API server cannot be reached, `live` is False and everything is kept."""
+        """List and watch forever; while the API server is unreachable, `is_live` is False and no object is dropped."""
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             try:
                 if not self._version:
                     await self._list(http)
-                async for event in events(http, self.source, self._version):
-                    self.live, backoff = True, FIRST_BACKOFF_SECONDS
-                    self.begun.set()
+                async for event in watch_events(http, self.source, self._version):
+                    self.is_live, backoff = True, FIRST_BACKOFF_SECONDS
+                    self.has_synced.set()
                     if event is not None:
-                        self.take(*event)
+                        self.apply(*event)
             except ExpiredError:
-                self.live, self._version = False, ""
+                self.is_live, self._version = False, ""
             except Exception as error:
-                # Whatever it was: until this works again, nobody believes this copy.
-                self.live = False
+                # Any error may mean a missed change: passes must not rely on this copy until the watch is open again.
+                self.is_live = False
                 if not isinstance(error, httpx2.HTTPError):
                     self._version = ""
                 logger.warning("watching %s: %s: again in %g s", self.source, error or repr(error), backoff)
@@ -72,44 +73,44 @@ class Informer:
     async def _list(self, http: httpx2.AsyncClient) -> None:
         seen: set[Id] = set()
         version = ""
-        async for items, version in pages(http, self.source):  # noqa: B007  # that of the last page
+        async for items, version in list_pages(http, self.source):  # noqa: B007  # that of the last page
             for item in items:
                 seen.add(identity(item))
-                self.take("ADDED", item)
-        for gone in self._known - seen:
-            self._drop(gone)
+                self.apply("ADDED", item)
+        for deleted in self._known - seen:
+            self._drop(deleted)
         self._known &= seen
         self._version = version
 
-    def take(self, change: str, item: Object) -> None:
-        """One event of the watch."""
+    def apply(self, change: str, item: Object) -> None:
+        """Apply one event of the watch."""
         if change in ("ADDED", "MODIFIED"):
             self._known.add(identity(item))
-            self._take_up(item)
+            self._store(item)
         elif change == "DELETED":
             self._known.discard(identity(item))
             self._drop(identity(item))
-            unreadable_objects.settled(self.source.plural, identity(item))
+            unreadable_objects.clear(self.source.plural, identity(item))
         if self._version:
             self._version = item["metadata"]["resourceVersion"]
 
-    def _take_up(self, item: Object) -> None:
-        """Hand an object on. One that cannot be read is set aside alone, or nobody's changes would be seen any more.
+    def _store(self, item: Object) -> None:
+        """Store an object; if it cannot be read, report it and drop its previous state, which is outdated.
 
-        What was known of it before is dropped: it is not so any more.
+        An exception here would end the watch, and the changes of all other objects would be missed.
         """
         try:
             self._put(item)
         except Exception as error:
-            unreadable_objects.tell(
+            unreadable_objects.report(
                 self.source.plural, identity(item), item["metadata"].get("resourceVersion") or "", error
             )
             self._drop(identity(item))
         else:
-            unreadable_objects.settled(self.source.plural, identity(item))
+            unreadable_objects.clear(self.source.plural, identity(item))
 
 
 def identity(item: Object) -> Id:
-    """Namespace and name."""
+    """Return namespace and name of an object."""
     meta: dict[str, Any] = item["metadata"]
     return meta.get("namespace") or "", meta["name"]

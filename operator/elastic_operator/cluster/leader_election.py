@@ -1,10 +1,10 @@
-"""Leader election with a Lease, before anything else starts. Whoever loses the Lease ends the process at once.
+"""Leader election with a Lease, before anything else starts. A process that loses the Lease exits at once.
 
-Times are those of client-go's default: a leader renews every 2 s and gives up after 10 s without success; others take
-over once a Lease has not changed for 15 s by their own clock.
+Times are client-go's defaults: a leader renews every 2 s and exits after 10 s without success. A candidate takes over
+when the Lease has not changed for 15 s by the candidate's own clock.
 
-A process that was paused does not know it when it goes on. So `must_lead` stands before every write: it looks at the
-clock, which went on, and ends the process where another leader may have taken over.
+A process that was paused does not notice the pause. Therefore every write calls `must_lead` first: it reads the
+monotonic clock and exits if another leader may have taken over.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from lightkube.core.exceptions import ApiError
 
 from elastic_operator.api.serialization import format_time
 from elastic_operator.cluster.caches import RenewalCache
-from elastic_operator.cluster.own_account import reviewed
+from elastic_operator.cluster.own_account import review_account
 from elastic_operator.cluster.resources import LEASE, make
 
 LEASE_SECONDS = 15.0
 GIVE_UP_SECONDS = 10.0
 RETRY_SECONDS = 2.0
-LOST = 70
-"""Exit code of a process that is not the leader any more (EX_SOFTWARE)."""
+EXIT_NOT_LEADER = 70
+"""Exit code of a process that is no longer the leader (EX_SOFTWARE)."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """How one candidate stands.
+class CandidateState:
+    """State of one candidate.
 
     Attributes:
-        leading: it has the Lease.
-        holder: who had it at the last look; empty for nobody.
-        trouble: why the last look at the Lease failed; empty where it did not.
-        age_seconds: time since the last renewal by this candidate was begun.
+        is_leading: the candidate holds the Lease.
+        holder: the holder when the Lease was last read; empty for none.
+        trouble: why the last request for the Lease failed; empty if it did not.
+        age_seconds: time since this candidate started its last successful renewal.
     """
 
-    leading: bool
+    is_leading: bool
     holder: str = ""
     trouble: str = ""
     age_seconds: float = 0.0
@@ -72,15 +72,15 @@ class Leader:
     async def acquire(self) -> None:
         """Wait until this process is the leader."""
         logger.info("waiting to become the leader (Lease %s/%s)", self._namespace, self._name)
-        self._owners = await self._account()
+        self._owners = await self._lease_owners()
         while not await self._attempt():
-            # Not a moment longer than the Lease of a dead leader lasts.
+            # Wake up when the current Lease expires: the leader may be dead.
             await asyncio.sleep(min(RETRY_SECONDS, max(0.1, self._expires - time.monotonic())))
         self._leading = True
         logger.info("this process is the leader: %s", self._identity)
 
     async def hold(self) -> None:
-        """Renew for ever; the process ends where that fails for too long: there may be another leader by then."""
+        """Renew the Lease forever; exit if renewals fail for so long that another process may have become leader."""
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             self.must_lead()
@@ -90,15 +90,15 @@ class Leader:
             self.must_lead()
 
     def must_lead(self) -> None:
-        """End the process unless it is certainly the leader: nothing may be written after that."""
+        """Exit unless this process is certainly the leader; called before every write."""
         if self._age_seconds > GIVE_UP_SECONDS:
             self._give_up(f"the Lease was last renewed {self._age_seconds:.1f} s ago ({self._trouble or 'paused'})")
 
     @property
-    def standing(self) -> Standing:
-        """For those who ask."""
-        return Standing(
-            leading=self._leading, holder=self._holder, trouble=self._trouble, age_seconds=self._age_seconds
+    def state(self) -> CandidateState:
+        """State of this candidate, for the probes and the metrics."""
+        return CandidateState(
+            is_leading=self._leading, holder=self._holder, trouble=self._trouble, age_seconds=self._age_seconds
         )
 
     @property
@@ -106,25 +106,25 @@ class Leader:
         return time.monotonic() - self._renewed
 
     async def release(self) -> None:
-        """Let the next one start without waiting."""
+        """Clear the holder of the Lease, so that the next leader need not wait until it expires."""
         with contextlib.suppress(ApiError, httpx2.HTTPError):
             lease = await self._read()
             if lease is not None and (lease.get("spec") or {}).get("holderIdentity") == self._identity:
                 await self._write(lease, holder="")
 
     async def _attempt(self) -> bool:
-        """Take or renew the Lease; False if it is somebody else's or cannot be reached."""
-        begun = time.monotonic()
+        """Take or renew the Lease; return False if another process holds it or the request fails."""
+        start = time.monotonic()
         try:
-            taken = await self._take()
+            is_taken = await self._take()
         except (ApiError, httpx2.HTTPError) as error:
             self._trouble = f"{type(error).__name__}: {error}"
             logger.warning("leader election: Lease %s/%s: %s", self._namespace, self._name, self._trouble)
             return False
         self._trouble = ""
-        if taken:
-            self._renewed = begun
-        return taken
+        if is_taken:
+            self._renewed = start
+        return is_taken
 
     async def _take(self) -> bool:
         lease = await self._read()
@@ -132,8 +132,8 @@ class Leader:
             return await self._create()
         spec = lease.get("spec") or {}
         self._holder = spec.get("holderIdentity") or ""
-        seen = self._renewals.seen(self._name, f"{self._holder} {spec.get('renewTime')}", time.monotonic())
-        self._expires = seen + LEASE_SECONDS
+        last_change = self._renewals.first_seen(self._name, f"{self._holder} {spec.get('renewTime')}", time.monotonic())
+        self._expires = last_change + LEASE_SECONDS
         if self._holder == self._identity:
             return await self._write(lease, holder=self._identity)
         if self._leading:
@@ -142,20 +142,19 @@ class Leader:
             return False
         return await self._write(lease, holder=self._identity)
 
-    def _give_up(self, why: str) -> NoReturn:
-        logger.error("this process is not the leader any more: %s: exiting at once", why)
-        os._exit(LOST)
+    def _give_up(self, reason: str) -> NoReturn:
+        logger.error("this process is not the leader any more: %s: exiting at once", reason)
+        os._exit(EXIT_NOT_LEADER)
 
-    async def _account(self) -> list[dict[str, Any]]:
-        """Owner of the Lease: the account of this process, if it is one of the Lease's namespace.
+    async def _lease_owners(self) -> list[dict[str, Any]]:
+        """Return the ownerReferences of the Lease: this process's ServiceAccount, if it is in the Lease's namespace.
 
-        The Lease goes when the account goes: nothing is left behind by whoever removes the operator, and without its
-        account no operator can make the Lease again.
+        Kubernetes then deletes the Lease together with the account, so that uninstalling the operator leaves no Lease.
         """
         try:
-            account = await reviewed(self._client)
+            account = await review_account(self._client)
         except (ApiError, httpx2.HTTPError) as error:
-            logger.warning("who this process is cannot be found out, so its Lease has no owner: %s", error)
+            logger.warning("the ServiceAccount of this process is unknown, so its Lease gets no owner: %s", error)
             return []
         if account is None or account.namespace != self._namespace or not account.uid:
             return []
@@ -177,20 +176,20 @@ class Leader:
             "metadata": meta,
             "spec": self._spec(self._identity),
         }
-        return await self._accepted(self._client.create(make(LEASE, body)))
+        return await self._try_write(self._client.create(make(LEASE, body)))
 
     async def _write(self, lease: Any, *, holder: str) -> bool:
-        # The resourceVersion that was read goes along: of two candidates only one wins.
+        # The write includes the resourceVersion that was read, so only one of two candidates succeeds.
         lease["spec"] = {**(lease.get("spec") or {}), **self._spec(holder)}
         lease["metadata"] = {**lease["metadata"], "ownerReferences": self._owners}
-        return await self._accepted(self._client.replace(lease))
+        return await self._try_write(self._client.replace(lease))
 
     def _spec(self, holder: str) -> dict[str, Any]:
-        moment = format_time(time.time())[:-1] + "000Z"
-        return {"holderIdentity": holder, "leaseDurationSeconds": int(LEASE_SECONDS), "renewTime": moment}
+        renew_time = format_time(time.time())[:-1] + "000Z"
+        return {"holderIdentity": holder, "leaseDurationSeconds": int(LEASE_SECONDS), "renewTime": renew_time}
 
     @staticmethod
-    async def _accepted(call: Any) -> bool:
+    async def _try_write(call: Any) -> bool:
         try:
             await call
         except ApiError as error:

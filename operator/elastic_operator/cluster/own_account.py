@@ -1,4 +1,4 @@
-"""As whom this process speaks to the API server."""
+"""Finds the ServiceAccount with which this process calls the API server."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ logger = logging.getLogger(__name__)
 
 
 class UnknownAccountError(Exception):
-    """The operator cannot find out whose rights it has, so it cannot keep them out of reach."""
+    """The operator cannot find its own ServiceAccount, so it cannot keep jobs from using that account."""
 
 
-async def reviewed(client: AsyncClient) -> Account | None:
-    """Ask the API server which ServiceAccount this process has; None where it has none.
+async def review_account(client: AsyncClient) -> Account | None:
+    """Ask the API server for the ServiceAccount of this process; return None if the process has none.
 
     Raises:
-        ApiError: the API server does not answer such questions.
-        httpx2.HTTPError: it cannot be reached.
+        ApiError: the API server rejects the SelfSubjectReview.
+        httpx2.HTTPError: the API server cannot be reached.
     """
     question = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
     return account_of_review(await client.create(make(SELF_REVIEW, question)))
 
 
-async def own_account(client: AsyncClient, of_pod: Account | None) -> Account | None:
-    """Return the ServiceAccount of this process; waits until the API server can be reached.
+async def find_own_account(client: AsyncClient, of_pod: Account | None) -> Account | None:
+    """Return the ServiceAccount of this process; wait until the API server can be reached.
 
     Args:
-        of_pod: what the pod says of itself, for clusters in which nobody may ask the API server.
+        client: client with the credentials of this process.
+        of_pod: the account in the pod's environment, for clusters that do not permit SelfSubjectReviews.
 
     Raises:
-        UnknownAccountError: neither says anything.
+        UnknownAccountError: the API server rejects the review, and the environment names no account.
     """
     while True:
         try:
-            return await reviewed(client)
+            return await review_account(client)
         except ApiError as error:
             code = error.status.code or HTTPStatus.INTERNAL_SERVER_ERROR
             if code < HTTPStatus.INTERNAL_SERVER_ERROR and code != HTTPStatus.TOO_MANY_REQUESTS:

@@ -1,4 +1,4 @@
-"""Reads the cluster: a fresh look at one job's objects, and shared looks at nodes and at accelerators in use."""
+"""Reads the cluster: fresh reads of one job's objects, and shared reads of nodes and of accelerators in use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ from elastic_operator.observed.observation import (
     lease_view,
     pod_view,
 )
-from elastic_operator.observed.ownership import own_jobs, own_leases, own_pods, predecessors_pods
+from elastic_operator.observed.ownership import (
+    select_own_jobs,
+    select_own_leases,
+    select_own_pods,
+    select_predecessor_pods,
+)
 from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.reconcile import effective_spec
 from elastic_operator.reconcile.record import Record
@@ -38,13 +43,13 @@ from reshard.contract import Label
 NODE_LEASES = "kube-node-lease"
 
 FRESH_SECONDS = 1.0
-"""A look at the accelerators in use that is not older counts as fresh."""
+"""Maximum age of the accelerator usage that counts as fresh."""
 
 SECOND_OPINION_SECONDS = 1.0
-"""A look at the kubelets' Leases that is not older will do where a node is not Ready."""
+"""Maximum age of the kubelets' Leases that a pass uses when a node is not Ready."""
 
 USED_SECONDS = 10.0
-"""How old the accelerators in use may be where nothing is about to be planned."""
+"""Maximum age of the accelerator usage when no attempt is about to be planned."""
 
 _CHUNK = 500
 
@@ -52,20 +57,20 @@ _T = TypeVar("_T")
 
 
 class ClusterReader:
-    """All reading. Holds caches, decides nothing."""
+    """Reads everything that a pass needs, from the API server or from the store. Makes no decisions."""
 
     def __init__(
         self,
         client: AsyncClient,
         nodes: NodeCache,
         renewals: RenewalCache,
-        remembered: ClusterStore,
+        store: ClusterStore,
         namespaces: Sequence[str],
     ) -> None:
         self._client = client
         self._nodes = nodes
         self._renewals = renewals
-        self._remembered = remembered
+        self._store = store
         self._namespaces = tuple(namespaces) or ("*",)
         self._training_jobs: RequestCoalescer[dict[str, Any] | None] = RequestCoalescer(
             self._one_training_job, self._all_training_jobs, _none
@@ -75,142 +80,159 @@ class ClusterReader:
         self._leases: RequestCoalescer[tuple[Mapping[str, Any], ...]] = RequestCoalescer(
             self._leases_of, self._all_leases, tuple
         )
-        self._used = PodUsage()
-        self._used_at = 0.0
-        self._used_lock = asyncio.Lock()
+        self._usage = PodUsage()
+        self._usage_time = 0.0
+        self._usage_lock = asyncio.Lock()
         self._leases_lock = asyncio.Lock()
 
     @property
     def num_jobs(self) -> int:
-        """So many jobs there are at least."""
-        return self._remembered.num_jobs
+        """Lower bound of the number of jobs."""
+        return self._store.num_jobs
 
     async def training_job(self, namespace: str, name: str) -> dict[str, Any] | None:
-        """A fresh copy of the resource, None if it does not exist."""
+        """Read the resource from the API server; return None if it does not exist."""
         return await self._training_jobs.get((namespace, name))
 
-    def is_gone(self, key: Key, since: Record | None) -> bool:
-        """Forget a resource that a look has not found; False if another of its name has come since the look began.
+    def forget_if_gone(self, key: Key, since: Record | None) -> bool:
+        """Remove a resource that a read did not find from the store.
+
+        Returns False, and removes nothing, if the store received another version since the read began.
 
         Args:
-            since: what was `known` when it began.
+            key: namespace and name of the resource.
+            since: the `last_record` before the read.
         """
-        if self._remembered.known(key) is not since:
+        if self._store.last_record(key) is not since:
             return False
-        self._remembered.forget(key)
+        self._store.forget(key)
         return True
 
-    def known(self, key: Key) -> Record | None:
-        """What was told of a resource, live or not."""
-        return self._remembered.known(key)
+    def last_record(self, key: Key) -> Record | None:
+        """Return the stored record of a resource, even if the watches are not live."""
+        return self._store.last_record(key)
 
-    def read(self, resource: Mapping[str, Any], since: Record | None) -> None:
-        """Remember what a look has found, whatever its version, unless more was told since the look began."""
+    def store_resource(self, resource: Mapping[str, Any], since: Record | None) -> None:
+        """Store a resource that was read, unless the store received another version since the read began.
+
+        The version is not compared, because a restored API server may have restarted its versions.
+
+        Args:
+            resource: the resource as it was read.
+            since: the `last_record` before the read.
+        """
         meta = resource["metadata"]
-        if since is not None and self._remembered.known((meta["namespace"], meta["name"])) is since:
-            self._remembered.put_record(resource, listed=True)
+        if since is not None and self._store.last_record((meta["namespace"], meta["name"])) is since:
+            self._store.put_record(resource, listed=True)
 
-    async def recall(self, namespace: str, job: str) -> tuple[Record, Observation | None] | None:
-        """What is remembered about one job, without requests; None where only a fresh look will do.
+    async def read_from_store(self, namespace: str, job: str) -> tuple[Record, Observation | None] | None:
+        """Return the stored record and observation of one job, without requests for its objects.
 
-        There is no world where the spec names no resource.
+        Returns None if a fresh read is needed. The observation is None if the spec is invalid.
         """
         key = (namespace, job)
-        record = self._remembered.record(key)
+        record = self._store.live_record(key)
         if record is None or record.deleting or record.problems:
             return None
         if isinstance(record.spec, SpecError):
             return record, None
         resource = record.spec.accelerator.resource
-        await self._refresh_used(USED_SECONDS)
-        world = self._remembered.look(key, resource)
+        await self._refresh_usage(USED_SECONDS)
+        world = self._store.observe(key, resource)
         if any(world.nodes[pod.node].ready != "True" for pod in world.pods if pod.node and pod.node in world.nodes):
-            return None  # a node that looks lost deserves a second opinion at once: see `look`
-        if self._remembered.knows_held:
+            return None  # `observe` reads the kubelets' Leases before a node counts as lost
+        if self._store.is_usage_current:
             return record, world
         return record, dataclasses.replace(world, used=self._used_by_others(record, world.jobs, resource))
 
-    def wrote(self, resource: Mapping[str, Any]) -> None:
-        """Remember what the API has answered to a write of a resource's status, unless another has taken its place."""
+    def store_written(self, resource: Mapping[str, Any]) -> None:
+        """Store the API server's answer to a status write, unless the resource was replaced by another one."""
         meta = resource["metadata"]
-        known = self._remembered.known((meta["namespace"], meta["name"]))
-        if known is not None and known.job.uid == meta["uid"]:
-            self._remembered.put_record(resource)
+        record = self._store.last_record((meta["namespace"], meta["name"]))
+        if record is not None and record.job.uid == meta["uid"]:
+            self._store.put_record(resource)
 
     async def revisions(self, namespace: str, job: str) -> list[Mapping[str, Any]]:
-        """All specs that are kept of one job, straight from the API."""
+        """Read the ControllerRevisions with the accepted specs of one job from the API server."""
         return [item async for item in self._list(REVISION, namespace, job)]
 
     async def accepted_spec(self, namespace: str, job: str, uid: str) -> Spec | None:
-        """The spec that was kept last; None where there is none, or where it may not be read."""
+        """Read the last accepted spec; return None if there is none, or if the operator may not read revisions."""
         try:
-            return effective_spec.newest(await self.revisions(namespace, job), uid)
+            return effective_spec.read_newest_spec(await self.revisions(namespace, job), uid)
         except ApiError as error:
             if error.status.code == HTTPStatus.FORBIDDEN:
                 return None
             raise
 
     async def own_pods(self, job: JobRef, known: Collection[str]) -> tuple[tuple[PodView, ...], list[PodView]]:
-        """A resource's own pods, straight from the API, and those that an earlier one of its name has left.
+        """Read a job's own pods and the remaining pods of a deleted resource with the same name.
 
         Args:
-            known: UIDs of its Jobs that were seen before.
+            job: the resource.
+            known: UIDs of its Jobs that were observed before.
         """
-        # Pods first: whatever made one of them is then on the list of Jobs, or was known before.
-        found = await self._pods_of((job.namespace, job.name))
-        jobs = own_jobs(await self._jobs_of((job.namespace, job.name)), job)
+        # Pods first: the Job that created a pod is then on the list of Jobs, or was known before.
+        all_pods = await self._pods_of((job.namespace, job.name))
+        jobs = select_own_jobs(await self._jobs_of((job.namespace, job.name)), job)
         uids = {item.uid for item in jobs} | set(known)
-        return own_pods(found, job.name, uids), predecessors_pods(found, job, uids)
+        return select_own_pods(all_pods, job.name, uids), select_predecessor_pods(all_pods, job, uids)
 
-    async def look(self, record: Record, resource: str, *, fresh: bool) -> Observation:
-        """Everything about one job. `fresh`: read the accelerators in use again."""
+    async def observe(self, record: Record, resource: str, *, fresh: bool) -> Observation:
+        """Read everything about one job.
+
+        Args:
+            record: the resource.
+            resource: name of its accelerators.
+            fresh: read the accelerator usage again if it is older than FRESH_SECONDS.
+        """
         key = (record.job.namespace, record.job.name)
-        found, every_job, leases, _ = await asyncio.gather(
+        all_pods, all_jobs, leases, _ = await asyncio.gather(
             self._pods.get(key),
             self._jobs.get(key),
             self._leases.get(key),
-            self._refresh_used(FRESH_SECONDS if fresh else USED_SECONDS),
+            self._refresh_usage(FRESH_SECONDS if fresh else USED_SECONDS),
         )
-        jobs = own_jobs(every_job, record.job)
-        pods = own_pods(found, key[1], {item.uid for item in jobs} | set(record.status.job_uids))
+        jobs = select_own_jobs(all_jobs, record.job)
+        pods = select_own_pods(all_pods, key[1], {item.uid for item in jobs} | set(record.status.job_uids))
         nodes = self._nodes.views()
         if any(nodes[pod.node].ready != "True" for pod in pods if pod.node and pod.node in nodes):
-            # A second opinion about a node that looks lost, at once.
+            # The node may be lost: its kubelet's Lease decides, so it is read now.
             await self.refresh_node_leases(max_age_seconds=SECOND_OPINION_SECONDS)
         now = time.time()
-        views = [lease_view(item, self._renewals.of(item, now)) for item in leases]
+        views = [lease_view(item, self._renewals.lease_first_seen(item, now)) for item in leases]
         return Observation(
-            nodes=self._nodes.around(resource, pods),
+            nodes=self._nodes.views_for(resource, pods),
             pods=pods,
             jobs=jobs,
-            leases=own_leases(views, record.job),
+            leases=select_own_leases(views, record.job),
             used=self._used_by_others(record, jobs, resource),
-            capacity_fresh=fresh or self._remembered.knows_held or now - self._used_at <= FRESH_SECONDS,
-            starts=self._remembered.starts(key),
+            capacity_fresh=fresh or self._store.is_usage_current or now - self._usage_time <= FRESH_SECONDS,
+            starts=self._store.pending_starts(key),
         )
 
-    async def list_starts(self) -> None:
-        """Read once which jobs are about to start from a folder of another one: until then no commit is released."""
+    async def list_pending_starts(self) -> None:
+        """List which jobs will start from a folder of another job; before this list no commit is released."""
         try:
-            found = await self._all_training_jobs()
+            resources = await self._all_training_jobs()
         except ApiError as error:
-            if error.status.code != HTTPStatus.NOT_FOUND:  # the kind is not there yet, and so no job is
+            if error.status.code != HTTPStatus.NOT_FOUND:  # without the CRD there are no jobs
                 raise
-            found = {}
-        self._remembered.list_all([item for item in found.values() if item is not None])
+            resources = {}
+        self._store.put_pending_starts([item for item in resources.values() if item is not None])
 
     async def refresh_node_leases(self, *, max_age_seconds: float = 0.0) -> None:
-        """List all kubelets' Leases, if the last look is older: one request, whatever the number of jobs."""
+        """List all kubelets' Leases, unless the last list is at most `max_age_seconds` old."""
         async with self._leases_lock:
             now = time.time()
             if now - self._nodes.polled_at <= max_age_seconds:
                 return
             async for item in self._client.list(LEASE, namespace=NODE_LEASES, chunk_size=_CHUNK):
                 _read("leases", item, lambda lease: self._nodes.renew(lease, time.time()))
-            self._nodes.polled(now)
+            self._nodes.mark_polled(now)
 
     def stale_nodes(self) -> list[str]:
-        """Nodes whose kubelet has not renewed its Lease for suspiciously long; `signals` judges them."""
+        """Return the nodes whose Lease is older than half of its duration; `signals` decides whether they are lost."""
         return [
             name
             for name, node in self._nodes.views().items()
@@ -252,38 +274,38 @@ class ClusterReader:
     async def _by_job(
         self, kind: Any, plural: str, view: Callable[[Mapping[str, Any]], _T]
     ) -> dict[Key, tuple[_T, ...]]:
-        found: dict[Key, list[_T]] = {}
+        views_by_job: dict[Key, list[_T]] = {}
         async for item in self._list(kind, labels={str(Label.JOB): exists()}):
             meta = item["metadata"]
-            views = found.setdefault((meta["namespace"], meta["labels"][Label.JOB]), [])
+            views = views_by_job.setdefault((meta["namespace"], meta["labels"][Label.JOB]), [])
             views += _readable(plural, [item], view)
-        return {key: tuple(items) for key, items in found.items()}
+        return {key: tuple(items) for key, items in views_by_job.items()}
 
     async def _list(
         self, kind: Any, namespace: str = "", job: str = "", labels: dict[str, Any] | None = None
     ) -> AsyncIterator[Mapping[str, Any]]:
-        """Objects of one job, or of all that are served, in chunks: as raw objects they need tens of megabytes."""
+        """List the objects of one job, or of all served jobs, in chunks, because raw objects need tens of megabytes."""
         labels = {str(Label.JOB): job} if job else labels
         for place in (namespace,) if namespace else self._namespaces:
             async for item in self._client.list(kind, namespace=place, labels=labels, chunk_size=_CHUNK):
                 yield item
 
-    async def _refresh_used(self, max_age: float) -> None:
-        """Read what pods hold again, where it is not watched and the last look is older."""
-        if self._remembered.knows_held:
+    async def _refresh_usage(self, max_age: float) -> None:
+        """List the accelerator usage of all pods, if it is not watched and the last list is older than `max_age`."""
+        if self._store.is_usage_current:
             return
-        async with self._used_lock:
-            if time.time() - self._used_at > max_age:
-                used = PodUsage()
-                # One at a time: all pods of a large cluster at once are hundreds of megabytes.
+        async with self._usage_lock:
+            if time.time() - self._usage_time > max_age:
+                usage = PodUsage()
+                # Pods are added one by one: all pods of a large cluster need hundreds of megabytes.
                 async for item in self._client.list(POD, namespace="*", fields=LIVE, chunk_size=_CHUNK):
-                    _read("pods", item, used.put)
-                self._used, self._used_at = used, time.time()
+                    _read("pods", item, usage.put)
+                self._usage, self._usage_time = usage, time.time()
 
     def _used_by_others(self, record: Record, jobs: Iterable[JobView], resource: str) -> Mapping[str, int]:
-        """Accelerators in use, as they were read last, without those of a resource's own Jobs."""
-        held = self._remembered.held if self._remembered.knows_held else self._used
-        return held.by_others({job.uid for job in jobs} | set(record.status.job_uids), resource)
+        """Return the last known accelerator usage by node, without the pods of the job itself."""
+        usage = self._store.pod_usage if self._store.is_usage_current else self._usage
+        return usage.by_others({job.uid for job in jobs} | set(record.status.job_uids), resource)
 
 
 def _none() -> None:
@@ -291,12 +313,12 @@ def _none() -> None:
 
 
 def _read(plural: str, item: Mapping[str, Any], view: Callable[[Mapping[str, Any]], _T]) -> _T | None:
-    """The view of one object; None for one that cannot be read, which is told and concerns no other."""
+    """Return the view of one object; report an object that cannot be read, and return None."""
     try:
         return view(item)
     except Exception as error:
         meta = item["metadata"]
-        unreadable_objects.tell(
+        unreadable_objects.report(
             plural, (meta.get("namespace") or "", meta["name"]), meta.get("resourceVersion") or "", error
         )
         return None
@@ -305,12 +327,15 @@ def _read(plural: str, item: Mapping[str, Any], view: Callable[[Mapping[str, Any
 def _readable(
     plural: str, items: Iterable[Mapping[str, Any]], view: Callable[[Mapping[str, Any]], _T]
 ) -> tuple[_T, ...]:
-    """Views of those objects that can be read."""
+    """Return the views of the objects that can be read."""
     views = (_read(plural, item, view) for item in items)
-    return tuple(found for found in views if found is not None)
+    return tuple(read_view for read_view in views if read_view is not None)
 
 
 def _checked_lease(lease: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The Lease itself: when it was renewed is only known once it is looked at. Raises where it cannot be read."""
+    """Return the Lease if it can be read; raise otherwise.
+
+    `observe` makes the view later, because the view needs the time at which the renewal was first seen.
+    """
     lease_view(lease, None)
     return lease

@@ -1,4 +1,4 @@
-"""Many looks at single jobs, wanted at the same time, become one look at all: requests cost more than long answers."""
+"""Coalesces concurrent reads of single jobs into one list of all jobs: requests cost more than long answers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Generic, TypeVar
 from elastic_operator.observed.observation import Key
 
 FEW = 8
-"""So many looks are made one by one: a single job's objects come sooner than everybody's."""
+"""Maximum number of concurrent reads that are sent one by one; the answer for one job arrives sooner than a list."""
 
 GATHER_SECONDS = 0.01
-"""How long a look waits for others. Tasks that were woken together ask within a few milliseconds."""
+"""How long a read waits for others to join. Tasks that were woken together call within a few milliseconds."""
 
 _T = TypeVar("_T")
 
 
 class RequestCoalescer(Generic[_T]):
-    """One kind of look. Every look begins after it was asked for, alone or with others: it is never older than that.
+    """Coalesces reads of one kind. A request starts only after `get` was called, so no result is older than the call.
 
     Args:
-        one: look at the objects of one job.
-        everything: look at those of all jobs; jobs without any may be missing.
-        nothing: what a job without any has.
+        one: reads the objects of one job.
+        everything: reads the objects of all jobs; jobs without objects may be missing.
+        nothing: returns the result for a job without objects.
     """
 
     def __init__(
@@ -41,22 +41,18 @@ class RequestCoalescer(Generic[_T]):
         self._list: asyncio.Task[None] | None = None
 
     async def get(self, key: Key) -> _T:
-        """Look at one job.
-
-        Raises:
-            whatever the look raises; all that were answered by the same look see it.
-        """
+        """Read the objects of one job; raises what the request raised, in all calls that share it."""
         if key not in self._waiting:
             self._waiting[key] = asyncio.get_running_loop().create_future()
             if self._gathering is None:
                 self._gathering = asyncio.create_task(self._gather())
-        # Shielded: one that gives up must not take the look away from another that shares it.
+        # Shielded: a cancelled caller must not cancel the request of the others that share it.
         return await asyncio.shield(self._waiting[key])
 
     async def _gather(self) -> None:
         await asyncio.sleep(GATHER_SECONDS)
         while len(self._waiting) > FEW and self._list is not None and not self._list.done():
-            await asyncio.wait((self._list,))  # one list at a time: more would only be slower, and more come meanwhile
+            await asyncio.wait((self._list,))  # concurrent lists would be slower, and more callers join meanwhile
         waiting, self._waiting, self._gathering = self._waiting, {}, None
         if len(waiting) > FEW:
             self._list = self._start(self._answer_all(waiting))
@@ -72,21 +68,21 @@ class RequestCoalescer(Generic[_T]):
 
     async def _answer(self, key: Key, future: asyncio.Future[_T]) -> None:
         try:
-            found = await self._one(key)
+            result = await self._one(key)
         except Exception as error:
             _fail(future, error)
         else:
-            _resolve(future, found)
+            _resolve(future, result)
 
     async def _answer_all(self, waiting: Mapping[Key, asyncio.Future[_T]]) -> None:
         try:
-            found = await self._everything()
+            results = await self._everything()
         except Exception as error:
             for future in waiting.values():
                 _fail(future, error)
         else:
             for key, future in waiting.items():
-                _resolve(future, found[key] if key in found else self._nothing())
+                _resolve(future, results[key] if key in results else self._nothing())
 
 
 def _resolve(future: asyncio.Future[_T], value: _T) -> None:
@@ -97,4 +93,4 @@ def _resolve(future: asyncio.Future[_T], value: _T) -> None:
 def _fail(future: asyncio.Future[_T], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # whoever asked may be gone: then nobody looks at it, and that is all right
+        future.exception()  # a cancelled caller never reads it; without this asyncio would log an error

@@ -1,8 +1,8 @@
-"""Nodes that attempts have been promised and that their pods have not reached yet.
+"""Reservations: nodes for pods of launched attempts that are not scheduled yet.
 
-Every job is planned by itself, from the accelerators that pods hold. Two that are planned in the same second would both
-count on the same free nodes; the scheduler gives them to one, or some to each, and then both wait for the other until
-they give up, at the cost of a restart. So a plan is held back while it needs nodes that others are on their way to.
+Every job is planned on its own, from the accelerators that pods use. Two jobs that are planned in the same second would
+count on the same free nodes. The scheduler would give the nodes to one job, or some to each, and then both would wait
+until they time out and restart. Therefore a plan is delayed while it needs nodes that are reserved for other jobs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from elastic_operator.api.status import Status
 from elastic_operator.observed.capacity import Capacity
 from elastic_operator.observed.observation import Key, Observation
 
-WORTH_SECONDS = 15.0
-"""How long a promise holds others back. Pods are placed within a second or two, or wait for something else."""
+RESERVATION_SECONDS = 15.0
+"""How long a reservation lasts. Pods are scheduled within a second or two, or wait for something else."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Pods of one attempt that have no node yet.
+    """The pods of one attempt that have no node yet.
 
     Attributes:
-        until: when it does not count any more, in seconds since the epoch.
+        until: end of the reservation, in seconds since the epoch.
     """
 
     resource: str
@@ -32,49 +32,51 @@ class Reservation:
 
 
 class Reservations:
-    """What all jobs of this operator have been promised. Forgotten with it: it only has to last for seconds."""
+    """The reservations of all jobs. They are kept in memory only, because they last for seconds."""
 
     def __init__(self) -> None:
         self._by_job: dict[Key, Reservation] = {}
 
-    def note(self, key: Key, resource: str, status: Status, world: Observation) -> None:
-        """Take up what a job has been promised, as far as its pods have no nodes yet."""
-        promise = _promise(resource, status, world)
-        if promise is None:
+    def update(self, key: Key, resource: str, status: Status, world: Observation) -> None:
+        """Replace the reservation of a job by one for its pods that have no node yet."""
+        reservation = _reserve(resource, status, world)
+        if reservation is None:
             self._by_job.pop(key, None)
         else:
-            self._by_job[key] = promise
+            self._by_job[key] = reservation
 
     def forget(self, key: Key) -> None:
-        """The job is gone."""
+        """Remove the reservation of a deleted job."""
         self._by_job.pop(key, None)
 
-    def to_others(self, key: Key, resource: str) -> int:
-        """Pods of other jobs that will take accelerators of this kind, and have no nodes yet."""
+    def count_pods_of_others(self, key: Key, resource: str) -> int:
+        """Return the number of pods of other jobs that have reserved accelerators of this kind."""
         now = time.time()
         self._by_job = {name: item for name, item in self._by_job.items() if item.until > now}
         return sum(item.num_pods for name, item in self._by_job.items() if name != key and item.resource == resource)
 
 
-def contested(before: Status, after: Status, free: Capacity, promised: int) -> bool:
-    """A new plan counts on nodes that others are on their way to.
+def is_contested(before: Status, after: Status, free: Capacity, reserved: int) -> bool:
+    """Return whether a new plan needs nodes that are reserved for other jobs.
 
     Args:
-        free: what the plan was made from.
-        promised: pods of others that have no nodes yet; each may take any node.
+        before: status before the pass.
+        after: status with the plan.
+        free: the capacity from which the plan was made.
+        reserved: pods of other jobs that have no node yet; each may take any node.
     """
     current = after.current
-    if not promised or current is None or after.attempt == before.attempt:
+    if not reserved or current is None or after.attempt == before.attempt:
         return False
-    return free.num_usable(current.gpus_per_node) - promised < current.num_nodes
+    return free.num_usable(current.gpus_per_node) - reserved < current.num_nodes
 
 
-def _promise(resource: str, status: Status, world: Observation) -> Reservation | None:
+def _reserve(resource: str, status: Status, world: Observation) -> Reservation | None:
     current = status.current
-    since = None if current is None else current.launch_time or current.plan_time
-    if current is None or since is None:
+    start = None if current is None else current.launch_time or current.plan_time
+    if current is None or start is None:
         return None
     num_placed = sum(pod.node is not None for pod in world.workers(status.attempt))
     if num_placed >= current.num_nodes:
         return None
-    return Reservation(resource=resource, num_pods=current.num_nodes - num_placed, until=since + WORTH_SECONDS)
+    return Reservation(resource=resource, num_pods=current.num_nodes - num_placed, until=start + RESERVATION_SECONDS)

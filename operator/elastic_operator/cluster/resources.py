@@ -1,4 +1,4 @@
-"""The Kubernetes kinds that the operator touches, as plain dictionaries: nothing is lost that a typed model forgot."""
+"""The Kubernetes kinds that the operator reads and writes. Objects are plain dictionaries, so no field is lost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NODE = create_global_resource("", "v1", "Node", "nodes")
 SELF_REVIEW = create_global_resource("authentication.k8s.io", "v1", "SelfSubjectReview", "selfsubjectreviews")
 
 LIVE: dict[str, Any] = {"status.phase": not_in(["Succeeded", "Failed"])}
-"""Field selector of pods that hold what they asked for."""
+"""Field selector of pods that occupy the resources they request."""
 
 
 def make(kind: Any, body: Mapping[str, Any]) -> Any:
-    """An object that the client can send."""
+    """Wrap a manifest in the type that lightkube's client sends."""
     return kind(dict(body))
 
 

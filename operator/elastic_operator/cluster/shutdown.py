@@ -1,4 +1,4 @@
-"""How tasks and the program are ended."""
+"""Cancels tasks and handles errors while the process ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ AGAIN_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
-async def end(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancel tasks, and wait until they are over.
+async def cancel_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and wait until they have ended.
 
-    One cancellation may not be enough: a connection that is just being made turns it into an error like any other, and
-    who made it tries again.
+    The cancellation is repeated every second: a connection that is being opened turns a cancellation into an ordinary
+    error, after which the task would try again.
     """
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
@@ -24,11 +24,11 @@ async def end(tasks: Collection[asyncio.Task[None]]) -> None:
         await asyncio.wait(pending, timeout=AGAIN_SECONDS)
 
 
-def heed_at_the_end(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Exception handler of a loop that is about to end.
+def handle_exception_at_exit(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Handle an exception in a loop that is about to end: log errors of closed watches at debug level.
 
-    A watch that is cut in the middle cannot always be closed in order (in kopf a generator of aiohttp's answer does not
-    stop then). Nothing is left undone by it, and an error with a traceback at every other stop hides real ones.
+    kopf cannot always close the generator of an interrupted watch. This has no consequences, and a traceback at every
+    other stop would hide real errors.
     """
     if "asyncgen" in context:
         logger.debug("%s", context["message"], exc_info=context.get("exception"))

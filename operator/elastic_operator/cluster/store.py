@@ -1,7 +1,7 @@
-"""What the watches have told: every job's objects, all nodes and what their pods hold, as views and without requests.
+"""A store of what the watches deliver: views of every job's objects and of all nodes, and the accelerator usage.
 
-Good enough to see that nothing is to be done. What is to be done is decided from a fresh look (`observe`): a watch may
-lag, or be cut.
+The store is sufficient to see that a job needs no action. Actions are decided from a fresh read
+(`ClusterReader.observe`), because a watch may lag or be interrupted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from elastic_operator.observed.observation import (
     lease_view,
     pod_view,
 )
-from elastic_operator.observed.ownership import own_jobs, own_leases, own_pods
+from elastic_operator.observed.ownership import select_own_jobs, select_own_leases, select_own_pods
 from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.reconcile.record import Record, read_record
 from reshard.contract import Label
 
 OURS = str(Label.JOB)
-"""Label selector of what belongs to some job."""
+"""Label selector of objects that belong to a job."""
 
 OTHERS = f"!{Label.JOB}"
 LIVE = "status.phase!=Succeeded,status.phase!=Failed"
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class ObjectsByJob(Generic[_T]):
-    """Views of one kind, by the job that their objects belong to."""
+    """Views of objects of one kind by the job to which the objects belong."""
 
     def __init__(self, view: Callable[[Object], _T]) -> None:
         self._view = view
@@ -49,15 +49,15 @@ class ObjectsByJob(Generic[_T]):
         self._owners: dict[Id, Key] = {}
 
     def __len__(self) -> int:
-        """Number of jobs that have objects."""
+        """Return the number of jobs that have objects."""
         return len(self._views)
 
-    def of(self, key: Key) -> Sequence[_T]:
-        """Views of one job's objects."""
+    def get(self, key: Key) -> Sequence[_T]:
+        """Return the views of one job's objects."""
         return tuple(self._views.get(key, {}).values())
 
     def put(self, item: Object) -> bool:
-        """Take up one object; True if its view has changed."""
+        """Store one object; return whether its view changed."""
         meta = item["metadata"]
         key, view = (meta["namespace"], meta["labels"][OURS]), self._view(item)
         if self._owners.setdefault((meta["namespace"], meta["name"]), key) != key:
@@ -70,7 +70,7 @@ class ObjectsByJob(Generic[_T]):
         return True
 
     def drop(self, name: Id) -> Key | None:
-        """Forget one object; the job that it belonged to, None if it was not known."""
+        """Remove one object; return the job to which it belonged, or None if the object was unknown."""
         key = self._owners.pop(name, None)
         if key is not None:
             self._views[key].pop(name[1], None)
@@ -80,81 +80,94 @@ class ObjectsByJob(Generic[_T]):
 
 
 class Listener(Protocol):
-    """Who wants to know what has changed."""
+    """Receives changes of the store."""
 
     def wake(self, key: Key) -> None:
-        """Something of a job has changed."""
+        """Handle a change of a job or of one of its objects."""
 
     def node_changed(self, name: str) -> None:
-        """A node has changed, come or gone."""
+        """Handle a new, changed or deleted node."""
 
-    def heartbeat(self, key: Key, lease: Mapping[str, Any]) -> None:
-        """A Lease of a job has come or changed."""
+    def lease_changed(self, key: Key, lease: Mapping[str, Any]) -> None:
+        """Handle a new or changed Lease of a job."""
 
 
 class ClusterStore:
-    """All that is remembered, and the watches that keep it true, but for the resources themselves, which kopf watches.
+    """The stored views, and the informers that update them. kopf watches the job resources (`handlers`).
 
     Args:
-        namespaces: the only ones served; empty for all.
+        nodes: cache of nodes.
+        renewals: cache of the times at which Leases changed.
+        namespaces: the namespaces to serve; empty for all.
 
     Attributes:
-        listener: is told of every change; set before the watches begin.
-        held: what is remembered of pods, whoever they belong to.
+        listener: receives every change; set before the watches begin.
+        pod_usage: accelerator usage of all pods, including pods that belong to no job.
+        informers: one for each watched collection.
+        has_listed_resources: the job resources were listed once, so `pending_starts` is complete.
     """
 
     listener: Listener
 
     def __init__(self, nodes: NodeCache, renewals: RenewalCache, namespaces: Sequence[str] = ()) -> None:
-        self.held = PodUsage()
+        self.pod_usage = PodUsage()
         self._nodes = nodes
         self._renewals = renewals
         self._records: dict[Key, Record | None] = {}
-        self._starts: dict[Key, tuple[str, str]] = {}
-        self.lists_all_resources = False
+        self._pending_starts: dict[Key, tuple[str, str]] = {}
+        self.has_listed_resources = False
         self._pods: ObjectsByJob[PodView] = ObjectsByJob(pod_view)
         self._jobs: ObjectsByJob[JobView] = ObjectsByJob(job_view)
         self._leases: ObjectsByJob[LeaseView] = ObjectsByJob(self._lease_view)
         places = tuple(namespaces) or ("",)
 
-        def mirrors(
+        def make_informers(
             kind: Any, put: Callable[[Object], None], drop: Callable[[Id], None], labels: str
         ) -> list[Informer]:
             return [
                 Informer(WatchedCollection(kind=kind, namespace=place, labels=labels), put, drop) for place in places
             ]
 
-        self.world = [
+        self.informers = [
             Informer(WatchedCollection(kind=NODE), self._put_node, self._drop_node),
-            *mirrors(JOB, self._put_job, self._drop_job, OURS),
-            *mirrors(LEASE, self._put_lease, self._drop_lease, OURS),
-            *mirrors(POD, self._put_pod, self._drop_pod, OURS),
+            *make_informers(JOB, self._put_job, self._drop_job, OURS),
+            *make_informers(LEASE, self._put_lease, self._drop_lease, OURS),
+            *make_informers(POD, self._put_pod, self._drop_pod, OURS),
         ]
         self._sees_all_pods = not namespaces
         if self._sees_all_pods:
             source = WatchedCollection(kind=POD, labels=OTHERS, fields=LIVE)
-            self.world.append(Informer(source, self.held.put, lambda pod: self.held.drop(pod, ours=False)))
+            self.informers.append(
+                Informer(source, self.pod_usage.put, lambda pod: self.pod_usage.drop(pod, ours=False))
+            )
 
     @property
-    def live(self) -> bool:
-        """Everything has been listed and is being watched."""
-        return all(mirror.live for mirror in self.world)
+    def is_live(self) -> bool:
+        """Whether every collection was listed and its watch is open."""
+        return all(informer.is_live for informer in self.informers)
 
     @property
-    def knows_held(self) -> bool:
-        """`held` is true now. Where single namespaces are served, pods elsewhere may be listed, but not watched."""
-        return self._sees_all_pods and self.live
+    def is_usage_current(self) -> bool:
+        """Whether `pod_usage` is complete and current.
+
+        It never is if only some namespaces are served: pods of other namespaces are listed, but not watched.
+        """
+        return self._sees_all_pods and self.is_live
 
     @property
     def num_jobs(self) -> int:
-        """So many there are at least. The resources themselves come one after another at the start."""
+        """Lower bound of the number of jobs; at the start the resources arrive one by one, after their Jobs."""
         return max(len(self._records), len(self._jobs))
 
     def put_record(self, resource: Object, *, listed: bool = False) -> None:
-        """Take up a resource, which may have changed.
+        """Store a resource that is new or may have changed.
 
-        What is older than what is remembered is passed over: the answer to a write is here before the watch tells of
-        it. `listed`: it is so now, whatever its version, which a restored API server may have begun again.
+        A version older than the stored one is ignored: the answer to a write arrives before the event of the watch.
+
+        Args:
+            resource: the resource as the API server sent it.
+            listed: the resource was just read, so it replaces any stored version. A restored API server may have
+                restarted its versions.
         """
         meta = resource["metadata"]
         key = (meta["namespace"], meta["name"])
@@ -164,82 +177,85 @@ class ClusterStore:
         try:
             self._records[key] = read_record(resource, before)
         except Exception as error:
-            # Whatever is wrong with it is wrong with this one alone; the fresh look says it again.
-            unreadable_objects.tell("elastictrainingjobs", key, meta.get("resourceVersion") or "", error)
+            # The error concerns this resource only. The next pass reads the resource again and reports the error.
+            unreadable_objects.report("elastictrainingjobs", key, meta.get("resourceVersion") or "", error)
             self._records[key] = None
-        self._remember_start(key, self._records[key])
+        self._put_pending_start(key, self._records[key])
         if before is None or self._records[key] != before:
             self.listener.wake(key)
 
     def drop_record(self, key: Id, uid: str) -> None:
-        """Forget a resource that is gone, unless another of its name is there already."""
-        known = self._records.get(key)
-        if known is None or known.job.uid == uid:
+        """Remove a deleted resource and wake its job, unless another resource of its name is already stored."""
+        record = self._records.get(key)
+        if record is None or record.job.uid == uid:
             self.forget(key)
             self.listener.wake(key)
 
     def forget(self, key: Id) -> None:
-        """The same, where whoever cares knows it."""
+        """Remove a resource without notifying the listener."""
         self._records.pop(key, None)
-        self._starts.pop(key, None)
+        self._pending_starts.pop(key, None)
 
-    def starts(self, key: Key) -> frozenset[tuple[str, str]] | None:
-        """Claims, each with a folder in it, that other jobs of a job's namespace are about to start from.
+    def pending_starts(self, key: Key) -> frozenset[tuple[str, str]] | None:
+        """Return the claims and folders from which other jobs of the namespace will start.
 
-        None until all resources have been listed once: they are told one after another at the start.
+        Returns None until all resources were listed once, because kopf delivers them one by one at the start.
         """
-        if not self.lists_all_resources:
+        if not self.has_listed_resources:
             return None
-        return frozenset(start for other, start in self._starts.items() if other != key and other[0] == key[0])
+        return frozenset(start for other, start in self._pending_starts.items() if other != key and other[0] == key[0])
 
-    def _remember_start(self, key: Key, record: Record | None) -> None:
-        self._starts.pop(key, None)
+    def _put_pending_start(self, key: Key, record: Record | None) -> None:
+        self._pending_starts.pop(key, None)
         if record is None or isinstance(record.spec, SpecError):
             return
         checkpoint, status = record.spec.checkpoint, record.status
-        again = status.current is not None and status.current.resume.external and not status.current.resume.ready
-        if checkpoint.start_from and (again or status.started_from is None) and not status.terminal:
-            self._starts[key] = (checkpoint.claim_name, checkpoint.start_from)
+        must_convert = status.current is not None and status.current.resume.external and not status.current.resume.ready
+        if checkpoint.start_from and (must_convert or status.started_from is None) and not status.terminal:
+            self._pending_starts[key] = (checkpoint.claim_name, checkpoint.start_from)
 
-    def list_all(self, resources: Iterable[Object]) -> None:
-        """Take up what all resources are about to start from, before the first pass."""
+    def put_pending_starts(self, resources: Iterable[Object]) -> None:
+        """Store the folders from which all resources will start, before the first pass."""
         for resource in resources:
             meta = resource["metadata"]
             try:
-                self._remember_start((meta["namespace"], meta["name"]), read_record(resource))
+                self._put_pending_start((meta["namespace"], meta["name"]), read_record(resource))
             except Exception as error:
-                unreadable_objects.tell("elastictrainingjobs", (meta["namespace"], meta["name"]), "", error)
-        self.lists_all_resources = True
+                unreadable_objects.report("elastictrainingjobs", (meta["namespace"], meta["name"]), "", error)
+        self.has_listed_resources = True
 
-    def known(self, key: Key) -> Record | None:
-        """A job as it was told last."""
+    def last_record(self, key: Key) -> Record | None:
+        """Return the stored record of a job, or None."""
         return self._records.get(key)
 
-    def record(self, key: Key) -> Record | None:
-        """A job, None where a fresh look is needed to know."""
-        return self.known(key) if self.live else None
+    def live_record(self, key: Key) -> Record | None:
+        """Return the stored record of a job; None if it is unknown or the watches are not live."""
+        return self.last_record(key) if self.is_live else None
 
-    def look(self, key: Key, resource: str) -> Observation:
-        """What is remembered about one job; `used` counts only what `knows_held` says. Nothing of one not known."""
-        record = self.known(key)
+    def observe(self, key: Key, resource: str) -> Observation:
+        """Return the stored observation of one job, without its objects if the job is unknown.
+
+        `used` of the observation is meaningful only while `is_usage_current` is True.
+        """
+        record = self.last_record(key)
         if record is None:
-            return Observation(nodes=self._nodes.offering(resource), capacity_fresh=self.knows_held)
-        known = record.status.job_uids
-        jobs = own_jobs(self._jobs.of(key), record.job)
-        uids = {job.uid for job in jobs} | set(known)
-        pods = own_pods(self._pods.of(key), key[1], uids)
+            return Observation(nodes=self._nodes.pool(resource), capacity_fresh=self.is_usage_current)
+        job_uids = record.status.job_uids
+        jobs = select_own_jobs(self._jobs.get(key), record.job)
+        uids = {job.uid for job in jobs} | set(job_uids)
+        pods = select_own_pods(self._pods.get(key), key[1], uids)
         return Observation(
-            nodes=self._nodes.around(resource, pods),
+            nodes=self._nodes.views_for(resource, pods),
             pods=pods,
             jobs=jobs,
-            leases=own_leases(self._leases.of(key), record.job),
-            used=self.held.by_others(uids, resource),
-            capacity_fresh=self.knows_held,
-            starts=self.starts(key),
+            leases=select_own_leases(self._leases.get(key), record.job),
+            used=self.pod_usage.by_others(uids, resource),
+            capacity_fresh=self.is_usage_current,
+            starts=self.pending_starts(key),
         )
 
     def _lease_view(self, lease: Object) -> LeaseView:
-        return lease_view(lease, self._renewals.of(lease, time.time()))
+        return lease_view(lease, self._renewals.lease_first_seen(lease, time.time()))
 
     def _put_node(self, node: Object) -> None:
         if self._nodes.update(node, time.time()):
@@ -251,37 +267,40 @@ class ClusterStore:
 
     def _put_job(self, job: Object) -> None:
         if self._jobs.put(job):
-            self._woken(_owner(job))
+            self._wake(_owner(job))
 
     def _drop_job(self, job: Id) -> None:
-        self._woken(self._jobs.drop(job))
+        self._wake(self._jobs.drop(job))
 
     def _put_pod(self, pod: Object) -> None:
-        self.held.put(pod)
+        self.pod_usage.put(pod)
         if self._pods.put(pod):
-            self._woken(_owner(pod))
+            self._wake(_owner(pod))
 
     def _drop_pod(self, pod: Id) -> None:
-        self.held.drop(pod, ours=True)
-        self._woken(self._pods.drop(pod))
+        self.pod_usage.drop(pod, ours=True)
+        self._wake(self._pods.drop(pod))
 
     def _put_lease(self, lease: Object) -> None:
         self._leases.put(lease)
         if _owner(lease) in self._records:
-            self.listener.heartbeat(_owner(lease), lease)
+            self.listener.lease_changed(_owner(lease), lease)
 
     def _drop_lease(self, lease: Id) -> None:
         self._renewals.forget("/".join(lease))
-        self._woken(self._leases.drop(lease))
+        self._wake(self._leases.drop(lease))
 
-    def _woken(self, key: Key | None) -> None:
-        """Something of a job has changed; one that is not known yet is looked at when it is."""
+    def _wake(self, key: Key | None) -> None:
+        """Notify the listener of a change; a job that is not known yet gets a pass when its resource arrives."""
         if key in self._records:
             self.listener.wake(key)
 
 
 def _precedes(meta: Mapping[str, Any], version: str) -> bool:
-    """An object's version is an earlier one; they are numbers (KEP-5504), and what is none is not compared."""
+    """Return whether an object's resourceVersion is lower than `version`.
+
+    Versions are decimal numbers (KEP-5504); the result is False if one of them is not.
+    """
     own = meta.get("resourceVersion") or ""
     return own.isdigit() and version.isdigit() and int(own) < int(version)
 

@@ -1,4 +1,4 @@
-"""Objects of the cluster that cannot be read: each is set aside and told once, alone. Nothing else waits for it."""
+"""Reports of objects that cannot be read: each object is logged and counted once per error, and is ignored."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from elastic_operator.metrics.counters import Sample
 
 _MOST_KNOWN = 4096
 
-_told: dict[tuple[str, str, str], str] = {}
-"""What was wrong with an object when it was told of, by kind, namespace and name."""
+_reported: dict[tuple[str, str, str], str] = {}
+"""The last reported error of an object, by kind, namespace and name."""
 
 logger = logging.getLogger(__name__)
 
 
-def tell(kind: str, key: tuple[str, str], version: str, error: Exception) -> None:
-    """Log and count an object that cannot be read, once for what is wrong with it.
+def report(kind: str, key: tuple[str, str], version: str, error: Exception) -> None:
+    """Log and count an object that cannot be read, unless the same error was already reported for it.
 
     Args:
         kind: plural of the kind, for instance `pods`.
-        key: namespace (empty for an object of the cluster) and name.
-        version: its resourceVersion, for whoever looks it up.
+        key: namespace (empty for a cluster-scoped object) and name.
+        version: its resourceVersion, for the log line.
+        error: what went wrong.
     """
-    said = f"{type(error).__name__}: {error}"[:200]
-    if _told.get((kind, *key)) == said:
+    reason = f"{type(error).__name__}: {error}"[:200]
+    if _reported.get((kind, *key)) == reason:
         return
-    _told[kind, *key] = said
-    while len(_told) > _MOST_KNOWN:
-        del _told[next(iter(_told))]
+    _reported[kind, *key] = reason
+    while len(_reported) > _MOST_KNOWN:
+        del _reported[next(iter(_reported))]
     name = "/".join(part for part in key if part)
     logger.warning(
         "%s %s (resourceVersion %s) cannot be read and is left out: %s; correct or delete it",
-        kind, name, version, ascii(said),
+        kind, name, version, ascii(reason),
     )  # fmt: skip
-    exporter.count([Sample(family=definitions.UNREADABLE, labels=(kind,))])
+    exporter.count([Sample(definition=definitions.UNREADABLE, labels=(kind,))])
 
 
-def settled(kind: str, key: tuple[str, str]) -> None:
-    """Forget what was told of an object that is gone, or can be read again."""
-    _told.pop((kind, *key), None)
+def clear(kind: str, key: tuple[str, str]) -> None:
+    """Remove the reported error of an object that was deleted, or can be read again."""
+    _reported.pop((kind, *key), None)

@@ -1,6 +1,6 @@
-"""Lists and watches of the Kubernetes API as pages and events of plain objects. Keeps nothing but connections.
+"""Lists and watches of the Kubernetes API as pages and events of plain objects. Stateless, except for connections.
 
-lightkube's own watch knows no bookmarks and waits for ever on a connection that has died.
+lightkube's watch is not used: it does not request bookmarks, and it waits forever on a dead connection.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lightkube.config.models import User
 from lightkube.core.resource import api_info
 
 SERVER_SECONDS = 290
-"""How long the API server keeps one watch open; the next one goes on where it ended."""
+"""How long the API server keeps one watch open; the next one continues from the last version."""
 
 SILENCE_SECONDS = 90.0
-"""A watch that brings nothing for so long has died: the API server sends a bookmark about once a minute."""
+"""A watch without any event for so long is dead: the API server sends a bookmark about once a minute."""
 
 _CONNECT_SECONDS = 10.0
 _LIST_SECONDS = 60.0
@@ -35,13 +35,13 @@ _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
 ]
-"""A server that lost its power says nothing: the kernel finds out within 20 s."""
+"""Keepalive options: a server without power sends nothing, and the kernel closes the connection after 20 s."""
 
 Object = Mapping[str, Any]
 
 
 class ExpiredError(Exception):
-    """The API server does not know this version any more: list again."""
+    """The API server has discarded this version: list again."""
 
 
 class WatchError(Exception):
@@ -50,11 +50,11 @@ class WatchError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedCollection:
-    """What to list and watch.
+    """A collection to list and watch.
 
     Attributes:
-        kind: of `resources`.
-        namespace: empty for all.
+        kind: one of the kinds in `resources`.
+        namespace: its namespace; empty for all.
         labels: label selector.
         fields: field selector.
     """
@@ -79,9 +79,9 @@ class WatchedCollection:
 
     @property
     def params(self) -> dict[str, str]:
-        """Selectors of the request."""
-        found = {"labelSelector": self.labels, "fieldSelector": self.fields}
-        return {name: text for name, text in found.items() if text}
+        """Query parameters with the selectors of the request."""
+        selectors = {"labelSelector": self.labels, "fieldSelector": self.fields}
+        return {name: text for name, text in selectors.items() if text}
 
     def __str__(self) -> str:
         return f"{self.path} {' '.join(self.params.values())}".rstrip()
@@ -103,9 +103,9 @@ class _Event(msgspec.Struct):
 
 
 def connect(config: SingleConfig) -> httpx2.AsyncClient:
-    """A client for `pages` and `events`, with the same credentials as lightkube's; the caller closes it.
+    """Open a client for `list_pages` and `watch_events` with lightkube's credentials; the caller closes it.
 
-    Long lists travel uncompressed: in one network, packing them costs the API server more than sending them.
+    Lists are not compressed: inside one network, compressing costs the API server more than sending.
     """
     user = config.user or User()
     verify = verify_cluster(config.cluster, user, config.abs_file, trust_env=False)
@@ -119,12 +119,14 @@ def connect(config: SingleConfig) -> httpx2.AsyncClient:
     )
 
 
-async def pages(http: httpx2.AsyncClient, source: WatchedCollection) -> AsyncIterator[tuple[list[dict[str, Any]], str]]:
-    """All objects, some hundreds at a time, each time with the version of the collection that they belong to.
+async def list_pages(
+    http: httpx2.AsyncClient, source: WatchedCollection
+) -> AsyncIterator[tuple[list[dict[str, Any]], str]]:
+    """List all objects in pages, each with the version of the collection.
 
     Raises:
-        ExpiredError: the list took longer than the API server remembers.
-        httpx2.HTTPError: there was no good answer.
+        ExpiredError: the API server discarded the version of the list before its last page was read.
+        httpx2.HTTPError: the request failed.
     """
     params = {**source.params, "limit": str(_CHUNK)}
     while True:
@@ -137,17 +139,17 @@ async def pages(http: httpx2.AsyncClient, source: WatchedCollection) -> AsyncIte
         params["continue"] = page.metadata.continue_
 
 
-async def events(
+async def watch_events(
     http: httpx2.AsyncClient, source: WatchedCollection, version: str
 ) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
-    """Changes since `version`: ADDED, MODIFIED, DELETED or BOOKMARK with the object. None once the watch is open.
+    """Yield the changes since `version`: ADDED, MODIFIED, DELETED or BOOKMARK, each with the object.
 
-    Ends when the API server does.
+    Yields None first, when the watch is open. Ends when the API server closes the watch.
 
     Raises:
-        ExpiredError: `version` is too old.
-        WatchError: the API server says that something else is wrong.
-        httpx2.HTTPError: there was no good answer, or silence.
+        ExpiredError: the API server has discarded `version`.
+        WatchError: the API server reported another error.
+        httpx2.HTTPError: the request failed, or no event arrived for SILENCE_SECONDS.
     """
     params = {
         **source.params,
@@ -160,7 +162,7 @@ async def events(
     async with http.stream("GET", source.path, params=params, timeout=timeout) as answer:
         _check(answer)
         yield None
-        async for line in lines(answer.aiter_raw()):
+        async for line in split_lines(answer.aiter_raw()):
             event = _EVENT.decode(line)
             if event.type == "ERROR":
                 if event.object.get("code") == HTTPStatus.GONE:
@@ -169,12 +171,12 @@ async def events(
             yield event.type, event.object
 
 
-async def lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Whole lines of what comes in parts; what follows the last line break is not one."""
+async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Join chunks and yield complete lines; the text after the last line break is dropped."""
     rest: list[bytes] = []
-    async for part in parts:
-        *whole, last = part.split(b"\n")
-        for line in whole:
+    async for chunk in chunks:
+        *complete, last = chunk.split(b"\n")
+        for line in complete:
             rest.append(line)
             if text := b"".join(rest):
                 yield text

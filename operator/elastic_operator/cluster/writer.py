@@ -1,4 +1,4 @@
-"""Writes the cluster. One branch per action; every one may be repeated."""
+"""Writes to the API server: statuses, events, and one branch per action. Every action can be repeated safely."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from elastic_operator.cluster.resources import (
 )
 from elastic_operator.manifests.attempt import MANAGER, JobRef
 from elastic_operator.observed import ownership
-from elastic_operator.observed.commit_history import released_text
+from elastic_operator.observed.commit_history import format_released
 from elastic_operator.observed.observation import WORKER, controller_of
 from elastic_operator.reconcile import effective_spec
 from elastic_operator.reconcile.actions import (
@@ -48,18 +48,18 @@ from elastic_operator.reconcile.actions import (
 from reshard.contract import GROUP, KIND, VERSION, LeaseKey, Request
 
 _MESSAGE_LIMIT = 1024
-"""Of a core/v1 Event."""
+"""Maximum length of the message of a core/v1 Event."""
 
 _EVENTS_KNOWN = 4096
-"""Events whose names are remembered, so that a repeated one is counted and not posted again."""
+"""Number of posted Events whose names are cached, so that a repeated Event only raises the count."""
 
 
 class ConflictError(Exception):
-    """Somebody else has changed the object since it was read: look again."""
+    """Another client has changed the object since it was read: read it again."""
 
 
 class NameTakenError(Exception):
-    """An object that is not the resource's has a name that the operator needs. It is never taken over."""
+    """An object that the resource does not own has a name that the operator needs. The operator never adopts it."""
 
 
 class PredecessorError(Exception):
@@ -67,17 +67,23 @@ class PredecessorError(Exception):
 
 
 class ClusterWriter:
-    """All writing, for one namespace and job at a time."""
+    """Writes everything that the operator writes for jobs."""
 
-    def __init__(self, client: AsyncClient, observer: ClusterReader, fence: Callable[[], None] = lambda: None) -> None:
-        """`fence` is called before every write, and does not return to a process that may not write any more."""
+    def __init__(self, client: AsyncClient, reader: ClusterReader, fence: Callable[[], None] = lambda: None) -> None:
+        """Create a writer.
+
+        Args:
+            client: client for the API server.
+            reader: reads what a write depends on.
+            fence: called before every write; exits if this process may no longer write.
+        """
         self._client = client
-        self._observer = observer
+        self._reader = reader
         self._fence = fence
         self._events: dict[str, str] = {}
 
     async def write_status(self, resource: Mapping[str, Any], status: Status) -> Mapping[str, Any] | None:
-        """Replace the status; the resource with it, None if it does not differ from what was read.
+        """Replace the status; return the API server's answer, or None if the status equals the one that was read.
 
         Raises:
             ConflictError: the resource has changed since `resource` was read.
@@ -85,7 +91,7 @@ class ClusterWriter:
         wire = to_wire(status)
         if wire == resource.get("status"):
             return None
-        # The resourceVersion inside of the metadata makes this a compare-and-swap.
+        # The resourceVersion in the metadata makes this a compare-and-swap.
         body = make(TRAINING_JOB.Status, {**resource, "status": wire})
         self._fence()
         try:
@@ -96,26 +102,24 @@ class ClusterWriter:
             raise
 
     async def keep_spec(self, job: JobRef, spec: Mapping[str, Any]) -> None:
-        """Keep an accepted spec, in the place of those before it.
+        """Store an accepted spec in a ControllerRevision, and delete the revisions of older specs.
 
         Raises:
-            ApiError: it cannot be kept.
-            NameTakenError: likewise.
+            ApiError: the API server rejected the revision.
+            NameTakenError: a revision of this name belongs to another resource.
         """
-        await self._create(effective_spec.revision(job, spec))
+        await self._create(effective_spec.build_revision(job, spec))
         if job.generation > 1:
-            for name, uid in effective_spec.stale_revisions(
-                await self._observer.revisions(job.namespace, job.name), job
-            ):
+            for name, uid in effective_spec.stale_revisions(await self._reader.revisions(job.namespace, job.name), job):
                 await self._delete_known(REVISION, job.namespace, name, uid)
 
     async def act(self, namespace: str, job: str, action: Action) -> None:
-        """Do one thing.
+        """Execute one action.
 
         Raises:
-            ConflictError: the world is not as the decision saw it.
-            NameTakenError: an object that is not the job's is in the way of one to create.
-            PredecessorError: pods of an earlier job of the same name are in the way of a launch.
+            ConflictError: the cluster has changed since the decision.
+            NameTakenError: an object that the job does not own has the name of an object to create.
+            PredecessorError: pods of an earlier job of the same name prevent a launch.
         """
         match action:
             case Create(manifest=manifest):
@@ -132,20 +136,20 @@ class ClusterWriter:
             case RequestDrain(lease=lease, uid=uid):
                 await self._annotate(namespace, lease, uid, LeaseKey.REQUEST, Request.DRAIN)
             case ReleaseCommits(lease=lease, uid=uid, names=names):
-                await self._annotate(namespace, lease, uid, LeaseKey.RELEASED, released_text(names))
+                await self._annotate(namespace, lease, uid, LeaseKey.RELEASED, format_released(names))
 
     async def post_event(self, resource: Mapping[str, Any], event: Event, now: float) -> None:
-        """Post an Event about the resource; the same text again only raises the count.
+        """Post an Event about the resource; if the same Event was posted before, only raise its count.
 
-        Names grow with time, as client-go's do: `kubectl describe` sorts by whole seconds, and would otherwise tell
-        what happened within one of them in any order.
+        Event names contain the time in nanoseconds, as client-go's do. `kubectl describe` sorts by whole seconds and
+        then by name, so this keeps Events of the same second in order.
         """
         meta = resource["metadata"]
         message = event.message if len(event.message) <= _MESSAGE_LIMIT else event.message[: _MESSAGE_LIMIT - 3] + "..."
         digest = hashlib.sha256(f"{meta['uid']}/{event.reason}/{message}".encode()).hexdigest()[:12]
         moment = format_time(now)[:-5] + "Z"
-        known = self._events.get(digest)
-        name = known or f"{meta['name']}.{time.time_ns():x}"
+        known_name = self._events.get(digest)
+        name = known_name or f"{meta['name']}.{time.time_ns():x}"
         body = make(
             EVENT,
             {
@@ -170,7 +174,7 @@ class ClusterWriter:
             },
         )
         self._fence()
-        if known and await self._count_event(known, meta["namespace"], moment):
+        if known_name and await self._count_event(known_name, meta["namespace"], moment):
             return
         await self._client.create(body)
         self._events[digest] = name
@@ -178,11 +182,11 @@ class ClusterWriter:
             del self._events[next(iter(self._events))]
 
     async def _count_event(self, name: str, namespace: str, moment: str) -> bool:
-        """Raise the count of an event that was posted before; False if it has expired since."""
+        """Raise the count of an Event that was posted before; return False if it has expired."""
         try:
             old = await self._client.get(EVENT, name, namespace=namespace)
-            again = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": moment}
-            await self._client.patch(EVENT, name, again, namespace=namespace, patch_type=PatchType.MERGE)
+            changes = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": moment}
+            await self._client.patch(EVENT, name, changes, namespace=namespace, patch_type=PatchType.MERGE)
         except ApiError as error:
             if error.status.code == HTTPStatus.NOT_FOUND:
                 return False
@@ -190,25 +194,28 @@ class ClusterWriter:
         return True
 
     async def _launch(self, action: LaunchAttempt) -> None:
-        """The last gate: whatever the decision was made from, no pod of an older attempt may run now."""
-        pods, left = await self._observer.own_pods(action.job, action.job_uids)
+        """Create the objects of an attempt, after a last check that no pod of an older attempt can run.
+
+        The pods are read from the API server, because the decision may have been made from an older observation.
+        """
+        pods, predecessors_pods = await self._reader.own_pods(action.job, action.job_uids)
         for pod in pods:
             if pod.role == WORKER and not pod.terminal and pod.node not in action.lost_nodes:
-                raise ConflictError(f"pod {pod.name} of attempt {pod.attempt} is still there")
-        if left:
-            names = ", ".join(sorted(pod.name for pod in left)[:3])
+                raise ConflictError(f"expected no pods of older attempts, found {pod.name} of attempt {pod.attempt}")
+        if predecessors_pods:
+            names = ", ".join(sorted(pod.name for pod in predecessors_pods)[:3])
             raise PredecessorError(
-                f"{len(left)} pods of an earlier {KIND} of this name are still there ({names}): they go with it; "
-                "delete them if they do not"
+                f"{len(predecessors_pods)} pods of an earlier {KIND} of this name are still there ({names}): they are "
+                "deleted together with it; delete them if they stay"
             )
         for manifest in action.manifests:
             await self._create(manifest)
 
     async def _annotate(self, namespace: str, lease: str, uid: str, key: LeaseKey, value: str) -> None:
-        # The UID inside of a patch makes it one of this very object.
+        # With a UID the API server rejects the patch if another object has the name by now.
         meta = {"annotations": {str(key): str(value)}, **({"uid": uid} if uid else {})}
         self._fence()
-        await self._unless_gone(
+        await self._ignore_gone(
             self._client.patch(
                 LEASE,
                 lease,
@@ -220,10 +227,11 @@ class ClusterWriter:
         )
 
     async def _create(self, manifest: Mapping[str, Any]) -> None:
-        """Create an object of a resource, unless it is there already.
+        """Create an object of a resource, unless the resource already has it.
 
         Raises:
-            NameTakenError: another one is, which the resource does not control.
+            ConflictError: an object of this name was deleted just now.
+            NameTakenError: an object of this name exists, and the resource does not control it.
         """
         kind, meta = BY_KIND[manifest["kind"]], manifest["metadata"]
         self._fence()
@@ -232,60 +240,60 @@ class ClusterWriter:
         except ApiError as error:
             if error.status.code != HTTPStatus.CONFLICT:
                 raise
-            found = await self._read(kind, meta["namespace"], meta["name"])
-            if found is None:
-                raise ConflictError(f"{manifest['kind']} {meta['name']} was there a moment ago") from error
-            if not ownership.is_controlled_by(found, controller_of(meta)["uid"]):
-                raise NameTakenError(_taken(manifest, found)) from error
+            existing = await self._read(kind, meta["namespace"], meta["name"])
+            if existing is None:
+                raise ConflictError(f"{manifest['kind']} {meta['name']} was deleted while it was created") from error
+            if not ownership.is_controlled_by(existing, controller_of(meta)["uid"]):
+                raise NameTakenError(_name_taken_message(manifest, existing)) from error
 
     async def _read(self, kind: Any, namespace: str, name: str) -> Mapping[str, Any] | None:
         try:
-            found: Mapping[str, Any] = await self._client.get(kind, name, namespace=namespace)
+            answer: Mapping[str, Any] = await self._client.get(kind, name, namespace=namespace)
         except ApiError as error:
             if error.status.code == HTTPStatus.NOT_FOUND:
                 return None
             raise
-        return found
+        return answer
 
     async def _delete_owned(self, kind: Any, namespace: str, name: str, owner: str) -> None:
-        """Delete an object if the resource with the UID `owner` controls it; one of somebody else's stays."""
-        found = await self._read(kind, namespace, name)
-        if found is not None and ownership.is_controlled_by(found, owner):
-            await self._delete_known(kind, namespace, name, found["metadata"]["uid"])
+        """Delete an object if the resource with the UID `owner` controls it."""
+        existing = await self._read(kind, namespace, name)
+        if existing is not None and ownership.is_controlled_by(existing, owner):
+            await self._delete_known(kind, namespace, name, existing["metadata"]["uid"])
 
     async def _delete_known(self, kind: Any, namespace: str, name: str, uid: str, **options: Any) -> None:
-        """Delete the object with this UID. The API server refuses where another one has its name by now."""
+        """Delete the object with this UID; the API server rejects the request if another object has the name by now."""
         http = self._client._client
         request = http.prepare_request("delete", res=kind, name=name, namespace=namespace)
-        # `delete` has no argument for preconditions.
+        # lightkube's `delete` has no argument for preconditions.
         request.data = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}, **options}
         self._fence()
-        await self._unless_gone(self._answered(request))
+        await self._ignore_gone(self._send(request))
 
-    async def _answered(self, request: Any) -> None:
+    async def _send(self, request: Any) -> None:
         http: Any = self._client._client
         http.handle_response("delete", await http.send(http.build_adapter_request(request)), request)
 
     @staticmethod
-    async def _unless_gone(call: Any) -> None:
-        """Wait for an answer; that the very object is not there any more is as good."""
+    async def _ignore_gone(call: Any) -> None:
+        """Await a request, and ignore the error that the object no longer exists."""
         try:
             await call
         except ApiError as error:
-            # A patch with the UID of an object that is gone is "unprocessable" where another one has its name.
-            gone = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
-            if error.status.code not in gone:
+            # A patch with the UID of a deleted object is "unprocessable" if another object has its name.
+            gone_codes = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
+            if error.status.code not in gone_codes:
                 raise
 
 
-def _taken(manifest: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """What is in the way of an object, and what to do about it."""
+def _name_taken_message(manifest: Mapping[str, Any], existing: Mapping[str, Any]) -> str:
+    """Describe the object that has the name of `manifest`, and what the user can do about it."""
     meta = manifest["metadata"]
-    what = f"{manifest['kind']} {meta['namespace']}/{meta['name']} exists already and is not this job's"
-    owner = controller_of(found["metadata"])
+    problem = f"{manifest['kind']} {meta['namespace']}/{meta['name']} exists already and is not this job's"
+    owner = controller_of(existing["metadata"])
     if owner.get("kind") == KIND and owner.get("name") == controller_of(meta).get("name"):
         return (
-            f"{what}: it belongs to an earlier {KIND} of this name (UID {owner.get('uid')}) and is removed with it by "
-            "garbage collection; delete it if it stays"
+            f"{problem}: it belongs to an earlier {KIND} of this name (UID {owner.get('uid')}) and is removed with it "
+            "by garbage collection; delete it if it stays"
         )
-    return f"{what} ({ownership.owner_text(found)}): delete it, or create the job under another name"
+    return f"{problem} ({ownership.describe_owner(existing)}): delete it, or create the job under another name"

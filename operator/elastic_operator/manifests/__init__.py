@@ -1,4 +1,4 @@
 """The desired objects of one attempt: training Job, reshard Job, Services, Leases and rights.
 
-Pure builders, and what no job may ask for. Imports `api`; imported by everything above it.
+Pure builders, and the checks of what no job may ask for. Imports `api`; imported by everything above it.
 """

@@ -1,8 +1,8 @@
-"""Pure builders of everything that belongs to one attempt.
+"""Builders of all objects that belong to one attempt. Pure.
 
-All objects of attempt N of job J are named `<J>-aN`, are owned by the ElasticTrainingJob and never change once created;
-the reshard Job that converts a checkpoint *into* attempt N's layout is `<J>-aN-reshard`. The checkpoint claim is the
-user's and is never owned.
+All objects of attempt N of job J are named `<J>-aN`, are owned by the ElasticTrainingJob and never change once created.
+The reshard Job that converts a checkpoint *into* attempt N's layout is `<J>-aN-reshard`. The checkpoint claim belongs
+to the user and never gets an owner.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ CHECKPOINT_MOUNT = "/checkpoint"
 MASTER_PORT = 29500
 MANAGER = "elastic-training-operator"
 DRAIN_REQUESTED = f"{GROUP}/drain-requested"
-"""Annotation of an ElasticTrainingJob by which a person asks it to commit, exit and start again."""
+"""Annotation of an ElasticTrainingJob that requests a commit, an exit and a new start."""
 RETRY_REQUESTED = f"{GROUP}/retry-requested"
-"""Annotation by which a person asks a job that has Failed to go on from its newest commit."""
+"""Annotation that requests that a Failed job goes on from its newest commit."""
 _VOLUME = "etj-checkpoint"
 _SCRATCH_VOLUME = "etj-scratch"
 SCRATCH_MOUNT = "/etj-scratch"
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_PASSED_LABELS = ("kueue.x-k8s.io/",)
+_PROPAGATED_LABELS = ("kueue.x-k8s.io/",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobRef:
-    """Identity of an ElasticTrainingJob, and what people have written beside its spec.
+    """Identity of an ElasticTrainingJob, and the requests in its annotations.
 
     Attributes:
-        drain_request: value of the annotation DRAIN_REQUESTED, empty for none; see `asked`.
+        drain_request: value of the annotation DRAIN_REQUESTED, empty for none; see `reconcile.user_requests`.
         retry_request: value of the annotation RETRY_REQUESTED, likewise.
-        created_at: by the API server's clock; None where that is not known.
+        created_at: by the API server's clock; None if unknown.
     """
 
     name: str
@@ -55,63 +55,63 @@ class JobRef:
 
 
 def attempt_name(job: str, attempt: int) -> str:
-    """Name of all objects of one attempt."""
+    """Return the name of all objects of one attempt."""
     return f"{job}-a{attempt}"
 
 
 def reshard_name(job: str, attempt: int) -> str:
-    """Name of the reshard Job that converts into the layout of `attempt`."""
+    """Return the name of the reshard Job that converts into the layout of `attempt`."""
     return f"{job}-a{attempt}-reshard"
 
 
 def selector(job: str) -> str:
-    """Label selector of everything that was created for a job."""
+    """Return the label selector of all objects that were created for a job."""
     return f"{Label.JOB}={job}"
 
 
 def account_of(template: Mapping[str, Any]) -> str:
-    """Name of the ServiceAccount that the pods of a template ask for; empty where they name none.
+    """Return the name of the ServiceAccount in a pod template, empty if there is none.
 
-    `serviceAccount` is the older name of the same field, and counts where the newer one is empty.
+    `serviceAccount` is the older name of the same field; it counts if the newer one is empty.
     """
     pod = template.get("spec") or {}
     return str(pod.get("serviceAccountName") or pod.get("serviceAccount") or "")
 
 
 def checkpoint_root(spec: Spec, template: Mapping[str, Any] | None = None) -> str:
-    """Folder of the job's checkpoints as its pods see it: below the mount of the claim."""
+    """Return the folder of the job's checkpoints as its pods see it: below the mount of the claim."""
     return f"{_mount(spec, template)}/{spec.checkpoint.path}".rstrip("/")
 
 
 def _mount(spec: Spec, template: Mapping[str, Any] | None = None) -> str:
     pod = (template or spec.template).get("spec") or {}
     mount = _claim_mount(pod, spec.checkpoint.claim_name) or CHECKPOINT_MOUNT
-    # As the trainer and `reshard` write it: commits are known by their paths.
+    # Normalize as the trainer and `reshard` do, because commits are identified by their paths.
     return f"/{posixpath.normpath(mount).lstrip('/')}".rstrip("/")
 
 
 def commit_uri(root: str, attempt: int, step: int, mark: str = "") -> str:
-    """Folder of a commit. `mark`: at the end of its name, where another job may have used the plain one."""
+    """Return the folder of a commit; `mark` is a suffix, for when another job may have used the plain name."""
     return f"{root}/a{attempt}/step-{step:08d}{f'-{mark}' if mark else ''}"
 
 
 def start_source(spec: Spec) -> str:
-    """Folder of `spec.checkpoint.startFrom` as the job's pods see it; empty for none."""
+    """Return the folder of `spec.checkpoint.startFrom` as the job's pods see it; empty for none."""
     start = spec.checkpoint.start_from
     return f"{_mount(spec)}/{start}" if start else ""
 
 
 def start_arguments(spec: Spec) -> list[str]:
-    """Of `reshard run`, for what `spec.checkpoint.startFrom` names."""
+    """Return the arguments of `reshard run` for a source in `spec.checkpoint.startFrom`."""
     options = dataclasses.asdict(spec.checkpoint.start_options)
-    given = [(f"--{name}", f"{_mount(spec)}/{path}") for name, path in options.items() if path]
-    return ["--newest", "--format", "deepspeed", *itertools.chain(*given)]
+    path_options = [(f"--{name}", f"{_mount(spec)}/{path}") for name, path in options.items() if path]
+    return ["--newest", "--format", "deepspeed", *itertools.chain(*path_options)]
 
 
 def start_uri(root: str, attempt: int, mark: str = "") -> str:
-    """Folder of the commit that is made from it, whose step nobody here knows before.
+    """Return the folder of the commit that is converted from `spec.checkpoint.startFrom`, whose step is unknown.
 
-    Like the others it begins with `step-`: by that the trainer finds what may be pruned.
+    The name begins with `step-`, because the trainer prunes only folders with this prefix.
     """
     return f"{root}/a{attempt}/step-start{f'-{mark}' if mark else ''}"
 
@@ -119,7 +119,7 @@ def start_uri(root: str, attempt: int, mark: str = "") -> str:
 def attempt_objects(
     job: JobRef, spec: Spec, attempt: int, current: Current, heartbeat_seconds: float
 ) -> list[dict[str, Any]]:
-    """Everything an attempt needs, in the order in which it has to be created; the Job comes last."""
+    """Build all objects of an attempt, in the order of creation; the Job comes last."""
     user_account = account_of(spec.template)
     name = attempt_name(job.name, attempt)
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(job, name, attempt)}
@@ -134,7 +134,7 @@ def attempt_objects(
 
 
 def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartbeat_seconds: float) -> dict[str, Any]:
-    """The Indexed Job of one attempt: one pod per node, none is ever replaced."""
+    """Build the Indexed Job of one attempt: one pod per node; failed pods are never replaced."""
     name = attempt_name(job.name, attempt)
     template = _template(spec.template, _labels(job, attempt, "worker"))
     pod = template["spec"]
@@ -158,7 +158,7 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _meta(job, name, attempt, "worker", passed=_passed(job)),
+        "metadata": _meta(job, name, attempt, "worker", propagated=_select_propagated_labels(job)),
         "spec": {
             "completions": current.num_nodes,
             "parallelism": current.num_nodes,
@@ -179,11 +179,15 @@ def reshard_job(
     *,
     mode: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """The Job that converts `current.resume.source` into `current.resume.uri`.
+    """Build the Job that converts `current.resume.source` into `current.resume.uri`.
 
     Args:
-        image: the operator's, if any.
-        mode: arguments that may have it write where the bytes are, instead of the bytes.
+        job: the resource.
+        spec: its spec.
+        attempt: number of the attempt that resumes from the result.
+        current: plan of that attempt.
+        image: the operator's image for reshard pods, if any.
+        mode: arguments that permit a virtual commit, which refers to bytes instead of copying them.
     """
     template = _template(reshard_template(spec, image, current.resume.source), _labels(job, attempt, "reshard"))
     pod = template["spec"]
@@ -203,7 +207,7 @@ def reshard_job(
         "/dev/termination-log",
         "--attempt",
         str(attempt),
-        # Plain DeepSpeed commits nothing, and the folder may be one of several checkpoints or of another format.
+        # A plain DeepSpeed folder has no COMMIT.json; it may hold several checkpoints, or another format.
         *(start_arguments(spec) if current.resume.external else ("--require-commit",)),
         *mode,
     ]
@@ -211,17 +215,19 @@ def reshard_job(
     main["env"] = _merged_env(main.get("env") or [], owner)
     count = 1 if mode else spec.reshard.parallelism
     if count > 1:
-        # Workers share a journal, and so go on with what others have done.
+        # Workers share a journal, so each one continues what the others have done.
         main["args"] += ["--worker", f"$(JOB_COMPLETION_INDEX)/{count}"]
     elif not mode:
-        # From the first try on: what it leaves unfinished is kept for the next one only if it says so.
+        # Even on the first try: unfinished work is kept for a retry only with this option.
         main["args"].append("--resume")
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _meta(job, reshard_name(job.name, attempt), attempt, "reshard", passed=_passed(job)),
+        "metadata": _meta(
+            job, reshard_name(job.name, attempt), attempt, "reshard", propagated=_select_propagated_labels(job)
+        ),
         "spec": {
-            **(_sharing(count) if count > 1 else {"backoffLimit": 0}),
+            **(_share_conversion(count) if count > 1 else {"backoffLimit": 0}),
             "activeDeadlineSeconds": spec.reshard.timeout_seconds,
             "template": template,
         },
@@ -233,8 +239,8 @@ def _set_account(pod: dict[str, Any], name: str) -> None:
     pod["serviceAccountName"] = name
 
 
-def _sharing(count: int) -> dict[str, Any]:
-    """Pods that share a conversion: it is done when one of them says so, and has failed when all have."""
+def _share_conversion(count: int) -> dict[str, Any]:
+    """Build the Job fields for pods that share a conversion: one success completes it, only all failures fail it."""
     return {
         "completions": count,
         "parallelism": count,
@@ -277,7 +283,7 @@ def _training_env(
 
 
 def _owner_env(job: JobRef, spec: Spec) -> dict[str, str]:
-    """Environment by which a pod knows whose checkpoint root it may write to."""
+    """Return the environment variables that tell a pod which checkpoint root it may write to."""
     return {
         Env.JOB: job.name,
         Env.NAMESPACE: job.namespace,
@@ -296,7 +302,7 @@ def _template(template: Mapping[str, Any], labels: Mapping[str, str]) -> dict[st
 
 
 def _add_scratch(pod: dict[str, Any]) -> None:
-    """Memory for the files that ranks read through a virtual commit, unless the user has said where they go."""
+    """Mount memory for files that ranks read through a virtual commit, unless the user sets a folder."""
     main = pod["containers"][0]
     if any(item["name"] == Env.SCRATCH for item in main.get("env") or ()):
         return
@@ -308,7 +314,7 @@ def _add_scratch(pod: dict[str, Any]) -> None:
 def _mount_claim(pod: dict[str, Any], claim: str) -> None:
     if _claim_mount(pod, claim):
         return
-    volume = next((item["name"] for item in pod.get("volumes") or () if _claims(item, claim)), None)
+    volume = next((item["name"] for item in pod.get("volumes") or () if _is_claim(item, claim)), None)
     if volume is None:
         volume = _VOLUME
         pod["volumes"] = [
@@ -320,17 +326,20 @@ def _mount_claim(pod: dict[str, Any], claim: str) -> None:
 
 
 def _claim_mount(pod: Mapping[str, Any], claim: str) -> str | None:
-    volumes = {item.get("name") for item in pod.get("volumes") or () if _claims(item, claim)}
+    volumes = {item.get("name") for item in pod.get("volumes") or () if _is_claim(item, claim)}
     mounts = pod["containers"][0].get("volumeMounts") or ()
     return next((item["mountPath"] for item in mounts if item.get("name") in volumes), None)
 
 
-def _claims(volume: Mapping[str, Any], claim: str) -> bool:
+def _is_claim(volume: Mapping[str, Any], claim: str) -> bool:
     return (volume.get("persistentVolumeClaim") or {}).get("claimName") == claim
 
 
 def _avoid_nodes(pod: dict[str, Any], avoid: Sequence[str]) -> None:
-    """Keep the pod off some nodes, in addition to what the user demands. The terms of a selector are alternatives."""
+    """Exclude nodes by node affinity, in addition to the user's requirements.
+
+    Every term gets the exclusion, because the terms of a node selector are alternatives.
+    """
     if not avoid:
         return
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in avoid]
@@ -343,7 +352,7 @@ def _avoid_nodes(pod: dict[str, Any], avoid: Sequence[str]) -> None:
 
 
 def _merged_env(user: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    # Ours come first, so that the user's may refer to them by $(NAME).
+    # The operator's variables come first, so that the user's can refer to them by $(NAME).
     names = {item["name"] for item in ours}
     return [*map(dict, ours), *(dict(item) for item in user if item["name"] not in names)]
 
@@ -374,7 +383,7 @@ def _role_binding(job: JobRef, name: str, attempt: int, account: str) -> dict[st
 
 
 def _service(job: JobRef, name: str, attempt: int) -> dict[str, Any]:
-    # Rendezvous starts before any pod is Ready, so addresses must be published at once.
+    # Rendezvous starts before any pod is Ready, so addresses must be published immediately.
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -397,15 +406,15 @@ def _lease(job: JobRef, name: str, attempt: int, heartbeat_seconds: float) -> di
     }
 
 
-def owned(job: JobRef, name: str) -> dict[str, Any]:
-    """Metadata of an object that is the job's, and no attempt's."""
+def build_owned_metadata(job: JobRef, name: str) -> dict[str, Any]:
+    """Build the metadata of an object that the job owns and that belongs to no attempt."""
     return _owned(job, name, _common(job))
 
 
 def _meta(
-    job: JobRef, name: str, attempt: int, role: str = "", passed: Mapping[str, str] | None = None
+    job: JobRef, name: str, attempt: int, role: str = "", propagated: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    return _owned(job, name, {**(passed or {}), **_labels(job, attempt, role)})
+    return _owned(job, name, {**(propagated or {}), **_labels(job, attempt, role)})
 
 
 def _owned(job: JobRef, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -438,5 +447,5 @@ def _common(job: JobRef) -> dict[str, str]:
     }
 
 
-def _passed(job: JobRef) -> dict[str, str]:
-    return {key: value for key, value in job.labels.items() if key.startswith(_PASSED_LABELS)}
+def _select_propagated_labels(job: JobRef) -> dict[str, str]:
+    return {key: value for key, value in job.labels.items() if key.startswith(_PROPAGATED_LABELS)}

@@ -1,8 +1,8 @@
-"""What the API server objects to in the pods of a spec, asked before anything is stopped or planned for them.
+"""Dry runs of the pods of a spec, before any pod is stopped or planned for them.
 
-The schema of the resource leaves pod templates open, as every version of Kubernetes has other fields. So the Jobs that
-a spec leads to are created in a dry run, once for each edit, with strict validation: a name that the server does not
-know is refused there, where at the launch it would be dropped without a word.
+The CRD schema leaves pod templates open, because each version of Kubernetes has other fields. So the operator creates
+the Jobs of a spec in a dry run, once for each edit, with strict validation. The API server then rejects an unknown
+field, which it would drop silently at the launch.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from elastic_operator.manifests.attempt import JobRef, reshard_job, training_job
 from reshard.topology import Topology
 
 _ATTEMPT = 0
-"""No attempt has this number, so the names are free."""
+"""No attempt has this number, so no object has these names."""
 
 SPEC_AT_FAULT = (400, 422)
-"""Cannot be decoded, invalid. Others speak of rights, quotas and namespaces, and may be over at the launch."""
+"""HTTP codes for a Job that cannot be decoded or is invalid. Other codes concern rights, quotas and namespaces, which
+may change before the launch."""
 
-_NO_TRIAL = re.compile(r"admission webhook .* does not support dry run")
-"""Also a 400 (apiserver, NewDryRunUnsupportedErr): a webhook with side effects says nothing about the pods."""
+_DRY_RUN_UNSUPPORTED = re.compile(r"admission webhook .* does not support dry run")
+"""Also a 400 (apiserver, NewDryRunUnsupportedErr): a webhook with side effects does not check the pods."""
 
 _PREAMBLE = re.compile(r"^.* cannot be handled as a Job: (strict decoding error: )?|^Job\.batch \S+ is invalid: ")
 
 
-def needed(job: JobRef, spec: Spec, status: Status) -> bool:
-    """Nobody has asked yet: the spec is new or edited, or was objected to, in more than numbers of nodes and times."""
-    known = find(status.conditions, Type.SPEC_VALID)
-    if known is not None and known.status == "True" and known.observed_generation == job.generation:
+def is_dry_run_needed(job: JobRef, spec: Spec, status: Status) -> bool:
+    """Return whether the pods of this spec have not been checked yet.
+
+    They have not if the spec is new, was rejected, or was edited in more than numbers of nodes and times.
+    """
+    condition = find(status.conditions, Type.SPEC_VALID)
+    if condition is not None and condition.status == "True" and condition.observed_generation == job.generation:
         return False
-    planned = status.current.spec_hash if status.current is not None else ""
-    return planned != spec_hash(spec) or spec.reshard.template is not None
+    planned_hash = status.current.spec_hash if status.current is not None else ""
+    return planned_hash != spec_hash(spec) or spec.reshard.template is not None
 
 
-def dry_run_jobs(job: JobRef, spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each template's path in the spec, and a Job made from it."""
-    uri = "/trial"
+def build_dry_run_jobs(job: JobRef, spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Generate each template's path in the spec, and a Job made from it."""
+    uri = "/dry-run"
     current = Current(
         topology=Topology().to_dict(),
         num_nodes=1,
@@ -52,21 +56,23 @@ def dry_run_jobs(job: JobRef, spec: Spec) -> Iterator[tuple[str, dict[str, Any]]
         yield "spec.reshard.template", reshard_job(job, spec, _ATTEMPT, current)
 
 
-def at_fault(code: int | None, message: str) -> bool:
-    """An answer with this code and message speaks of the pods themselves."""
-    return code in SPEC_AT_FAULT and not _NO_TRIAL.match(message)
+def is_spec_at_fault(code: int | None, message: str) -> bool:
+    """Return whether an answer with this code and message concerns the pods themselves."""
+    return code in SPEC_AT_FAULT and not _DRY_RUN_UNSUPPORTED.match(message)
 
 
-def sentences(path: str, message: str, causes: Iterable[tuple[str, str]] = ()) -> list[str]:
-    """What the server says of the Job, as said of the template at `path`.
+def describe_refusal(path: str, message: str, causes: Iterable[tuple[str, str]] = ()) -> list[str]:
+    """Convert the API server's answer about a Job into sentences about the template at `path`.
 
     Args:
-        causes: fields and what is wrong with them, where the server names them.
+        path: path of the template in the spec.
+        message: message of the answer.
+        causes: fields and problems, if the server names them.
     """
-    texts = [f"{field}: {said}" for field, said in causes if field] or [_PREAMBLE.sub("", message)]
-    return [f"{path}: the API server refuses pods like this: {_moved(text, path)}" for text in texts]
+    texts = [f"{field}: {problem}" for field, problem in causes if field] or [_PREAMBLE.sub("", message)]
+    return [f"{path}: the API server refuses pods like this: {_rename_path(text, path)}" for text in texts]
 
 
-def _moved(text: str, path: str) -> str:
-    """A Job has its template where the resource has that of the training."""
+def _rename_path(text: str, path: str) -> str:
+    """Replace the path of the template in a Job by its path in the spec."""
     return text.replace("spec.template.", f"{path}.") if path != "spec.template" else text

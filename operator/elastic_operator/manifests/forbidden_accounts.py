@@ -1,8 +1,8 @@
-"""What no job may have, whoever creates it: pods under the operator's own ServiceAccount. Pure.
+"""Checks that no job gets pods under the operator's own ServiceAccount. Pure.
 
 Whoever may create a job gets pods under any ServiceAccount of the job's namespace, as with a Job or a Deployment. The
-operator's account may do more than most people, so it stays out of reach: jobs in the operator's own namespace are
-refused, and where an administrator allows them there, no pod of theirs runs under the operator's account.
+operator's account has more rights than most people. So jobs in the operator's own namespace are refused. If an
+administrator allows them there, no pod of theirs runs under the operator's account.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic_operator.api.spec import Spec
 from elastic_operator.manifests.attempt import JobRef, account_of, attempt_name
 
 DEFAULT_ACCOUNT = "default"
-"""The account of pods whose template names none; reshard pods have no other."""
+"""The account of pods whose template names none, and of all reshard pods without a template."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Account:
     """A ServiceAccount.
 
     Attributes:
-        uid: empty where it is not known.
+        uid: empty if unknown.
     """
 
     namespace: str
@@ -34,12 +34,12 @@ class Account:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """What is out of reach for jobs.
+    """Restrictions on all jobs.
 
     Attributes:
-        account: the operator's; None where it runs with a person's credentials, outside of any namespace.
-        allows_own_namespace: jobs may live in the account's namespace.
-        lease_name: of the leader's Lease, in the same namespace.
+        account: the operator's account; None if it runs with a person's credentials, outside of any namespace.
+        allows_own_namespace: True if jobs may be created in the account's namespace.
+        lease_name: name of the leader's Lease, in the same namespace.
     """
 
     account: Account | None = None
@@ -47,7 +47,7 @@ class Boundary:
     lease_name: str = ""
 
     def problems(self, job: JobRef, spec: Spec) -> list[str]:
-        """Return what the operator must not do for a job; empty for almost every job."""
+        """Return the reasons why the operator must not run a job; empty for almost every job."""
         own = self.account
         if own is None or job.namespace != own.namespace:
             return []
@@ -66,18 +66,18 @@ class Boundary:
             for path, account in templates.items()
             if account == own.name
         ]
-        taken = re.compile(re.escape(attempt_name(job.name, 0))[:-1] + r"\d+")
+        name_of_attempt = re.compile(re.escape(attempt_name(job.name, 0))[:-1] + r"\d+")
         problems += [
-            f"metadata.name: an attempt of {job.name} would be called {name}, which is {what} of the operator: "
+            f"metadata.name: an attempt of {job.name} would be called {name}, which is {kind} of the operator: "
             "name the job otherwise"
-            for what, name in (("the ServiceAccount", own.name), ("the Lease", self.lease_name))
-            if taken.fullmatch(name)
+            for kind, name in (("the ServiceAccount", own.name), ("the Lease", self.lease_name))
+            if name_of_attempt.fullmatch(name)
         ]
         return problems
 
 
 OPEN = Boundary()
-"""Nothing is out of reach: the operator has no account in this cluster."""
+"""No restriction, because the operator has no account in this cluster."""
 
 
 def account_of_user(username: str, uid: str = "") -> Account | None:
@@ -88,6 +88,6 @@ def account_of_user(username: str, uid: str = "") -> Account | None:
 
 
 def account_of_review(review: Mapping[str, Any]) -> Account | None:
-    """Return the same of an answered SelfSubjectReview."""
+    """Return the ServiceAccount in an answered SelfSubjectReview; None for people and nodes."""
     user = (review.get("status") or {}).get("userInfo") or {}
     return account_of_user(str(user.get("username") or ""), str(user.get("uid") or ""))

@@ -1,9 +1,9 @@
-"""The pod of a reshard Job: whose image it runs, as which user, with which rights. Pure.
+"""The pod of a reshard Job: its image, its user and its rights. Pure.
 
-What it writes has to belong to the user that trains, or the next attempt can neither read nor extend it. So a reshard
-image of the operator's is used where that user is known: declared in the training pod, or found at run time, by a
-process that starts as root and at once becomes the owner of the commit (`reshard.owner`). A pod that must not run as
-root and declares no number leaves one way to get the same user: the training image itself.
+The files that it writes must belong to the user that trains, or the next attempt can neither read nor extend them. So
+the operator's reshard image is used only if that user is known. The training pod declares it, or a process that starts
+as root finds the owner of the commit and switches to that user (`reshard.owner`). If a pod must not run as root and
+declares no user, only the training image itself runs as the same user.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReshardImage:
 
     Attributes:
         name: with its tag or digest; `reshard` and `python3` are on its PATH.
-        pull_policy: Always, IfNotPresent or Never; empty for Kubernetes' own default.
+        pull_policy: Always, IfNotPresent or Never; empty for the default of Kubernetes.
     """
 
     name: str
@@ -38,12 +38,12 @@ class ReshardImage:
 
 
 def reshard_template(spec: Spec, image: ReshardImage | None, source: str) -> dict[str, Any]:
-    """The PodTemplateSpec without what every reshard pod gets (arguments, claim, labels).
+    """Build the PodTemplateSpec of a reshard pod, without arguments, claim and labels.
 
     Args:
-        spec: `spec.reshard.template` wins and is left as it is.
-        image: the operator's, None for the training pod's own.
-        source: the commit to convert; its owner is whom the pod becomes where nobody says.
+        spec: `spec.reshard.template`, if set, is used unchanged.
+        image: the operator's image; None to use the training pod's image.
+        source: the commit to convert; the pod runs as its owner if no user is declared.
     """
     if spec.reshard.template:
         return dict(spec.reshard.template)
@@ -55,14 +55,14 @@ def reshard_template(spec: Spec, image: ReshardImage | None, source: str) -> dic
 
 
 def _from_training(pod: Mapping[str, Any]) -> dict[str, Any]:
-    """Same image, volumes and environment; no accelerators, no placement, no more rights than files need."""
+    """Copy image, volumes and environment of the training pod, without accelerators, placement and extra rights."""
     container = pod["containers"][0]
     own = {key: value for key, value in (container.get("securityContext") or {}).items() if key != "privileged"}
     main = {
         "name": "reshard",
         "resources": _without_devices(container),
         **{key: container[key] for key in _OF_CONTAINER if key in container},
-        "securityContext": own | _rights(() if _runs_as_non_root(pod) else _AS_ROOT),
+        "securityContext": own | _build_security_context(() if _runs_as_non_root(pod) else _AS_ROOT),
     }
     kept = {key: pod[key] for key in ("volumes", *_OF_POD) if key in pod}
     security = {"securityContext": _with_seccomp(pod.get("securityContext") or {})}
@@ -72,11 +72,11 @@ def _from_training(pod: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_image(pod: Mapping[str, Any], claim: str, image: ReshardImage, source: str) -> dict[str, Any]:
-    """The operator's image: of the training pod only the claim, the user and the groups."""
+    """Build a pod with the operator's image; take only claim, user and groups from the training pod."""
     container = pod["containers"][0]
     identity = _identity(pod)
-    given = pod.get("securityContext") or {}
-    claims = [item for item in pod.get("volumes") or () if _is(item, claim)]
+    security = pod.get("securityContext") or {}
+    claims = [item for item in pod.get("volumes") or () if _is_claim(item, claim)]
     names = {item["name"] for item in claims}
     mounts = [item for item in container.get("volumeMounts") or () if item.get("name") in names]
     main: dict[str, Any] = {
@@ -96,8 +96,8 @@ def _from_image(pod: Mapping[str, Any], claim: str, image: ReshardImage, source:
         added = _AS_ROOT
     else:
         identity["runAsNonRoot"] = True
-    main["securityContext"] = {**_rights(added), "readOnlyRootFilesystem": True}
-    groups = {key: given[key] for key in _GROUPS if key in given}
+    main["securityContext"] = {**_build_security_context(added), "readOnlyRootFilesystem": True}
+    groups = {key: security[key] for key in _GROUPS if key in security}
     return {
         "spec": {
             **{key: pod[key] for key in _OF_POD if key in pod},
@@ -109,7 +109,7 @@ def _from_image(pod: Mapping[str, Any], claim: str, image: ReshardImage, source:
 
 
 def _identity(pod: Mapping[str, Any]) -> dict[str, Any]:
-    """User and group of the first container: its own word counts before the pod's."""
+    """Return user and group of the first container; its own settings override those of the pod."""
     merged = {**(pod.get("securityContext") or {}), **(pod["containers"][0].get("securityContext") or {})}
     return {key: merged[key] for key in _IDENTITY if merged.get(key) is not None}
 
@@ -119,10 +119,10 @@ def _runs_as_non_root(pod: Mapping[str, Any]) -> bool:
     return bool(identity.get("runAsUser") or identity.get("runAsNonRoot"))
 
 
-def _rights(added: tuple[str, ...]) -> dict[str, Any]:
-    # Root writes into folders of others by a capability that `drop: [ALL]` takes away; the restricted standard allows
-    # none of these, but no root either.
-    capabilities = {"drop": ["ALL"], **({"add": list(added)} if added else {})}
+def _build_security_context(capabilities_to_add: tuple[str, ...]) -> dict[str, Any]:
+    # Root needs these capabilities to write into folders of other users, and `drop: [ALL]` removes them. The restricted
+    # pod security standard forbids them, but it forbids root too.
+    capabilities = {"drop": ["ALL"], **({"add": list(capabilities_to_add)} if capabilities_to_add else {})}
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
@@ -141,5 +141,5 @@ def _without_devices(container: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is(volume: Mapping[str, Any], claim: str) -> bool:
+def _is_claim(volume: Mapping[str, Any], claim: str) -> bool:
     return (volume.get("persistentVolumeClaim") or {}).get("claimName") == claim

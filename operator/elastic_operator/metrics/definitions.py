@@ -1,10 +1,10 @@
-"""Every metric of the operator, as data: name, type, labels, and the label values that exist. See docs/metrics.md.
+"""Every metric of the operator, as data: name, type, labels, and the permitted label values. See docs/metrics.md.
 
 Names follow Prometheus' conventions: prefix `etj_`, base units (seconds, bytes, ratio), `_total` on counters, and
-`_timestamp_seconds` where people want an age: `time() - x` goes on growing when nobody looks any more.
+`_timestamp_seconds` for ages: `time() - x` grows even if the operator has stopped.
 
-Labels are bounded. Only what describes one job has its namespace and name; everything that is summed up has values from
-the lists below, which are exported as 0 from the start, so that `increase()` sees the first one.
+Labels are bounded. Only metrics of one job have its namespace and name. All other metrics take label values from the
+lists below, which are exported as 0 from the start, so that `increase()` includes the first event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic_operator.reconcile.goodput import PARTS, SUSPENDED
 from reshard.contract import ExitCode
 
 OTHER = "Other"
-"""Stands for a label value that is on no list."""
+"""Replaces a label value that is on no list."""
 
 CAUSES: Mapping[str, bool] = {
     **{str(kind): meaning.weight is Weight.PLANNED for kind, meaning in KINDS.items()},
@@ -32,7 +32,7 @@ CAUSES: Mapping[str, bool] = {
     "CapacityLost": False,
     OTHER: False,
 }
-"""Causes of a recovery, and whether it is a planned change."""
+"""Causes of a recovery, and whether each is a planned change."""
 
 MODES = ("materialize", "virtual", OTHER)
 SUCCEEDED = "Succeeded"
@@ -48,15 +48,15 @@ class Result(enum.StrEnum):
     """How a recovery ended."""
 
     RESUMED = "resumed"
-    """The next attempt made a step, or had nothing left to do."""
+    """The next attempt made a step, or the job was complete."""
     SUPERSEDED = "superseded"
-    """The next attempt was lost or given up before its first step; another recovery has taken over."""
+    """The next attempt ended before its first step; another recovery follows."""
     FAILED = "failed"
     """The job failed."""
 
 
 class QueueReason(enum.StrEnum):
-    """What the attempt is for that was waited for."""
+    """Why the job waited for an attempt."""
 
     START = "start"
     FAILURE = "failure"
@@ -65,7 +65,7 @@ class QueueReason(enum.StrEnum):
 
 
 class Type(enum.StrEnum):
-    """Prometheus' types."""
+    """Metric types of Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -77,9 +77,9 @@ class MetricDefinition:
     """One metric.
 
     Attributes:
-        name: as it is exposed; a histogram's without `_bucket`, `_sum`, `_count`.
-        series: values of the labels of every series that exists from the start.
-        is_bounded: nothing but the values in `series` is exported; others become `Other`.
+        name: as exposed; for a histogram without `_bucket`, `_sum`, `_count`.
+        series: label values of every series that exists from the start.
+        is_bounded: True if only the values in `series` are exported; others become `Other`.
         buckets: upper bounds of a histogram, in its unit.
     """
 
@@ -126,7 +126,7 @@ def _product(*values: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 LEADER = MetricDefinition(
-    name="etj_leader", type=Type.GAUGE, help="1 where this process is the leader, 0 where it stands by"
+    name="etj_leader", type=Type.GAUGE, help="1 if this process is the leader, 0 if it is a standby"
 )
 BUILD = MetricDefinition(
     name="etj_build_info", type=Type.GAUGE, help="1; the version is in the label", labels=("version",), is_bounded=False
@@ -138,53 +138,53 @@ RECONCILE_SECONDS = _histogram(
     (("success",), ("conflict",), ("error",)),
     _PASS_SECONDS,
 )
-STATUS_WRITES = _counter("etj_status_writes_total", "Status updates that the API server took")
+STATUS_WRITES = _counter("etj_status_writes_total", "Status updates that the API server accepted")
 EVENTS = _counter("etj_events_total", "Events of jobs, by reason", ("reason",), is_bounded=False)
 UNREADABLE = _counter(
     "etj_unreadable_objects_total",
-    "Objects of the cluster that could not be read and were set aside, by the plural of their kind",
+    "Objects of the cluster that could not be parsed and are ignored, by the plural of their kind",
     ("kind",),
     is_bounded=False,
 )
 
 ATTEMPTS = _counter("etj_attempts_launched_total", "Attempts launched, first ones included")
-FINISHED = _counter(
-    "etj_jobs_finished_total", "Jobs that came to their end", ("result",), ((Phase.COMPLETE,), (Phase.FAILED,))
-)
+FINISHED = _counter("etj_jobs_finished_total", "Jobs that ended", ("result",), ((Phase.COMPLETE,), (Phase.FAILED,)))
 QUEUE_SECONDS = _histogram(
     "etj_queue_seconds",
-    "From wanting an attempt while having none to a plan for it: the wait for accelerators; one per planned attempt",
+    "Time that a job without an attempt waited for accelerators, until the plan; one value per planned attempt",
     ("reason",),
     _product(tuple(QueueReason)),
     _QUEUE_SECONDS,
 )
 RECOVERIES_STARTED = _counter(
     "etj_recoveries_started_total",
-    "Recoveries begun: attempts ended, by failures and by planned changes, before the job was complete",
+    "Recoveries begun: attempts that a failure or a planned change ended before the job was complete",
     ("cause", "planned"),
     tuple((cause, str(planned).lower()) for cause, planned in CAUSES.items()),
 )
 RECOVERIES_ENDED = _counter(
     "etj_recoveries_ended_total",
-    "Recoveries that are over, by what came of them",
+    "Recoveries that ended, by result",
     ("cause", "result"),
     _product(tuple(CAUSES), tuple(Result)),
 )
 RECOVERY_SECONDS = _histogram(
     "etj_recovery_seconds",
-    "From the first sign of a loss, or the request of a change, to the next attempt's first step; without suspensions",
+    "From the first signal of a failure, or the request of a change, to the next first step; without suspensions",
     ("planned",),
     (("true",), ("false",)),
     _SECONDS,
 )
 PART_SECONDS = _histogram(
     "etj_recovery_part_seconds",
-    "The same recoveries by what they waited for; the parts of one do not overlap and add up to it",
+    "Time of these recoveries by part; the parts of one recovery do not overlap and add up to its time",
     ("part",),
     _product(PARTS),
     _SECONDS,
 )
-LOST_STEPS = _counter("etj_lost_steps_total", "Steps that were computed and thrown away, as their commit was older")
+LOST_STEPS = _counter(
+    "etj_lost_steps_total", "Steps that were computed and lost, because the commit to resume from was older"
+)
 RESHARDS = _counter(
     "etj_reshards_total", "Reshard Jobs that ended", ("mode", "result"), _product(MODES, RESHARD_RESULTS)
 )
@@ -208,19 +208,23 @@ RESHARD_WRITTEN = _counter(
     _product(MODES, RESHARD_RESULTS),
 )
 
-JOB_PHASE = _of_job("etj_job_phase", "1 for the phase that the job is in; the others are absent", "phase")
+JOB_PHASE = _of_job("etj_job_phase", "1 for the current phase of the job; other phases have no series", "phase")
 JOB_ATTEMPT = _of_job("etj_job_attempt", "Number of the newest attempt")
 JOB_STEP = _of_job("etj_job_step", "Optimizer steps done; falls when steps are lost")
 JOB_COMMIT_STEP = _of_job("etj_job_commit_step", "Step of the newest valid commit")
 JOB_GPUS_WANTED = _of_job("etj_job_gpus_wanted", "Accelerators that the job would run on if there were enough")
 JOB_GPUS_USED = _of_job("etj_job_gpus_used", "Accelerators of the launched attempt")
 JOB_GOODPUT = _of_job("etj_job_goodput_ratio", "ETTR, 0 to 1, since the first step or the oldest recovery kept")
-JOB_LOST_STEPS = _of_job("etj_job_lost_steps", "Steps thrown away in the time that the ratio is about")
-JOB_RESTARTS_LEFT = _of_job("etj_job_restarts_left", "Failures that the job survives now; with 0 the next one ends it")
-JOB_LAST_STEP = _of_job("etj_job_last_step_timestamp_seconds", "When a new step was seen last, in Unix time")
-JOB_HEARTBEAT = _of_job("etj_job_heartbeat_timestamp_seconds", "When rank 0's heartbeat was seen last, in Unix time")
-JOB_QUEUED = _of_job("etj_job_queue_start_timestamp_seconds", "Since when the job waits for accelerators, in Unix time")
-JOB_RECOVERING = _of_job("etj_job_recovery_start_timestamp_seconds", "When the recovery under way began, in Unix time")
+JOB_LOST_STEPS = _of_job("etj_job_lost_steps", "Steps lost in the window of the goodput ratio")
+JOB_RESTARTS_LEFT = _of_job(
+    "etj_job_restarts_left", "Restarts left in the budget; with 0 the next failure ends the job"
+)
+JOB_LAST_STEP = _of_job("etj_job_last_step_timestamp_seconds", "When a new step was last seen, in Unix time")
+JOB_HEARTBEAT = _of_job("etj_job_heartbeat_timestamp_seconds", "When rank 0's heartbeat was last seen, in Unix time")
+JOB_QUEUED = _of_job(
+    "etj_job_queue_start_timestamp_seconds", "When the job began to wait for accelerators, in Unix time"
+)
+JOB_RECOVERING = _of_job("etj_job_recovery_start_timestamp_seconds", "When the current recovery began, in Unix time")
 
-FAMILIES = tuple(value for value in list(globals().values()) if isinstance(value, MetricDefinition))
-"""All of them, in the order of this file."""
+DEFINITIONS = tuple(value for value in list(globals().values()) if isinstance(value, MetricDefinition))
+"""All metrics, in the order of this file."""

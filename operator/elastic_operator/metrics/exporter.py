@@ -1,6 +1,6 @@
-"""The edge to Prometheus: adds up what `transitions` counts and shows what `gauges` says. docs/metrics.md lists it all.
+"""Prometheus exporter: adds the samples of `counters` and sets the values of `gauges` (see docs/metrics.md).
 
-A replica that stands by serves the same page, with `etj_leader` 0 and without series of jobs.
+A standby replica serves the same page, with `etj_leader` 0 and without series of jobs.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ Key = tuple[str, str]
 REGISTRY = CollectorRegistry()
 
 _phases: dict[Key, str] = {}
-"""Phase that is shown of each job."""
+"""Exported phase of each job."""
 
 
-def _make(family: MetricDefinition) -> Counter | Gauge | Histogram:
-    made: Counter | Gauge | Histogram
-    match family.type:
+def _make(definition: MetricDefinition) -> Counter | Gauge | Histogram:
+    metric: Counter | Gauge | Histogram
+    match definition.type:
         case Type.COUNTER:
-            made = Counter(family.name, family.help, family.labels, registry=REGISTRY)
+            metric = Counter(definition.name, definition.help, definition.labels, registry=REGISTRY)
         case Type.GAUGE:
-            made = Gauge(family.name, family.help, family.labels, registry=REGISTRY)
+            metric = Gauge(definition.name, definition.help, definition.labels, registry=REGISTRY)
         case Type.HISTOGRAM:
-            made = Histogram(family.name, family.help, family.labels, registry=REGISTRY, buckets=family.buckets)
-    for values in family.series:
-        made.labels(*values)
-    return made
+            metric = Histogram(
+                definition.name, definition.help, definition.labels, registry=REGISTRY, buckets=definition.buckets
+            )
+    for values in definition.series:
+        metric.labels(*values)
+    return metric
 
 
-# Times of creation would double the number of series, and every one is the start of this process.
+# Creation times would double the number of series, and each would be the start of this process.
 disable_created_metrics()  # type: ignore[no-untyped-call]
-_METRICS = {family.name: _make(family) for family in definitions.FAMILIES}
+_METRICS = {definition.name: _make(definition) for definition in definitions.DEFINITIONS}
 for _collector in (ProcessCollector, PlatformCollector):
     _collector(registry=REGISTRY)
 
 
 def serve(port: int, leads: Callable[[], bool]) -> None:
-    """Serve /metrics; port 0 means not at all. `leads` is asked at every scrape."""
+    """Serve /metrics; port 0 disables it. Every scrape calls `leads`."""
     if port:
         _gauge(definitions.LEADER).set_function(lambda: float(leads()))
         _gauge(definitions.BUILD, version("elastic-training-operator")).set(1)
@@ -64,8 +66,8 @@ def serve(port: int, leads: Callable[[], bool]) -> None:
 def count(samples: Iterable[Sample]) -> None:
     """Add samples to their counters and histograms."""
     for sample in samples:
-        metric = _METRICS[sample.family.name]
-        child = metric.labels(*_bounded(sample)) if sample.labels else metric
+        metric = _METRICS[sample.definition.name]
+        child = metric.labels(*_bound_labels(sample)) if sample.labels else metric
         if isinstance(child, Histogram):
             child.observe(sample.value)
         else:
@@ -74,46 +76,47 @@ def count(samples: Iterable[Sample]) -> None:
 
 def show(key: Key, phase: str, gauges: Mapping[MetricDefinition, float | None]) -> None:
     """Set the gauges of one job; those without a value are not exported."""
-    for family, value in gauges.items():
+    for definition, value in gauges.items():
         if value is None:
-            _remove(family, *key)
+            _remove(definition, *key)
         else:
-            _gauge(family, *key).set(value)
-    shown = _phases.get(key)
-    if shown is not None and shown != phase:
-        _remove(definitions.JOB_PHASE, *key, shown)
+            _gauge(definition, *key).set(value)
+    old_phase = _phases.get(key)
+    if old_phase is not None and old_phase != phase:
+        _remove(definitions.JOB_PHASE, *key, old_phase)
     _gauge(definitions.JOB_PHASE, *key, phase).set(1)
     _phases[key] = phase
 
 
 def forget(key: Key) -> None:
-    """The job does not exist any more: nor do its series."""
-    for family in definitions.FAMILIES:
-        if family.labels == definitions.JOB:
-            _remove(family, *key)
+    """Remove all series of a job that does not exist any more."""
+    for definition in definitions.DEFINITIONS:
+        if definition.labels == definitions.JOB:
+            _remove(definition, *key)
     phase = _phases.pop(key, None)
     if phase is not None:
         _remove(definitions.JOB_PHASE, *key, phase)
 
 
-def _bounded(sample: Sample) -> tuple[str, ...]:
-    """Labels of the sample, with `Other` for what is on no list."""
-    family = sample.family
-    if not family.is_bounded:
+def _bound_labels(sample: Sample) -> tuple[str, ...]:
+    """Return the labels of the sample, with `Other` for a value that is on no list."""
+    definition = sample.definition
+    if not definition.is_bounded:
         return sample.labels
-    allowed = ({values[index] for values in family.series} for index in range(len(family.labels)))
+    allowed = ({values[index] for values in definition.series} for index in range(len(definition.labels)))
     return tuple(
-        label if label in known else definitions.OTHER for label, known in zip(sample.labels, allowed, strict=True)
+        label if label in permitted else definitions.OTHER
+        for label, permitted in zip(sample.labels, allowed, strict=True)
     )
 
 
-def _gauge(family: MetricDefinition, *labels: str) -> Gauge:
-    metric = _METRICS[family.name]
-    found = metric.labels(*labels) if labels else metric
-    assert isinstance(found, Gauge)
-    return found
+def _gauge(definition: MetricDefinition, *labels: str) -> Gauge:
+    metric = _METRICS[definition.name]
+    gauge = metric.labels(*labels) if labels else metric
+    assert isinstance(gauge, Gauge)
+    return gauge
 
 
-def _remove(family: MetricDefinition, *labels: str) -> None:
-    # Nothing happens where there is no such series.
-    _METRICS[family.name].remove(*labels)
+def _remove(definition: MetricDefinition, *labels: str) -> None:
+    # `remove` ignores a missing series.
+    _METRICS[definition.name].remove(*labels)

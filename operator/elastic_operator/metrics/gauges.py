@@ -1,4 +1,4 @@
-"""What the gauges of one job show. Pure: spec, status, heartbeat and the present in, values out."""
+"""Values of the gauges of one job. Pure: spec, status, heartbeat and the present in, values out."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from elastic_operator.reconcile import goodput
 def job_gauges(
     spec: Spec | None, status: Status, *, heartbeat_time: float | None, now: float
 ) -> Mapping[MetricDefinition, float | None]:
-    """Values of the families with one series per job, but for the phase; None where there is nothing to show.
+    """Return the values of the metrics with one series per job, except the phase; None if there is no value to export.
 
     Args:
-        spec: None where it makes no sense.
+        spec: None if it is invalid.
+        status: status of the job.
         heartbeat_time: when the current attempt's Lease was seen to change, seconds since the epoch.
         now: seconds since the epoch.
     """
@@ -54,7 +55,7 @@ def _gpus_used(status: Status) -> int:
 
 
 def _goodput(status: Status, now: float) -> goodput.Goodput | None:
-    """As of now, also while nothing makes progress; of a job that has ended, as of its end."""
+    """Compute the goodput as of `now`; for a job that has ended, as of its end."""
     if status.first_step_time is None:
         return None
     until = status.finish_time if status.finish_time is not None else now

@@ -1,5 +1,5 @@
-"""The cluster as frozen views: nodes, pods, Leases, capacity and failure signals.
+"""Frozen views of the cluster: nodes, pods, Leases, capacity and failure signals.
 
-Pure: plain API objects in, views out. Imports `api` and `manifests` (names and labels of our own objects); imported by
-`planning`, `reconcile` and the edges.
+Pure: the functions take plain API objects and return views. Imports `api` and `manifests` (names and labels of the
+operator's own objects); imported by `planning`, `reconcile` and the edges.
 """

@@ -1,4 +1,4 @@
-"""What a job may use right now. Who counts it (and what counts as free) is `observe`'s business."""
+"""Accelerators that a job may use now, by node. `capacity_count` computes them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCapacity:
-    """One usable node.
+    """A node that the job may use.
 
     Attributes:
-        free: accelerators on it that the job may use: those that nobody holds and those that the job itself holds.
+        free: accelerators that no pod holds, plus those that the job itself holds.
     """
 
     name: str
@@ -20,11 +20,11 @@ class NodeCapacity:
 
 
 class Pool:
-    """Free accelerators by node, counted once for all jobs that see the same.
+    """Free accelerators by node, counted once and shared by all jobs.
 
     Attributes:
-        free: by name of the node, where there are any.
-        total: accelerators.
+        free: by name of the node; only nodes with at least one free accelerator.
+        total: sum of `free`.
     """
 
     def __init__(self, free: Mapping[str, int]) -> None:
@@ -33,7 +33,7 @@ class Pool:
         self._levels = collections.Counter(free.values())
 
     def num_with(self, free: int) -> int:
-        """Nodes with at least so many."""
+        """Count the nodes with at least `free` free accelerators."""
         return sum(count for level, count in self._levels.items() if level >= free)
 
 
@@ -42,12 +42,14 @@ NO_POOL = Pool({})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """All usable nodes: `nodes`, and those of `pool` that are not in `without`. Costs what is special about the job.
+    """All nodes that a job may use: `nodes`, and the nodes of `pool` that are not in `without`.
+
+    The size of `nodes` and `without` depends on the job, not on the cluster.
 
     Attributes:
-        nodes: in the order in which they should be taken; none of them counts in `pool` as well.
-        pool: what other jobs see, too.
-        without: nodes that this job may not use, or that are in `nodes`.
+        nodes: nodes that are counted for this job alone, in planning order; none of them is counted in `pool` too.
+        pool: nodes that are counted once for all jobs.
+        without: nodes of `pool` that this job may not use, or that are in `nodes`.
         max_accelerators: quota for the whole job; None for no limit.
     """
 
@@ -56,21 +58,21 @@ class Capacity:
     without: frozenset[str] = frozenset()
     max_accelerators: int | None = None
 
-    def in_order(self) -> tuple[NodeCapacity, ...]:
-        """All usable nodes, in the order in which they should be taken."""
+    def sorted_nodes(self) -> tuple[NodeCapacity, ...]:
+        """Return all usable nodes in planning order (see `sort_nodes`)."""
         if not self.pool.free:
             return self.nodes
         shared = (
             NodeCapacity(name=name, free=free) for name, free in self.pool.free.items() if name not in self.without
         )
-        return in_order((*self.nodes, *shared))
+        return sort_nodes((*self.nodes, *shared))
 
     def usable(self, per_node: int) -> tuple[str, ...]:
-        """Names of the nodes that can run a pod with `per_node` accelerators; a node runs one pod of a job."""
-        return tuple(node.name for node in self.in_order() if node.free >= per_node)
+        """Return the names of nodes with at least `per_node` free accelerators; a node runs one pod of a job."""
+        return tuple(node.name for node in self.sorted_nodes() if node.free >= per_node)
 
     def num_usable(self, per_node: int) -> int:
-        """How many such pods fit, within the quota."""
+        """Count the pods with `per_node` accelerators that fit, within the quota."""
         barred = sum(self.pool.free.get(name, 0) >= per_node for name in self.without) if per_node > 0 else 0
         count = self.pool.num_with(per_node) - barred + sum(node.free >= per_node for node in self.nodes)
         return count if self.max_accelerators is None else min(count, max(0, self.max_accelerators) // per_node)
@@ -83,6 +85,9 @@ class Capacity:
         return f"{total} free accelerators on {count} nodes{quota}"
 
 
-def in_order(nodes: Iterable[NodeCapacity]) -> tuple[NodeCapacity, ...]:
-    """Fullest nodes first: they take the largest pods. The name decides ties, so that plans are stable."""
+def sort_nodes(nodes: Iterable[NodeCapacity]) -> tuple[NodeCapacity, ...]:
+    """Sort nodes by free accelerators, most first, then by name.
+
+    Nodes with the most free accelerators take the largest pods; the name makes plans stable.
+    """
     return tuple(sorted(nodes, key=lambda node: (-node.free, node.name)))

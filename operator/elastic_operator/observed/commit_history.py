@@ -1,4 +1,4 @@
-"""The history of commits: which are known, which is used, which is not to be trusted, which may be removed."""
+"""The history of commits: add, invalidate and release commits, and choose the one to resume from."""
 
 from __future__ import annotations
 
@@ -21,68 +21,71 @@ from reshard.contract import COMMIT_NAME, MAX_RELEASED, sentence
 from reshard.topology import Topology
 
 KEPT_VALID = 3
-"""Newest valid commits that are never released: what is left if the newest turn out to be damaged."""
+"""Number of newest valid commits that are never released, so that a fallback exists if the newest one is damaged."""
 
 KEPT_INVALID = 2
-"""Newest damaged commits that are not released, for whoever wants to know what happened to them."""
+"""Number of newest damaged commits that are not released, so that an administrator can examine them."""
 
 
 def add(checkpoint: Checkpoint, commit: Commit) -> Checkpoint:
-    """Record a commit, once. The history is ordered by step, then by attempt, newest first.
+    """Record a commit unless it is known. The history is ordered by step, then by attempt, newest first.
 
-    Of two commits of one step and attempt the one that is told later is the newer one.
+    If a new commit has the same step and attempt as a recorded one, the new commit comes first.
     """
-    if any(known.uri == commit.uri for known in checkpoint.history) or name_of(commit.uri) in checkpoint.released:
+    if (
+        any(known.uri == commit.uri for known in checkpoint.history)
+        or parse_commit_name(commit.uri) in checkpoint.released
+    ):
         return checkpoint
     ordered = sorted([commit, *checkpoint.history], key=lambda item: (item.step, item.attempt), reverse=True)
     return with_newest(dataclasses.replace(checkpoint, history=tuple(ordered)))
 
 
 def release(checkpoint: Checkpoint, *, needed: Collection[str], read_by_others: bool = False) -> Checkpoint:
-    """Release the commits that nothing refers to: they leave the history and may be removed from storage.
+    """Release the commits that nothing refers to: remove them from the history and list them for deletion from storage.
 
     Args:
         checkpoint: the history.
-        needed: URIs that stay in any case: what the current attempt resumes from or is converted from.
-        read_by_others: a start of another job reads in this job's folder: nothing is released until it is done.
+        needed: URIs that are kept in any case: the commit that the current attempt resumes from or is converted from.
+        read_by_others: True if another job may start from this job's folder; then nothing is released.
     """
     valid = [item.uri for item in checkpoint.history if not item.invalid]
     invalid = [item.uri for item in checkpoint.history if item.invalid]
     kept = {*valid[:KEPT_VALID], *invalid[:KEPT_INVALID], *needed}
     history = tuple(item for item in checkpoint.history if read_by_others or item.uri in kept)
-    names = [name_of(item.uri) for item in reversed(checkpoint.history) if item not in history]
+    names = [parse_commit_name(item.uri) for item in reversed(checkpoint.history) if item not in history]
     released = (*checkpoint.released, *(name for name in names if name))
     return dataclasses.replace(checkpoint, history=history[:MAX_COMMITS], released=released[-MAX_RELEASED:])
 
 
-def needed(status: Status) -> frozenset[str]:
-    """URIs of commits that the current attempt refers to, and of the newest one that it wrote."""
+def find_needed(status: Status) -> frozenset[str]:
+    """Return the URIs of commits that the current attempt refers to, and of the newest commit that it wrote."""
     resume = status.current.resume if status.current is not None else Resume()
     own = next((item.uri for item in status.checkpoint.history if item.attempt == status.attempt), "")
     return frozenset(uri for uri in (resume.uri, resume.source, own) if uri)
 
 
 def forget_removed(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
-    """Forget released commits that are not on the storage any more."""
+    """Drop released commits that were removed from storage."""
     return dataclasses.replace(checkpoint, released=tuple(name for name in checkpoint.released if name not in names))
 
 
-def released_text(names: Collection[str]) -> str:
+def format_released(names: Collection[str]) -> str:
     """Return the value of the annotation LeaseKey.RELEASED."""
     return json.dumps(list(names), separators=(",", ":"))
 
 
-def name_of(uri: str) -> str:
-    """Return the last two parts of a commit's folder (`a2/step-00000005`), empty where they are not of that form.
+def parse_commit_name(uri: str) -> str:
+    """Return the last two parts of a commit's folder (`a2/step-00000005`), empty if they have another form.
 
-    These are its name below the checkpoint root, wherever the volume is mounted.
+    These parts name the commit below the checkpoint root, wherever the volume is mounted.
     """
     name = "/".join(uri.split("/")[-2:])
     return name if COMMIT_NAME.fullmatch(name) else ""
 
 
 def is_read_by(starts: Iterable[tuple[str, str]], claim: str, path: str) -> bool:
-    """Return whether any start from a folder (claim and path inside it) reads in a job's checkpoint root."""
+    """Return whether any start folder (claim, path inside it) overlaps with a job's checkpoint root."""
     root = f"{path}/" if path else ""
     return any(
         claim == other and (f"{start}/".startswith(root) or root.startswith(f"{start}/")) for other, start in starts
@@ -90,7 +93,7 @@ def is_read_by(starts: Iterable[tuple[str, str]], claim: str, path: str) -> bool
 
 
 def invalidate(checkpoint: Checkpoint, uri: str, reason: str) -> Checkpoint:
-    """Never use a commit again."""
+    """Mark a commit invalid, so that no attempt resumes from it."""
     history = tuple(
         dataclasses.replace(item, invalid=True, invalid_reason=sentence(reason)) if item.uri == uri else item
         for item in checkpoint.history
@@ -98,39 +101,48 @@ def invalidate(checkpoint: Checkpoint, uri: str, reason: str) -> Checkpoint:
     return with_newest(dataclasses.replace(checkpoint, history=history))
 
 
-def newest(checkpoint: Checkpoint, *, below: int) -> Commit | None:
-    """The newest valid commit of an attempt below `below`."""
+def find_newest(checkpoint: Checkpoint, *, below: int) -> Commit | None:
+    """Return the newest valid commit of an attempt below `below`, or None."""
     valid = (item for item in checkpoint.history if not item.invalid and item.attempt < below)
     return next(valid, None)
 
 
-def virtual_was_refused(checkpoint: Checkpoint, *, step: int) -> bool:
-    """A conversion of this step could not be loaded: the next one is to write files, which proves the source or not."""
+def is_virtual_refused(checkpoint: Checkpoint, *, step: int) -> bool:
+    """Return whether a converted commit of this step could not be loaded.
+
+    The next conversion then writes files, which shows whether the source is readable.
+    """
     return any(item.invalid and item.writer == "reshard" and item.step == step for item in checkpoint.history)
 
 
 def is_virtual(checkpoint: Checkpoint, current: Current) -> bool:
-    """The attempt resumes from a conversion that moved no bytes: those alone are not compared with their source."""
-    found = (item for item in checkpoint.history if item.uri == current.resume.uri)
-    return any(item.writer == "reshard" and not item.verified for item in found)
+    """Return whether the attempt resumes from a virtual commit.
+
+    A virtual commit moves no bytes, so it is the only conversion that is not verified against its source.
+    """
+    commits = (item for item in checkpoint.history if item.uri == current.resume.uri)
+    return any(item.writer == "reshard" and not item.verified for item in commits)
 
 
 def choose_resume(
     checkpoint: Checkpoint, *, attempt: int, topology: Mapping[str, int], root: str, start: str = "", mark: str = ""
 ) -> Resume:
-    """What `attempt` continues from in `topology`.
+    """Choose the commit that `attempt` resumes from in `topology`.
 
     Args:
+        checkpoint: the history of commits.
+        attempt: number of the attempt that is planned.
+        topology: degrees of parallelism of that attempt.
         root: folder of the job's checkpoints.
-        start: folder to go on from where the job has no commit of its own, empty for none.
-        mark: at the end of the names of converted commits, where another job may have used the plain ones.
+        start: folder to start from if the job has no commit of its own, empty for none.
+        mark: suffix for the names of converted commits, if another job may have used the plain names.
     """
-    commit = newest(checkpoint, below=attempt)
+    commit = find_newest(checkpoint, below=attempt)
     if commit is None:
         invalid = sum(item.invalid for item in checkpoint.history)
         reason = f"all {invalid} known commits are invalid" if invalid else "there is no commit yet"
         if start:
-            # Always a copy, also where the layout fits: what others wrote has no checksums, and they may remove it.
+            # Convert even if the layout fits: a foreign checkpoint has no checksums, and its owner may remove it.
             return Resume(
                 uri=start_uri(root, attempt, mark),
                 source=start,
@@ -139,13 +151,13 @@ def choose_resume(
                 reason=f"{reason}: {start} (spec.checkpoint.startFrom), resharded to {short(topology)}",
             )
         return Resume(reason=f"{reason}: training starts from nothing")
-    same = Topology.from_dict(commit.topology) == Topology.from_dict(topology)
-    what = f"step {commit.step} of attempt {commit.attempt} ({short(commit.topology)})"
+    is_same_layout = Topology.from_dict(commit.topology) == Topology.from_dict(topology)
+    description = f"step {commit.step} of attempt {commit.attempt} ({short(commit.topology)})"
     return Resume(
-        uri=commit.uri if same else commit_uri(root, attempt, commit.step, mark),
+        uri=commit.uri if is_same_layout else commit_uri(root, attempt, commit.step, mark),
         source=commit.uri,
         step=commit.step,
         samples=commit.samples,
-        ready=same,
-        reason=f"{what}, as it is" if same else f"{what}, resharded to {short(topology)}",
+        ready=is_same_layout,
+        reason=f"{description}, as it is" if is_same_layout else f"{description}, resharded to {short(topology)}",
     )

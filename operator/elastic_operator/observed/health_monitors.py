@@ -1,8 +1,8 @@
-"""What the vendors' health monitors say about a node: conditions and labels that the administrator has named.
+"""Node conditions and labels by which health monitors call a node unhealthy. The administrator names them.
 
 Device plugins report a sick accelerator to the kubelet, and `signals` reads that without any configuration. Monitors
-that look at whole nodes (node-problem-detector, NVSentinel, the AMD GPU operator) speak through conditions and labels
-of their own; `Rules` says which of them mean that a node should be left.
+of whole nodes (node-problem-detector, NVSentinel, the AMD GPU operator) set conditions and labels of their own;
+`Rules` lists those that mean that jobs should leave the node.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _MESSAGE_LIMIT = 200
-"""Characters of a condition's message that are repeated; events should stay readable."""
+"""Maximum number of characters that are quoted from a condition's message, to keep events readable."""
 
 
 class RuleError(ValueError):
-    """A rule cannot be read, or would call healthy nodes unhealthy."""
+    """A rule that cannot be parsed, or that matches healthy nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A name and a value, each with the wildcards of a shell (`*`, `?`, `[abc]`)."""
+    """A name and a value, each with shell wildcards (`*`, `?`, `[abc]`)."""
 
     name: str
     value: str
 
     def matches(self, name: str, value: str) -> bool:
-        """Both fit."""
+        """Return whether both patterns match."""
         return fnmatch.fnmatchcase(name, self.name) and fnmatch.fnmatchcase(value, self.value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Conditions (type and status) and labels of nodes that are to be left."""
+    """Conditions (type and status) and labels of nodes that jobs should leave."""
 
     conditions: tuple[Rule, ...] = ()
     labels: tuple[Rule, ...] = ()
@@ -44,7 +44,7 @@ NO_RULES = Rules()
 
 
 def parse_rules(conditions: Iterable[str], labels: Iterable[str]) -> Rules:
-    """Rules from `TYPE[=STATUS]` (the status is True if it is left out) and `KEY=VALUE`.
+    """Parse rules from `TYPE[=STATUS]` (STATUS defaults to True) and `KEY=VALUE`.
 
     Raises:
         RuleError: naming the rule, what was expected and what to do.
@@ -55,21 +55,21 @@ def parse_rules(conditions: Iterable[str], labels: Iterable[str]) -> Rules:
     )
 
 
-def complaints(node: Mapping[str, Any], rules: Rules) -> tuple[str, ...]:
-    """One phrase for each condition and label of a core/v1 Node that a rule matches."""
+def find_health_problems(node: Mapping[str, Any], rules: Rules) -> tuple[str, ...]:
+    """Return one phrase for each condition and label of a core/v1 Node that a rule matches."""
     conditions = (node.get("status") or {}).get("conditions") or ()
     labels = node["metadata"].get("labels") or {}
-    found = [
+    problems = [
         f"condition {item['type']} is {item['status']}{_because(item)}"
         for item in conditions
         if any(rule.matches(item["type"], item["status"]) for rule in rules.conditions)
     ]
-    found += [
+    problems += [
         f"label {key} is {value}"
         for key, value in sorted(labels.items())
         if any(rule.matches(key, value) for rule in rules.labels)
     ]
-    return tuple(found)
+    return tuple(problems)
 
 
 def _because(condition: Mapping[str, Any]) -> str:
@@ -87,8 +87,8 @@ def _condition_rule(text: str) -> Rule:
         )
     if rule.matches("Ready", "True"):
         raise RuleError(
-            f"unhealthy node condition {text!r} matches Ready=True, so every healthy node would be left: name the "
-            "conditions of the health monitor, for instance AMDGPU*"
+            f"unhealthy node condition {text!r} matches Ready=True, so the operator would drain every healthy node: "
+            "name the conditions of the health monitor, for instance AMDGPU*"
         )
     return rule
 

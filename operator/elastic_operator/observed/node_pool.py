@@ -1,4 +1,4 @@
-"""Nodes as many jobs see them, with what follows from them alone found once and not once for each job. Pure."""
+"""Nodes that many jobs share. What depends on the nodes alone is computed once for all jobs. Pure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from typing import Any
 from elastic_operator.observed.capacity import Pool
 from elastic_operator.observed.observation import NodeView
 from elastic_operator.observed.pod_usage import UsageByOthers
-from elastic_operator.observed.schedulability import accepts, healthy
-from elastic_operator.observed.signals import node_signals
+from elastic_operator.observed.schedulability import count_healthy_devices, is_schedulable
+from elastic_operator.observed.signals import detect_node_signals
 from elastic_operator.observed.timeouts import Timeouts
 
-_KINDS_OF_PODS = 16
-"""For so many different sets of tolerations and selectors the pools are kept."""
+_MAX_CACHED_TEMPLATES = 16
+"""Number of different sets of tolerations and selectors whose pools are cached."""
 
 
 class NodePool(Mapping[str, NodeView]):
-    """Nodes that offer one resource. Nodes never change in it; a changed node makes another fleet.
+    """Immutable mapping of the nodes that offer one resource, with cached suspects and free accelerators.
 
-    Attributes:
-        walks: how often all nodes were gone through, for tests: it must not grow with the number of jobs.
+    If a node changes, the caller makes a new NodePool.
     """
 
     def __init__(self, resource: str, nodes: Mapping[str, NodeView]) -> None:
         self.resource = resource
-        self.walks = 0
         self._nodes = nodes
         self._suspects: dict[Timeouts, frozenset[str]] = {}
         self._offers: dict[str, dict[str, int]] = {}
@@ -36,48 +34,48 @@ class NodePool(Mapping[str, NodeView]):
         return self._nodes[name]
 
     def __iter__(self) -> Iterator[str]:
-        self.walks += 1
         return iter(self._nodes)
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The node, or `default`."""
         return self._nodes.get(name, default)
 
     def suspects(self, limits: Timeouts, now: float) -> frozenset[str]:
-        """Nodes that a monitor calls unhealthy, or with any sign of being lost; neither depends on the time."""
+        """Return the nodes that a monitor calls unhealthy or that have any sign of being lost; independent of `now`."""
         if limits not in self._suspects:
-            self.walks += 1
             self._suspects[limits] = frozenset(
-                name for name, node in self._nodes.items() if node.unhealthy or node_signals(node, name, limits, now)
+                name
+                for name, node in self._nodes.items()
+                if node.unhealthy or detect_node_signals(node, name, limits, now)
             )
         return self._suspects[limits]
 
     def pool(self, pod: Mapping[str, Any], used: UsageByOthers) -> Pool:
-        """Free accelerators on the nodes that take such pods, as they are for a job that holds none itself."""
-        kind = json.dumps([pod.get(key) for key in ("tolerations", "nodeSelector", "affinity")], sort_keys=True)
-        version, pool = self._pools.get(kind, (0, None))
+        """Return the free accelerators on nodes that accept such pods, for a job that holds none itself."""
+        template = json.dumps([pod.get(key) for key in ("tolerations", "nodeSelector", "affinity")], sort_keys=True)
+        version, pool = self._pools.get(template, (0, None))
         if pool is None or version != used.version:
-            self.walks += 1
             totals = used.totals
             free = {
-                name: left
-                for name, count in self._offered(kind, pod).items()
-                if (left := count - totals.get(name, 0)) > 0
+                name: remaining
+                for name, count in self._offered(template, pod).items()
+                if (remaining := count - totals.get(name, 0)) > 0
             }
             pool = Pool(free)
-            self._pools[kind] = (used.version, pool)
+            self._pools[template] = (used.version, pool)
         return pool
 
-    def _offered(self, kind: str, pod: Mapping[str, Any]) -> Mapping[str, int]:
-        if kind not in self._offers:
-            if len(self._offers) >= _KINDS_OF_PODS:
+    def _offered(self, template: str, pod: Mapping[str, Any]) -> Mapping[str, int]:
+        if template not in self._offers:
+            if len(self._offers) >= _MAX_CACHED_TEMPLATES:
                 oldest = next(iter(self._offers))
                 del self._offers[oldest]
                 self._pools.pop(oldest, None)
-            self._offers[kind] = {
-                node.name: healthy(node, self.resource) for node in self._nodes.values() if accepts(node, pod)
+            self._offers[template] = {
+                node.name: count_healthy_devices(node, self.resource)
+                for node in self._nodes.values()
+                if is_schedulable(node, pod)
             }
-        return self._offers[kind]
+        return self._offers[template]

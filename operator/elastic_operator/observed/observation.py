@@ -1,8 +1,8 @@
-"""What the operator sees: frozen views, built from plain API objects by pure functions.
+"""Frozen views of cluster objects, built from plain API objects by pure functions.
 
 Nothing here decides. A view keeps what `signals` and `decide` need and drops the rest; times are seconds since the
-epoch. Times that other machines wrote are compared with our clock only where their clocks are the control plane's;
-heartbeats are judged by when *we* saw them change (`renewed_at`), so that a skewed node clock cannot kill a job.
+epoch. The operator compares a time with its own clock only if the control plane wrote that time. The age of a heartbeat
+counts from when the operator saw the Lease change (`renewed_at`), so a skewed node clock cannot end a job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_operator.api import pod_reports
 from elastic_operator.api.serialization import parse_time
-from elastic_operator.observed.health_monitors import NO_RULES, Rules, complaints
+from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems
 from reshard.contract import KIND, CommitRef, Label, LeaseKey, ReshardReport, VirtualLoader, sentence
 
 Key = tuple[str, str]
@@ -28,8 +28,6 @@ RESHARD_MODES = ("materialize", "virtual")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Taint:
-    """One taint of a node."""
-
     key: str
     value: str = ""
     effect: str = "NoSchedule"
@@ -44,10 +42,10 @@ class NodeView:
         ready_since: last transition of the Ready condition.
         allocatable: allocatable accelerators, by resource name.
         capacity: capacity of accelerators, by resource name.
-        unhealthy: what a health monitor says against it, as far as the operator was told to listen.
-        allocatable_since: when we saw `allocatable` change.
-        lease_age_seconds: how long the node's Lease had not changed when it was last read; None where nobody looked.
-        lease_duration_seconds: what the kubelet promises in that Lease.
+        unhealthy: problems that a health monitor reports, as far as the operator is configured to read them.
+        allocatable_since: when the operator saw `allocatable` change.
+        lease_age_seconds: how long the node's Lease had not changed when it was last read; None if it was never read.
+        lease_duration_seconds: the duration that the kubelet writes into that Lease.
     """
 
     name: str
@@ -72,11 +70,11 @@ class PodView:
         requests: accelerators requested, by resource name.
         exit_code: of the first container, once it has terminated.
         termination_message: of the first container.
-        waiting_reason: why the first container does not run, for instance `ErrImagePull`.
+        waiting_reason: why a container does not run, for instance `ErrImagePull`.
         disruption: reason of the DisruptionTarget condition.
         unhealthy_devices: devices that the kubelet reports as Unhealthy (KEP-4680).
-        unschedulable: the scheduler's message, when it found no place.
-        owner: UID of the Job that controls it, empty for none; labels alone prove nothing (`ownership`).
+        unschedulable: the scheduler's message if it found no node.
+        owner: UID of the Job that controls the pod, empty for none; labels alone prove nothing (`ownership`).
         owner_name: name of that Job.
     """
 
@@ -104,7 +102,7 @@ class PodView:
 
     @property
     def terminal(self) -> bool:
-        """Nothing of it runs any more."""
+        """True if no container of the pod runs any more."""
         return self.phase in ("Succeeded", "Failed")
 
 
@@ -127,11 +125,11 @@ class JobView:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseView:
-    """The mailbox of one attempt.
+    """The Lease of one attempt, through which the operator and rank 0 exchange annotations.
 
     Attributes:
-        renewed_at: when we saw it change; None if rank 0 never wrote.
-        owner: UID of the ElasticTrainingJob that controls it, empty for none.
+        renewed_at: when the operator saw the Lease change; None if rank 0 never wrote.
+        owner: UID of the ElasticTrainingJob that controls the Lease, empty for none.
     """
 
     name: str
@@ -142,42 +140,42 @@ class LeaseView:
     owner: str = ""
 
     def get(self, key: LeaseKey) -> str:
-        """Value of an annotation, empty if it is not there."""
+        """Return the value of an annotation, empty if it is missing."""
         return self.annotations.get(key, "")
 
     @property
     def phase(self) -> str:
-        """The trainer's phase, empty if it says none that there is."""
-        return pod_reports.value(pod_reports.phase, self.get(LeaseKey.PHASE)) or ""
+        """The trainer's phase, empty if it is missing or unknown."""
+        return pod_reports.parse_or_none(pod_reports.parse_phase, self.get(LeaseKey.PHASE)) or ""
 
     @property
     def step(self) -> int | None:
-        """Steps done."""
-        return pod_reports.value(pod_reports.count, self.get(LeaseKey.STEP))
+        """Number of finished optimizer steps."""
+        return pod_reports.parse_or_none(pod_reports.parse_count, self.get(LeaseKey.STEP))
 
     @property
     def samples(self) -> int | None:
-        """Global samples consumed."""
-        return pod_reports.value(pod_reports.count, self.get(LeaseKey.SAMPLES))
+        """Number of global samples consumed."""
+        return pod_reports.parse_or_none(pod_reports.parse_count, self.get(LeaseKey.SAMPLES))
 
     @property
     def loss(self) -> float | None:
-        """Loss of the last step; None where training has diverged."""
-        return pod_reports.value(pod_reports.loss, self.get(LeaseKey.LOSS))
+        """Training loss of the last step; None if training has diverged."""
+        return pod_reports.parse_or_none(pod_reports.parse_loss, self.get(LeaseKey.LOSS))
 
     @property
     def first_step_at(self) -> float | None:
         """When this attempt finished its first step, by the trainer's clock."""
-        return pod_reports.value(pod_reports.moment, self.get(LeaseKey.FIRST_STEP_TIME))
+        return pod_reports.parse_or_none(pod_reports.parse_timestamp, self.get(LeaseKey.FIRST_STEP_TIME))
 
     @property
     def step_at(self) -> float | None:
         """When the last step finished, by the trainer's clock."""
-        return pod_reports.value(pod_reports.moment, self.get(LeaseKey.STEP_TIME))
+        return pod_reports.parse_or_none(pod_reports.parse_timestamp, self.get(LeaseKey.STEP_TIME))
 
     @property
     def resume_error(self) -> str:
-        """Why rank 0 could not use the commit that it was told to resume from, in one sentence; empty if it could."""
+        """Why rank 0 could not load the commit that it should resume from, in one sentence; empty if it could."""
         return sentence(self.get(LeaseKey.RESUME_ERROR), pod_reports.TEXT_BYTES)
 
     @property
@@ -187,31 +185,31 @@ class LeaseView:
 
     @property
     def removed(self) -> tuple[str, ...]:
-        """Released commits that rank 0 has removed; none where it does not say so in due form."""
-        return pod_reports.value(pod_reports.names, self.get(LeaseKey.REMOVED)) or ()
+        """Released commits that rank 0 has removed; empty if the annotation is missing or malformed."""
+        return pod_reports.parse_or_none(pod_reports.parse_commit_names, self.get(LeaseKey.REMOVED)) or ()
 
     @property
     def loader(self) -> VirtualLoader | None:
-        """What rank 0 says that it can load besides files."""
-        return pod_reports.value(VirtualLoader.from_json, self.get(LeaseKey.LOADER))
+        """Loader of virtual commits that rank 0 reports; None if the annotation is missing or malformed."""
+        return pod_reports.parse_or_none(VirtualLoader.from_json, self.get(LeaseKey.LOADER))
 
     @property
     def commit(self) -> CommitRef | None:
         """The newest commit that rank 0 published."""
-        return pod_reports.value(pod_reports.commit, self.get(LeaseKey.COMMIT))
+        return pod_reports.parse_or_none(pod_reports.parse_commit, self.get(LeaseKey.COMMIT))
 
     def problems(self) -> list[tuple[str, str]]:
-        """What rank 0 wrote that does not fit: the path of each field, and what was expected and found."""
-        return [(f"Lease {self.name}: {path}", text) for path, text in pod_reports.problems(self.annotations)]
+        """Return the path of each malformed annotation, and what was expected and found."""
+        return [(f"Lease {self.name}: {path}", text) for path, text in pod_reports.find_problems(self.annotations)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
-    """What keeps an attempt from getting its pods; see `trouble`.
+class PodDiagnosis:
+    """Why an attempt has no running pods, as reported by another component.
 
     Attributes:
-        reason: one word of `trouble`.
-        message: of whoever says so.
+        reason: one of the reasons in `pod_diagnosis`.
+        message: what the API server, the Job controller or the kubelet reported.
     """
 
     attempt: int
@@ -221,15 +219,15 @@ class Trouble:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Everything that `decide` may know about the world.
+    """Everything that `decide` may know about the cluster.
 
     Attributes:
         nodes: all nodes that offer the accelerator or run a pod of the job.
-        used: accelerators taken on each node by pods that are not this job's.
-        capacity_fresh: `used` was read just now; no plan is made from an old one.
-        trouble: why an attempt does not get its pods, where somebody says so.
-        starts: claims of the namespace, each with a folder in it, that other jobs are about to start from; None where
-            that is not known yet.
+        used: accelerators on each node that are held by pods of other owners.
+        capacity_fresh: True if `used` was read in this pass; `decide` makes no plan from an older value.
+        pod_diagnosis: why an attempt has no running pods; None if no component reported a reason.
+        starts: (claim, folder) pairs of the namespace from which other jobs are about to start; None if they are not
+            known yet.
     """
 
     nodes: Mapping[str, NodeView] = dataclasses.field(default_factory=dict)
@@ -238,20 +236,20 @@ class Observation:
     leases: Mapping[int, LeaseView] = dataclasses.field(default_factory=dict)
     used: Mapping[str, int] = dataclasses.field(default_factory=dict)
     capacity_fresh: bool = True
-    trouble: Trouble | None = None
+    pod_diagnosis: PodDiagnosis | None = None
     starts: frozenset[tuple[str, str]] | None = frozenset()
 
     def workers(self, attempt: int) -> tuple[PodView, ...]:
-        """Training pods of one attempt."""
+        """Return the training pods of one attempt."""
         return tuple(pod for pod in self.pods if pod.role == WORKER and pod.attempt == attempt)
 
     def job(self, attempt: int, role: str = WORKER) -> JobView | None:
-        """The Job of one attempt."""
+        """Return the Job of one attempt, or None."""
         return next((job for job in self.jobs if job.role == role and job.attempt == attempt), None)
 
 
 def node_view(node: Mapping[str, Any], rules: Rules = NO_RULES) -> NodeView:
-    """View of a core/v1 Node; `rules` name the conditions and labels of health monitors that count."""
+    """Build the view of a core/v1 Node; `rules` name the conditions and labels of health monitors that count."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
     ready: Mapping[str, Any] = next(
         (item for item in status.get("conditions") or () if item.get("type") == "Ready"), {}
@@ -266,20 +264,20 @@ def node_view(node: Mapping[str, Any], rules: Rules = NO_RULES) -> NodeView:
             for item in spec.get("taints") or ()
         ),
         labels=node["metadata"].get("labels") or {},
-        allocatable=_extended(status.get("allocatable")),
-        capacity=_extended(status.get("capacity")),
-        unhealthy=complaints(node, rules),
+        allocatable=_parse_extended_resources(status.get("allocatable")),
+        capacity=_parse_extended_resources(status.get("capacity")),
+        unhealthy=find_health_problems(node, rules),
     )
 
 
 def pod_view(pod: Mapping[str, Any]) -> PodView:
-    """View of a core/v1 Pod that carries our labels."""
+    """Build the view of a core/v1 Pod that carries the operator's labels."""
     meta, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     labels = meta.get("labels") or {}
     containers = status.get("containerStatuses") or []
     first = _first_status(spec, containers)
     state = first.get("state") or {}
-    waiting = _waiting([*(status.get("initContainerStatuses") or []), *containers])
+    waiting = _find_waiting_state([*(status.get("initContainerStatuses") or []), *containers])
     conditions = {item.get("type"): item for item in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
     owner = controller_of(meta, "Job")
@@ -289,18 +287,18 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
         attempt=attempt_of(meta),
         role=labels.get(Label.ROLE, ""),
         node=spec.get("nodeName"),
-        index=_whole(labels.get("batch.kubernetes.io/job-completion-index")),
+        index=_parse_whole_number(labels.get("batch.kubernetes.io/job-completion-index")),
         phase=status.get("phase", "Pending"),
         created_at=parse_time(meta.get("creationTimestamp")),
         deleted_at=parse_time(meta.get("deletionTimestamp")),
         requests=pod_requests(spec),
         exit_code=(state.get("terminated") or {}).get("exitCode"),
-        exit_reason=_told((state.get("terminated") or {}).get("reason") or ""),
+        exit_reason=_shorten((state.get("terminated") or {}).get("reason") or ""),
         termination_message=((state.get("terminated") or {}).get("message") or "")[: pod_reports.MAX_MESSAGE],
-        waiting_reason=_told(waiting.get("reason") or ""),
-        waiting_message=_told(waiting.get("message") or ""),
-        status_reason=_told(status.get("reason") or ""),
-        disruption=_told(_true_reason(conditions.get("DisruptionTarget", {}))),
+        waiting_reason=_shorten(waiting.get("reason") or ""),
+        waiting_message=_shorten(waiting.get("message") or ""),
+        status_reason=_shorten(status.get("reason") or ""),
+        disruption=_shorten(_true_reason(conditions.get("DisruptionTarget", {}))),
         unhealthy_devices=sum(
             device.get("health") == "Unhealthy"
             for item in containers
@@ -308,7 +306,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
             for device in resource.get("resources") or ()
         ),
         unschedulable=(
-            _told(scheduled.get("message") or "")
+            _shorten(scheduled.get("message") or "")
             if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
             else ""
         ),
@@ -318,14 +316,14 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
 
 
 def job_view(job: Mapping[str, Any]) -> JobView:
-    """View of a batch/v1 Job that carries our labels."""
+    """Build the view of a batch/v1 Job that carries the operator's labels."""
     meta = job["metadata"]
     conditions = {
         item["type"]: item for item in (job.get("status") or {}).get("conditions") or () if item.get("status") == "True"
     }
     # FailureTarget comes first: the Job has failed, its pods are being removed.
     failed = conditions.get("Failed") or conditions.get("FailureTarget")
-    done = conditions.get("Complete") or failed
+    finished = conditions.get("Complete") or failed
     return JobView(
         name=meta["name"],
         uid=meta.get("uid", ""),
@@ -333,16 +331,16 @@ def job_view(job: Mapping[str, Any]) -> JobView:
         role=(meta.get("labels") or {}).get(Label.ROLE, ""),
         complete="Complete" in conditions,
         failed=failed is not None,
-        failed_reason=_told((failed or {}).get("reason") or ""),
-        failed_message=_told((failed or {}).get("message") or ""),
+        failed_reason=_shorten((failed or {}).get("reason") or ""),
+        failed_message=_shorten((failed or {}).get("message") or ""),
         deleting=bool(meta.get("deletionTimestamp")),
-        finished_at=parse_time((done or {}).get("lastTransitionTime")),
+        finished_at=parse_time((finished or {}).get("lastTransitionTime")),
         owner=controller_of(meta, KIND).get("uid", ""),
     )
 
 
 def lease_view(lease: Mapping[str, Any], renewed_at: float | None) -> LeaseView:
-    """View of a coordination.k8s.io/v1 Lease; `renewed_at` is when the caller saw its renewTime change."""
+    """Build the view of an attempt's Lease; `renewed_at` is when the caller saw its renewTime change."""
     meta = lease["metadata"]
     return LeaseView(
         name=meta["name"],
@@ -355,22 +353,23 @@ def lease_view(lease: Mapping[str, Any], renewed_at: float | None) -> LeaseView:
 
 
 def controller_of(meta: Mapping[str, Any], kind: str = "") -> Mapping[str, Any]:
-    """The ownerReference of an object's controller, empty if it has none, or none of this kind."""
+    """Return the controller's ownerReference, or an empty mapping if there is none or it has another kind."""
     owners = meta.get("ownerReferences") or ()
-    found: Mapping[str, Any] = next((item for item in owners if item.get("controller")), {})
-    return found if not kind or found.get("kind") == kind else {}
+    controller: Mapping[str, Any] = next((item for item in owners if item.get("controller")), {})
+    return controller if not kind or controller.get("kind") == kind else {}
 
 
 def attempt_of(meta: Mapping[str, Any]) -> int:
-    """Attempt number in the labels of an object, 0 if there is none."""
-    return _whole((meta.get("labels") or {}).get(Label.ATTEMPT)) or 0
+    """Return the attempt number in the labels of an object, 0 if there is none."""
+    return _parse_whole_number((meta.get("labels") or {}).get(Label.ATTEMPT)) or 0
 
 
 def is_placed(pod: Mapping[str, Any]) -> bool:
-    """True if a pod has its place on a node: the scheduler has bound it, or the kubelet has admitted it.
+    """Return whether the scheduler has bound a pod to its node, or the kubelet has admitted it.
 
-    Whoever creates a pod may write any `spec.nodeName` into it. Both the binding and the kubelet set the condition
-    PodScheduled; a pod without it holds nothing yet, and one that the kubelet refuses never will.
+    The creator of a pod may write any `spec.nodeName`, so that field proves nothing. The binding and the kubelet set
+    the condition PodScheduled. A pod without this condition holds no devices yet; a pod that the kubelet rejects never
+    holds any.
     """
     spec, status = pod.get("spec") or {}, pod.get("status") or {}
     if not spec.get("nodeName") or status.get("phase") in ("Succeeded", "Failed"):
@@ -382,7 +381,10 @@ def is_placed(pod: Mapping[str, Any]) -> bool:
 
 
 def pod_requests(spec: Mapping[str, Any]) -> dict[str, int]:
-    """Extended resources that a pod holds: the larger of all containers together and of any one init container."""
+    """Sum the extended resources that a pod holds.
+
+    For each resource this is the larger of the sum over all containers and the maximum over the init containers.
+    """
     total: dict[str, int] = {}
     for container in spec.get("containers") or ():
         for name, count in _container_requests(container).items():
@@ -394,55 +396,56 @@ def pod_requests(spec: Mapping[str, Any]) -> dict[str, int]:
 
 
 def report_of(pods: Sequence[PodView]) -> ReshardReport | None:
-    """What the reshard pods of one attempt left in their termination messages.
+    """Return the report in the termination messages of one attempt's reshard pods, or None.
 
-    Of pods that shared a conversion, the one that completed it knows the whole; of failures, the newest counts.
+    If several pods shared a conversion, the report of the pod that completed it counts. If all failed, the newest
+    report counts.
     """
-    found: list[ReshardReport] = []
+    reports: list[ReshardReport] = []
     for pod in sorted(pods, key=lambda pod: pod.created_at or 0.0, reverse=True):
         if pod.termination_message:
             with contextlib.suppress(ValueError):
-                found.append(_report(pod))
-    return max(found, key=lambda report: (report.ok, report.bytes_written if report.ok else 0), default=None)
+                reports.append(_parse_report(pod))
+    return max(reports, key=lambda report: (report.ok, report.bytes_written if report.ok else 0), default=None)
 
 
 def report_problems(pods: Sequence[PodView]) -> list[tuple[str, str]]:
-    """Termination messages of reshard pods that are no reports, where a report is due."""
-    found: list[tuple[str, str]] = []
+    """Return the reshard pods whose termination message is not a valid report, and why."""
+    problems: list[tuple[str, str]] = []
     for pod in pods:
         if pod.termination_message:
             try:
-                _report(pod)
+                _parse_report(pod)
             except ValueError as error:
-                found.append((f"Pod {pod.name}: termination message", sentence(str(error), pod_reports.TEXT_BYTES)))
-    return found
+                problems.append((f"Pod {pod.name}: termination message", sentence(str(error), pod_reports.TEXT_BYTES)))
+    return problems
 
 
-def _report(pod: PodView) -> ReshardReport:
-    """The report of a reshard pod, its texts in one line each.
+def _parse_report(pod: PodView) -> ReshardReport:
+    """Parse the report of a reshard pod, with each text in one line.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the termination message is not a valid report.
     """
-    found = ReshardReport.from_json(pod.termination_message)
-    if found.mode not in RESHARD_MODES:
-        raise ValueError(f"mode: expected one of {', '.join(RESHARD_MODES)}, found {pod_reports.brief(found.mode)}")
-    if found.ok != (found.exit_code == 0):
-        raise ValueError(f"ok: expected what exitCode {found.exit_code} says, found {found.ok}")
+    report = ReshardReport.from_json(pod.termination_message)
+    if report.mode not in RESHARD_MODES:
+        raise ValueError(f"mode: expected one of {', '.join(RESHARD_MODES)}, found {pod_reports.shorten(report.mode)}")
+    if report.ok != (report.exit_code == 0):
+        raise ValueError(f"ok: expected {report.exit_code == 0} with exitCode {report.exit_code}, found {report.ok}")
     return dataclasses.replace(
-        found,
-        message=sentence(found.message, pod_reports.TEXT_BYTES),
-        mode_reason=sentence(found.mode_reason, pod_reports.TEXT_BYTES),
+        report,
+        message=sentence(report.message, pod_reports.TEXT_BYTES),
+        mode_reason=sentence(report.mode_reason, pod_reports.TEXT_BYTES),
     )
 
 
-def _told(text: str) -> str:
-    """What somebody says of a pod, short enough to be repeated: images and users have a part in it."""
+def _shorten(text: str) -> str:
+    """Return one short line of a text that images and users can influence."""
     return sentence(text, pod_reports.TEXT_BYTES)
 
 
-def _whole(text: str | None) -> int | None:
-    """The number in a label, None if it is none: decimal ASCII digits that fit 32 bits."""
+def _parse_whole_number(text: str | None) -> int | None:
+    """Return the number in a label, or None unless the label is 1 to 9 decimal ASCII digits."""
     return int(text) if text and _WHOLE.fullmatch(text) else None
 
 
@@ -452,10 +455,10 @@ _WHOLE = re.compile(r"[0-9]{1,9}")
 
 def _container_requests(container: Mapping[str, Any]) -> dict[str, int]:
     resources = container.get("resources") or {}
-    return _extended({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
+    return _parse_extended_resources({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
 
 
-def _extended(quantities: Mapping[str, Any] | None) -> dict[str, int]:
+def _parse_extended_resources(quantities: Mapping[str, Any] | None) -> dict[str, int]:
     # Extended resources are whole numbers under a domain name; cpu, memory, storage and hugepages are not.
     return {
         name: int(text) for name, text in (quantities or {}).items() if "/" in name and _QUANTITY.fullmatch(str(text))
@@ -467,7 +470,7 @@ def _first_status(spec: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]]
     return next((item for item in statuses if names and item.get("name") == names[0]), statuses[0] if statuses else {})
 
 
-def _waiting(statuses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _find_waiting_state(statuses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     states = [(item.get("state") or {}).get("waiting") for item in statuses]
     return next((state for state in states if state and state.get("reason") not in _ORDINARY_WAITS), {})
 

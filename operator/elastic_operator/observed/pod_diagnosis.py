@@ -1,7 +1,7 @@
-"""Why an attempt does not get its pods: what the API server, the Job controller and the kubelets say of it.
+"""Find out why an attempt has no running pods, from the API server, the Job controller and the kubelets.
 
-None of it can be seen on the pods themselves, as they do not exist yet or have not begun. It decides nothing: it is
-told to people, who can do something about it.
+The pods themselves do not show the reason, because they do not exist or have not started. The operator reports the
+reason to people; no decision depends on it.
 """
 
 from __future__ import annotations
@@ -13,42 +13,47 @@ from typing import Any
 
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.api.status import Status
-from elastic_operator.observed.observation import Observation, Trouble
+from elastic_operator.observed.observation import Observation, PodDiagnosis
 from reshard.contract import sentence
 
 LAUNCH_REFUSED = "LaunchRefused"
-"""The API server does not let the operator create an attempt's objects."""
+"""The API server refuses to create an attempt's objects."""
 
 NAME_TAKEN = "NameTaken"
-"""An object that is not the job's has the name of one that the operator has to create."""
+"""Another owner's object has the name of an object that the operator must create."""
 
 PREDECESSOR_RUNS = "PredecessorRuns"
 """Pods of an earlier job of the same name may still run."""
 
-OF_THE_LAUNCH = (LAUNCH_REFUSED, NAME_TAKEN, PREDECESSOR_RUNS)
-"""What keeps an attempt's objects from being created; over once they are."""
+LAUNCH_REASONS = (LAUNCH_REFUSED, NAME_TAKEN, PREDECESSOR_RUNS)
+"""Reasons why an attempt's objects could not be created; they no longer apply once the Job exists."""
 
 PODS_REFUSED = "PodsRefused"
-"""The API server does not let the Job controller create the pods: quotas, pod security, limits, webhooks."""
+"""The API server refuses the pods that the Job controller creates: quotas, pod security, limits, webhooks."""
 
 POD_STUCK = "PodStuck"
-"""A pod has a node, and does not begin there: volumes, networks."""
+"""A pod is bound to a node but does not start there: volumes, networks."""
 
 PATIENCE_SECONDS = 3.0
-"""An ordinary start is further than that."""
+"""Time after a launch before the operator reads events; an ordinary start needs less."""
 
 AGAIN_SECONDS = 10.0
-"""How often the events are read while it goes on."""
+"""Interval between two reads of the events while the pods are missing."""
 
 _MESSAGE_BYTES = 1024
 
 _STUCK_SECONDS = 20.0
-"""Volumes and images take a while."""
+"""Time after a launch before a Pending pod counts as stuck: volumes and images take a while."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """Whose warnings to read. `uid` is that of the object."""
+class EventQuery:
+    """The object whose warning events are read.
+
+    Attributes:
+        reason: reason of the diagnosis if there is such an event.
+        uid: of the object.
+    """
 
     attempt: int
     reason: str
@@ -56,8 +61,8 @@ class Question:
     name: str
 
 
-def question(status: Status, world: Observation, now: float) -> Question | None:
-    """Whose warnings would tell why the attempt has not begun; None where it has, or is only about to."""
+def choose_event_query(status: Status, world: Observation, now: float) -> EventQuery | None:
+    """Choose the object whose events explain why the attempt has not started; None if it has, or is about to."""
     current = status.current
     if current is None or current.launch_time is None or current.schedule_time is not None:
         return None
@@ -66,43 +71,43 @@ def question(status: Status, world: Observation, now: float) -> Question | None:
     if job is None or waited < PATIENCE_SECONDS:
         return None
     if len(pods) < current.num_nodes:
-        return Question(attempt=status.attempt, reason=PODS_REFUSED, uid=job.uid, name=job.name)
+        return EventQuery(attempt=status.attempt, reason=PODS_REFUSED, uid=job.uid, name=job.name)
     stuck = [pod for pod in pods if pod.phase == "Pending" and pod.node and not pod.waiting_reason]
     if not stuck or waited < _STUCK_SECONDS:
         return None
-    return Question(attempt=status.attempt, reason=POD_STUCK, uid=stuck[0].uid, name=stuck[0].name)
+    return EventQuery(attempt=status.attempt, reason=POD_STUCK, uid=stuck[0].uid, name=stuck[0].name)
 
 
-def answer(asked: Question, events: Iterable[Mapping[str, Any]]) -> Trouble | None:
-    """The newest warning among the events about the object."""
+def diagnose_from_events(query: EventQuery, events: Iterable[Mapping[str, Any]]) -> PodDiagnosis | None:
+    """Return a diagnosis with the newest warning among an object's events, or None."""
     warnings = [item for item in events if item.get("type") == "Warning" and item.get("reason") != "FailedScheduling"]
     if not warnings:
         return None
     newest = max(warnings, key=lambda item: parse_time(item.get("lastTimestamp") or item.get("eventTime")) or 0.0)
-    # The Job controller gives every pod that it tries to create another name, and the same thing is told once.
-    said = re.sub(
-        rf"\b{re.escape(asked.name)}-(\d+-)?[a-z0-9]{{5}}\b", f"{asked.name}-*", _one_line(newest.get("message"))
+    # The Job controller gives every pod a new name; without its suffix, the same refusal gives the same message.
+    reason = re.sub(
+        rf"\b{re.escape(query.name)}-(\d+-)?[a-z0-9]{{5}}\b", f"{query.name}-*", _one_line(newest.get("message"))
     )
-    text = f"{newest.get('reason')}: {said}"
-    whose = "the pods cannot be created" if asked.reason == PODS_REFUSED else f"pod {asked.name} does not begin"
-    return Trouble(attempt=asked.attempt, reason=asked.reason, message=f"{whose}: {text}")
+    text = f"{newest.get('reason')}: {reason}"
+    subject = "the pods cannot be created" if query.reason == PODS_REFUSED else f"pod {query.name} does not begin"
+    return PodDiagnosis(attempt=query.attempt, reason=query.reason, message=f"{subject}: {text}")
 
 
-def refused(attempt: int, message: str | None) -> Trouble:
-    """The API server's own answer to a launch."""
-    return Trouble(
+def diagnose_refused_launch(attempt: int, message: str | None) -> PodDiagnosis:
+    """Return a diagnosis with the API server's answer to a launch."""
+    return PodDiagnosis(
         attempt=attempt, reason=LAUNCH_REFUSED, message=f"the API server refuses the launch: {_one_line(message)}"
     )
 
 
-def name_taken(attempt: int, message: str) -> Trouble:
-    """What is in the way of an object of an attempt."""
-    return Trouble(attempt=attempt, reason=NAME_TAKEN, message=_one_line(message))
+def diagnose_name_conflict(attempt: int, message: str) -> PodDiagnosis:
+    """Return a diagnosis for an object of another owner that has the name of an attempt's object."""
+    return PodDiagnosis(attempt=attempt, reason=NAME_TAKEN, message=_one_line(message))
 
 
-def predecessor(attempt: int, message: str) -> Trouble:
-    """What an earlier job of the same name has left behind, and may still run."""
-    return Trouble(attempt=attempt, reason=PREDECESSOR_RUNS, message=_one_line(message))
+def diagnose_running_predecessor(attempt: int, message: str) -> PodDiagnosis:
+    """Return a diagnosis for pods of an earlier job of the same name that may still run."""
+    return PodDiagnosis(attempt=attempt, reason=PREDECESSOR_RUNS, message=_one_line(message))
 
 
 def _one_line(text: str | None) -> str:

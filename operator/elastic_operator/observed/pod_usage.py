@@ -1,4 +1,4 @@
-"""Who holds how many accelerators on which node: counted from pods. Pure."""
+"""Count accelerators that pods hold, by node. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ PodId = tuple[str, str]
 _VERSIONS = itertools.count(1)
 
 _Claim = tuple[str, str, bool, Mapping[str, int]]
-"""Node, UID of the Job that controls the pod, whether it has a label of ours, and extended resources by name."""
+"""Node, UID of the controlling Job, whether the pod has the operator's label, and extended resources by name."""
 
 
 class PodUsage:
-    """Extended resources that live pods hold, kept up to date pod by pod: a change costs the same in any cluster."""
+    """Count the extended resources of live pods, incrementally: a change costs the same in a cluster of any size."""
 
     def __init__(self) -> None:
         self._version = next(_VERSIONS)
         self._claims: dict[PodId, _Claim] = {}
         self._totals: dict[str, dict[str, int]] = {}
-        self._shares: dict[tuple[str, str], dict[str, int]] = {}  # only of pods with a label of ours
+        self._shares: dict[tuple[str, str], dict[str, int]] = {}  # only pods with the operator's label
 
     def put(self, pod: Mapping[str, Any]) -> None:
-        """Take up a core/v1 Pod as it is now."""
-        meta, claim = pod["metadata"], _claim(pod)
+        """Add or update a core/v1 Pod."""
+        meta, claim = pod["metadata"], _parse_claim(pod)
         key = (meta["namespace"], meta["name"])
         if claim == self._claims.get(key):
             return
@@ -39,24 +39,30 @@ class PodUsage:
             self._add(claim, 1)
 
     def drop(self, pod: PodId, *, ours: bool) -> None:
-        """The pod is gone from those with our label (`ours`) or the others; one that changed sides was put anew."""
-        known = self._claims.get(pod)
-        if known is not None and known[2] == ours:
+        """Remove a deleted pod, unless the other watch has put it again.
+
+        Args:
+            pod: namespace and name.
+            ours: True if the watch of pods with the operator's label reports the deletion, False for the watch of all
+                others. A pod whose label changes leaves one watch and enters the other, in any order.
+        """
+        claim = self._claims.get(pod)
+        if claim is not None and claim[2] == ours:
             self._release(pod)
 
     def totals(self, resource: str) -> Mapping[str, int]:
-        """Accelerators that anybody holds, by node."""
+        """Return the accelerators that all pods hold, by node."""
         return self._totals.get(resource, {})
 
     def by_others(self, uids: Collection[str], resource: str) -> UsageByOthers:
-        """Accelerators on each node that are held by other pods than those of the Jobs with these UIDs."""
+        """Return the accelerators that other pods than those of the given Jobs hold, by node."""
         shares = [share for uid in uids if (share := self._shares.get((uid, resource)))]
         if len(shares) <= 1:
             return UsageByOthers(self.totals(resource), shares[0] if shares else {}, self._version)
         merged: dict[str, int] = {}
         for share in shares:
             for node, count in share.items():
-                _change(merged, node, count)
+                _add_to_count(merged, node, count)
         return UsageByOthers(self.totals(resource), merged, self._version)
 
     def _release(self, pod: PodId) -> None:
@@ -65,26 +71,26 @@ class PodUsage:
             self._add(claim, -1)
 
     def _add(self, claim: _Claim, sign: int) -> None:
-        node, owner, labelled, requests = claim
+        node, owner, is_labelled, requests = claim
         self._version = next(_VERSIONS)
         for resource, count in requests.items():
-            _change(self._totals.setdefault(resource, {}), node, sign * count)
-            if owner and labelled:
+            _add_to_count(self._totals.setdefault(resource, {}), node, sign * count)
+            if owner and is_labelled:
                 shares = self._shares.setdefault((owner, resource), {})
-                _change(shares, node, sign * count)
+                _add_to_count(shares, node, sign * count)
                 if not shares:
                     del self._shares[owner, resource]
 
 
 class UsageByOthers(Mapping[str, int]):
-    """What is held on each node, less one job's share: nodes where nothing is left are missing.
+    """Accelerators held on each node, less one job's share; nodes with none are missing.
 
-    A view of what `PodUsage` knows, for the time until that changes.
+    A view of a `PodUsage`, valid until that changes.
 
     Attributes:
-        totals: what anybody holds, by node.
-        share: what the job holds of it.
-        version: another one wherever `totals` are others.
+        totals: accelerators that all pods hold, by node.
+        share: accelerators that the job holds, by node.
+        version: differs if `totals` differ.
     """
 
     def __init__(self, totals: Mapping[str, int], share: Mapping[str, int], version: int) -> None:
@@ -93,10 +99,10 @@ class UsageByOthers(Mapping[str, int]):
         self.version = version
 
     def __getitem__(self, node: str) -> int:
-        left = self.totals[node] - self.share.get(node, 0)
-        if not left:
+        count = self.totals[node] - self.share.get(node, 0)
+        if not count:
             raise KeyError(node)
-        return left
+        return count
 
     def __iter__(self) -> Iterator[str]:
         return (node for node, total in self.totals.items() if total != self.share.get(node, 0))
@@ -105,20 +111,20 @@ class UsageByOthers(Mapping[str, int]):
         return sum(1 for _ in self)
 
 
-def _change(counts: dict[str, int], node: str, by: int) -> None:
-    left = counts.get(node, 0) + by
-    if left:
-        counts[node] = left
+def _add_to_count(counts: dict[str, int], node: str, by: int) -> None:
+    count = counts.get(node, 0) + by
+    if count:
+        counts[node] = count
     else:
         counts.pop(node, None)
 
 
-def _claim(pod: Mapping[str, Any]) -> _Claim | None:
-    """What a pod holds; None for nothing."""
+def _parse_claim(pod: Mapping[str, Any]) -> _Claim | None:
+    """Return what a pod holds; None if it holds no extended resource."""
     if not is_placed(pod):
         return None
     spec, meta = pod["spec"], pod["metadata"]
     requests = pod_requests(spec)
-    labelled = bool((meta.get("labels") or {}).get(Label.JOB))
+    is_labelled = bool((meta.get("labels") or {}).get(Label.JOB))
     owner = controller_of(meta, "Job").get("uid", "")
-    return (spec["nodeName"], owner, labelled, requests) if requests else None
+    return (spec["nodeName"], owner, is_labelled, requests) if requests else None

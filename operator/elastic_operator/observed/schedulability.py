@@ -1,4 +1,4 @@
-"""Which nodes a pod may be placed on, and how many devices of each work."""
+"""Decide which nodes a pod may be placed on, and count their working devices. Pure."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from typing import Any
 from elastic_operator.observed.observation import NodeView, Taint
 
 
-def accepts(node: NodeView, pod: Mapping[str, Any]) -> bool:
-    """The scheduler would place a pod with this spec there, and it would stay, as far as devices do not matter."""
+def is_schedulable(node: NodeView, pod: Mapping[str, Any]) -> bool:
+    """Return whether the scheduler would place a pod with this spec on the node and keep it there, devices aside."""
     return (
         node.ready == "True"
         and not node.unschedulable
         and all(tolerates(pod.get("tolerations") or (), taint) for taint in node.taints if taint.effect != _SOFT)
-        and matches(node, pod)
+        and matches_node_affinity(node, pod)
     )
 
 
-def healthy(node: NodeView, resource: str, num_unhealthy: int = 0) -> int:
-    """Devices that work. One may be reported Unhealthy in a pod a moment before the node's allocatable shrinks."""
+def count_healthy_devices(node: NodeView, resource: str, num_unhealthy: int = 0) -> int:
+    """Count the working devices of a node.
+
+    A device may be reported Unhealthy in a pod a moment before the node's allocatable shrinks; `num_unhealthy` counts
+    such devices.
+    """
     offered = node.allocatable.get(resource, 0)
     return min(offered, node.capacity.get(resource, offered) - num_unhealthy)
 
 
 def tolerates(tolerations: Sequence[Mapping[str, Any]], taint: Taint) -> bool:
-    """A pod with these tolerations may be placed on, and stays on, a node with this taint (core/v1 semantics)."""
+    """Return whether a pod with these tolerations may be placed and stay on a tainted node (core/v1 semantics)."""
     return any(
         (not item.get("effect") or item["effect"] == taint.effect)
         and (not item.get("key") or item["key"] == taint.key)
@@ -35,8 +39,8 @@ def tolerates(tolerations: Sequence[Mapping[str, Any]], taint: Taint) -> bool:
     )
 
 
-def matches(node: NodeView, pod: Mapping[str, Any]) -> bool:
-    """The node has what the pod's node selector and required node affinity ask for."""
+def matches_node_affinity(node: NodeView, pod: Mapping[str, Any]) -> bool:
+    """Return whether the node satisfies the pod's node selector and required node affinity."""
     if any(node.labels.get(key) != value for key, value in (pod.get("nodeSelector") or {}).items()):
         return False
     affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
@@ -44,8 +48,8 @@ def matches(node: NodeView, pod: Mapping[str, Any]) -> bool:
     if terms is None:
         return True
     return any(
-        all(_matches(item, node.labels.get(item["key"])) for item in term.get("matchExpressions") or ())
-        and all(_matches(item, node.name) for item in term.get("matchFields") or ())
+        all(_meets_requirement(item, node.labels.get(item["key"])) for item in term.get("matchExpressions") or ())
+        and all(_meets_requirement(item, node.name) for item in term.get("matchFields") or ())
         for term in terms
     )
 
@@ -53,7 +57,7 @@ def matches(node: NodeView, pod: Mapping[str, Any]) -> bool:
 _SOFT = "PreferNoSchedule"
 
 
-def _matches(requirement: Mapping[str, Any], value: str | None) -> bool:
+def _meets_requirement(requirement: Mapping[str, Any], value: str | None) -> bool:
     values = requirement.get("values") or []
     match requirement["operator"]:
         case "In":

@@ -1,4 +1,4 @@
-"""Times of the operator itself, as opposed to those of one job (`spec.recovery`)."""
+"""Graces, deadlines and intervals of the operator; those of one job are in `spec.recovery`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Timeouts:
         unschedulable_seconds: how long a pod may find no node.
         device_seconds: how long a node may offer fewer accelerators than its pods hold (a restarted kubelet does).
         node_stable_seconds: how long a lost node has to be Ready before it is used again.
-        progress_seconds: shortest time between two status writes that only tell of progress; longer beyond 200 jobs.
-        resync_seconds: every job is looked at this often, whatever happens.
+        progress_seconds: shortest time between two status writes that change only the progress; longer beyond 200 jobs.
+        resync_seconds: interval between two passes over a job if nothing happens to it.
         reshard_backoff_seconds: wait before the first retry of a reshard Job; doubles each time.
     """
 
@@ -43,6 +43,9 @@ class Timeouts:
         return 3 * self.heartbeat_seconds
 
 
-def meanings() -> dict[str, str]:
-    """What each limit is, by name, as described above; for `--help`. Empty where Python was told to drop docstrings."""
+def describe_timeouts() -> dict[str, str]:
+    """Return the description of each attribute of `Timeouts` by name, for `--help`.
+
+    The descriptions come from the docstring; the result is empty if Python runs with `-OO`.
+    """
     return dict(re.findall(r"^    (\w+): (.+?)\.?$", inspect.getdoc(Timeouts) or "", flags=re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Whether a shape can run at all. Every refusal is one sentence with all its factors."""
+"""Constraints that decide whether a shape can run. Each violation is one sentence with all its factors."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from elastic_operator.planning.shape import Shape
 
 
 def refusals(spec: Spec, shape: Shape) -> tuple[str, ...]:
-    """Everything that keeps `shape` from running; empty if it can run."""
-    problems = [*_mesh(shape), *_batch(spec.batch, shape)]
+    """Return every reason why `shape` cannot run; empty if it can."""
+    problems = [*_check_mesh(shape), *_check_batch(spec.batch, shape)]
     if spec.model is not None:
-        problems += _model(spec.model, shape)
-        # Memory of a shape that cannot exist would be a made-up figure.
+        problems += _check_model(spec.model, shape)
+        # A memory estimate for an impossible shape means nothing.
         if not problems and spec.accelerator.memory_bytes is not None:
-            problems += _memory(spec, spec.model, spec.accelerator.memory_bytes, shape)
+            problems += _check_memory(spec, spec.model, spec.accelerator.memory_bytes, shape)
     return tuple(problems)
 
 
 def accumulation_steps(batch: Batch, shape: Shape) -> int:
-    """Micro-batches that one replica works through per optimizer step."""
+    """Return the number of micro-batches that one replica processes per optimizer step."""
     return batch.global_samples // (shape.num_replicas * batch.micro_samples)
 
 
-def _mesh(shape: Shape) -> Iterator[str]:
+def _check_mesh(shape: Shape) -> Iterator[str]:
     product = shape.tp * shape.pp * shape.dp
     if product != shape.world_size:
         yield (
@@ -43,9 +43,9 @@ def _mesh(shape: Shape) -> Iterator[str]:
         yield f"ZeRO stage {shape.zero} excludes pipelines, and pp is {shape.pp}"
 
 
-def _batch(batch: Batch, shape: Shape) -> Iterator[str]:
+def _check_batch(batch: Batch, shape: Shape) -> Iterator[str]:
     if shape.dp % shape.cp:
-        return  # said by _mesh; there is no whole number of replicas
+        return  # reported by _check_mesh; there is no whole number of replicas
     per_pass = shape.num_replicas * batch.micro_samples
     if batch.global_samples % per_pass:
         replicas = f"dp({shape.dp})" + (f" / cp({shape.cp})" if shape.cp > 1 else "")
@@ -55,7 +55,7 @@ def _batch(batch: Batch, shape: Shape) -> Iterator[str]:
         )
 
 
-def _model(model: Model, shape: Shape) -> Iterator[str]:
+def _check_model(model: Model, shape: Shape) -> Iterator[str]:
     tp = shape.tp
     for name, value in (
         ("attentionHeads", model.attention_heads),
@@ -78,7 +78,7 @@ def _model(model: Model, shape: Shape) -> Iterator[str]:
         yield f"cp({shape.cp}) does not divide sequenceLength({model.sequence_length})"
 
 
-def _memory(spec: Spec, model: Model, limit_bytes: int, shape: Shape) -> Iterator[str]:
+def _check_memory(spec: Spec, model: Model, limit_bytes: int, shape: Shape) -> Iterator[str]:
     need = memory.estimate(model, shape, spec.batch.micro_samples, accumulation_steps(spec.batch, shape))
     usable = limit_bytes * (1 - memory.RESERVED_FRACTION)
     if need.total_bytes > usable:

@@ -1,6 +1,6 @@
 """Estimated time of one optimizer step, in seconds. Pure arithmetic; see docs/planner.md for the assumptions.
 
-The figures order topologies; they are not a promise. Only ratios between compute, bandwidth and latency matter.
+The estimates rank topologies; they are not predictions. Only ratios between compute, bandwidth and latency matter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GRADIENT_BYTES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Where the time of a step goes, in seconds; without a model in units of one sample on one accelerator.
+    """Parts of the time of a step, in seconds; without a model, in units of one sample on one accelerator.
 
     Attributes:
         compute: forward and backward passes of the slowest stage.
@@ -25,7 +25,7 @@ class Cost:
         tensor: all-reduces of activations inside the node.
         pipeline: activations and their gradients between stages.
         data: all-reduce of gradients (and gathering of weights with ZeRO) over replicas.
-        expert: tokens on their way to the experts and back.
+        expert: all-to-alls of tokens to the experts and back.
         context: all-to-all of attention heads and sequence.
     """
 
@@ -39,12 +39,12 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """Sum of all: nothing is assumed to overlap."""
+        """Sum of all parts; no overlap is assumed."""
         return self.compute + self.bubble + self.tensor + self.pipeline + self.data + self.expert + self.context
 
 
 def estimate(model: Model | None, performance: Performance, batch: Batch, shape: Shape, num_micro: int) -> Cost:
-    """Time of one step of `num_micro` micro-batches per replica.
+    """Estimate the time of one step of `num_micro` micro-batches per replica.
 
     Bubble: (p - 1)/m of the time that m micro-batches take (Narayanan et al. 2021, section 2.2.1). Ring all-reduce of
     n bytes over k ranks: 2(k - 1)/k * n / bandwidth + 2(k - 1) * latency (Thakur et al. 2005). Per layer and
@@ -88,9 +88,10 @@ def estimate(model: Model | None, performance: Performance, batch: Batch, shape:
 
 
 def step_flops(model: Model, global_samples: int) -> float:
-    """Floating point operations of one step: 6 per active parameter and token, 12*l*h*s per token for attention.
+    """Count the floating point operations of one step.
 
-    Source: Chowdhery et al. 2022, "PaLM", appendix B. Recomputing whole layers repeats the forward third of it.
+    Per token: 6 for each active parameter, and 12*l*h*s for attention. Recomputing whole layers repeats the forward
+    third of it. Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
     active = model.parameters
     if model.experts:
@@ -103,7 +104,11 @@ def step_flops(model: Model, global_samples: int) -> float:
 def _data_parallel(
     model: Model, shape: Shape, *, stage: float, num_micro: int, bandwidth: float, latency: float
 ) -> float:
-    """Gradients once per step; ZeRO-2 and 3 reduce them per micro-batch, ZeRO-3 gathers weights twice as often."""
+    """Estimate the time of data parallel communication.
+
+    Gradients are reduced once per step; ZeRO-2 and 3 reduce them per micro-batch, and ZeRO-3 gathers weights twice as
+    often.
+    """
     dense = _GRADIENT_BYTES * (model.parameters - model.expert_parameters) * stage / shape.tp
     experts = _GRADIENT_BYTES * model.expert_parameters * stage / (shape.tp * shape.ep)
     rounds = num_micro if shape.zero >= 2 else 1

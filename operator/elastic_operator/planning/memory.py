@@ -1,6 +1,6 @@
-"""Memory of the fullest rank: weights, gradients, optimizer state and activations, in bytes.
+"""Memory of the rank that needs most: weights, gradients, optimizer state and activations, in bytes.
 
-A model of what training needs, not of one framework's allocator; RESERVED_FRACTION stands for the rest.
+This is a model of what training needs, not of one framework's allocator; RESERVED_FRACTION covers the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from elastic_operator.api.spec import Activations, Model
 from elastic_operator.planning.shape import Shape
 
 RESERVED_FRACTION = 0.1
-"""Share of an accelerator's memory that is left to the runtime, communication buffers and fragmentation. Assumed."""
+"""Assumed fraction of an accelerator's memory for the runtime, communication buffers and fragmentation."""
 
 WEIGHT_BYTES = 2
 GRADIENT_BYTES = 2
@@ -21,8 +21,6 @@ OPTIMIZER_BYTES = 12
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on one rank."""
-
     weights_bytes: float
     gradients_bytes: float
     optimizer_bytes: float
@@ -30,12 +28,11 @@ class Memory:
 
     @property
     def total_bytes(self) -> float:
-        """Sum of all."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
 
 
 def estimate(model: Model, shape: Shape, micro_samples: int, accumulation_steps: int) -> Memory:
-    """Memory of the fullest rank.
+    """Estimate the memory of the rank that needs most.
 
     Mixed precision with Adam: 2 bytes of weight, 2 of gradient and 12 of optimizer state (fp32 weight and two moments)
     per parameter; ZeRO stages 1, 2 and 3 divide optimizer state, gradients and weights by dp (Rajbhandari et al. 2020,
@@ -51,16 +48,16 @@ def estimate(model: Model, shape: Shape, micro_samples: int, accumulation_steps:
     experts = model.expert_parameters * stage / (shape.tp * shape.ep)
     expert_replicas = max(1, shape.dp // shape.ep)
 
-    def held(bytes_per_parameter: int, partitioned_from_stage: int) -> float:
+    def state_bytes(bytes_per_parameter: int, partitioned_from_stage: int) -> float:
         if shape.zero < partitioned_from_stage:
             return bytes_per_parameter * (dense + experts)
         return bytes_per_parameter * (dense / shape.dp + experts / expert_replicas)
 
     in_flight = min(shape.pp, accumulation_steps)
     return Memory(
-        weights_bytes=held(WEIGHT_BYTES, 3),
-        gradients_bytes=held(GRADIENT_BYTES, 2),
-        optimizer_bytes=held(OPTIMIZER_BYTES, 1),
+        weights_bytes=state_bytes(WEIGHT_BYTES, 3),
+        gradients_bytes=state_bytes(GRADIENT_BYTES, 2),
+        optimizer_bytes=state_bytes(OPTIMIZER_BYTES, 1),
         activations_bytes=in_flight
         * largest_stage(model, shape)
         * activation_bytes_per_layer(model, shape, micro_samples),
@@ -68,7 +65,7 @@ def estimate(model: Model, shape: Shape, micro_samples: int, accumulation_steps:
 
 
 def activation_bytes_per_layer(model: Model, shape: Shape, micro_samples: int) -> float:
-    """Activations that one layer keeps for one micro-batch, on one rank.
+    """Estimate the activations that one layer keeps for one micro-batch, on one rank.
 
     With s tokens, b samples, h width, a heads and t = tp (Korthikanti et al. 2022, "Reducing Activation Recomputation
     in Large Transformer Models", equation 2 and table 2): nothing recomputed sbh(10 + 24/t + 5as/(ht)); attention
@@ -77,18 +74,18 @@ def activation_bytes_per_layer(model: Model, shape: Shape, micro_samples: int) -
     tokens = model.sequence_length / shape.cp * micro_samples
     if model.activations is Activations.FULL:
         return 2 * tokens * model.hidden_size
-    kept = 10 + 24 / shape.tp
+    bytes_per_element = 10 + 24 / shape.tp
     if model.activations is Activations.NONE:
         # With context parallelism each rank holds a/cp heads over the full sequence (Ulysses).
-        kept += 5 * model.attention_heads * model.sequence_length / (model.hidden_size * shape.tp)
-    return tokens * model.hidden_size * kept
+        bytes_per_element += 5 * model.attention_heads * model.sequence_length / (model.hidden_size * shape.tp)
+    return tokens * model.hidden_size * bytes_per_element
 
 
 def largest_stage(model: Model, shape: Shape) -> int:
-    """Layers of the largest pipeline stage, when they are dealt out evenly."""
+    """Return the number of layers in the largest pipeline stage, if the layers are divided evenly."""
     return math.ceil(model.layers / shape.pp)
 
 
 def stage_fraction(model: Model, shape: Shape) -> float:
-    """Share of the model in the largest stage; 1/pp where pp divides the layers."""
+    """Return the fraction of the model in the largest stage; 1/pp if pp divides the layers."""
     return largest_stage(model, shape) / model.layers

@@ -1,4 +1,4 @@
-"""A plan as text for people."""
+"""Format a plan as text for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _HEADER = ("", "topology", "nodes", "GPUs", "micro-batches", "estimate", "bubble
 
 
 def explain(result: PlanResult, *, max_candidates: int = 20, max_rejected: int = 20) -> str:
-    """Candidates as a table, best first, then what was refused and why."""
+    """Format the candidates as a table, best first, then the rejected shapes with their reasons."""
     lines = [result.reason]
     if result.candidates:
         rows: list[tuple[str, ...]] = [_HEADER]
@@ -19,7 +19,7 @@ def explain(result: PlanResult, *, max_candidates: int = 20, max_rejected: int =
             "",
             *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
         ]
-        lines += _rest(len(result.candidates) - max_candidates, "can run too")
+        lines += _count_rest(len(result.candidates) - max_candidates, "can run too")
         if result.candidates[0].seconds is None:
             lines += [
                 "",
@@ -28,7 +28,7 @@ def explain(result: PlanResult, *, max_candidates: int = 20, max_rejected: int =
     if result.rejected:
         lines += ["", "Cannot run:"]
         lines += [f"  {item.subject}: {item.reason}" for item in result.rejected[:max_rejected]]
-        lines += _rest(len(result.rejected) - max_rejected, "cannot run either")
+        lines += _count_rest(len(result.rejected) - max_rejected, "cannot run either")
     return "\n".join(lines)
 
 
@@ -53,5 +53,5 @@ def _relative(result: PlanResult, item: Candidate) -> str:
     return f"{item.cost.total / fastest:.2f} x"
 
 
-def _rest(count: int, what: str) -> list[str]:
+def _count_rest(count: int, what: str) -> list[str]:
     return [f"  ... {count} more {what}"] if count > 0 else []

@@ -1,15 +1,15 @@
-"""Chooses the topology for the capacity at hand. Pure: same spec, capacity and current topology, same answer.
+"""Choose the topology for the available capacity. Pure: the same inputs give the same plan.
 
-Every shape that the spec allows on the usable nodes is either a candidate or refused with a reason. Order of the
-candidates, first difference decides:
+Every shape that the spec allows on the usable nodes is either a candidate or rejected with a reason. The candidates are
+ordered by these criteria; the first difference decides:
 
 1. strategy Fixed or Ranked: position in `spec.parallelism.topologies`;
 2. `spec.nodes.preferred` nodes before any other number;
 3. without `spec.accelerator.performance`: more accelerators first (estimates for unknown hardware do not justify
    idle nodes), then the order of `perNode`;
-4. estimated time of a step. Estimates within TIE_FRACTION of the best are a tie: the tp and pp of the current topology
-   first (nothing to reshard in the weights), then fewer pipeline stages, less tensor, context and expert parallelism,
-   earlier in `perNode`, fewer nodes.
+4. estimated time of a step. Estimates within TIE_FRACTION of the best are a tie. Ties are resolved by: the tp and pp of
+   the current topology first (the weights need no resharding), then fewer pipeline stages, less tensor, context and
+   expert parallelism, earlier in `perNode`, fewer nodes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from elastic_operator.planning.shape import Shape
 from reshard.topology import Topology
 
 TIE_FRACTION = 0.02
-"""Estimates this close say nothing about which one is faster."""
+"""Relative difference below which estimates do not tell which candidate is faster."""
 
 MAX_SHAPES = 20_000
-"""The search ends here, so that no spec can occupy the operator for more than about a second; ordinary ones have a few
-hundred shapes. For each combination of degrees the largest numbers of accelerators are looked at first."""
+"""Maximum number of shapes in a search, so that no spec occupies the operator for more than about a second. Ordinary
+specs have a few hundred shapes. For each combination of degrees the largest numbers of accelerators come first."""
 
 MAX_REJECTED = 256
 
@@ -42,9 +42,9 @@ class Candidate:
 
     Attributes:
         accumulation_steps: micro-batches per replica and step.
-        cost: where the time of a step goes.
+        cost: parts of the estimated time of a step.
         seconds: estimated time of a step; None without `spec.model` or `spec.accelerator.performance`.
-        memory: of the fullest rank; None without `spec.model`.
+        memory: of the rank that needs most; None without `spec.model`.
     """
 
     shape: Shape
@@ -56,12 +56,12 @@ class Candidate:
 
     @property
     def num_nodes(self) -> int:
-        """Pods."""
+        """Number of pods, one per node."""
         return self.shape.num_nodes
 
     @property
     def per_node(self) -> int:
-        """Accelerators of each pod."""
+        """Number of accelerators of each pod."""
         return self.shape.per_node
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A shape that cannot run, or in general words what cannot, and why: one sentence each."""
+    """A shape, or a group of shapes, that cannot run, and one sentence for each reason."""
 
     subject: str
     reasons: tuple[str, ...]
@@ -87,13 +87,13 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """What the planner found.
+    """Result of the planner.
 
     Attributes:
         best: what to run; None if nothing can.
-        capacity: what it was found on.
-        candidates: all that can run, best first.
-        rejected: what cannot run on the largest permitted number of nodes.
+        capacity: the capacity that was planned for.
+        candidates: every shape that can run, best first.
+        rejected: shapes that cannot run on the largest permitted number of nodes.
         reason: one sentence for people.
     """
 
@@ -105,63 +105,63 @@ class PlanResult:
 
 
 def plan(spec: Spec, capacity: Capacity, current: Topology | None = None) -> PlanResult:
-    """Choose what to run on `capacity`. `current` is what ran last, for ties only."""
+    """Choose what to run on `capacity`. `current` is what ran last; it only resolves ties."""
     shapes = tuple(itertools.islice(_shapes(spec, capacity), MAX_SHAPES))
-    candidates = _in_order(spec, [evaluate(spec, shape) for shape in shapes if not refusals(spec, shape)], current)
+    candidates = _rank(spec, [evaluate(spec, shape) for shape in shapes if not refusals(spec, shape)], current)
     rejected = tuple(itertools.islice(_rejections(spec, capacity), MAX_REJECTED))
     if len(shapes) == MAX_SHAPES:
-        rejected = (_cut_short(), *rejected)
+        rejected = (_reject_rest(), *rejected)
     best = candidates[0] if candidates else None
     return PlanResult(
         best=best,
         capacity=capacity,
         candidates=candidates,
         rejected=rejected,
-        reason=_reason(capacity, candidates, rejected),
+        reason=_summarize(capacity, candidates, rejected),
     )
 
 
 def best(spec: Spec, capacity: Capacity, current: Topology | None = None) -> Candidate | None:
-    """What `plan` finds best. Asked again for a spec like this on as many usable nodes, it is not sought again.
+    """Return `plan(spec, capacity, current).best`, cached by the spec and the numbers of usable nodes.
 
-    Every look at a running job asks: is there room for something better?
+    Every pass over a running job calls this to see whether a better topology fits.
     """
     counts = tuple(min(spec.nodes.max, capacity.num_usable(per_node)) for per_node in spec.accelerator.per_node)
-    asked = (spec.nodes, spec.accelerator, spec.batch, spec.parallelism, spec.model, counts, current)
-    if asked not in _KNOWN:
-        _KNOWN[asked] = plan(spec, capacity, current).best
-        if len(_KNOWN) > _MAX_KNOWN:
-            del _KNOWN[next(iter(_KNOWN))]
-    return _KNOWN[asked]
+    key = (spec.nodes, spec.accelerator, spec.batch, spec.parallelism, spec.model, counts, current)
+    if key not in _CACHE:
+        _CACHE[key] = plan(spec, capacity, current).best
+        if len(_CACHE) > _MAX_CACHED:
+            del _CACHE[next(iter(_CACHE))]
+    return _CACHE[key]
 
 
-_KNOWN: dict[object, Candidate | None] = {}
-"""Answers of `best`, oldest first, by all that they depend on: of a capacity those are the numbers of usable nodes."""
+_CACHE: dict[object, Candidate | None] = {}
+"""Results of `best`, oldest first, by all inputs that matter; of a capacity these are the numbers of usable nodes."""
 
-_MAX_KNOWN = 4096
+_MAX_CACHED = 4096
 
 
 def evaluate(spec: Spec, shape: Shape) -> Candidate:
-    """Estimates for a shape that can run.
+    """Estimate the cost and the memory of a shape that can run.
 
     Raises:
-        TopologyError: it cannot exist at all.
+        TopologyError: the shape is impossible.
     """
     num_micro = accumulation_steps(spec.batch, shape)
     performance = spec.accelerator.performance
-    estimated = cost.estimate(spec.model, performance or Performance(), spec.batch, shape, num_micro)
+    step_cost = cost.estimate(spec.model, performance or Performance(), spec.batch, shape, num_micro)
     return Candidate(
         shape=shape,
         topology=shape.topology,
         accumulation_steps=num_micro,
-        cost=estimated,
-        seconds=None if spec.model is None or performance is None else estimated.total,
+        cost=step_cost,
+        seconds=None if spec.model is None or performance is None else step_cost.total,
         memory=None if spec.model is None else memory.estimate(spec.model, shape, spec.batch.micro_samples, num_micro),
     )
 
 
 def shape_of(topology: Topology, *, num_nodes: int, per_node: int) -> Shape:
-    """The shape that a running attempt has."""
+    """Build the shape of a running attempt."""
     return Shape(
         num_nodes=num_nodes,
         per_node=per_node,
@@ -170,13 +170,13 @@ def shape_of(topology: Topology, *, num_nodes: int, per_node: int) -> Shape:
 
 
 def permitted_counts(spec: Spec, capacity: Capacity, per_node: int) -> tuple[int, ...]:
-    """Numbers of nodes that the spec permits and the capacity has, largest first."""
+    """Return the numbers of nodes that the spec permits and the capacity has, largest first."""
     most = min(spec.nodes.max, capacity.num_usable(per_node))
     return tuple(n for n in range(most, spec.nodes.min - 1, -1) if spec.nodes.permits(n))
 
 
 def _shapes(spec: Spec, capacity: Capacity) -> Iterator[Shape]:
-    """Everything worth checking. Data parallelism runs through the divisors of the batch, of which there are few."""
+    """Generate every shape worth checking; dp runs through the divisors of the batch, of which there are few."""
     passes = spec.batch.global_samples // spec.batch.micro_samples
     for per_node in spec.accelerator.per_node:
         counts = frozenset(permitted_counts(spec, capacity, per_node))
@@ -192,16 +192,16 @@ def _shapes(spec: Spec, capacity: Capacity) -> Iterator[Shape]:
 
 
 def _degrees(parallelism: Parallelism) -> Iterator[tuple[Shape, int | None]]:
-    """Degrees that the spec allows, as shapes whose nodes and dp are still open, and dp where the spec fixes it."""
+    """Generate the degrees that the spec allows, as shapes with open nodes and dp, and dp if the spec fixes it."""
     if parallelism.strategy is Strategy.AUTO:
         for pp, tp, cp, ep in itertools.product(
             parallelism.pipeline, parallelism.tensor, parallelism.context, parallelism.expert
         ):
-            yield _open(tp=tp, pp=pp, ep=ep, cp=cp, zero=parallelism.zero_stage), None
+            yield _open_shape(tp=tp, pp=pp, ep=ep, cp=cp, zero=parallelism.zero_stage), None
         return
     for rank, choice in enumerate(parallelism.topologies):
         yield (
-            _open(
+            _open_shape(
                 tp=choice.tensor,
                 pp=choice.pipeline,
                 ep=choice.expert,
@@ -213,16 +213,18 @@ def _degrees(parallelism: Parallelism) -> Iterator[tuple[Shape, int | None]]:
         )
 
 
-def _open(**degrees: int) -> Shape:
+def _open_shape(**degrees: int) -> Shape:
     return Shape(num_nodes=1, per_node=1, dp=1, **degrees)
 
 
 def _rejections(spec: Spec, capacity: Capacity) -> Iterator[Rejection]:
-    """Why the largest permitted numbers of nodes do not run what the spec lists."""
+    """Generate the reasons why the listed degrees do not run on the largest permitted numbers of nodes."""
     for per_node in spec.accelerator.per_node:
         counts = permitted_counts(spec, capacity, per_node)
         if not counts:
-            yield Rejection(subject=f"{per_node} accelerators per node", reasons=(_no_count(spec, capacity, per_node),))
+            yield Rejection(
+                subject=f"{per_node} accelerators per node", reasons=(_explain_no_count(spec, capacity, per_node),)
+            )
             continue
         world_size = counts[0] * per_node
         for degrees, data in _degrees(spec.parallelism):
@@ -235,7 +237,7 @@ def _rejections(spec: Spec, capacity: Capacity) -> Iterator[Rejection]:
                 yield Rejection(subject=str(shape) + where, reasons=reasons)
 
 
-def _no_count(spec: Spec, capacity: Capacity, per_node: int) -> str:
+def _explain_no_count(spec: Spec, capacity: Capacity, per_node: int) -> str:
     usable = capacity.num_usable(per_node)
     permitted = f"from {spec.nodes.min} to {spec.nodes.max}"
     if spec.nodes.allowed is not None:
@@ -243,45 +245,45 @@ def _no_count(spec: Spec, capacity: Capacity, per_node: int) -> str:
     return f"{usable} nodes can give {per_node} accelerators each ({capacity}), and the spec permits {permitted}"
 
 
-def _cut_short() -> Rejection:
-    reason = f"only the first {MAX_SHAPES} were looked at: list fewer degrees of parallelism"
+def _reject_rest() -> Rejection:
+    reason = f"only the first {MAX_SHAPES} were evaluated: list fewer degrees of parallelism"
     return Rejection(subject="shapes beyond the limit", reasons=(reason,))
 
 
-def _in_order(spec: Spec, candidates: list[Candidate], current: Topology | None) -> tuple[Candidate, ...]:
+def _rank(spec: Spec, candidates: list[Candidate], current: Topology | None) -> tuple[Candidate, ...]:
     if not candidates:
         return ()
     preference = {count: i for i, count in enumerate(spec.accelerator.per_node)}
 
-    def stated(item: Candidate) -> tuple[int, ...]:
+    def preference_key(item: Candidate) -> tuple[int, ...]:
         preferred = int(item.num_nodes != spec.nodes.preferred)
         if spec.accelerator.performance is not None:
             return (item.shape.rank, preferred)
         return (item.shape.rank, preferred, -item.shape.world_size, preference[item.per_node])
 
-    def tie(item: Candidate) -> tuple[object, ...]:
+    def tie_key(item: Candidate) -> tuple[object, ...]:
         shape = item.shape
-        moved = current is not None and (shape.tp, shape.pp) != (current.tp, current.pp)
+        is_resharded = current is not None and (shape.tp, shape.pp) != (current.tp, current.pp)
         degrees = (shape.pp, shape.tp, shape.cp, shape.ep)
-        return (moved, *degrees, preference[item.per_node], item.num_nodes)
+        return (is_resharded, *degrees, preference[item.per_node], item.num_nodes)
 
-    ordered = sorted(candidates, key=lambda item: (*stated(item), item.cost.total, *tie(item)))
+    ordered = sorted(candidates, key=lambda item: (*preference_key(item), item.cost.total, *tie_key(item)))
     first = ordered[0]
-    within = first.cost.total * (1 + TIE_FRACTION)
-    tied = [item for item in ordered if stated(item) == stated(first) and item.cost.total <= within]
-    return (*sorted(tied, key=tie), *(item for item in ordered if item not in tied))
+    tie_limit = first.cost.total * (1 + TIE_FRACTION)
+    tied = [item for item in ordered if preference_key(item) == preference_key(first) and item.cost.total <= tie_limit]
+    return (*sorted(tied, key=tie_key), *(item for item in ordered if item not in tied))
 
 
-def _reason(capacity: Capacity, candidates: tuple[Candidate, ...], rejected: tuple[Rejection, ...]) -> str:
+def _summarize(capacity: Capacity, candidates: tuple[Candidate, ...], rejected: tuple[Rejection, ...]) -> str:
     if not candidates:
-        shown = "; ".join(f"{item.subject}: {item.reason}" for item in rejected[:3])
-        more = f"; and {len(rejected) - 3} more" if len(rejected) > 3 else ""
-        return f"Nothing can run on {capacity}: {shown}{more}."
+        reasons = "; ".join(f"{item.subject}: {item.reason}" for item in rejected[:3])
+        rest = f"; and {len(rejected) - 3} more" if len(rejected) > 3 else ""
+        return f"Nothing can run on {capacity}: {reasons}{rest}."
     others = len(candidates) - 1
     return f"{candidates[0]}: best of {others + 1} that can run on {capacity}."
 
 
 def _divisors(number: int, *, at_most: int) -> tuple[int, ...]:
-    """Divisors up to `at_most`, largest first."""
+    """Return the divisors up to `at_most`, largest first."""
     small = [i for i in range(1, min(math.isqrt(number), at_most) + 1) if number % i == 0]
     return tuple(sorted({*small, *(number // i for i in small if number // i <= at_most)}, reverse=True))

@@ -1,4 +1,4 @@
-"""A shape: degrees of parallelism on a number of nodes, before anyone has asked whether that can run."""
+"""A shape: degrees of parallelism on a number of nodes, before the constraints are checked."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from reshard.topology import Topology
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What the planner considers. Unlike `Topology` it may be impossible; `constraints` says why.
+    """A topology on a number of nodes. Unlike `Topology` it may be impossible; `constraints` says why.
 
     Attributes:
         num_nodes: pods, one per node.
         per_node: accelerators of each pod.
-        rank: position in the list of preferences; 0 where there is none.
+        rank: position in the list of preferences; 0 if there is none.
     """
 
     num_nodes: int
@@ -29,20 +29,20 @@ class Shape:
 
     @property
     def world_size(self) -> int:
-        """Accelerators."""
+        """Total number of accelerators."""
         return self.num_nodes * self.per_node
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that get different samples: context parallelism shares one among `cp` of the `dp` ranks."""
+        """Number of replicas that get different samples; with context parallelism `cp` of the `dp` ranks share one."""
         return self.dp // self.cp
 
     @property
     def topology(self) -> Topology:
-        """The topology.
+        """The topology of this shape.
 
         Raises:
-            TopologyError: it is impossible.
+            TopologyError: the shape is impossible.
         """
         return Topology(tp=self.tp, pp=self.pp, dp=self.dp, ep=self.ep, cp=self.cp, zero=self.zero)
 

@@ -1,1 +1,5 @@
-"""`kubectl etj`: what people ask about their jobs and tell them, in words."""
+"""The kubectl plugin `kubectl etj`: it shows jobs to people and sends their requests.
+
+`pages` makes the output; the other modules talk to the cluster. They may import `cluster.resources` and pure packages.
+Nothing imports the plugin.
+"""

@@ -1,4 +1,4 @@
-"""The API server, as far as the plugin needs it. Every failure becomes one line that says what to do."""
+"""The plugin's client of the API server. Every failure becomes a PluginError with one line that says what to do."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _MANAGER = "kubectl-etj"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """One cluster, seen from one namespace."""
+    """A client of one cluster with a default namespace."""
 
     client: Client
     config: SingleConfig
     namespace: str
 
     def job(self, name: str) -> Json:
-        """The resource.
+        """Read the resource of a job.
 
         Raises:
-            PluginError: it does not exist (near names are listed), or cannot be read.
+            PluginError: it does not exist (the message lists similar names), or cannot be read.
         """
-        with self._speaking(f"read job {name}"):
+        with self._plugin_errors(f"read job {name}"):
             try:
                 return dict(self.client.get(TRAINING_JOB, name, namespace=self.namespace))
             except ApiError as error:
@@ -48,37 +48,37 @@ class Cluster:
         raise PluginError(Exit.REFUSED, self._no_such_job(name))
 
     def jobs(self, *, everywhere: bool = False) -> list[Json]:
-        """All jobs of the namespace, or of all namespaces."""
+        """List the jobs of the namespace, or of all namespaces."""
         where = "*" if everywhere else self.namespace
-        with self._speaking("list jobs"):
+        with self._plugin_errors("list jobs"):
             return [dict(item) for item in self.client.list(TRAINING_JOB, namespace=where, chunk_size=500)]
 
     def events(self, name: str) -> list[Json]:
-        """Events about one job."""
-        about: dict[str, Any] = {"involvedObject.kind": "ElasticTrainingJob", "involvedObject.name": name}
-        with self._speaking("list events"):
-            return [dict(item) for item in self.client.list(EVENT, namespace=self.namespace, fields=about)]
+        """List the Events about one job."""
+        fields: dict[str, Any] = {"involvedObject.kind": "ElasticTrainingJob", "involvedObject.name": name}
+        with self._plugin_errors("list events"):
+            return [dict(item) for item in self.client.list(EVENT, namespace=self.namespace, fields=fields)]
 
     def pods(self, name: str) -> list[Json]:
-        """Pods of one job."""
-        with self._speaking("list pods"):
+        """List the pods of one job."""
+        with self._plugin_errors("list pods"):
             labels: dict[str, Any] = {str(Label.JOB): name}
             return [dict(item) for item in self.client.list(POD, namespace=self.namespace, labels=labels)]
 
     def nodes(self) -> list[Json]:
-        """All nodes."""
-        with self._speaking("list nodes of the whole cluster"):
+        """List all nodes of the cluster."""
+        with self._plugin_errors("list nodes of the whole cluster"):
             return [dict(item) for item in self.client.list(NODE, chunk_size=500)]
 
     def live_pods(self) -> list[Json]:
-        """Pods of all namespaces that hold what they asked for."""
-        with self._speaking("list pods of all namespaces"):
+        """List the pods of all namespaces that occupy the resources they request."""
+        with self._plugin_errors("list pods of all namespaces"):
             return [dict(item) for item in self.client.list(POD, namespace="*", fields=LIVE, chunk_size=500)]
 
     def patch(self, name: str, body: Mapping[str, Any]) -> Json:
-        """Merge `body` into a job; what it is afterwards."""
-        with self._speaking(f"change job {name}"):
-            found = self.client.patch(
+        """Merge `body` into the resource of a job; return the result."""
+        with self._plugin_errors(f"change job {name}"):
+            answer = self.client.patch(
                 TRAINING_JOB,
                 name,
                 dict(body),
@@ -86,11 +86,11 @@ class Cluster:
                 patch_type=PatchType.MERGE,
                 field_manager=_MANAGER,
             )
-            return dict(found)
+            return dict(answer)
 
     def logs(self, pod: str, container: str, **options: Any) -> Iterator[str]:
-        """Lines of one container's log."""
-        with self._speaking(f"read logs of pod {pod}"):
+        """Yield the lines of one container's log."""
+        with self._plugin_errors(f"read logs of pod {pod}"):
             yield from self.client.log(pod, namespace=self.namespace, container=container, newlines=False, **options)
 
     def _no_such_job(self, name: str) -> str:
@@ -110,8 +110,8 @@ class Cluster:
         return f"{text}; there are {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}"
 
     @contextlib.contextmanager
-    def _speaking(self, what: str) -> Iterator[None]:
-        """Turn every failure of a request into a PluginError that says what was tried."""
+    def _plugin_errors(self, what: str) -> Iterator[None]:
+        """Convert every failure of a request to a PluginError that names the action `what`."""
         server = self.config.cluster.server
         try:
             yield
@@ -131,7 +131,11 @@ class Cluster:
 
 
 def connect(config: SingleConfig, namespace: str | None) -> Cluster:
-    """Nothing is sent yet.
+    """Create the client of a cluster; sends no request.
+
+    Args:
+        config: the cluster and the credentials.
+        namespace: `--namespace`; None for that of the context.
 
     Raises:
         PluginError: the credentials cannot be used.
@@ -149,7 +153,7 @@ def _name(item: Json) -> str:
 
 
 def _names_an_object(error: ApiError) -> bool:
-    # Without the CRD the path itself is unknown, and the answer names nothing.
+    # Without the CRD the path itself is unknown, and the answer names no object.
     return bool(error.status.details and error.status.details.name)
 
 

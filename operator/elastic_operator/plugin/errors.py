@@ -1,4 +1,4 @@
-"""Failures of a command, with the exit code that tells machines the same as the message tells people."""
+"""Failures of a command: a message for people and an exit code for machines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Exit(enum.IntEnum):
     NOT_INSTALLED = 4
     """The cluster does not know the resource: the CRD is not installed."""
     TIMEOUT = 5
-    """What `--wait` waited for did not happen in time."""
+    """`--wait` reached its timeout."""
 
 
 class PluginError(Exception):
-    """A command cannot do what it was asked to; the message is one line for people."""
+    """A command failed; the message is one line for people."""
 
     def __init__(self, code: Exit, message: str) -> None:
         super().__init__(message)

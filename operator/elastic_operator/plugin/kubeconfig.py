@@ -1,6 +1,6 @@
-"""Which cluster, user and namespace: the files, variables and flags that kubectl goes by.
+"""Finds cluster, user and namespace from the same files, variables and flags as kubectl.
 
-lightkube reads one file; kubectl merges all that $KUBECONFIG names, and so does this.
+lightkube reads only one file; kubectl and this module merge all files that $KUBECONFIG lists.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ _EXEC_V1 = "client.authentication.k8s.io/v1"
 _EXEC_KNOWN = "client.authentication.k8s.io/v1beta1"
 
 
-def load(kubeconfig: str | None, context: str | None, environment: Mapping[str, str]) -> SingleConfig:
-    """The cluster to talk to.
+def load_config(kubeconfig: str | None, context: str | None, environment: Mapping[str, str]) -> SingleConfig:
+    """Load the configuration of the cluster to connect to.
 
     Args:
         kubeconfig: `--kubeconfig`.
         context: `--context`.
-        environment: KUBECONFIG, HOME, and what a pod has.
+        environment: environment variables: KUBECONFIG, HOME, and those that Kubernetes sets in a pod.
 
     Raises:
-        PluginError: there is none, or it cannot be read.
+        PluginError: there is no kubeconfig, or it cannot be read.
     """
     paths = _paths(kubeconfig, environment)
-    found = [path for path in paths if path.is_file()]
+    existing_paths = [path for path in paths if path.is_file()]
     try:
-        if not found and kubeconfig is None and "KUBERNETES_SERVICE_HOST" in environment:
+        if not existing_paths and kubeconfig is None and "KUBERNETES_SERVICE_HOST" in environment:
             return _complete(KubeConfig.from_service_account().get(context))
-        if not found:
+        if not existing_paths:
             raise PluginError(
                 Exit.UNREACHABLE,
                 f"no kubeconfig: looked for {', '.join(map(str, paths))}; name one with --kubeconfig or $KUBECONFIG",
             )
-        return _complete(KubeConfig.from_dict(merge([_read(path) for path in found])).get(context))
+        return _complete(KubeConfig.from_dict(merge_documents([_read(path) for path in existing_paths])).get(context))
     except (ConfigError, KeyError, TypeError, ValueError, OSError, yaml.YAMLError) as error:
-        where = ", ".join(map(str, found or paths))
+        shown_paths = ", ".join(map(str, existing_paths or paths))
         reason = " ".join(str(error).split()) if not isinstance(error, KeyError) else f"no entry {error}"
-        raise PluginError(Exit.UNREACHABLE, f"kubeconfig {where} cannot be used: {reason}") from error
+        raise PluginError(Exit.UNREACHABLE, f"kubeconfig {shown_paths} cannot be used: {reason}") from error
 
 
-def merge(documents: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """One kubeconfig from several: the first that has a name decides what it means, as for kubectl."""
+def merge_documents(documents: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge several kubeconfigs as kubectl does: of entries with the same name the first one is used."""
     merged: dict[str, Any] = {}
     for kind in _FILES:
         named: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def _paths(kubeconfig: str | None, environment: Mapping[str, str]) -> list[Path]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """One file, with the paths in it made absolute."""
+    """Read one kubeconfig, and make the paths in it absolute."""
     document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(document, dict):
         raise ValueError(f"{path} holds a {type(document).__name__}, expected a mapping")
@@ -92,7 +92,7 @@ def _complete(config: SingleConfig | None) -> SingleConfig:
         raise ConfigError("it has no current context; choose one with --context")
     user = config.user or User()
     if user.exec is not None and user.exec.apiVersion == _EXEC_V1:
-        # The answer of a credential plugin has the same fields in both versions; lightkube knows the older name.
+        # Both versions of the ExecCredential API have the same fields, but lightkube accepts only v1beta1.
         info = {"apiVersion": _EXEC_V1, "kind": "ExecCredential", "spec": {"interactive": False}}
         user.exec.apiVersion = _EXEC_KNOWN
         user.exec.env = [*(user.exec.env or []), NameValue(name="KUBERNETES_EXEC_INFO", value=json.dumps(info))]

@@ -1,4 +1,4 @@
-"""`kubectl etj logs`: find the pod, say which, and pass its lines on."""
+"""`kubectl etj logs`: selects a pod, names it on stderr, and prints its log."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.output import write_log_line, write_note
 from elastic_operator.plugin.pages.job_report import read_spec, read_status
-from elastic_operator.plugin.pages.log_choice import Wanted, choose, not_started
+from elastic_operator.plugin.pages.log_choice import LogQuery, choose_pod, explain_missing_log
 
 
 def logs(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Print the lines as they come; with `-o json` return them.
+    """Print the lines of a log as they arrive; with `-o json` return them instead.
 
     Raises:
-        PluginError: there is no such pod, or it has no log.
+        PluginError: no pod matches the options, or the pod has no log.
     """
     resource = cluster.job(options.name)
     spec, _ = read_spec(resource)
     pods = cluster.pods(options.name)
-    wanted = Wanted(attempt=options.attempt, index=options.index, rank=options.rank, reshard=options.reshard)
+    wanted = LogQuery(attempt=options.attempt, index=options.index, rank=options.rank, reshard=options.reshard)
     name = spec.accelerator.resource if spec else ""
-    pod = choose(options.name, read_status(resource), [pod_view(item) for item in pods], wanted, name)
-    if reason := not_started(pod):
+    pod = choose_pod(options.name, read_status(resource), [pod_view(item) for item in pods], wanted, name)
+    if reason := explain_missing_log(pod):
         raise PluginError(Exit.REFUSED, reason)
     container = next(item["spec"]["containers"][0]["name"] for item in pods if item["metadata"]["name"] == pod.name)
     lines = cluster.logs(

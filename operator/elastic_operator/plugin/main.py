@@ -8,25 +8,22 @@ from collections.abc import Mapping, Sequence
 
 from elastic_operator.plugin.cluster import connect
 from elastic_operator.plugin.errors import Exit, PluginError
-from elastic_operator.plugin.kubeconfig import load
-from elastic_operator.plugin.options import parser
+from elastic_operator.plugin.kubeconfig import load_config
+from elastic_operator.plugin.options import make_parser
 from elastic_operator.plugin.output import write_json, write_note, write_text
 from elastic_operator.plugin.verbs import Answer, run
 
 _INTERRUPTED = 130
-"""What shells expect of a program that was ended by Ctrl-C."""
+"""Exit code of a program that was ended by Ctrl-C, by the convention of shells."""
 
 
 def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> int:
-    """Answer one command; the exit code.
-
-    Data goes to stdout, everything else to stderr.
-    """
-    options = parser().parse_args(arguments)
+    """Run one command; return the exit code. Data goes to stdout, notes and errors go to stderr."""
+    options = make_parser().parse_args(arguments)
     if "name" in options:
         options.name = options.name.rpartition("/")[2]
     try:
-        config = load(options.kubeconfig, options.context, os.environ if environment is None else environment)
+        config = load_config(options.kubeconfig, options.context, os.environ if environment is None else environment)
         cluster = connect(config, options.namespace)
         with cluster.client:
             _print(run(cluster, options), as_json=options.output == "json")
@@ -36,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # Somebody reads no further, for instance `head`. What Python would flush at its end has nowhere to go.
+        # The reader, for instance `head`, has closed the pipe. Python's flush at exit would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return Exit.OK
 

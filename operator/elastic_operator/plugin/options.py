@@ -1,4 +1,4 @@
-"""Command line of `kubectl etj`. Flags may stand before or after the verb."""
+"""Command line of `kubectl etj`. Common flags may stand before or after the verb."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ installed, 5 --wait timed out. Fields of -o json are described in docs/kubectl-e
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """All verbs."""
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser with all verbs."""
     top = argparse.ArgumentParser(
         prog="kubectl etj", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -23,11 +23,11 @@ def parser() -> argparse.ArgumentParser:
     _status(
         _verb(verbs, "status", "what a job does, what it waits for, and every recovery with its seconds", name=True)
     )
-    _plan(_verb(verbs, "plan", "what would happen if nodes or GPUs went or came", name=True))
+    _plan(_verb(verbs, "plan", "what would happen if nodes or GPUs were lost or added", name=True))
     _waits(_verb(verbs, "drain", "commit now, exit cleanly, start again in the best topology", name=True))
     _waits(_verb(verbs, "suspend", "commit, exit, and give the nodes back until `resume`", name=True))
     _waits(_verb(verbs, "resume", "go on from the newest commit", name=True))
-    _waits(_verb(verbs, "retry", "take a job that has Failed up again, from its newest commit", name=True))
+    _waits(_verb(verbs, "retry", "start a job that has Failed again, from its newest commit", name=True))
     _logs(_verb(verbs, "logs", "the log that matters: rank 0 of what runs, else the pod that failed", name=True))
     return top
 
@@ -41,7 +41,7 @@ def _verb(verbs: Any, verb: str, text: str, *, name: bool = False) -> argparse.A
 
 
 def _common(one: argparse.ArgumentParser, *, top: bool) -> None:
-    # A flag's default must not hide what stood before the verb.
+    # The default of a flag after the verb must not overwrite a value that was given before the verb.
     def default(value: Any) -> Any:
         return value if top else argparse.SUPPRESS
 
@@ -70,7 +70,7 @@ def _plan(one: argparse.ArgumentParser) -> None:
         help="nodes that are lost; with :GPUS only so many accelerators of it",
     )
     change.add_argument("--gpus", type=_whole, metavar="N", help="accelerators that the job may use in all")
-    one.add_argument("--add", type=_whole, default=0, metavar="NODES", help="nodes that come, of the job's full size")
+    one.add_argument("--add", type=_whole, default=0, metavar="NODES", help="new nodes, each of the job's full size")
 
 
 def _waits(one: argparse.ArgumentParser) -> None:
@@ -84,10 +84,10 @@ def _logs(one: argparse.ArgumentParser) -> None:
     which.add_argument("--rank", type=_whole, metavar="R", help="the pod that runs global rank R")
     which.add_argument("--index", type=_whole, metavar="I", help="pod I of the attempt, counted from 0")
     which.add_argument("--reshard", action="store_true", help="the pod that converts the checkpoint")
-    one.add_argument("-f", "--follow", action="store_true", help="go on as it grows")
+    one.add_argument("-f", "--follow", action="store_true", help="print new lines as they arrive")
     one.add_argument("--tail", type=_whole, metavar="LINES", help="only the last lines")
     one.add_argument("--timestamps", action="store_true", help="time of each line")
-    one.add_argument("--raw", action="store_true", help="do not escape what would command the terminal")
+    one.add_argument("--raw", action="store_true", help="do not escape control characters")
 
 
 def _whole(text: str) -> int:

@@ -1,4 +1,4 @@
-"""`drain`, `suspend`, `resume`, `retry`: one small patch of the resource each, and waiting for the answer."""
+"""The verbs `drain`, `suspend`, `resume` and `retry`: each patches the resource and can wait for the result."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ POLL_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Steered:
-    """What was asked of a job.
+class SteerResult:
+    """Result of a request.
 
     Attributes:
-        changed: False where it was so already.
-        attempt: at the time of the request.
+        changed: False if the job was already in the requested state.
+        attempt: number of the attempt at the time of the request.
         request: token of a drain or a retry.
-        commit_step: newest commit; after `--wait` that of the drain.
-        text: the same for people.
+        commit_step: step of the newest commit; after `--wait` that of the drain.
+        text: the result in one sentence.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Steered:
     commit_step: int | None = None
 
 
-def ask(cluster: Cluster, verb: str, name: str) -> Steered:
-    """Send the request.
+def send_request(cluster: Cluster, verb: str, name: str) -> SteerResult:
+    """Send the request of a verb.
 
     Raises:
-        PluginError: the job is in no state for it.
+        PluginError: the request is not possible in the state of the job.
     """
     resource = cluster.job(name)
     status = read_status(resource)
@@ -58,19 +58,19 @@ def ask(cluster: Cluster, verb: str, name: str) -> Steered:
     return _suspend(cluster, resource, status, suspend=verb == "suspend")
 
 
-def wait(cluster: Cluster, done: Steered, *, timeout_seconds: float) -> Steered:
-    """Wait until the job is where the request leads to.
+def wait_until_done(cluster: Cluster, done: SteerResult, *, timeout_seconds: float) -> SteerResult:
+    """Wait until the job is in the requested state.
 
     Raises:
-        PluginError: it did not get there in time, or went elsewhere.
+        PluginError: the timeout has passed, or the job ended in another state.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
         status = read_status(cluster.job(done.name))
-        if text := reached(done, status):
+        if text := describe_outcome(done, status):
             step = status.checkpoint.step if status.checkpoint.uri else None
             return dataclasses.replace(done, text=text, phase=status.phase, commit_step=step)
-        if status.terminal and not _unseen(done, status):
+        if status.terminal and not _is_unseen(done, status):
             raise PluginError(Exit.REFUSED, f"{done.name} is {status.phase} now: {status.message}")
         if time.monotonic() >= deadline:
             where = f"{done.name} is {status.phase} after {timeout_seconds:.0f} s: {status.message}"
@@ -78,29 +78,29 @@ def wait(cluster: Cluster, done: Steered, *, timeout_seconds: float) -> Steered:
         time.sleep(POLL_SECONDS)
 
 
-def reached(done: Steered, status: Status) -> str:
-    """What has come of the request; empty while it is under way.
+def describe_outcome(done: SteerResult, status: Status) -> str:
+    """Describe the outcome of a request; return an empty string while it is in progress.
 
     Raises:
-        PluginError: the operator has declined it.
+        PluginError: the operator has declined the request.
     """
     commit = f"the newest commit is of step {status.checkpoint.step}" if status.checkpoint.uri else "there is no commit"
     match done.verb:
         case "suspend":
             return f"{done.name} is suspended: nothing runs, {commit}" if status.phase == Phase.SUSPENDED else ""
         case "resume" | "retry":
-            running = status.phase == Phase.RUNNING and not _unseen(done, status)
+            running = status.phase == Phase.RUNNING and not _is_unseen(done, status)
             return f"{done.name} trains again, in attempt {status.attempt} as {status.topology_text}" if running else ""
         case _:
-            return _drained(done, status)
+            return _describe_drain(done, status)
 
 
-def _unseen(done: Steered, status: Status) -> bool:
-    """The operator has not answered a retry yet."""
+def _is_unseen(done: SteerResult, status: Status) -> bool:
+    """Return whether the operator has not answered a retry yet."""
     return done.verb == "retry" and status.retry_request != done.request
 
 
-def _drained(done: Steered, status: Status) -> str:
+def _describe_drain(done: SteerResult, status: Status) -> str:
     if status.drain_request != done.request:
         return ""
     answered = [item for item in status.recoveries if item.from_attempt >= done.attempt]
@@ -115,11 +115,11 @@ def _drained(done: Steered, status: Status) -> str:
     return f"{done.name} trains again, in attempt {status.attempt} from the commit of step {last.commit_step}"
 
 
-def _drain(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> Steered:
+def _drain(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> SteerResult:
     name = resource["metadata"]["name"]
     if status.drain is not None:
         text = f"{name} is being drained already ({status.drain.cause}): attempt {status.attempt} is asked to commit"
-        return _steered(resource, status, "drain", text, changed=False, request=status.drain_request)
+        return _result(resource, status, "drain", text, changed=False, request=status.drain_request)
     if status.phase != Phase.RUNNING:
         state = status.phase if resource.get("status") else "not seen by any operator"
         text = f"it is {state}, and only what is Running can commit; `kubectl etj status {name}` says what it waits for"
@@ -127,43 +127,45 @@ def _drain(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> Ste
     request = format_time(time.time())
     cluster.patch(name, {"metadata": {"annotations": {DRAIN_REQUESTED: request}}})
     text = f"{name}: attempt {status.attempt} is asked to commit, exit and start again (--wait waits for it)"
-    return _steered(resource, status, "drain", text, changed=True, request=request)
+    return _result(resource, status, "drain", text, changed=True, request=request)
 
 
-def _retry(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> Steered:
+def _retry(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> SteerResult:
     name = resource["metadata"]["name"]
     if status.phase != Phase.FAILED:
         state = status.phase if resource.get("status") else "not seen by any operator"
         raise PluginError(Exit.REFUSED, f"{name} cannot retry: it is {state}, and only what has Failed is tried again")
     request = format_time(time.time())
     cluster.patch(name, {"metadata": {"annotations": {RETRY_REQUESTED: request}}})
-    text = f"{name} is tried again {begins(resource, status)}, with a fresh restart budget (--wait waits for it)"
-    return _steered(resource, status, "retry", text, changed=True, request=request)
+    text = (
+        f"{name} is tried again {describe_start(resource, status)}, with a fresh restart budget (--wait waits for it)"
+    )
+    return _result(resource, status, "retry", text, changed=True, request=request)
 
 
-def begins(resource: Mapping[str, Any], status: Status) -> str:
-    """What the next attempt goes on from."""
+def describe_start(resource: Mapping[str, Any], status: Status) -> str:
+    """Describe the checkpoint from which the next attempt resumes."""
     if status.checkpoint.uri:
         return f"from the commit of step {status.checkpoint.step}"
     start = resource["spec"]["checkpoint"].get("startFrom")
     return f"from {start} (spec.checkpoint.startFrom)" if start else "from nothing"
 
 
-def _suspend(cluster: Cluster, resource: Mapping[str, Any], status: Status, *, suspend: bool) -> Steered:
+def _suspend(cluster: Cluster, resource: Mapping[str, Any], status: Status, *, suspend: bool) -> SteerResult:
     name, verb = resource["metadata"]["name"], "suspend" if suspend else "resume"
     if bool(resource["spec"].get("suspend")) == suspend:
         text = f"{name} is {'suspended' if suspend else 'not suspended'} already (phase {status.phase})"
-        return _steered(resource, status, verb, text, changed=False)
+        return _result(resource, status, verb, text, changed=False)
     cluster.patch(name, {"spec": {"suspend": suspend}})
-    then = "commits, exits and gives its nodes back" if suspend else "goes on from its newest commit"
-    return _steered(resource, status, verb, f"{name} {then} (--wait waits for it)", changed=True)
+    effect = "commits, exits and gives its nodes back" if suspend else "goes on from its newest commit"
+    return _result(resource, status, verb, f"{name} {effect} (--wait waits for it)", changed=True)
 
 
-def _steered(
+def _result(
     resource: Mapping[str, Any], status: Status, verb: str, text: str, *, changed: bool, request: str = ""
-) -> Steered:
+) -> SteerResult:
     meta = resource["metadata"]
-    return Steered(
+    return SteerResult(
         name=meta["name"],
         namespace=meta["namespace"],
         verb=verb,

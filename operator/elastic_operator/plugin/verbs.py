@@ -1,4 +1,4 @@
-"""What each verb reads, asks and answers: text for people and an object for machines."""
+"""Implementation of the verbs: each returns text for people and an object for machines."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from elastic_operator.plugin import steer
 from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.logs import logs
-from elastic_operator.plugin.pages.forecast import forecast
-from elastic_operator.plugin.pages.job_report import read_spec, read_status, report
-from elastic_operator.plugin.pages.listing import entry, listing
-from elastic_operator.plugin.pages.plan_page import outlook
-from elastic_operator.plugin.pages.status_page import story
-from elastic_operator.plugin.pages.text import printable
+from elastic_operator.plugin.pages.forecast import make_forecast
+from elastic_operator.plugin.pages.job_report import make_report, read_spec, read_status
+from elastic_operator.plugin.pages.listing import format_listing, make_entry
+from elastic_operator.plugin.pages.plan_page import format_plan
+from elastic_operator.plugin.pages.status_page import format_status
+from elastic_operator.plugin.pages.text import make_printable
 from elastic_operator.plugin.pages.whatif import Change, observe, parse_lose
 from elastic_operator.reconcile.context import Context
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a verb says; `note` goes to stderr."""
+    """Output of a verb.
+
+    Attributes:
+        text: printed on stdout, unless `-o json` is given.
+        value: printed on stdout with `-o json`.
+        note: printed on stderr.
+    """
 
     text: str = ""
     value: Any = None
@@ -36,22 +42,22 @@ class Answer:
 
 
 def run(cluster: Cluster, options: argparse.Namespace) -> Answer:
-    """Do what the command line says.
+    """Run the verb of the command line.
 
     Raises:
-        PluginError: it cannot be done.
+        PluginError: the verb failed.
     """
     return _VERBS[options.verb](cluster, options)
 
 
 def _list(cluster: Cluster, options: argparse.Namespace) -> Answer:
     now = time.time()
-    entries = [entry(report(item, now)) for item in cluster.jobs(everywhere=options.all_namespaces)]
+    entries = [make_entry(make_report(item, now)) for item in cluster.jobs(everywhere=options.all_namespaces)]
     value = {"items": [to_wire(item) for item in entries]}
     if not entries:
         where = "" if options.all_namespaces else f" in {cluster.namespace} namespace"
         return Answer(value=value, note=f"No ElasticTrainingJobs found{where}.")
-    return Answer(text=listing(printable(entries), now, everywhere=options.all_namespaces), value=value)
+    return Answer(text=format_listing(make_printable(entries), now, everywhere=options.all_namespaces), value=value)
 
 
 def _status(cluster: Cluster, options: argparse.Namespace) -> Answer:
@@ -62,12 +68,14 @@ def _status(cluster: Cluster, options: argparse.Namespace) -> Answer:
     except PluginError as error:
         note = f"without events: {error}"
     now = time.time()
-    job = report(resource, now, [item for item in events if _is_about(item, resource)])
-    return Answer(text=story(printable(job), now, max_events=options.events), value=to_wire(job), note=note)
+    job = make_report(resource, now, [item for item in events if _is_about(item, resource)])
+    return Answer(
+        text=format_status(make_printable(job), now, max_events=options.events), value=to_wire(job), note=note
+    )
 
 
 def _is_about(event: Mapping[str, Any], resource: Mapping[str, Any]) -> bool:
-    # A job of the same name that was deleted has left events of its own.
+    # Events of a deleted job with the same name may still exist.
     return (event.get("involvedObject") or {}).get("uid") in (None, "", resource["metadata"]["uid"])
 
 
@@ -80,20 +88,20 @@ def _plan(cluster: Cluster, options: argparse.Namespace) -> Answer:
     resource = cluster.job(options.name)
     spec, problem = read_spec(resource)
     if spec is None:
-        raise PluginError(Exit.REFUSED, f"{options.name} cannot be planned, its spec makes no sense: {problem}")
+        raise PluginError(Exit.REFUSED, f"{options.name} cannot be planned, because its spec is invalid: {problem}")
     meta = resource["metadata"]
-    with _planning(meta["name"]):
+    with _permission_hint(meta["name"]):
         nodes, pods = cluster.nodes(), cluster.live_pods()
     world = observe(nodes, pods, meta["namespace"], meta["name"], spec.accelerator.resource)
     job = JobRef(name=meta["name"], namespace=meta["namespace"], uid=meta["uid"], generation=meta.get("generation", 0))
     context = Context(job=job, spec=spec, world=world, limits=Timeouts(), now=time.time())
-    found = forecast(context, read_status(resource), change)
-    return Answer(text=outlook(printable(found)), value=to_wire(found))
+    result = make_forecast(context, read_status(resource), change)
+    return Answer(text=format_plan(make_printable(result)), value=to_wire(result))
 
 
 @contextlib.contextmanager
-def _planning(name: str) -> Iterator[None]:
-    """Nodes and the pods of others belong to nobody's namespace: say who can permit it."""
+def _permission_hint(name: str) -> Iterator[None]:
+    """Add to a permission error which ClusterRole permits to list nodes and the pods of all namespaces."""
     try:
         yield
     except PluginError as error:
@@ -104,10 +112,10 @@ def _planning(name: str) -> Iterator[None]:
 
 
 def _steer(cluster: Cluster, options: argparse.Namespace) -> Answer:
-    done = steer.ask(cluster, options.verb, options.name)
+    done = steer.send_request(cluster, options.verb, options.name)
     if options.wait:
-        done = steer.wait(cluster, done, timeout_seconds=options.timeout)
-    return Answer(text=printable(done.text), value=to_wire(done))
+        done = steer.wait_until_done(cluster, done, timeout_seconds=options.timeout)
+    return Answer(text=make_printable(done.text), value=to_wire(done))
 
 
 def _logs(cluster: Cluster, options: argparse.Namespace) -> Answer:

@@ -1,4 +1,4 @@
-"""What `decide` may ask for. Every action is idempotent: doing it twice is doing it once."""
+"""Results of `decide`: actions, events and the decision itself. Every action is idempotent."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from elastic_operator.manifests.attempt import JobRef
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Create:
-    """Create an object; that it exists already is fine where its controller is the same."""
+    """Create an object; an existing object of the same name and the same controller is left as it is."""
 
     manifest: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchAttempt:
-    """Create the objects of an attempt, the Job last, after a fresh look that no pod of an older one can run.
+    """Create the objects of an attempt, the Job last, after a fresh read shows that no pod of an older attempt can run.
 
     Attributes:
-        attempt: the attempt.
-        job: the resource; its own pods must be gone, and those of an earlier one of its name.
-        lost_nodes: nodes whose pods cannot be waited for.
-        job_uids: of its Jobs that were seen before, whose pods are its own, too.
+        attempt: number of the attempt.
+        job: the resource; its older pods must be gone, and those of an earlier resource of its name too.
+        lost_nodes: nodes whose pods the launch does not wait for.
+        job_uids: UIDs of the resource's earlier Jobs, which identify its pods.
     """
 
     attempt: int
@@ -45,7 +45,7 @@ class DeleteJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeletePod:
-    """Delete one pod; 0 seconds of grace removes it from the API without asking its node."""
+    """Delete one pod; with `grace_seconds` 0 the API server removes it without waiting for the node."""
 
     name: str
     uid: str
@@ -54,9 +54,9 @@ class DeletePod:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RevokeAttempt:
-    """Fence a stopped attempt: take away its access to its Lease, then remove its other objects.
+    """Fence a stopped attempt: revoke its access to its Lease, then delete its other objects.
 
-    Only what the resource with the UID `owner` controls: another object may have one of these names.
+    Only objects that the resource with the UID `owner` controls are deleted; another owner may use the same name.
     """
 
     name: str
@@ -73,7 +73,7 @@ class RequestDrain:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseCommits:
-    """Tell rank 0, through the Lease, which commits nothing refers to any more (LeaseKey.RELEASED).
+    """Write to the Lease which commits nothing refers to any more (LeaseKey.RELEASED), so that rank 0 removes them.
 
     Attributes:
         uid: of the Lease.
@@ -98,11 +98,11 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardOutcome:
-    """The end of one reshard Job, for the metrics: the status may have moved on to the next one in the same pass.
+    """Result of one reshard Job, for the metrics; the status may already describe the next Job.
 
     Attributes:
-        mode: `materialize`, `virtual`, or empty where nobody said.
-        result: `Succeeded`, or why not, as in the reason of the condition ReshardFailed.
+        mode: `materialize`, `virtual`, or empty if there is no report.
+        result: `Succeeded`, or the reason of the condition ReshardFailed.
         seconds: wall time of the conversion itself; None without a report.
     """
 
@@ -118,11 +118,12 @@ class Decision:
     """Result of one pass.
 
     Attributes:
-        status: written before anything is done.
-        actions: done in order.
-        reshards: reshard Jobs that were found to have ended.
-        requeue_seconds: look again after so long, whatever happens.
-        needs_fresh_capacity: look at the cluster's free accelerators and decide again; nothing else of this counts.
+        status: the new status, written before any action is performed.
+        actions: performed in order.
+        reshards: reshard Jobs that ended.
+        requeue_seconds: time until the next pass if nothing happens.
+        needs_fresh_capacity: True if the caller must read the free accelerators and decide again; then every other
+            attribute is ignored.
     """
 
     status: Status

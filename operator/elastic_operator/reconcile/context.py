@@ -1,9 +1,10 @@
-"""What every part of a decision may look at, and how it hands on events. No I/O, no clock."""
+"""Inputs of one decision, and queries over them that several parts of a decision share. No I/O, no clock."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Status
@@ -13,13 +14,20 @@ from elastic_operator.observed import capacity_count, commit_history, signals
 from elastic_operator.observed.capacity import Capacity
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import Observation, PodView
+from elastic_operator.observed.signals import Signal, Verdict
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Event, ReshardOutcome
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Inputs of one decision. `events` and `reshards` are filled while it is made, in order, without repetition."""
+    """Inputs of one decision.
+
+    Attributes:
+        events: filled during the decision, in order, without duplicates.
+        reshards: reshard Jobs that ended, filled likewise.
+        verdicts: cache of `judge`; never copied by `dataclasses.replace`, because it depends on the other inputs.
+    """
 
     job: JobRef
     spec: Spec
@@ -29,16 +37,29 @@ class Context:
     reshard_image: ReshardImage | None = None
     events: list[Event] = dataclasses.field(default_factory=list)
     reshards: list[ReshardOutcome] = dataclasses.field(default_factory=list)
+    verdicts: dict[object, Verdict] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def emit(self, reason: str, message: str, *, warning: bool = False) -> None:
-        """Tell people."""
+        """Add an event about the resource, once."""
         event = Event(reason=reason, message=message, warning=warning)
         if event not in self.events:
             self.events.append(event)
 
+    def judge(self, key: object, detect: Callable[[], Iterable[Signal]]) -> Verdict:
+        """Apply the confirmation rule to the signals that `detect` returns, once for each key.
+
+        Args:
+            key: everything besides the attributes of this object that the signals depend on.
+            detect: returns the signals.
+        """
+        verdict = self.verdicts.get(key)
+        if verdict is None:
+            verdict = self.verdicts[key] = signals.judge(detect(), self.graces, self.now)
+        return verdict
+
     @property
     def graces(self) -> Mapping[str, float]:
-        """Every grace that `signals.KINDS` names, in seconds."""
+        """Grace periods in seconds, by the names that `signals.KINDS` uses."""
         recovery = self.spec.recovery
         return {
             "suspect_seconds": recovery.suspect_seconds,
@@ -50,62 +71,73 @@ class Context:
         }
 
 
-def lost_nodes(context: Context, status: Status) -> frozenset[str]:
-    """Nodes with pods of ours on which nothing of ours can be trusted to stop.
+def find_lost_nodes(context: Context, status: Status) -> frozenset[str]:
+    """Return the nodes that run pods of the job and are lost: nothing there can be trusted to stop.
 
-    Confirmed by signals of the node itself, or confirmed earlier and still not Ready.
+    A node is lost if signals of the node itself confirm it, or if it was confirmed earlier and is still not Ready.
     """
     world = context.world
     names = {pod.node for pod in world.pods if pod.node and not pod.terminal}
     confirmed: set[str] = set()
     for name in names:
-        found = signals.node_signals(world.nodes.get(name), name, context.limits, context.now)
-        confirmed.update(signals.judge(found, context.graces, context.now).lost_nodes)
-    earlier = {item.name for item in status.excluded_nodes if item.until is None}
-    still = {name for name in names & earlier if name not in world.nodes or world.nodes[name].ready != "True"}
-    return frozenset(confirmed | still)
+        detect = functools.partial(
+            signals.detect_node_signals, world.nodes.get(name), name, context.limits, context.now
+        )
+        confirmed.update(context.judge(("node", name), detect).lost_nodes)
+    excluded = {item.name for item in status.excluded_nodes if item.until is None}
+    not_back = {name for name in names & excluded if name not in world.nodes or world.nodes[name].ready != "True"}
+    return frozenset(confirmed | not_back)
 
 
-def suspect_nodes(context: Context) -> frozenset[str]:
-    """Nodes with pods of ours and any sign of being lost, confirmed or not."""
+def find_suspect_nodes(context: Context) -> frozenset[str]:
+    """Return the nodes that run pods of the job and have any sign of being lost, confirmed or not."""
     names = {pod.node for pod in context.world.pods if pod.node and not pod.terminal}
     nodes = context.world.nodes
-    return frozenset(name for name in names if signals.node_signals(nodes.get(name), name, context.limits, context.now))
+    return frozenset(
+        name for name in names if signals.detect_node_signals(nodes.get(name), name, context.limits, context.now)
+    )
 
 
-def avoided_nodes(context: Context, status: Status) -> frozenset[str]:
-    """Nodes that a new attempt is not placed on: excluded, with a stale Lease, or called unhealthy by a monitor.
+def find_avoided_nodes(context: Context, status: Status) -> frozenset[str]:
+    """Return the nodes that a new attempt must not use: excluded, with a stale Lease, or unhealthy for a monitor.
 
-    The scheduler knows neither of the last two, so they have to be kept out of its choice.
+    The scheduler does not know about the last two, so the pod's node affinity must exclude these nodes.
     """
-    return doubtful_nodes(context) | {item.name for item in status.excluded_nodes}
+    return find_doubtful_nodes(context) | {item.name for item in status.excluded_nodes}
 
 
-def doubtful_nodes(context: Context) -> frozenset[str]:
-    """All nodes with any sign of being lost (not Ready, a stale Lease) or that a monitor calls unhealthy."""
+def find_doubtful_nodes(context: Context) -> frozenset[str]:
+    """Return all nodes with any sign of being lost (not Ready, a stale Lease) or that a monitor calls unhealthy."""
     nodes = context.world.nodes
-    fleet = nodes if isinstance(nodes, NodePool) else NodePool(context.spec.accelerator.resource, nodes)
-    return fleet.suspects(context.limits, context.now)
+    node_pool = nodes if isinstance(nodes, NodePool) else NodePool(context.spec.accelerator.resource, nodes)
+    return node_pool.suspects(context.limits, context.now)
 
 
-def capacity(context: Context, status: Status, *, forgive: bool = False) -> Capacity:
-    """What the job may use now. `forgive`: also nodes that hurt before and show no sign of being lost now.
+def find_capacity(context: Context, status: Status, *, forgive: bool = False) -> Capacity:
+    """Count the accelerators that the job may use now.
 
-    A forgiven node that the plan of the next step avoids again would be planned on and given up without end.
+    Args:
+        context: inputs of the decision.
+        status: status of the job.
+        forgive: True to include excluded nodes that show no sign of being lost now. A node whose exclusion has no end
+            yet stays out, because the next step would avoid it again and the job would replan without end.
     """
-    avoid = doubtful_nodes(context) if forgive else avoided_nodes(context, status)
+    avoid = find_doubtful_nodes(context) if forgive else find_avoided_nodes(context, status)
     if forgive:
         avoid |= {item.name for item in status.excluded_nodes if item.until is None}
-    return capacity_count.capacity(context.world, context.spec.accelerator.resource, context.spec.template, avoid)
+    return capacity_count.count_capacity(context.world, context.spec.accelerator.resource, context.spec.template, avoid)
 
 
-def stopped_pods(context: Context, status: Status) -> tuple[PodView, ...]:
-    """Training pods that must not run: all but those of the launched current attempt."""
+def select_stale_pods(context: Context, status: Status) -> tuple[PodView, ...]:
+    """Return the training pods that must not run: all except those of the launched current attempt."""
     keep = status.attempt if status.launched else -1
     return tuple(pod for pod in context.world.pods if pod.role == "worker" and pod.attempt != keep)
 
 
-def is_read(context: Context) -> bool:
-    """Return whether a start of another job may read in this job's checkpoint folder: then nothing is removed there."""
+def is_checkpoint_read_by_others(context: Context) -> bool:
+    """Return whether another job may read this job's checkpoint folder because it starts from there.
+
+    Nothing is removed from the folder then, nor while the starts of other jobs are unknown.
+    """
     own, starts = context.spec.checkpoint, context.world.starts
     return starts is None or commit_history.is_read_by(starts, own.claim_name, own.path)

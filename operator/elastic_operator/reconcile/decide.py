@@ -1,8 +1,8 @@
 """The decision: `decide(job, spec, status, world, limits, now) -> Decision`. Pure and total; no I/O, no clock.
 
-A decision is a status and the actions that follow from it. The status is found by taking one step after another until
-nothing changes any more, so that one pass goes as far as the facts allow: from a confirmed loss to the creation of the
-reshard Job in a single one. `actions_for_status` compares that status with the world.
+A decision is a status and the actions that follow from it. `decide` takes one step after another until the status does
+not change any more, so one pass goes as far as the facts allow: from a confirmed node loss to the creation of the
+reshard Job. `actions_for_status` compares that status with the cluster.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from elastic_operator.observed.observation import Observation
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import goodput, launch, next_attempt, progress, recovery, running, user_requests
 from elastic_operator.reconcile.actions import Decision, Event
-from elastic_operator.reconcile.context import Context, stopped_pods
+from elastic_operator.reconcile.context import Context, select_stale_pods
 from elastic_operator.reconcile.pending_actions import actions_for_status
 from elastic_operator.reconcile.status_summary import summarize_status
 
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 16
-"""A pass that does not settle within so many steps is a mistake in this package, not in the cluster."""
+"""Maximum number of steps in a pass; a pass that needs more is a defect of this package."""
 
 UNSETTLED = "DecisionUnsettled"
-"""Reason of the event that tells of such a mistake."""
+"""Reason of the event that reports such a pass."""
 
 
 def decide(
@@ -44,38 +44,48 @@ def decide(
     now: float,
     reshard_image: ReshardImage | None = None,
 ) -> Decision:
-    """What to write and what to do now. `reshard_image`: the operator's, None to reshard in the training's image."""
+    """Decide what to write and what to do now.
+
+    Args:
+        job: the resource.
+        spec: its valid spec.
+        status: its stored status.
+        world: what the operator sees of the cluster.
+        limits: times of the operator.
+        now: seconds since the epoch.
+        reshard_image: the operator's image for reshard pods; None to reshard in the training image.
+    """
     context = Context(job=job, spec=spec, world=world, limits=limits, now=now, reshard_image=reshard_image)
-    begin = status = ownership.remember(_started(status, now), world)
+    begin = status = ownership.record_job_uids(_with_start_time(status, now), world)
     for _ in range(MAX_STEPS):
-        after = _step(context, status)
+        after = _take_step(context, status)
         if after is None:
             return Decision(status=status, needs_fresh_capacity=True)
         if after == status:
             break
         status = after
     else:
-        return _unsettled(context, begin, status)
-    status = _finished(status, now)
+        return _decide_unsettled(context, begin, status)
+    status = _with_finish_time(status, now)
     actions = actions_for_status(context, status)
     return Decision(
         status=summarize_status(context, status),
         actions=actions,
         events=tuple(context.events),
         reshards=tuple(context.reshards),
-        requeue_seconds=max(0.05, _wake(context, status) - now),
+        requeue_seconds=max(0.05, _next_deadline(context, status) - now),
     )
 
 
-def _unsettled(context: Context, begin: Status, last: Status) -> Decision:
-    """Leave everything as it is, say so, and try again when the world may be another one.
+def _decide_unsettled(context: Context, begin: Status, last: Status) -> Decision:
+    """Leave the status as it is, report the defect and try again after `resync_seconds`.
 
-    To raise instead would do so in every pass, and would tell nobody but the log.
+    An exception would be raised again in every pass, and would appear in the log only.
     """
     message = (
         f"expected a decision within {MAX_STEPS} steps, found none (attempt {begin.attempt} led to {last.attempt}, "
-        f"phase {last.phase}): this is a mistake in the operator; nothing is changed, and the next look tries again. "
-        "Please report it with the status of this job and `kubectl get nodes`"
+        f"phase {last.phase}): this is a defect of the operator; nothing was changed, and the next pass tries again. "
+        "Please report it with the status of this job and the output of `kubectl get nodes`"
     )
     logger.error("%s/%s: %s", context.job.namespace, context.job.name, message)
     return Decision(
@@ -87,7 +97,7 @@ def _unsettled(context: Context, begin: Status, last: Status) -> Decision:
 
 
 def refuse(job: JobRef, error: SpecError, status: Status, *, limits: Timeouts, now: float) -> Decision:
-    """The decision about a spec that makes no sense: say so, leave what runs alone."""
+    """Decide about an invalid spec: report the problems and leave running pods alone."""
     message = "; ".join(error.problems)
     old = find(status.conditions, Type.SPEC_VALID)
     conditions = set_condition(
@@ -99,35 +109,35 @@ def refuse(job: JobRef, error: SpecError, status: Status, *, limits: Timeouts, n
         now=now,
         generation=job.generation,
     )
-    idle = status.current is None and not status.terminal
-    told = old is not None and old.status == "False" and old.message == message
+    is_idle = status.current is None and not status.terminal
+    is_reported = old is not None and old.status == "False" and old.message == message
     return Decision(
         status=dataclasses.replace(
             status,
             conditions=conditions,
             observed_generation=job.generation,
-            phase=Phase.PENDING if idle else status.phase,
-            reason=error.reason if idle else status.reason,
-            message=message[:4096] if idle else status.message,
+            phase=Phase.PENDING if is_idle else status.phase,
+            reason=error.reason if is_idle else status.reason,
+            message=message[:4096] if is_idle else status.message,
         ),
-        events=() if told else (Event(reason=error.reason, message=message, warning=True),),
+        events=() if is_reported else (Event(reason=error.reason, message=message, warning=True),),
         requeue_seconds=limits.resync_seconds,
     )
 
 
-def _started(status: Status, now: float) -> Status:
+def _with_start_time(status: Status, now: float) -> Status:
     return status if status.start_time is not None else dataclasses.replace(status, start_time=Time(now))
 
 
-def _finished(status: Status, now: float) -> Status:
-    """The clock of the goodput stops when the job does."""
+def _with_finish_time(status: Status, now: float) -> Status:
+    """Set the finish time of a job that has ended; its goodput does not change after that."""
     if not status.terminal or status.finish_time is not None:
         return status
-    return dataclasses.replace(progress.accounted(status, now), finish_time=Time(now), queue_time=None)
+    return dataclasses.replace(progress.update_goodput(status, now), finish_time=Time(now), queue_time=None)
 
 
-def _step(context: Context, status: Status) -> Status | None:
-    """One step; the same status if there is none to take, None if the cluster's capacity has to be read first."""
+def _take_step(context: Context, status: Status) -> Status | None:
+    """Take one step; return the same status if there is none, None if the capacity must be read first."""
     status = user_requests.handle_retry(context, status)
     if status.terminal:
         return status
@@ -136,7 +146,7 @@ def _step(context: Context, status: Status) -> Status | None:
     if context.spec.suspend:
         return _suspend(context, status)
     if status.phase == Phase.SUSPENDED:
-        context.emit("Resumed", "spec.suspend is false: going on")
+        context.emit("Resumed", "spec.suspend is false: the job goes on")
         status = dataclasses.replace(status, phase=Phase.PENDING, reason="", message="")
     current = status.current
     if current is None:
@@ -154,9 +164,9 @@ def _suspend(context: Context, status: Status) -> Status:
             return running.start_drain(context, status, goodput.SUSPENDED, "spec.suspend is true")
         return running.run(context, status, current)
     status = dataclasses.replace(status, current=None, drain=None, growth=None, queue_time=None)
-    status = recovery.pause(context, status)
+    status = recovery.record_suspension(context, status)
     last = status.recoveries[-1] if status.recoveries else None
-    running_pods = [pod for pod in stopped_pods(context, status) if not pod.terminal]
+    running_pods = [pod for pod in select_stale_pods(context, status) if not pod.terminal]
     if running_pods:
         return status if status.phase != Phase.SUSPENDED else dataclasses.replace(status, phase=Phase.STOPPING)
     if last is not None and last.cause == goodput.SUSPENDED and last.stop_time is None:
@@ -169,8 +179,8 @@ def _suspend(context: Context, status: Status) -> Status:
     )
 
 
-def _wake(context: Context, status: Status) -> float:
-    """When to look again if nothing happens before: the next deadline."""
+def _next_deadline(context: Context, status: Status) -> float:
+    """Return when to look again if nothing happens before then."""
     now, policy = context.now, context.spec.recovery
     moments = [now + context.limits.resync_seconds]
     current = status.current
@@ -191,14 +201,14 @@ def _wake(context: Context, status: Status) -> float:
     if current is not None and current.launch_time is not None:
         if current.schedule_time is None:
             moments.append(now + pod_diagnosis.PATIENCE_SECONDS)
-        verdict = running.judge(context, status, current)
+        verdict = running.judge_attempt(context, status, current)
         moments += [] if verdict.wake_at is None else [verdict.wake_at]
         if verdict.suspects:
-            moments.append(now + 1.0)  # for the second opinion
+            moments.append(now + 1.0)  # to look for a second signal
         lease = context.world.leases.get(status.attempt)
         if lease is not None and lease.renewed_at is not None:
             moments.append(lease.renewed_at + context.limits.heartbeat_stale_seconds + 0.1)
     if not status.launched and status.phase != Phase.SUSPENDED:
-        # What other jobs give back is not watched.
+        # No watch reports the accelerators that other jobs release.
         moments.append(now + (10.0 if status.phase == Phase.WAITING else 2.0))
     return min((moment for moment in moments if moment > now), default=now + 1.0)

@@ -1,8 +1,8 @@
-"""The spec that a job goes on with while an edit of it makes no sense. Pure.
+"""The spec that a job runs by while its edited spec is invalid. Pure.
 
-A refused edit leaves what runs alone. What runs still loses nodes, and has to be recovered by some spec: by the one
-that was accepted last. It is kept in a ControllerRevision of the job, where StatefulSets keep theirs. The data of one
-cannot be changed, so every accepted spec makes a new one.
+A rejected edit leaves running pods alone. The job still loses nodes and must be recovered with some spec: the one that
+was accepted last. The operator keeps it in a ControllerRevision of the job, as StatefulSets do. The data of a
+ControllerRevision cannot be changed, so every accepted spec makes a new one.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from typing import Any
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.spec import Spec, SpecError, parse_spec
 from elastic_operator.api.status import Phase, Status
-from elastic_operator.manifests.attempt import JobRef, owned
+from elastic_operator.manifests.attempt import JobRef, build_owned_metadata
 from elastic_operator.observed.ownership import is_controlled_by
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.record import Record
 
 
-def revision(job: JobRef, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The ControllerRevision that keeps a spec as it was written.
+def build_revision(job: JobRef, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the ControllerRevision that keeps a spec as it was written.
 
-    Its name is not that of an earlier job of the same name, whose revisions may be there until they are collected.
+    The name contains the UID, because revisions of an earlier job of the same name may still exist.
     """
     return {
         "apiVersion": "apps/v1",
         "kind": "ControllerRevision",
-        "metadata": owned(job, f"{job.name}-{job.uid[:8]}-{job.generation}"),
+        "metadata": build_owned_metadata(job, f"{job.name}-{job.uid[:8]}-{job.generation}"),
         "data": {"spec": dict(spec)},
         "revision": job.generation,
     }
 
 
-def is_due(before: Status, after: Status) -> bool:
-    """The spec has to be kept: it was found to be valid just now, or an attempt begins with it.
+def is_revision_due(before: Status, after: Status) -> bool:
+    """Return whether the spec must be stored in a revision: it was just accepted, or an attempt begins with it.
 
-    Attempts begin with one that an older operator, which kept none, has found to be valid.
+    The second case covers specs that an older operator, which stored no revisions, has accepted.
     """
-    known = _valid(before) and before.observed_generation == after.observed_generation
-    return _valid(after) and not (known and before.attempt == after.attempt)
+    is_kept = _is_valid(before) and before.observed_generation == after.observed_generation
+    return _is_valid(after) and not (is_kept and before.attempt == after.attempt)
 
 
-def newest(revisions: Iterable[Mapping[str, Any]], uid: str) -> Spec | None:
-    """The spec that the job with this uid had accepted last; None without one that this operator understands."""
+def read_newest_spec(revisions: Iterable[Mapping[str, Any]], uid: str) -> Spec | None:
+    """Return the spec that the job with this UID accepted last, or None if this operator cannot parse one."""
     own = [item for item in revisions if is_controlled_by(item, uid)]
-    found = max(own, key=lambda item: int(item["revision"]), default=None)
-    data = (found.get("data") if found is not None else None) or {}
+    newest = max(own, key=lambda item: int(item["revision"]), default=None)
+    data = (newest.get("data") if newest is not None else None) or {}
     try:
         return parse_spec(data["spec"])
     except (SpecError, LookupError, TypeError, ValueError, AttributeError):
@@ -55,30 +55,30 @@ def newest(revisions: Iterable[Mapping[str, Any]], uid: str) -> Spec | None:
 
 
 def stale_revisions(revisions: Iterable[Mapping[str, Any]], job: JobRef) -> list[tuple[str, str]]:
-    """Names and UIDs of the job's own that a newer one has replaced."""
+    """Return names and UIDs of the job's revisions that a newer one has replaced."""
     own = (item for item in revisions if is_controlled_by(item, job.uid))
     return [
         (item["metadata"]["name"], item["metadata"]["uid"]) for item in own if int(item["revision"]) < job.generation
     ]
 
 
-def wanted(status: Status) -> bool:
-    """Some attempt has been launched, and there is to be another one where it ends."""
-    num_over = status.attempt - (status.current is not None)
-    return (status.launched or num_over > 0) and not status.terminal
+def is_accepted_spec_needed(status: Status) -> bool:
+    """Return whether an attempt was launched and the job will need another one when it ends."""
+    num_ended = status.attempt - (status.current is not None)
+    return (status.launched or num_ended > 0) and not status.terminal
 
 
 def effective_spec(spec: Spec, record: Record) -> Spec:
-    """The accepted spec, as what runs goes on by it: not at all where the refused one says so.
+    """Return the accepted spec with `suspend` set if the rejected spec asks for it.
 
-    Who wants a job to stop should not have to correct it first. To go on again it has to be corrected.
+    A person who wants a job to stop does not have to correct its spec first; to let it go on, the spec must be valid.
     """
     suspend = spec.suspend or record.suspends or record.status.phase == Phase.SUSPENDED
     return dataclasses.replace(spec, suspend=suspend)
 
 
 def merge_rejected_spec(refused: Decision, accepted: Decision) -> Decision:
-    """What the accepted spec leads to, told together with what is wrong with the one that was refused."""
+    """Merge the decision by the accepted spec with the report about the rejected spec."""
     invalid = find(refused.status.conditions, Type.SPEC_VALID)
     conditions = tuple(
         invalid if item.type == Type.SPEC_VALID and invalid is not None else item for item in accepted.status.conditions
@@ -91,6 +91,6 @@ def merge_rejected_spec(refused: Decision, accepted: Decision) -> Decision:
     )
 
 
-def _valid(status: Status) -> bool:
-    found = find(status.conditions, Type.SPEC_VALID)
-    return found is not None and found.status == "True"
+def _is_valid(status: Status) -> bool:
+    condition = find(status.conditions, Type.SPEC_VALID)
+    return condition is not None and condition.status == "True"

@@ -1,15 +1,14 @@
-"""Goodput: how much of the wall time was training that counted. Pure interval accounting over recorded recoveries.
+"""Goodput: the share of wall time in training that counted. Pure interval accounting over recorded recoveries.
 
 Definitions (docs/goodput.md has them with an example):
 
-- *down*: from the first sign of a loss, or the request of a planned change, to the first step of the attempt that
-  follows. *paused*: from the end of an attempt that was suspended to the next plan; neither up nor down, left out.
-- *up*: the rest. Steps that had to be done again took their share of it: *lost*.
+- *down*: from the first signal of a failure, or the request of a planned change, to the first step of the attempt that
+  follows. *paused*: from the end of an attempt that was suspended to the next plan; neither up nor down.
+- *up*: the rest. *lost*: the share of it that went into steps that were repeated.
 - ETTR (effective training time ratio) = (up - lost) / (up + down).
-- MTBF = up / failures; planned changes are no failures.
+- MTBF = up / failures; planned changes are not failures.
 
-The status keeps the last few recoveries only; once older ones were dropped, everything is counted from the beginning of
-the oldest one that is left.
+The status keeps only the last few recoveries. Once older ones were dropped, the window begins with the oldest one kept.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ _CHAIN = (
     ("schedule", "schedule_time"),
     ("load", "first_step_time"),
 )
-"""What a recovery waits for, in order. A failed attempt stops while the checkpoint is converted: `stop` is the rest."""
+"""Parts of a recovery, in order. A failed attempt stops during the conversion, so `stop` is the time after that."""
 
 PARTS = tuple(name for name, _ in _CHAIN)
-"""Names of what `parts` returns."""
+"""Keys of the result of `measure_parts`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """What the ledger says of one window of time.
+    """Goodput of one window of time.
 
     Attributes:
         ettr: effective training time ratio, 0..1; None while nothing has been up.
@@ -50,12 +49,12 @@ class Goodput:
         up_seconds: time in which an attempt made steps.
         down_seconds: time between attempts.
         paused_seconds: time suspended, in neither.
-        lost_seconds: part of `up_seconds` that was spent on steps done again.
-        lost_steps: those steps.
+        lost_seconds: part of `up_seconds` that was spent on repeated steps.
+        lost_steps: number of repeated steps.
         failures: unplanned recoveries.
         mtbf_seconds: mean time between failures; None without a failure.
         mttr_seconds: mean duration of the finished unplanned recoveries; None without one.
-        parts_seconds: the same mean, by what was waited for; they add up to `mttr_seconds`.
+        parts_seconds: mean duration of each part of these recoveries; the values add up to `mttr_seconds`.
     """
 
     ettr: float | None
@@ -75,16 +74,16 @@ def account(recoveries: Sequence[Recovery], *, start: float, now: float, first_s
     """Account for the time of a job.
 
     Args:
-        recoveries: oldest first; the last one may still be open.
+        recoveries: oldest first; the last one may be open.
         start: when the first attempt made its first step, seconds since the epoch.
         now: the present, or when the job ended.
         first_step: step that the job began with.
-        step: steps done now, or, between attempts, the step of the commit to go on from.
+        step: steps done now, or, between attempts, the step of the commit to resume from.
     """
     truncated = len(recoveries) >= MAX_RECOVERIES
     if truncated:
-        start, first_step = _began(recoveries[0], now), recoveries[0].commit_step
-    # What the oldest recovery lost was trained before the window.
+        start, first_step = _begin_time(recoveries[0], now), recoveries[0].commit_step
+    # The steps that the oldest recovery lost were trained before the window.
     counted = recoveries[1:] if truncated else recoveries
     wall = max(0.0, now - start)
     paused = sum(_paused_seconds(item, now) for item in recoveries)
@@ -106,54 +105,58 @@ def account(recoveries: Sequence[Recovery], *, start: float, now: float, first_s
         lost_steps=lost_steps,
         failures=failures,
         mtbf_seconds=up / failures if failures else None,
-        mttr_seconds=_mean([sum(parts(item).values()) for item in finished]),
+        mttr_seconds=_mean([sum(measure_parts(item).values()) for item in finished]),
         parts_seconds=_mean_parts(finished),
     )
 
 
 def to_status(goodput: Goodput, *, save_seconds: float | None = None) -> dict[str, Any]:
-    """`status.goodput`. With `save_seconds`, the cost of one commit, it suggests an interval between commits."""
+    """Return `status.goodput`; with `save_seconds`, the cost of one commit, include a suggested commit interval."""
     value: dict[str, Any] = {
-        "ettr": _rounded(goodput.ettr, 4),
-        "windowSeconds": _rounded(goodput.window_seconds, 1),
+        "ettr": _round(goodput.ettr, 4),
+        "windowSeconds": _round(goodput.window_seconds, 1),
         "lostSteps": goodput.lost_steps,
-        "lostSeconds": _rounded(goodput.lost_seconds, 1),
+        "lostSeconds": _round(goodput.lost_seconds, 1),
         "failures": goodput.failures,
-        "mtbfSeconds": _rounded(goodput.mtbf_seconds, 1),
-        "mttrSeconds": _rounded(goodput.mttr_seconds, 1),
-        "partsSeconds": {name: _rounded(seconds, 1) for name, seconds in goodput.parts_seconds.items()},
+        "mtbfSeconds": _round(goodput.mtbf_seconds, 1),
+        "mttrSeconds": _round(goodput.mttr_seconds, 1),
+        "partsSeconds": {name: _round(seconds, 1) for name, seconds in goodput.parts_seconds.items()},
     }
     if save_seconds is not None and goodput.mtbf_seconds:
-        value["suggestedIntervalSeconds"] = _rounded(suggested_interval_seconds(save_seconds, goodput.mtbf_seconds), 0)
+        value["suggestedIntervalSeconds"] = _round(suggest_interval_seconds(save_seconds, goodput.mtbf_seconds), 0)
     return {key: item for key, item in value.items() if item is not None and item != {}}
 
 
-def parts(recovery: Recovery) -> dict[str, float]:
-    """Seconds of a recovery by what it waited for: the parts do not overlap and add up to its length so far.
+def measure_parts(recovery: Recovery) -> dict[str, float]:
+    """Split the time of a recovery into parts, in seconds; they do not overlap and add up to its length so far.
 
-    A part that ended before the one ahead of it in the chain cost nothing. Where the attempt stopped before the plan
-    was made, as in a drain, `stop` comes first.
+    A part that ended before the part ahead of it in the chain took no time. If the attempt stopped before the plan was
+    made, as in a drain, `stop` comes first.
     """
     begin = recovery.signal_time if recovery.signal_time is not None else recovery.detect_time
     if begin is None:
         return {}
-    stop, planned = recovery.stop_time, recovery.plan_time
+    stop, plan_time = recovery.stop_time, recovery.plan_time
     chain = list(_CHAIN)
-    if stop is not None and (planned is None or stop <= planned):
+    if stop is not None and (plan_time is None or stop <= plan_time):
         chain.remove(("stop", "stop_time"))
         chain.insert(1, ("stop", "stop_time"))
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     reached: float = begin
     for name, field in chain:
         moment: float | None = getattr(recovery, field)
         if moment is not None:
-            found[name] = max(0.0, moment - reached)
+            seconds[name] = max(0.0, moment - reached)
             reached = max(reached, moment)
-    return found
+    return seconds
 
 
-def suggested_interval_seconds(save_seconds: float, mtbf_seconds: float) -> float:
-    """Checkpoint interval with the least expected loss, from the cost of one save and the mean time between failures.
+def suggest_interval_seconds(save_seconds: float, mtbf_seconds: float) -> float:
+    """Return the checkpoint interval with the least expected loss of time.
+
+    Args:
+        save_seconds: cost of one save.
+        mtbf_seconds: mean time between failures.
 
     Source: J. T. Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation
     37; its first term is Young's (1974), sqrt(2 * save * mtbf).
@@ -164,7 +167,7 @@ def suggested_interval_seconds(save_seconds: float, mtbf_seconds: float) -> floa
     return math.sqrt(2 * save_seconds * mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
 
 
-def _began(recovery: Recovery, now: float) -> float:
+def _begin_time(recovery: Recovery, now: float) -> float:
     for moment in (recovery.signal_time, recovery.detect_time):
         if moment is not None:
             return moment
@@ -172,20 +175,20 @@ def _began(recovery: Recovery, now: float) -> float:
 
 
 def _down_seconds(recoveries: Sequence[Recovery], start: float, now: float) -> float:
-    """Length of the union of all recoveries; a later one may begin before an earlier one has ended."""
+    """Return the length of the union of all recoveries; a later one may begin before an earlier one ends."""
     total, reached = 0.0, start
     for item, after in itertools.zip_longest(recoveries, recoveries[1:]):
-        begin, end = max(reached, _began(item, now)), min(now, _ended(item, after, now))
+        begin, end = max(reached, _begin_time(item, now)), min(now, _end_time(item, after, now))
         total += max(0.0, end - begin)
         reached = max(reached, end)
     return total
 
 
-def _ended(recovery: Recovery, after: Recovery | None, now: float) -> float:
+def _end_time(recovery: Recovery, after: Recovery | None, now: float) -> float:
     if recovery.first_step_time is not None:
         return recovery.first_step_time
-    # An attempt that was lost before its first step: the recovery that followed it goes on with the same outage.
-    return now if after is None else max(_began(recovery, now), _began(after, now))
+    # The attempt was lost before its first step, so the recovery that followed continues the same outage.
+    return now if after is None else max(_begin_time(recovery, now), _begin_time(after, now))
 
 
 def _paused_seconds(recovery: Recovery, now: float) -> float:
@@ -194,7 +197,7 @@ def _paused_seconds(recovery: Recovery, now: float) -> float:
     return max(0.0, (recovery.plan_time if recovery.plan_time is not None else now) - recovery.stop_time)
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
+def _round(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
@@ -203,6 +206,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _mean_parts(recoveries: Sequence[Recovery]) -> dict[str, float]:
-    every = [parts(item) for item in recoveries]
-    names = dict.fromkeys(name for name, _ in _CHAIN if any(name in item for item in every))
-    return {name: sum(item.get(name, 0.0) for item in every) / len(every) for name in names}
+    parts_of_each = [measure_parts(item) for item in recoveries]
+    names = dict.fromkeys(name for name, _ in _CHAIN if any(name in item for item in parts_of_each))
+    return {name: sum(item.get(name, 0.0) for item in parts_of_each) / len(parts_of_each) for name in names}

@@ -1,7 +1,7 @@
-"""An attempt that is planned but not launched: convert its checkpoint, wait for the old one to be gone, launch.
+"""An attempt that is planned but not launched: convert its checkpoint, wait until older attempts have stopped, launch.
 
-Both waits run at the same time. Until the launch every change of plan takes a new attempt number, so that whatever a
-reshard pod on a lost node still writes, it writes into a folder that nobody will read.
+Both waits run at the same time. Until the launch every change of plan takes a new attempt number. A reshard pod on a
+lost node may still write, but only into a folder that no attempt will read.
 """
 
 from __future__ import annotations
@@ -29,18 +29,24 @@ from elastic_operator.observed.observation import RESHARD, JobView, report_of
 from elastic_operator.observed.signals import Kind
 from elastic_operator.reconcile import progress, recovery, reshard_mode, start_from
 from elastic_operator.reconcile.actions import ReshardOutcome
-from elastic_operator.reconcile.context import Context, capacity, lost_nodes, stopped_pods, suspect_nodes
+from elastic_operator.reconcile.context import (
+    Context,
+    find_capacity,
+    find_lost_nodes,
+    find_suspect_nodes,
+    select_stale_pods,
+)
 from reshard.contract import ExitCode, ReshardReport
 
-HOPELESS = (ExitCode.USAGE, ExitCode.UNSUPPORTED, ExitCode.PLAN_INVALID)
-"""Trying again gives the same answer."""
+FINAL_EXIT_CODES = (ExitCode.USAGE, ExitCode.UNSUPPORTED, ExitCode.PLAN_INVALID)
+"""Exit codes after which a retry would fail in the same way."""
 
-UNUSABLE = (ExitCode.SOURCE_INVALID, ExitCode.SOURCE_CHANGED)
-"""The commit is not to be used any more: it is damaged, or somebody has changed what must never change."""
+INVALID_SOURCE_EXIT_CODES = (ExitCode.SOURCE_INVALID, ExitCode.SOURCE_CHANGED)
+"""Exit codes after which the commit is invalid: it is damaged, or it was changed after it was committed."""
 
 
 def prepare(context: Context, status: Status, current: Current) -> Status:
-    """One step towards the launch of the current attempt."""
+    """Take one step towards the launch of the current attempt."""
     replanned = _replan(context, status, current)
     if replanned is not None:
         return replanned
@@ -49,12 +55,12 @@ def prepare(context: Context, status: Status, current: Current) -> Status:
         if status.current is None or status.terminal:
             return status
         current = status.current
-    lost = lost_nodes(context, status)
-    running = [pod for pod in stopped_pods(context, status) if not pod.terminal and pod.node not in lost]
+    lost = find_lost_nodes(context, status)
+    running = [pod for pod in select_stale_pods(context, status) if not pod.terminal and pod.node not in lost]
     open_recovery = bool(status.recoveries) and status.recoveries[-1].to_attempt == status.attempt
     if not running and open_recovery and status.recoveries[-1].stop_time is None:
         status = edit_last_recovery(status, stop_time=Time(context.now))
-    # A pod without a node is only deleted; a Job that still exists could make another.
+    # A pod without a node is only deleted; its Job, while it exists, could create another one.
     jobs = [job for job in context.world.jobs if job.role == "worker" and not (job.complete or job.failed)]
     if running or jobs or not current.resume.ready:
         return status
@@ -67,45 +73,45 @@ def _launch(context: Context, status: Status, current: Current, open_recovery: b
     status = dataclasses.replace(status, current=dataclasses.replace(current, launch_time=now, avoid=avoid))
     if open_recovery:
         status = edit_last_recovery(status, launch_time=now)
-    world = current.num_nodes * current.gpus_per_node
-    what = f"{short(current.topology)} on {current.num_nodes} nodes, {world} accelerators"
-    context.emit("Launched", f"attempt {status.attempt}: {what}, from {current.resume.uri or 'nothing'}")
+    num_accelerators = current.num_nodes * current.gpus_per_node
+    description = f"{short(current.topology)} on {current.num_nodes} nodes, {num_accelerators} accelerators"
+    context.emit("Launched", f"attempt {status.attempt}: {description}, from {current.resume.uri or 'nothing'}")
     return status
 
 
 def _replan(context: Context, status: Status, current: Current) -> Status | None:
-    """Give the plan up if it has become impossible; None if it stands."""
+    """Drop the plan if it has become impossible; return None if it is still valid."""
     if current.spec_hash != spec_hash(context.spec):
-        context.emit("SpecChanged", f"attempt {status.attempt} is planned anew: the spec was edited")
+        context.emit("SpecChanged", f"attempt {status.attempt} gets a new plan: the spec was edited")
         return _forget_plan(status)
     pods = [pod for pod in context.world.pods if pod.role == RESHARD and pod.attempt == status.attempt]
-    lost = lost_nodes(context, status)
-    stuck = sorted({pod.node for pod in pods if pod.node in lost and not pod.terminal and pod.node})
-    free = capacity(context, status)
-    if not stuck and fits(free, current):
+    lost = find_lost_nodes(context, status)
+    lost_reshard_nodes = sorted({pod.node for pod in pods if pod.node in lost and not pod.terminal and pod.node})
+    capacity = find_capacity(context, status)
+    if not lost_reshard_nodes and has_capacity(capacity, current):
         return None
-    if stuck:
-        message = f"the reshard pod of attempt {status.attempt} was on lost node {', '.join(stuck)}"
+    if lost_reshard_nodes:
+        message = f"the reshard pod of attempt {status.attempt} was on lost node {', '.join(lost_reshard_nodes)}"
     else:
-        wanted = f"{current.num_nodes} nodes with {current.gpus_per_node} accelerators each"
-        message = f"attempt {status.attempt} needs {wanted}, but only {free} are left"
+        needed = f"{current.num_nodes} nodes with {current.gpus_per_node} accelerators each"
+        message = f"attempt {status.attempt} needs {needed}, but only {capacity} are left"
     if not status.recoveries or status.recoveries[-1].to_attempt != status.attempt:
-        # A first start that lost its nodes before it began: nothing to recover, nothing to charge.
+        # No attempt has run yet, so there is nothing to recover and no restart to count.
         context.emit("PlanOutdated", message, warning=True)
         return _forget_plan(status)
     return recovery.recover(
         context,
         status,
-        cause=Kind.NODE_NOT_READY if stuck or suspect_nodes(context) else "CapacityLost",
+        cause=Kind.NODE_NOT_READY if lost_reshard_nodes or find_suspect_nodes(context) else "CapacityLost",
         message=message,
         since=context.now,
         lost=lost,
-        suspected=suspect_nodes(context),
+        suspected=find_suspect_nodes(context),
     )
 
 
-def fits(free: Capacity, current: Current) -> bool:
-    """The planned attempt still finds room."""
+def has_capacity(free: Capacity, current: Current) -> bool:
+    """Return whether the planned attempt still fits into the free capacity."""
     return free.num_usable(current.gpus_per_node) >= current.num_nodes
 
 
@@ -118,45 +124,47 @@ def _forget_plan(status: Status) -> Status:
 
 def _follow_reshard(context: Context, status: Status, current: Current) -> Status:
     """Record the start and the report of the reshard Job."""
-    known = status.reshard
-    if known is None or known.attempt != status.attempt:
-        known = ReshardStatus(
+    reshard = status.reshard
+    if reshard is None or reshard.attempt != status.attempt:
+        reshard = ReshardStatus(
             job_name=reshard_name(context.job.name, status.attempt),
             attempt=status.attempt,
             mode_reason=reshard_mode.conversion_request(context.spec, status, current).reason,
         )
-        status = dataclasses.replace(status, reshard=known)
+        status = dataclasses.replace(status, reshard=reshard)
         if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
             status = edit_last_recovery(status, reshard_start_time=Time(context.now))
         context.emit("Resharding", f"attempt {status.attempt}: {current.resume.reason}")
     job = context.world.job(status.attempt, RESHARD)
-    if job is None or job.uid == known.failed_uid:
+    if job is None or job.uid == reshard.failed_uid:
         return status
     pods = [pod for pod in context.world.pods if pod.role == RESHARD and pod.attempt == status.attempt]
     report = report_of(pods)
-    if report is not None and progress.misplaced(current, report):
-        report = None  # told as a condition; what a report says of another target or source is not believed
+    if report is not None and progress.find_misplaced_folders(current, report):
+        report = None  # reported as a condition; a report about another target or source is ignored
     if job.complete and current.resume.external and report is None:
-        return status if start_from.report_may_come(pods) else _reshard_failed(context, status, known, job, report)
+        if start_from.is_report_pending(pods):
+            return status
+        return _handle_reshard_failure(context, status, reshard, job, report)
     if job.complete:
-        return _resharded(context, status, current, known, report)
+        return _finish_reshard(context, status, current, reshard, report)
     if job.failed:
-        return _reshard_failed(context, status, known, job, report)
+        return _handle_reshard_failure(context, status, reshard, job, report)
     return status
 
 
-def _resharded(
-    context: Context, status: Status, current: Current, known: ReshardStatus, report: ReshardReport | None
+def _finish_reshard(
+    context: Context, status: Status, current: Current, reshard: ReshardStatus, report: ReshardReport | None
 ) -> Status:
     if current.resume.external and report is not None:
-        status, current = start_from.learn(status, current, report)
+        status, current = start_from.record_source(status, current, report)
     resume = current.resume
-    _count(context, report, "Succeeded")
+    _record_outcome(context, report, "Succeeded")
     if report is not None:
-        known = dataclasses.replace(
-            known,
+        reshard = dataclasses.replace(
+            reshard,
             mode=report.mode,
-            mode_reason=report.mode_reason or known.mode_reason,
+            mode_reason=report.mode_reason or reshard.mode_reason,
             bytes_read=report.bytes_read,
             bytes_written=report.bytes_written,
             seconds=report.seconds,
@@ -171,81 +179,81 @@ def _resharded(
         samples=resume.samples,
         attempt=status.attempt,
         topology=current.topology,
-        num_bytes=known.bytes_written,
+        num_bytes=reshard.bytes_written,
         writer="reshard",
-        verified=known.verified,
+        verified=reshard.verified,
     )
     status = dataclasses.replace(
         status,
-        reshard=known,
+        reshard=reshard,
         checkpoint=commit_history.add(status.checkpoint, commit),
         current=dataclasses.replace(current, resume=dataclasses.replace(resume, ready=True)),
-        conditions=_reshard_condition(context, status, failed=False, reason="Resharded", message=resume.reason),
+        conditions=_set_reshard_condition(context, status, failed=False, reason="Resharded", message=resume.reason),
     )
     if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
-        done = Conversion(
-            mode=known.mode,
-            bytes_read=known.bytes_read,
-            bytes_written=known.bytes_written,
-            seconds=known.seconds,
-            verified=known.verified,
+        conversion = Conversion(
+            mode=reshard.mode,
+            bytes_read=reshard.bytes_read,
+            bytes_written=reshard.bytes_written,
+            seconds=reshard.seconds,
+            verified=reshard.verified,
         )
-        status = edit_last_recovery(status, reshard_end_time=Time(context.now), conversion=done)
-    figures = _figures(known)
+        status = edit_last_recovery(status, reshard_end_time=Time(context.now), conversion=conversion)
+    figures = _describe_conversion(reshard)
     context.emit("Resharded", f"attempt {status.attempt}: {resume.uri} is committed ({figures})")
     return status
 
 
-def _figures(known: ReshardStatus) -> str:
-    if known.mode == "virtual":
-        return f"virtual, in {known.seconds:.1f} s: the training reads the source itself"
-    proof = "verified against its source" if known.verified else "not verified"
-    return f"{known.bytes_written / 1e6:.1f} MB written in {known.seconds:.1f} s, {proof}"
+def _describe_conversion(reshard: ReshardStatus) -> str:
+    if reshard.mode == "virtual":
+        return f"virtual, in {reshard.seconds:.1f} s: the training reads the source itself"
+    proof = "verified against its source" if reshard.verified else "not verified"
+    return f"{reshard.bytes_written / 1e6:.1f} MB written in {reshard.seconds:.1f} s, {proof}"
 
 
-def _reshard_failed(
-    context: Context, status: Status, known: ReshardStatus, job: JobView, report: ReshardReport | None
+def _handle_reshard_failure(
+    context: Context, status: Status, reshard: ReshardStatus, job: JobView, report: ReshardReport | None
 ) -> Status:
     code = report.exit_code if report else None
-    lost = start_from.NO_REPORT if job.complete else f"{job.failed_reason}: {job.failed_message}"
-    message = report.message if report else lost
+    job_message = start_from.NO_REPORT if job.complete else f"{job.failed_reason}: {job.failed_message}"
+    message = report.message if report else job_message
     source = status.current.resume.source if status.current else ""
     external = status.current is not None and status.current.resume.external
-    name = _code_name(code)
-    _count(context, report, name)
+    name = _name_exit_code(code)
+    _record_outcome(context, report, name)
     if code == ExitCode.NOT_OWNER:
-        return recovery.fail_as_not_owner(context, dataclasses.replace(status, reshard=known), message)
-    if code in UNUSABLE and not external:
+        return recovery.fail_as_not_owner(context, dataclasses.replace(status, reshard=reshard), message)
+    if code in INVALID_SOURCE_EXIT_CODES and not external:
         status = recovery.refuse_commit(context, status, source, message)
         return dataclasses.replace(
             _forget_plan(status),
-            conditions=_reshard_condition(context, status, failed=True, reason=name, message=message),
+            conditions=_set_reshard_condition(context, status, failed=True, reason=name, message=message),
         )
-    failures = known.failures + 1
+    failures = reshard.failures + 1
     limit = context.spec.reshard.backoff_limit
     delay = context.limits.reshard_backoff_seconds * 2 ** (failures - 1)
-    known = dataclasses.replace(
-        known, failures=failures, failed_uid=job.uid, retry_time=Time(context.now + delay), message=message
+    reshard = dataclasses.replace(
+        reshard, failures=failures, failed_uid=job.uid, retry_time=Time(context.now + delay), message=message
     )
-    final = failures > limit or code in HOPELESS or (external and start_from.is_final(code))
-    then = "giving up on it" if final else f"retry {failures} of {limit} in {delay:.0f} s"
-    context.emit("ReshardFailed", f"{job.name}: {name}: {message}; {then}", warning=True)
-    then = f"{then}; {start_from.advice(context.job.name)}" if final and external else then
-    text = f"{message}; the source {source} is untouched; {then}"
+    is_final = failures > limit or code in FINAL_EXIT_CODES or (external and start_from.is_final(code))
+    next_step = "giving up on it" if is_final else f"retry {failures} of {limit} in {delay:.0f} s"
+    context.emit("ReshardFailed", f"{job.name}: {name}: {message}; {next_step}", warning=True)
+    next_step = f"{next_step}; {start_from.format_advice(context.job.name)}" if is_final and external else next_step
+    text = f"{message}; the source {source} is untouched; {next_step}"
     status = dataclasses.replace(
         status,
-        reshard=known,
-        conditions=_reshard_condition(context, status, failed=True, reason=name, message=text),
+        reshard=reshard,
+        conditions=_set_reshard_condition(context, status, failed=True, reason=name, message=text),
     )
-    if not final:
+    if not is_final:
         return status
     if external or context.spec.reshard.on_failure == "Fail":
         return dataclasses.replace(status, phase=Phase.FAILED, reason="ReshardFailed", message=text, current=None)
-    commit = commit_history.newest(status.checkpoint, below=status.attempt)
+    commit = commit_history.find_newest(status.checkpoint, below=status.attempt)
     return dataclasses.replace(_forget_plan(status), pinned=commit.topology if commit else {})
 
 
-def _count(context: Context, report: ReshardReport | None, result: str) -> None:
+def _record_outcome(context: Context, report: ReshardReport | None, result: str) -> None:
     if report is None:
         outcome = ReshardOutcome(mode="", result=result)
     else:
@@ -259,13 +267,13 @@ def _count(context: Context, report: ReshardReport | None, result: str) -> None:
     context.reshards.append(outcome)
 
 
-def _code_name(code: int | None) -> str:
+def _name_exit_code(code: int | None) -> str:
     if code is None or code not in ExitCode.__members__.values():
         return "NoReport"
     return "".join(part.capitalize() for part in ExitCode(code).name.split("_"))
 
 
-def _reshard_condition(
+def _set_reshard_condition(
     context: Context, status: Status, *, failed: bool, reason: str, message: str
 ) -> tuple[Condition, ...]:
     return set_condition(

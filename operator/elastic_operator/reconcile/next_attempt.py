@@ -1,4 +1,4 @@
-"""From nothing running to the next attempt: choose a topology and what to resume from, or say why there is none."""
+"""Plan the next attempt: choose a topology and a commit to resume from, or report why there is none."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected
 from elastic_operator.manifests.attempt import checkpoint_root, start_source
 from elastic_operator.observed import commit_history
 from elastic_operator.planning import planner
-from elastic_operator.reconcile.context import Context, avoided_nodes, capacity
+from elastic_operator.reconcile.context import Context, find_avoided_nodes, find_capacity
 from reshard.topology import Topology
 
 MAX_REJECTED = 8
 
 
 def plan_next(context: Context, status: Status) -> Status:
-    """Plan attempt N+1, or wait."""
-    spec = pinned(context.spec, status.pinned)
-    last = Topology.from_dict(status.checkpoint.topology) if status.checkpoint.topology else None
-    result = planner.plan(spec, capacity(context, status), last)
+    """Plan attempt N+1, or wait for capacity."""
+    spec = restrict_to_topology(context.spec, status.pinned)
+    last_topology = Topology.from_dict(status.checkpoint.topology) if status.checkpoint.topology else None
+    result = planner.plan(spec, find_capacity(context, status), last_topology)
     if result.best is None and status.excluded_nodes:
-        forgiving = planner.plan(spec, capacity(context, status, forgive=True), last)
-        if forgiving.best is not None:
-            result = forgiving
+        plan_on_excluded = planner.plan(spec, find_capacity(context, status, forgive=True), last_topology)
+        if plan_on_excluded.best is not None:
+            result = plan_on_excluded
             context.emit(
-                "ExclusionLifted", "too few other nodes are left: excluded nodes that are Ready may serve again"
+                "ExclusionLifted", "too few other nodes are left: excluded nodes that are Ready may be used again"
             )
             status = dataclasses.replace(
                 status, excluded_nodes=tuple(item for item in status.excluded_nodes if item.until is None)
@@ -69,7 +69,7 @@ def _adopt(context: Context, status: Status, plan: Plan) -> Status:
             num_nodes=plan.nodes,
             gpus_per_node=plan.per_node,
             resume=resume,
-            avoid=tuple(sorted(avoided_nodes(context, status) | _sick_nodes(context, status, plan.per_node))),
+            avoid=tuple(sorted(find_avoided_nodes(context, status) | _sick_nodes(context, status, plan.per_node))),
             spec_hash=spec_hash(context.spec),
             plan_time=Time(context.now),
         ),
@@ -80,7 +80,7 @@ def _adopt(context: Context, status: Status, plan: Plan) -> Status:
         drain=None,
         growth=None,
         queue_time=None,
-        # What is done from here on; otherwise an attempt that ends before its first step would lose those steps again.
+        # Count from the commit; otherwise an attempt that ends before its first step would lose the same steps again.
         progress=dataclasses.replace(status.progress or Progress(), step=resume.step, samples=resume.samples),
         reshard=None if resume.ready else status.reshard,
         conditions=set_condition(
@@ -108,12 +108,12 @@ def _adopt(context: Context, status: Status, plan: Plan) -> Status:
 
 
 def _sick_nodes(context: Context, status: Status, per_node: int) -> frozenset[str]:
-    """Nodes whose devices fail under our pods, as far as they cannot take a new one.
+    """Return the nodes whose devices fail under the job's pods, as far as they cannot take a new pod.
 
-    The scheduler learns of a sick device a second later than the pod's status does, and would place the next pod there.
+    The scheduler learns of a failed device a second after the pod's status shows it, and would use that node again.
     """
-    sick = {pod.node for pod in context.world.pods if pod.unhealthy_devices and not pod.terminal and pod.node}
-    return frozenset(sick - set(capacity(context, status).usable(per_node))) if sick else frozenset()
+    names = {pod.node for pod in context.world.pods if pod.unhealthy_devices and not pod.terminal and pod.node}
+    return frozenset(names - set(find_capacity(context, status).usable(per_node))) if names else frozenset()
 
 
 def _wait(context: Context, status: Status, plan: Plan) -> Status:
@@ -121,8 +121,8 @@ def _wait(context: Context, status: Status, plan: Plan) -> Status:
     message = plan.reason
     if status.pinned:
         message = (
-            f"resharding failed for good; waiting for nodes for {short(status.pinned)}, the topology of the commit. "
-            f"Nothing is lost. {message}"
+            f"resharding failed permanently; waiting for nodes for {short(status.pinned)}, the topology of the commit. "
+            f"The commit is intact. {message}"
         )
     if status.phase != Phase.WAITING or status.reason != reason:
         context.emit(reason, message, warning=True)
@@ -144,8 +144,8 @@ def _wait(context: Context, status: Status, plan: Plan) -> Status:
     )
 
 
-def pinned(spec: Spec, topology: Mapping[str, int]) -> Spec:
-    """`spec`, restricted to one topology if there is one."""
+def restrict_to_topology(spec: Spec, topology: Mapping[str, int]) -> Spec:
+    """Return `spec` restricted to `topology`; unchanged if `topology` is empty."""
     if not topology:
         return spec
     choice = TopologyChoice(

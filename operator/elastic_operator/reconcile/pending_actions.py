@@ -1,7 +1,7 @@
-"""From a status and the world to actions: what is, compared with what the status says should be.
+"""Actions that bring the cluster to what the status says.
 
-The actions depend on nothing else. An operator that dies after it has written a status and before it has acted on it is
-therefore continued by the next one.
+The actions depend on nothing else. If the operator stops after it has written a status and before it has acted on it,
+the next process therefore continues.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from elastic_operator.api.status import Current, Phase, Status
 from elastic_operator.manifests.attempt import attempt_name, attempt_objects, reshard_job
-from elastic_operator.observed.commit_history import released_text
+from elastic_operator.observed.commit_history import format_released
 from elastic_operator.observed.observation import RESHARD, WORKER, JobView, PodView
 from elastic_operator.reconcile import reshard_mode
 from elastic_operator.reconcile.actions import (
@@ -23,31 +23,31 @@ from elastic_operator.reconcile.actions import (
     RequestDrain,
     RevokeAttempt,
 )
-from elastic_operator.reconcile.context import Context, is_read, lost_nodes
+from elastic_operator.reconcile.context import Context, find_lost_nodes, is_checkpoint_read_by_others
 from reshard.contract import LeaseKey, Request
 
 
 def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
-    """Everything that has to be done now."""
+    """Return every action that has to be performed now."""
     if status.phase == Phase.COMPLETE:
         return tuple(_stop_reshard(context, status))
-    return (*_stop(context, status), *_stop_reshard(context, status), *_go_on(context, status))
+    return (*_stop_attempts(context, status), *_stop_reshard(context, status), *_continue_attempt(context, status))
 
 
-def _stop(context: Context, status: Status) -> Iterator[Action]:
-    """Take down every attempt but the launched current one."""
+def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
+    """Stop every attempt except the launched current one."""
     keep = status.attempt if status.launched else -1
     jobs = [job for job in context.world.jobs if job.role == WORKER and job.attempt != keep]
     pods = [pod for pod in context.world.pods if pod.role == WORKER and pod.attempt != keep]
-    # The Job first: it would make new pods for those that are deleted.
-    # A failed job keeps its last Job, for the logs of its pods. One with a failed pod makes no new ones, as its
-    # backoffLimit is 0, even if the Job controller has not said so yet.
-    ended = {pod.attempt for pod in pods if pod.phase == "Failed"}
+    # Delete the Job first, because it would create new pods for deleted ones.
+    # A failed resource keeps its last Job, so that people can read the logs of its pods. A Job with a failed pod
+    # creates no new ones: its backoffLimit is 0, even if the Job controller has not marked the Job as failed yet.
+    failed_attempts = {pod.attempt for pod in pods if pod.phase == "Failed"}
     keep_logs = status.phase == Phase.FAILED
     yield from (
         DeleteJob(name=job.name, uid=job.uid)
         for job in jobs
-        if not job.deleting and not (keep_logs and (job.failed or job.complete or job.attempt in ended))
+        if not job.deleting and not (keep_logs and (job.failed or job.complete or job.attempt in failed_attempts))
     )
     yield from _delete_pods(context, status, pods)
     attempts = {job.attempt for job in jobs} | {lease for lease in context.world.leases if lease != keep}
@@ -56,9 +56,9 @@ def _stop(context: Context, status: Status) -> Iterator[Action]:
 
 
 def _stop_reshard(context: Context, status: Status) -> Iterator[Action]:
-    """Take down reshard Jobs that nobody waits for; finished ones stay for their logs until the next one."""
+    """Delete reshard Jobs that no attempt waits for; a finished Job stays, for its logs, until the next one."""
     for job in context.world.jobs:
-        if job.role == RESHARD and not job.deleting and _superseded(status, job):
+        if job.role == RESHARD and not job.deleting and _is_superseded(status, job):
             yield DeleteJob(name=job.name, uid=job.uid)
     needed = {status.attempt} if status.current is not None else set()
     orphans = [
@@ -67,7 +67,7 @@ def _stop_reshard(context: Context, status: Status) -> Iterator[Action]:
     yield from _delete_pods(context, status, orphans)
 
 
-def _superseded(status: Status, job: JobView) -> bool:
+def _is_superseded(status: Status, job: JobView) -> bool:
     if status.reshard is not None and job.uid == status.reshard.failed_uid:
         return True
     if job.attempt == status.attempt and status.current is not None:
@@ -76,7 +76,9 @@ def _superseded(status: Status, job: JobView) -> bool:
 
 
 def _delete_pods(context: Context, status: Status, pods: list[PodView]) -> Iterator[Action]:
-    lost = lost_nodes(context, status)
+    if not pods:
+        return
+    lost = find_lost_nodes(context, status)
     force_after = context.spec.recovery.force_delete_seconds
     for pod in pods:
         if pod.node in lost and not pod.terminal:
@@ -88,7 +90,7 @@ def _delete_pods(context: Context, status: Status, pods: list[PodView]) -> Itera
             yield DeletePod(name=pod.name, uid=pod.uid, grace_seconds=context.limits.stop_grace_seconds)
 
 
-def _go_on(context: Context, status: Status) -> Iterator[Action]:
+def _continue_attempt(context: Context, status: Status) -> Iterator[Action]:
     current = status.current
     if current is None or status.terminal:
         return
@@ -102,7 +104,7 @@ def _keep_running(context: Context, status: Status, current: Current) -> Iterato
     if not current.job_uid and context.world.job(status.attempt) is None:
         heartbeat = context.limits.heartbeat_seconds
         manifests = attempt_objects(context.job, context.spec, status.attempt, current, heartbeat)
-        lost = tuple(sorted(lost_nodes(context, status)))
+        lost = tuple(sorted(find_lost_nodes(context, status)))
         yield LaunchAttempt(
             attempt=status.attempt,
             manifests=tuple(manifests),
@@ -113,16 +115,16 @@ def _keep_running(context: Context, status: Status, current: Current) -> Iterato
     lease = context.world.leases.get(status.attempt)
     if status.drain is not None and lease is not None and lease.get(LeaseKey.REQUEST) != Request.DRAIN:
         yield RequestDrain(lease=lease.name, uid=lease.uid)
-    released = () if is_read(context) else status.checkpoint.released
-    if lease is not None and (lease.get(LeaseKey.RELEASED) or "[]") != released_text(released):
+    released = () if is_checkpoint_read_by_others(context) else status.checkpoint.released
+    if lease is not None and (lease.get(LeaseKey.RELEASED) or "[]") != format_released(released):
         yield ReleaseCommits(lease=lease.name, uid=lease.uid, names=released)
 
 
 def _reshard(context: Context, status: Status, current: Current) -> Iterator[Action]:
-    known = status.reshard
-    if known is not None and known.retry_time is not None and context.now < known.retry_time:
+    reshard = status.reshard
+    if reshard is not None and reshard.retry_time is not None and context.now < reshard.retry_time:
         return
     if context.world.job(status.attempt, RESHARD) is None:
-        asked = reshard_mode.conversion_request(context.spec, status, current).arguments
-        manifest = reshard_job(context.job, context.spec, status.attempt, current, context.reshard_image, mode=asked)
+        mode = reshard_mode.conversion_request(context.spec, status, current).arguments
+        manifest = reshard_job(context.job, context.spec, status.attempt, current, context.reshard_image, mode=mode)
         yield Create(manifest=manifest)

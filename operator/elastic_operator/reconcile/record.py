@@ -1,4 +1,4 @@
-"""One resource as the operator understands it. Pure."""
+"""One ElasticTrainingJob as the operator understands it. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_operator.reconcile.actions import Decision
 from reshard.contract import GROUP, KIND, VERSION
 
 _TOKEN_LENGTH = 253
-"""Of the value of a request, as far as the schema lets a status keep it."""
+"""Maximum length of a request token; the schema of the status allows no more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ class Record:
     """What a pass begins with.
 
     Attributes:
-        spec: what is wanted, or why it makes no sense.
-        suspends: the resource says that nothing shall run, whatever else it says.
-        deleting: the resource is on its way out; nothing is done for it any more.
-        problems: fields of the stored status that do not fit, and are left out of `status` (`status_reader`).
-        lost: those among them that nothing can be decided without.
-        version: of the resource that this was read from; another one alone is no other record.
+        spec: the parsed spec, or why it is invalid.
+        suspends: True if `spec.suspend` is true in the resource, even if the rest of the spec is invalid.
+        deleting: True if the resource is being deleted; the operator does nothing more for it.
+        problems: fields of the stored status that are invalid and left out of `status` (`status_reader`).
+        lost: those of `problems` that every decision needs.
+        version: resourceVersion that this was read from; ignored in comparisons.
     """
 
     job: JobRef
@@ -44,7 +44,7 @@ class Record:
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The resource as far as a write of its status needs it."""
+        """The parts of the resource that a write of its status needs."""
         meta = {"name": self.job.name, "namespace": self.job.namespace, "uid": self.job.uid}
         return {
             "apiVersion": f"{GROUP}/{VERSION}",
@@ -54,8 +54,8 @@ class Record:
         }
 
 
-def confined(record: Record, boundary: Boundary) -> Record:
-    """Return the record, with the reason in place of its spec where the job is out of bounds."""
+def apply_boundary(record: Record, boundary: Boundary) -> Record:
+    """Return the record with an error in place of its spec if the job asks for what is out of bounds."""
     if not isinstance(record.spec, Spec):
         return record
     problems = boundary.problems(record.job, record.spec)
@@ -63,7 +63,7 @@ def confined(record: Record, boundary: Boundary) -> Record:
 
 
 def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Record:
-    """Record of an ElasticTrainingJob. `before`: an earlier one of the same, to keep a spec that has not changed."""
+    """Parse an ElasticTrainingJob; an unchanged spec is taken from `before`, an earlier record of the same resource."""
     meta = resource["metadata"]
     stored = read_status(resource.get("status") or {})
     annotations = meta.get("annotations") or {}
@@ -77,11 +77,11 @@ def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Re
         retry_request=annotations.get(RETRY_REQUESTED, "")[:_TOKEN_LENGTH],
         created_at=parse_time(meta.get("creationTimestamp")),
     )
-    known = before is not None and (before.job.uid, before.job.generation) == (job.uid, job.generation)
+    is_same_generation = before is not None and (before.job.uid, before.job.generation) == (job.uid, job.generation)
     return Record(
         job=job,
         status=stored.status,
-        spec=before.spec if known and before is not None else _spec(resource["spec"]),
+        spec=before.spec if is_same_generation and before is not None else _parse_spec(resource["spec"]),
         suspends=resource["spec"].get("suspend") is True,
         deleting=bool(meta.get("deletionTimestamp")),
         problems=stored.problems,
@@ -91,45 +91,47 @@ def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Re
 
 
 def is_noop(before: Status, decision: Decision) -> bool:
-    """Nothing is to be written, done or said."""
-    return not (_does(decision) or decision.events or decision.status != before)
+    """Return whether a decision writes nothing, does nothing and reports nothing."""
+    return not (_has_effects(decision) or decision.events or decision.status != before)
 
 
 def is_status_only(before: Status, decision: Decision) -> bool:
-    """Nothing is to be done, and what runs goes on: what is to be written and said only tells how far it is."""
+    """Return whether a decision only reports how far a running attempt is, without any action."""
     after = decision.status
-    goes_on = before.launched and after.launched and not after.terminal and _step(before) <= _step(after)
-    return goes_on and not _does(decision) and _course(before) == _course(after)
+    is_running_on = before.launched and after.launched and not after.terminal and _step(before) <= _step(after)
+    return is_running_on and not _has_effects(decision) and _steering_fields(before) == _steering_fields(after)
 
 
 def is_progress_only(before: Status, decision: Decision) -> bool:
-    """What is to be written says that more steps are done, and nothing else: it may as well be written later.
+    """Return whether only progress changed; the write may then be deferred.
 
-    All other facts may not. Some are dated when they are written, and some are gone by then, as commits are that a
-    newer one has taken the place of.
+    No other change may be deferred: some facts get their time when they are written, and some are gone later, such as a
+    commit that a newer one replaces.
     """
     after = decision.status
     if decision.events or before.progress is None or after.progress is None:
         return False
-    same = dataclasses.replace(after, progress=before.progress, goodput=before.goodput, ettr_text=before.ettr_text)
-    return same == before and after.progress.phase == before.progress.phase
+    with_old_progress = dataclasses.replace(
+        after, progress=before.progress, goodput=before.goodput, ettr_text=before.ettr_text
+    )
+    return with_old_progress == before and after.progress.phase == before.progress.phase
 
 
-def _does(decision: Decision) -> bool:
+def _has_effects(decision: Decision) -> bool:
     return bool(decision.needs_fresh_capacity or decision.actions or decision.reshards)
 
 
-def _course(status: Status) -> tuple[Any, ...]:
-    """What later passes steer by."""
-    asked = (status.drain_request, status.retry_request)
-    return status.attempt, asked, status.drain, status.growth, status.reshard, status.pinned, status.excluded_nodes
+def _steering_fields(status: Status) -> tuple[Any, ...]:
+    """Return the fields of a status that later decisions depend on."""
+    requests = (status.drain_request, status.retry_request)
+    return status.attempt, requests, status.drain, status.growth, status.reshard, status.pinned, status.excluded_nodes
 
 
 def _step(status: Status) -> int:
     return status.progress.step if status.progress is not None else 0
 
 
-def _spec(wire: Mapping[str, Any]) -> Spec | SpecError:
+def _parse_spec(wire: Mapping[str, Any]) -> Spec | SpecError:
     try:
         return parse_spec(wire)
     except SpecError as error:

@@ -1,4 +1,4 @@
-"""The end of an attempt that is not the end of the job: record it, exclude what was lost, charge the budget."""
+"""End an attempt but not the job: record the recovery, exclude lost nodes, charge the restart budget."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from elastic_operator.reconcile.context import Context
 from reshard.contract import sentence
 
 OFFENCES_UNTIL_EXCLUDED = 2
-"""A node that caused so many recoveries is avoided for `recovery.excludeNodeSeconds`, even if it is Ready."""
+"""Number of recoveries that a node causes before it is avoided for `recovery.excludeNodeSeconds`, even if Ready."""
 
 _MESSAGE_BYTES = 1024
-"""Of a record. Ten of them, and what else a status holds, have to stay small."""
+"""Maximum size of a message in a recovery; a status holds ten recoveries and has to stay small."""
 
 
 def recover(
@@ -40,18 +40,26 @@ def recover(
     suspected: Collection[str] = (),
     planned: bool = False,
 ) -> Status:
-    """Give the current attempt up. The next pass plans what follows; `enact` stops what runs.
+    """End the current attempt. The next pass plans its successor; `actions_for_status` stops its pods.
 
     Args:
+        context: inputs of the decision.
+        status: status of the job.
+        cause: reason of the recovery, for instance a `signals.Kind`.
+        message: one sentence for people.
+        since: when the first signal began, seconds since the epoch.
         lost: nodes that are confirmed lost; they are excluded.
         suspected: nodes that are probably lost, for the record only.
+        planned: True for a planned change, which does not count against the restart budget.
     """
     now = Time(context.now)
     named = {*lost, *suspected}
-    record = _record(context, status, cause=cause, message=message, since=since, lost=named, planned=planned)
-    merged = merges(context, status)
-    context.emit(cause, f"{message.removesuffix('.')}; {_ending(status, planned=planned)}", warning=not planned)
-    if merged:
+    record = _build_record(context, status, cause=cause, message=message, since=since, lost=named, planned=planned)
+    is_merged = is_merged_with_last(context, status)
+    context.emit(
+        cause, f"{message.removesuffix('.')}; {_describe_ending(status, planned=planned)}", warning=not planned
+    )
+    if is_merged:
         previous = status.recoveries[-1]
         status = edit_last_recovery(
             status,
@@ -66,16 +74,16 @@ def recover(
     else:
         status = dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
     lease = context.world.leases.get(status.attempt)
-    refusal = (lease.resume_error if lease else "") or _out_of_memory(context, status)
-    # Whatever else has happened to the attempt, a commit that rank 0 could not load is not offered again.
+    refusal = (lease.resume_error if lease else "") or _find_out_of_memory(context, status)
+    # Never resume again from a commit that rank 0 could not load, whatever else has ended the attempt.
     if refusal and status.current is not None and status.current.resume.uri:
         status = refuse_commit(context, status, status.current.resume.uri, refusal)
     status = dataclasses.replace(
-        status, current=None, drain=None, growth=None, excluded_nodes=_excluded(context, status, lost, cause)
+        status, current=None, drain=None, growth=None, excluded_nodes=_exclude_nodes(context, status, lost, cause)
     )
-    if planned or merged:
+    if planned or is_merged:
         return status
-    budget = charge(status.restart_budget, context, now)
+    budget = charge_budget(status.restart_budget, context, now)
     status = dataclasses.replace(status, restart_budget=budget)
     if budget.used > budget.limit:
         text = f"{budget.used} unplanned restarts within {budget.window_seconds} s exceed the budget of {budget.limit}"
@@ -86,8 +94,11 @@ def recover(
     return status
 
 
-def _out_of_memory(context: Context, status: Status) -> str:
-    """What speaks against a virtual commit: loading it takes memory that files on storage would not."""
+def _find_out_of_memory(context: Context, status: Status) -> str:
+    """Return why a virtual commit should not be loaded again, empty if nothing indicates that.
+
+    Loading a virtual commit takes memory that files on storage would not.
+    """
     current = status.current
     if (
         current is None
@@ -96,11 +107,15 @@ def _out_of_memory(context: Context, status: Status) -> str:
     ):
         return ""
     killed = [pod.name for pod in context.world.workers(status.attempt) if pod.exit_reason == "OOMKilled"]
-    return f"{killed[0]} ran out of memory before the first step, maybe as it loaded it virtually" if killed else ""
+    return (
+        f"{killed[0]} ran out of memory before the first step, perhaps because it loaded a virtual commit"
+        if killed
+        else ""
+    )
 
 
-def pause(context: Context, status: Status) -> Status:
-    """Record that a recovery under way is suspended, so that what follows belongs to the record of the suspension."""
+def record_suspension(context: Context, status: Status) -> Status:
+    """Record that an open recovery is suspended; the time that follows belongs to the suspension."""
     last = status.recoveries[-1] if status.recoveries else None
     if last is None or last.first_step_time is not None:
         return status
@@ -115,34 +130,37 @@ def pause(context: Context, status: Status) -> Status:
         from_attempt=status.attempt,
         signal_time=now,
         detect_time=now,
-        # Not those that the next attempt does again anyway: they are in the record of the failure, if it was planned.
+        # The steps done so far; steps that a failure lost are counted in the record of that failure.
         last_step=status.progress.step if status.progress else 0,
     )
     return dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
 
 
-def _ending(status: Status, *, planned: bool) -> str:
-    """What becomes of the current attempt, for people."""
+def _describe_ending(status: Status, *, planned: bool) -> str:
+    """Return the words for an event that say what happens to the current attempt."""
     attempt = f"attempt {status.attempt}"
     if not status.launched:
-        return f"{attempt}, which was not launched yet, is planned anew"
+        return f"{attempt}, which was not launched yet, gets a new plan"
     step = status.progress.step if status.progress else 0
     return f"{attempt} {'ends' if planned else 'is given up'} after step {step}"
 
 
-def merges(context: Context, status: Status) -> bool:
-    """A further loss, before the attempt that answers the last one was launched, belongs to that one."""
+def is_merged_with_last(context: Context, status: Status) -> bool:
+    """Return whether a further failure belongs to the last recovery.
+
+    It does if the attempt of that recovery is not launched yet and the batch window is open.
+    """
     if not status.recoveries or status.launched:
         return False
     last = status.recoveries[-1]
     if last.cause == goodput.SUSPENDED:
-        return False  # the time that was spent suspended is to be found under that name
+        return False  # the time spent suspended has a record of its own
     window = context.spec.recovery.batch_window_seconds
     return last.launch_time is None and context.now - (last.detect_time or 0.0) <= window
 
 
-def charge(budget: RestartBudget, context: Context, now: float | None) -> RestartBudget:
-    """Count one unplanned restart (`now`), or only forget those outside of the window (None)."""
+def charge_budget(budget: RestartBudget, context: Context, now: float | None) -> RestartBudget:
+    """Count one unplanned restart at `now`, or only drop those outside of the window if `now` is None."""
     rules = context.spec.recovery.restart_budget
     times = [moment for moment in budget.times if context.now - moment < rules.window_seconds]
     if now is not None:
@@ -153,7 +171,7 @@ def charge(budget: RestartBudget, context: Context, now: float | None) -> Restar
 
 
 def fail_as_not_owner(context: Context, status: Status, refusal: str) -> Status:
-    """End a job whose checkpoint folder belongs to another one: no new attempt can change that."""
+    """End a job whose checkpoint folder belongs to another job; a new attempt could not change that."""
     message = f"{sentence(refusal, _MESSAGE_BYTES)}; to try again: kubectl etj retry {context.job.name}"
     context.emit("CheckpointNotOwned", message, warning=True)
     return dataclasses.replace(
@@ -168,7 +186,7 @@ def fail_as_not_owner(context: Context, status: Status, refusal: str) -> Status:
 
 
 def set_checkpoint_owned(context: Context, status: Status, *, is_owned: bool, message: str) -> Status:
-    """Set condition CheckpointOwned: whether the checkpoint folder is this job's, and not another one's."""
+    """Set condition CheckpointOwned: whether the checkpoint folder belongs to this job."""
     conditions = set_condition(
         status.conditions,
         Type.CHECKPOINT_OWNED,
@@ -182,25 +200,27 @@ def set_checkpoint_owned(context: Context, status: Status, *, is_owned: bool, me
 
 
 def refuse_commit(context: Context, status: Status, uri: str, reason: str) -> Status:
-    """Fall back: mark a commit invalid, and say what is left."""
+    """Mark a commit invalid, and report which commit the job falls back to."""
     checkpoint = commit_history.invalidate(status.checkpoint, uri, reason)
-    left = commit_history.newest(checkpoint, below=status.attempt + 1)
+    fallback = commit_history.find_newest(checkpoint, below=status.attempt + 1)
     start = "spec.checkpoint.startFrom" if context.spec.checkpoint.start_from else "nothing"
-    then = f"falling back to {left.uri}" if left else f"no other commit is left: training starts from {start}"
-    context.emit("CommitInvalid", f"{uri} cannot be used ({reason}); {then}", warning=True)
+    consequence = (
+        f"falling back to {fallback.uri}" if fallback else f"no other commit is left: training starts from {start}"
+    )
+    context.emit("CommitInvalid", f"{uri} cannot be used ({reason}); {consequence}", warning=True)
     return dataclasses.replace(status, checkpoint=checkpoint)
 
 
 def refresh_exclusions(context: Context, status: Status) -> Status:
-    """Readmit nodes: Ready for a while after a loss, or past their term as repeated offenders."""
+    """Readmit excluded nodes: lost ones that have been Ready for a while, repeated offenders after their term."""
     kept: list[ExcludedNode] = []
     for item in status.excluded_nodes:
         node = context.world.nodes.get(item.name)
         if node is None:
-            continue  # A node that does not exist needs no exclusion; if it is made again, it is a new one.
-        # A node whose Lease is stale is not back, whatever its Ready condition still says.
-        sound = not signals.node_signals(node, item.name, context.limits, context.now)
-        until = _term(context, item, sound, node.ready_since)
+            continue  # A node that does not exist needs no exclusion; one created under its name later is another node.
+        # A node with a stale Lease has not returned, even if its Ready condition is still True.
+        is_healthy = not signals.detect_node_signals(node, item.name, context.limits, context.now)
+        until = _exclusion_end(context, item, is_healthy, node.ready_since)
         if until is None or until > context.now:
             kept.append(dataclasses.replace(item, until=until))
         else:
@@ -208,22 +228,22 @@ def refresh_exclusions(context: Context, status: Status) -> Status:
     return dataclasses.replace(status, excluded_nodes=tuple(kept))
 
 
-def _term(context: Context, item: ExcludedNode, sound: bool, ready_since: float | None) -> Time | None:
+def _exclusion_end(context: Context, item: ExcludedNode, is_healthy: bool, ready_since: float | None) -> Time | None:
     if item.hurts >= OFFENCES_UNTIL_EXCLUDED:
-        return Time(item.since + context.spec.recovery.exclude_node_seconds) if sound else None
-    if not sound:
+        return Time(item.since + context.spec.recovery.exclude_node_seconds) if is_healthy else None
+    if not is_healthy:
         return None
     return item.until or Time(max(ready_since or item.since, item.since) + context.limits.node_stable_seconds)
 
 
-def _excluded(context: Context, status: Status, lost: Collection[str], cause: str) -> tuple[ExcludedNode, ...]:
+def _exclude_nodes(context: Context, status: Status, lost: Collection[str], cause: str) -> tuple[ExcludedNode, ...]:
     others = [item for item in status.excluded_nodes if item.name not in lost]
     new = [
         ExcludedNode(
             name=name,
             reason=cause,
             since=Time(context.now),
-            # Its own record is in the list already.
+            # The current recovery is in the list already.
             hurts=max(1, sum(name in recovery.lost for recovery in status.recoveries)),
         )
         for name in sorted(lost)
@@ -237,7 +257,7 @@ def _excluded(context: Context, status: Status, lost: Collection[str], cause: st
     return (*others, *new)
 
 
-def _record(
+def _build_record(
     context: Context, status: Status, *, cause: str, message: str, since: float, lost: Collection[str], planned: bool
 ) -> Recovery:
     current, progress = status.current, status.progress

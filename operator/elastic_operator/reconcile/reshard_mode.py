@@ -1,8 +1,8 @@
-"""How the next conversion is asked for: files, a virtual commit, or what the resharder finds cheaper. Pure.
+"""Choose how to request the next conversion: files, a virtual commit, or the resharder's own choice. Pure.
 
-The resharder alone knows what a conversion moves, and chooses (`reshard.virtual.auto_mode`). Here is what only the
-operator knows: whether the training loads virtual commits at all, which it says on its Lease as it restores, and on
-what nodes.
+Only the resharder knows what a conversion moves, and it chooses (`reshard.virtual.auto_mode`). This module knows what
+only the operator knows: whether the training loads virtual commits, which rank 0 writes to its Lease when it restores,
+and on which nodes the attempt runs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from reshard.contract import ELASTIC_TRAINER, MANIFEST_VERSIONS
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionRequest:
-    """What the reshard Job is asked for.
+    """Arguments of the reshard Job, and why it writes files.
 
     Attributes:
         arguments: for `reshard run`; none for files.
-        reason: why it is files, where that is decided here.
+        reason: why the operator requests files; empty if it does not.
     """
 
     arguments: tuple[str, ...] = ()
@@ -30,24 +30,26 @@ class ConversionRequest:
 
 
 def conversion_request(spec: Spec, status: Status, current: Current) -> ConversionRequest:
-    """The mode of the conversion that `current` waits for."""
+    """Choose the mode of the conversion that `current` waits for."""
     if current.resume.external:
-        return ConversionRequest(reason="others may remove what the job starts from: files")
-    if commit_history.virtual_was_refused(status.checkpoint, step=current.resume.step):
-        return ConversionRequest(reason="a conversion of this step could not be loaded: files prove its source or not")
+        return ConversionRequest(reason="the owner of the start checkpoint may remove it: files")
+    if commit_history.is_virtual_refused(status.checkpoint, step=current.resume.step):
+        return ConversionRequest(
+            reason="a virtual commit of this step could not be loaded: files show whether its source is readable"
+        )
     if spec.reshard.mode == VIRTUAL:
         return ConversionRequest(arguments=("--mode", "virtual"))
     if spec.reshard.mode != AUTO:
         return ConversionRequest(reason="spec.reshard.mode is Materialize")
-    why = _obstacle(spec, status, current)
-    if why or status.loader is None:
-        return ConversionRequest(reason=f"Auto writes files: {why}")
+    obstacle = _find_obstacle(spec, status, current)
+    if obstacle or status.loader is None:
+        return ConversionRequest(reason=f"Auto writes files: {obstacle}")
     loader = f"{ELASTIC_TRAINER},ranks-per-node={current.gpus_per_node},node-memory={status.loader.memory_bytes}"
     return ConversionRequest(arguments=("--loader", loader))
 
 
-def _obstacle(spec: Spec, status: Status, current: Current) -> str:
-    """Why the choice is not left to the resharder, or nothing."""
+def _find_obstacle(spec: Spec, status: Status, current: Current) -> str:
+    """Return why the operator does not leave the choice to the resharder, empty if it does."""
     loader = status.loader
     if spec.reshard.parallelism > 1:
         return "spec.reshard.parallelism shares them among pods"
@@ -58,6 +60,6 @@ def _obstacle(spec: Spec, status: Status, current: Current) -> str:
     if loader.spec_hash != current.spec_hash:
         return "no attempt of the edited spec has said yet that it restores through elastic_trainer"
     if MANIFEST_VERSIONS[-1] not in loader.manifests:
-        known = ", ".join(map(str, loader.manifests))
-        return f"the training reads manifests of versions {known}, the resharder writes {MANIFEST_VERSIONS[-1]}"
+        versions = ", ".join(map(str, loader.manifests))
+        return f"the training reads manifests of versions {versions}, the resharder writes {MANIFEST_VERSIONS[-1]}"
     return ""

@@ -1,7 +1,7 @@
-"""The first conversion of a job that goes on from a checkpoint of others (`spec.checkpoint.startFrom`). Pure.
+"""The first conversion of a job that starts from a foreign checkpoint (`spec.checkpoint.startFrom`). Pure.
 
-The operator opens no checkpoint: which one of a folder it was, and its step, the resharder's report says. Without a
-report the Job is made again, and finds its work done.
+The operator opens no checkpoint. The resharder's report says which checkpoint of a folder was converted, and its step.
+Without a report the Job is created again, and finds its work done.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from elastic_operator.api.status import Current, Progress, StartedFrom, Status, 
 from elastic_operator.observed.observation import PodView
 from reshard.contract import ExitCode, ReshardReport
 
-NO_REPORT = "the reshard pod ended well, but what it had to say is lost; the next one says it again"
+NO_REPORT = "the reshard pod succeeded, but its report is lost; the next reshard pod writes it again"
 
 
-def learn(status: Status, current: Current, report: ReshardReport) -> tuple[Status, Current]:
-    """Take up what was started from, and count steps from there on."""
-    what = f"step {report.step} of {report.source} (spec.checkpoint.startFrom)"
+def record_source(status: Status, current: Current, report: ReshardReport) -> tuple[Status, Current]:
+    """Record which checkpoint the job started from, and count steps from there."""
+    description = f"step {report.step} of {report.source} (spec.checkpoint.startFrom)"
     resume = dataclasses.replace(
         current.resume,
         step=report.step,
         samples=report.samples,
-        reason=f"{what}, resharded to {short(current.topology)}",
+        reason=f"{description}, resharded to {short(current.topology)}",
     )
     status = dataclasses.replace(
         status,
@@ -33,16 +33,16 @@ def learn(status: Status, current: Current, report: ReshardReport) -> tuple[Stat
     return status, dataclasses.replace(current, resume=resume)
 
 
-def report_may_come(pods: Collection[PodView]) -> bool:
-    """The Job has been seen complete before its pod was."""
+def is_report_pending(pods: Collection[PodView]) -> bool:
+    """Return whether a pod has not ended yet: the Job may be seen complete before its pod is."""
     return any(not pod.terminal for pod in pods)
 
 
 def is_final(code: int | None) -> bool:
-    """There is no earlier commit to fall back to: another try at once would find the same."""
+    """Return whether a retry would fail in the same way; there is no earlier commit to fall back to."""
     return code == ExitCode.SOURCE_INVALID
 
 
-def advice(job: str) -> str:
-    """What a person can do after the last try."""
-    return f"correct spec.checkpoint.startFrom or startOptions, or what is there, then: kubectl etj retry {job}"
+def format_advice(job: str) -> str:
+    """Return what a person can do after the last try."""
+    return f"correct spec.checkpoint.startFrom or startOptions, or the checkpoint, then: kubectl etj retry {job}"

@@ -1,9 +1,8 @@
-"""What a person has asked for by hand: commit now, exit, start again (`kubectl etj drain`), or try once more after the
-job has Failed (`kubectl etj retry`).
+"""Requests by annotation: `kubectl etj drain` (commit, exit, start again) and `kubectl etj retry` (go on after Failed).
 
-A request is an annotation on the resource. Its value is a token that means nothing; one that differs from the token in
+A request is an annotation on the resource. Its value is an opaque token; a token that differs from
 `status.drainRequest` or `status.retryRequest` is a new request. So the operator needs no right to write the resource,
-and a request is answered once, whoever answers it and however often it is looked at.
+and each request is answered once, by whichever replica reads it.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from elastic_operator.reconcile.context import Context
 from reshard.contract import TrainerPhase
 
 CAUSE = "ManualDrain"
-"""Cause of the planned change that answers a request."""
+"""Cause of the planned change that answers a drain request."""
 
-ANSWERING = (TrainerPhase.TRAINING, TrainerPhase.SAVING)
-"""What a training loop is doing that will see the request and can commit."""
+INTERRUPTIBLE_PHASES = (TrainerPhase.TRAINING, TrainerPhase.SAVING)
+"""Phases in which the training loop reads requests and can commit."""
 
 
 def handle_drain(context: Context, status: Status) -> Status:
-    """Answer a new request: drain, or say why there is nothing to drain."""
+    """Answer a new drain request: drain, or report why there is nothing to drain."""
     request = context.job.drain_request
     if not request or request == status.drain_request:
         return status
     status = dataclasses.replace(status, drain_request=request)
     if status.attempt == 0 or status.drain is not None or context.spec.suspend:
-        # Nothing has ever run, as where a manifest came with the annotation in it; or what was asked for happens.
+        # No attempt has run yet (the manifest contained the annotation), or a drain or suspension is under way.
         return status
     lease = context.world.leases.get(status.attempt) if status.launched else None
-    if lease is None or lease.phase not in ANSWERING:
+    if lease is None or lease.phase not in INTERRUPTIBLE_PHASES:
         step = status.checkpoint.step
         text = f"no training loop runs that could commit; the newest commit is of step {step}"
         context.emit("DrainNotPossible", f"a drain was requested by hand, but {text}", warning=True)
@@ -41,21 +40,24 @@ def handle_drain(context: Context, status: Status) -> Status:
 
 
 def handle_retry(context: Context, status: Status) -> Status:
-    """Take a job that has Failed up again, where a person asks for it: from its newest commit, with a fresh budget.
+    """Answer a new retry request: continue a Failed job from its newest commit, with a fresh restart budget.
 
-    The recovery that ended in Failed goes on, so that its record and the goodput hold all the time without training.
+    The recovery that ended in Failed stays open, so that its record and the goodput cover the whole time without
+    training.
     """
     request = context.job.retry_request
     if not request or request == status.retry_request:
         return status
     status = dataclasses.replace(status, retry_request=request)
     if status.phase != Phase.FAILED:
-        # Nothing has failed yet: a manifest came with the annotation in it, or the job runs, or is Complete.
+        # Nothing has failed: the manifest contained the annotation, or the job runs, or it is Complete.
         return status
     last = status.recoveries[-1] if status.recoveries else None
     if last is not None and last.first_step_time is None:
         status = edit_last_recovery(status, to="", to_attempt=0, plan_time=None)
-    context.emit("RetryRequested", f"asked for by hand after {status.reason}: going on with a fresh restart budget")
+    context.emit(
+        "RetryRequested", f"requested by hand after {status.reason}: the job goes on with a fresh restart budget"
+    )
     return dataclasses.replace(
         status,
         phase=Phase.PENDING,

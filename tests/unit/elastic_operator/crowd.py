@@ -38,8 +38,8 @@ SPEC = {
 class Asking(ClusterReader):
     """Knows what it is told, and counts what it would have to ask. Finds only what a test has put `there`."""
 
-    def __init__(self, remembered: ClusterStore, nodes: NodeCache, renewals: RenewalCache) -> None:
-        super().__init__(None, nodes, renewals, remembered, ())  # type: ignore[arg-type]
+    def __init__(self, store: ClusterStore, nodes: NodeCache, renewals: RenewalCache) -> None:
+        super().__init__(None, nodes, renewals, store, ())  # type: ignore[arg-type]
         self.asked: list[Key] = []
         self.there: dict[Key, dict[str, Any]] = {}
         self.kept: Spec | None = None
@@ -52,9 +52,9 @@ class Asking(ClusterReader):
         assert uid == f"uid-{job}"
         return self.kept
 
-    async def look(self, record: Record, resource: str, *, fresh: bool) -> Observation:
+    async def observe(self, record: Record, resource: str, *, fresh: bool) -> Observation:
         key = (record.job.namespace, record.job.name)
-        return dataclasses.replace(self._remembered.look(key, resource), capacity_fresh=True)
+        return dataclasses.replace(self._store.observe(key, resource), capacity_fresh=True)
 
 
 class Writing(ClusterWriter):
@@ -88,23 +88,23 @@ class Crowd:
 
     def __init__(self, num_jobs: int, num_nodes: int = 0) -> None:
         self.nodes, self.renewals = NodeCache(), RenewalCache()
-        self.memory = ClusterStore(self.nodes, self.renewals)
-        self.observer = Asking(self.memory, self.nodes, self.renewals)
-        self.applier = Writing()
-        inquiries = Diagnostics(None, self.applier)  # type: ignore[arg-type]
-        self.workers = JobController(self.observer, self.applier, inquiries, Timeouts())
+        self.store = ClusterStore(self.nodes, self.renewals)
+        self.reader = Asking(self.store, self.nodes, self.renewals)
+        self.writer = Writing()
+        diagnostics = Diagnostics(None, self.writer)  # type: ignore[arg-type]
+        self.controller = JobController(self.reader, self.writer, diagnostics, Timeouts())
         self.woken: list[Key] = []
-        self.memory.listener = self
+        self.store.listener = self
         for number in range(max(num_jobs, num_nodes)):
             self.tell("nodes", node(f"n{number}"))
         self.keys = [("ns", f"job-{number}") for number in range(num_jobs)]
         for number, key in enumerate(self.keys):
             self.tell_job(key)
             self.settle(key, f"n{number}")
-            found = self.memory._records[key]
+            found = self.store._records[key]
             assert found is not None and found.status.phase == Phase.STARTING
-        for mirror in self.memory.world:
-            mirror.live = True
+        for informer in self.store.informers:
+            informer.is_live = True
         self.woken.clear()
 
     def wake(self, key: Key) -> None:
@@ -113,15 +113,15 @@ class Crowd:
     def node_changed(self, name: str) -> None:
         self.woken.append(("", name))
 
-    def heartbeat(self, key: Key, lease: Mapping[str, Any]) -> None:
+    def lease_changed(self, key: Key, lease: Mapping[str, Any]) -> None:
         del lease
         self.woken.append(key)
 
-    def mirror(self, plural: str) -> Informer:
-        return next(item for item in self.memory.world if item.source.path.endswith(f"/{plural}"))
+    def informer(self, plural: str) -> Informer:
+        return next(item for item in self.store.informers if item.source.path.endswith(f"/{plural}"))
 
     def tell(self, plural: str, item: Mapping[str, Any], change: str = "ADDED") -> None:
-        self.mirror(plural).take(change, item)
+        self.informer(plural).apply(change, item)
 
     def tell_job(
         self,
@@ -136,19 +136,19 @@ class Crowd:
     ) -> dict[str, Any]:
         """Tell of the resource, with the status that is known of it or another one."""
         meta: dict[str, Any] = {"namespace": key[0], "name": key[1], "uid": f"uid-{key[1]}", "resourceVersion": version}
-        known = self.memory._records.get(key)
+        known = self.store._records.get(key)
         wire = to_wire(status or (known.status if known is not None else Status()))
         meta |= {"generation": generation, "annotations": annotations}
         resource = {"metadata": meta, "spec": spec, "status": wire}
-        self.memory.put_record(resource, listed=listed)
+        self.store.put_record(resource, listed=listed)
         return resource
 
     def settle(self, key: Key, on: str = "") -> None:
         """Let a job come to rest: what it decides is taken for done."""
         for _ in range(8):
-            record = self.memory._records[key]
+            record = self.store._records[key]
             assert record is not None and isinstance(record.spec, Spec)
-            world = dataclasses.replace(self.memory.look(key, GPU), capacity_fresh=True)
+            world = dataclasses.replace(self.store.observe(key, GPU), capacity_fresh=True)
             found = decide(record.job, record.spec, record.status, world, limits=Timeouts(), now=time.time())
             for action in found.actions:
                 if isinstance(action, LaunchAttempt):

@@ -11,7 +11,7 @@ import pytest
 from elastic_operator.api.conditions import Type
 from elastic_operator.observed.signals import KINDS
 from elastic_operator.observed.timeouts import Timeouts
-from elastic_operator.settings import read
+from elastic_operator.settings import read_settings
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "operator/elastic_operator"
@@ -69,7 +69,9 @@ def test_the_failure_modes_page_names_tests_that_exist() -> None:
 
 
 def test_settings_come_from_the_command_line_then_the_environment() -> None:
-    found = read(["run", "--namespace", "team", "--image-seconds", "3"], {"HOME": "/home/me", "KUBECONFIG": "/k"})
+    found = read_settings(
+        ["run", "--namespace", "team", "--image-seconds", "3"], {"HOME": "/home/me", "KUBECONFIG": "/k"}
+    )
     assert (found.namespaces, found.limits.image_seconds, str(found.kubeconfig)) == (("team",), 3.0, "/k")
-    assert read(["run", "--namespace", "a", "--namespace=b,a"], {}).namespaces == ("a", "b")
-    assert read(["run"], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).kubeconfig is None
+    assert read_settings(["run", "--namespace", "a", "--namespace=b,a"], {}).namespaces == ("a", "b")
+    assert read_settings(["run"], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).kubeconfig is None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_operator import probes
-from elastic_operator.cluster.leader_election import Standing
+from elastic_operator.cluster.leader_election import CandidateState
 from elastic_operator.probes import Answer
 
 PAGES = {"/healthz": lambda: Answer(True, "alive"), "/readyz": lambda: Answer(False, "starting")}
@@ -23,29 +23,35 @@ PAGES = {"/healthz": lambda: Answer(True, "alive"), "/readyz": lambda: Answer(Fa
     [
         pytest.param(None, True, True, "leader", id="no-election"),
         pytest.param(None, False, False, "watches", id="no-election-not-started"),
-        pytest.param(Standing(leading=True), True, True, "leader", id="leader"),
-        pytest.param(Standing(leading=True), False, False, "watches", id="leader-not-started"),
+        pytest.param(CandidateState(is_leading=True), True, True, "leader", id="leader"),
+        pytest.param(CandidateState(is_leading=True), False, False, "watches", id="leader-not-started"),
         pytest.param(
-            Standing(leading=False, holder="you_1"), False, True, "standby; the leader is you_1", id="standby"
+            CandidateState(is_leading=False, holder="you_1"), False, True, "standby; the leader is you_1", id="standby"
         ),
-        pytest.param(Standing(leading=False), False, True, "not known yet", id="standby-before-a-leader"),
+        pytest.param(CandidateState(is_leading=False), False, True, "not known yet", id="standby-before-a-leader"),
         pytest.param(
-            Standing(leading=False, trouble="forbidden"), False, False, "forbidden", id="standby-without-rights"
+            CandidateState(is_leading=False, trouble="forbidden"),
+            False,
+            False,
+            "forbidden",
+            id="standby-without-rights",
         ),
-        pytest.param(Standing(leading=True, trouble="refused"), True, False, "refused", id="leader-without-server"),
+        pytest.param(
+            CandidateState(is_leading=True, trouble="refused"), True, False, "refused", id="leader-without-server"
+        ),
     ],
 )
-def test_readiness_tells_what_is_missing(standing: Standing | None, started: bool, good: bool, text: str) -> None:
+def test_readiness_tells_what_is_missing(standing: CandidateState | None, started: bool, good: bool, text: str) -> None:
     answer = probes.readiness(standing, started=started)
-    assert answer.good is good
+    assert answer.is_good is good
     assert text in answer.text
 
 
 def test_a_leader_whose_lease_is_long_over_is_not_alive_and_a_standby_always_is() -> None:
-    assert probes.liveness(Standing(leading=True, age_seconds=10)).good
-    assert not probes.liveness(Standing(leading=True, age_seconds=16)).good
-    assert probes.liveness(Standing(leading=False, trouble="refused", age_seconds=1e6)).good
-    assert probes.liveness(None).good
+    assert probes.liveness(CandidateState(is_leading=True, age_seconds=10)).is_good
+    assert not probes.liveness(CandidateState(is_leading=True, age_seconds=16)).is_good
+    assert probes.liveness(CandidateState(is_leading=False, trouble="refused", age_seconds=1e6)).is_good
+    assert probes.liveness(None).is_good
 
 
 @pytest.mark.parametrize(

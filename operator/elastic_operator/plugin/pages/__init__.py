@@ -1,4 +1,4 @@
-"""What `kubectl etj` prints: data and text about jobs, made from plain objects.
+"""The output of `kubectl etj`: data and text about jobs, made from plain objects.
 
-Pure: no cluster, no clock. Imported by the verbs of the plugin.
+Pure: no requests, no clock. Imported by the other modules of the plugin.
 """

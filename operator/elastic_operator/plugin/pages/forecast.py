@@ -1,4 +1,4 @@
-"""`kubectl etj plan`: what the operator would do after a change. It asks the operator's own planning code. Pure."""
+"""`kubectl etj plan`: what the operator would do after a change, computed by the operator's own planning code. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 
 from elastic_operator.api.status import Current, Phase, Status, short
 from elastic_operator.planning import planner
-from elastic_operator.plugin.pages.recovery_estimate import Estimate, estimate
-from elastic_operator.plugin.pages.whatif import Change, apply
+from elastic_operator.plugin.pages.recovery_estimate import Estimate, estimate_recovery
+from elastic_operator.plugin.pages.whatif import Change, apply_change
 from elastic_operator.reconcile import next_attempt, running
-from elastic_operator.reconcile.context import Context, capacity
+from elastic_operator.reconcile.context import Context, find_capacity
 from reshard.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A topology that could run too, but comes after the chosen one."""
+    """A topology that could also run, but that the planner ranks below the chosen one."""
 
     topology: str
     nodes: int
@@ -27,7 +27,7 @@ class Alternative:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A topology that cannot run, and why."""
+    """A topology that cannot run, with the reason."""
 
     subject: str
     reason: str
@@ -35,13 +35,13 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardForecast:
-    """What happens to the checkpoint.
+    """The conversion of the checkpoint.
 
     Attributes:
-        mode: `None` (used as it is, or there is none), else `spec.reshard.mode`.
-        last_mode: what `Auto` was the last time.
+        mode: `None` (the checkpoint needs no conversion, or there is none), else `spec.reshard.mode`.
+        last_mode: the mode that `Auto` chose for the last conversion.
         source: commit that is read.
-        num_bytes: its size; None where nobody has told it.
+        num_bytes: size of the commit; None if it is unknown.
     """
 
     mode: str
@@ -53,22 +53,22 @@ class ReshardForecast:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The answer.
+    """What the operator would do after a change.
 
     Attributes:
-        outcome: `Unaffected` (the attempt goes on), `Grows` (it does, and a better one follows), `Restarts` (same
-            topology), `Reshards` (another topology), `Starts` (nothing runs now), `Waits` (nothing can run),
-            `Finished` (the job has ended).
+        outcome: `Unaffected` (the attempt goes on), `Grows` (the attempt goes on until a better one replaces it),
+            `Restarts` (same topology), `Reshards` (another topology), `Starts` (no attempt runs now), `Waits` (no
+            topology can run), `Finished` (the job has ended).
         reason: why, in one sentence.
-        hit: nodes of the running attempt that the change takes or shrinks.
-        from_: topology now.
-        to: topology then.
-        use_nodes: nodes that can take the new attempt; the scheduler chooses.
-        resume_step: of the commit that it goes on from; None for a start from nothing or from `checkpoint.startFrom`.
-        lost_steps: steps that have to be done again; they change until it happens.
-        free: accelerators that the job could use then.
-        alternatives: what could run too, best first.
-        refused: what cannot run.
+        hit: nodes of the running attempt that the change removes or shrinks.
+        from_: topology before the change.
+        to: topology after the change.
+        use_nodes: nodes that can run the new attempt; the scheduler chooses among them.
+        resume_step: step of the commit to resume from; None for a start from step 0 or from `checkpoint.startFrom`.
+        lost_steps: steps that would be repeated if the change happened now.
+        free: accelerators that the job could use after the change.
+        alternatives: other topologies that could run, best first.
+        refused: topologies that cannot run.
     """
 
     name: str
@@ -92,16 +92,18 @@ class Forecast:
     refused: tuple[Refused, ...] = ()
 
 
-def forecast(context: Context, status: Status, change: Change) -> Forecast:
-    """What would happen to the job of `context` if its world changed.
+def make_forecast(context: Context, status: Status, change: Change) -> Forecast:
+    """Compute what the operator would do with a job after a change.
 
     Args:
-        context: the world as it is; Jobs and Leases may be missing.
+        context: the job and the current observation; Jobs and Leases may be missing.
+        status: status of the job.
+        change: the change of nodes and accelerators.
 
     Raises:
-        PluginError: the change names a node that is not there.
+        PluginError: the change names an unknown node.
     """
-    after = dataclasses.replace(context, world=apply(context, status, change), events=[])
+    after = dataclasses.replace(context, world=apply_change(context, status, change), events=[])
     base = Forecast(
         name=context.job.name,
         namespace=context.job.namespace,
@@ -109,7 +111,7 @@ def forecast(context: Context, status: Status, change: Change) -> Forecast:
         reason=status.message,
         from_=status.topology_text,
         from_nodes=status.replicas,
-        free=str(capacity(after, status)),
+        free=str(find_capacity(after, status)),
     )
     if status.terminal:
         return base
@@ -121,21 +123,23 @@ def forecast(context: Context, status: Status, change: Change) -> Forecast:
 
 
 def _hit(before: Context, after: Context, status: Status) -> tuple[str, ...]:
-    """Nodes of the running attempt that are gone, or have fewer accelerators than its pods hold."""
+    """Return the nodes of the running attempt that are missing, or have fewer accelerators than its pods use."""
     resource = before.spec.accelerator.resource
-    held: dict[str, int] = {}
+    gpus_in_use: dict[str, int] = {}
     for pod in before.world.pods:
         if pod.role == "worker" and pod.attempt == status.attempt and pod.node and not pod.terminal:
-            held[pod.node] = held.get(pod.node, 0) + pod.requests.get(resource, 0)
+            gpus_in_use[pod.node] = gpus_in_use.get(pod.node, 0) + pod.requests.get(resource, 0)
     nodes = after.world.nodes
     return tuple(
-        sorted(n for n, gpus in held.items() if n not in nodes or nodes[n].allocatable.get(resource, 0) < gpus)
+        sorted(n for n, gpus in gpus_in_use.items() if n not in nodes or nodes[n].allocatable.get(resource, 0) < gpus)
     )
 
 
 def _undisturbed(base: Forecast, after: Context, status: Status, current: Current) -> Forecast:
     grown = running.consider_growth(after, dataclasses.replace(status, growth=None), current)
-    result = planner.plan(next_attempt.pinned(after.spec, status.pinned), capacity(after, status), _last(status))
+    result = planner.plan(
+        next_attempt.restrict_to_topology(after.spec, status.pinned), find_capacity(after, status), _last(status)
+    )
     if grown.growth is None and grown.drain is None:
         reason = "the running attempt loses nothing, and nothing better fits"
         return dataclasses.replace(
@@ -156,11 +160,11 @@ def _undisturbed(base: Forecast, after: Context, status: Status, current: Curren
 
 
 def _next_attempt(base: Forecast, after: Context, status: Status) -> Forecast:
-    """What `plan_next` says when nothing runs any more."""
+    """Forecast the next attempt, as `plan_next` plans it when the current one has stopped."""
     idle = dataclasses.replace(status, current=None, drain=None, growth=None, phase=Phase.PENDING)
     planned = next_attempt.plan_next(after, idle)
-    usable = capacity(after, planned)
-    result = planner.plan(next_attempt.pinned(after.spec, planned.pinned), usable, _last(status))
+    usable = find_capacity(after, planned)
+    result = planner.plan(next_attempt.restrict_to_topology(after.spec, planned.pinned), usable, _last(status))
     notes = tuple(event.message for event in after.events if event.reason == "ExclusionLifted")
     if status.phase == Phase.SUSPENDED:
         notes += ("the job is suspended: this is what a resume would start",)
@@ -184,7 +188,9 @@ def _next_attempt(base: Forecast, after: Context, status: Status) -> Forecast:
         lost_steps=0 if new.resume.external else max(0, step - new.resume.step),
         reshard=reshard,
         alternatives=_alternatives(result, to, new.num_nodes),
-        estimate=estimate(status, stops=status.launched, reshards=reshard.mode != "None", num_bytes=reshard.num_bytes),
+        estimate=estimate_recovery(
+            status, stops=status.launched, reshards=reshard.mode != "None", num_bytes=reshard.num_bytes
+        ),
     )
 
 
@@ -213,7 +219,7 @@ def _last(status: Status) -> Topology | None:
 
 
 def _alternatives(result: planner.PlanResult, topology: str, num_nodes: int) -> tuple[Alternative, ...]:
-    """All that can run but this one."""
+    """Return the topologies that can run, without the given one."""
     return tuple(
         Alternative(
             topology=str(item.topology),

@@ -1,6 +1,6 @@
-"""What there is to say about one job, as data: read from the resource and its events alone. Pure.
+"""The report of one job as data, made from the resource and its Events only. Pure.
 
-`-o json` is this, in camelCase; the text for people (`story`) is made from it. Fields without a value are left out.
+`-o json` prints it in camelCase, without empty fields; `status_page` makes the text for people from it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from elastic_operator.api import status_reader
 from elastic_operator.api.serialization import Time, parse_time
 from elastic_operator.api.spec import Spec, SpecError, parse_spec
 from elastic_operator.api.status import Conversion, ExcludedNode, Recovery, RestartBudget, Status, short
-from elastic_operator.plugin.pages.wait_reason import Waiting, waits_for
+from elastic_operator.plugin.pages.wait_reason import Waiting, explain_wait
 from elastic_operator.reconcile import goodput
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of a recovery: what was waited for, for how long, until when."""
+    """One part of a recovery with its duration and its end."""
 
     name: str
     seconds: float
@@ -28,19 +28,19 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryReport:
-    """One change of the running attempt.
+    """One change from an attempt to the next.
 
     Attributes:
-        state: `Done`, `Open` (goes on now), `Abandoned` (another one, or a suspension, took its place).
-        message: why.
-        lost: nodes, as far as any.
+        state: `Done`, `Open` (in progress), `Abandoned` (another recovery or a suspension replaced it).
+        message: why the attempt was replaced.
+        lost: lost nodes.
         from_: topology before.
-        to: topology after; empty while there is none.
-        start_time: first sign, or the request of a planned change.
-        end_time: first step of the attempt that followed.
-        parts: in the order in which they happened.
-        total_seconds: of all parts so far.
-        conversion: what the reshard Job moved; None where none was needed.
+        to: topology after; empty while it is not planned.
+        start_time: first failure signal, or the request of a planned change.
+        end_time: first step of the next attempt.
+        parts: parts in the order in which they happened.
+        total_seconds: sum of the parts so far.
+        conversion: result of the reshard Job; None if none was needed.
     """
 
     cause: str
@@ -64,7 +64,7 @@ class RecoveryReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EventReport:
-    """One event of the job."""
+    """One Event about the job."""
 
     time: Time | None
     type: str
@@ -75,7 +75,7 @@ class EventReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CommitReport:
-    """The newest commit that can be gone on from."""
+    """The newest commit from which the job can resume."""
 
     step: int
     uri: str
@@ -86,13 +86,13 @@ class CommitReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobReport:
-    """Everything about a job.
+    """The report of one job.
 
     Attributes:
-        now: what is happening, and what it waits for.
-        topology: of the attempt that runs or is being started.
-        resumed_from: what that attempt continues from.
-        recoveries: oldest first; the operator keeps the last ten.
+        now: what the job does now, and what it waits for.
+        topology: topology of the attempt that runs or starts.
+        resumed_from: the checkpoint from which that attempt resumed.
+        recoveries: oldest first; the status keeps the last ten.
         events: oldest first.
     """
 
@@ -119,12 +119,13 @@ class JobReport:
     events: tuple[EventReport, ...] = ()
 
 
-def report(resource: Mapping[str, Any], now: float, events: Sequence[Mapping[str, Any]] = ()) -> JobReport:
-    """The report of a resource as the API server has it.
+def make_report(resource: Mapping[str, Any], now: float, events: Sequence[Mapping[str, Any]] = ()) -> JobReport:
+    """Make the report of a job.
 
     Args:
-        now: seconds since the epoch.
-        events: core/v1 Events about it, in any order.
+        resource: the resource as the API server returned it.
+        now: current time in seconds since the epoch.
+        events: core/v1 Events about the job, in any order.
     """
     meta, status = resource["metadata"], read_status(resource)
     spec, problem = read_spec(resource)
@@ -135,7 +136,7 @@ def report(resource: Mapping[str, Any], now: float, events: Sequence[Mapping[str
         phase=status.phase if resource.get("status") else "Unknown",
         reason=status.reason,
         message=status.message,
-        now=waits_for(resource, spec, problem, status, now),
+        now=explain_wait(resource, spec, problem, status, now),
         create_time=parse_time(meta.get("creationTimestamp")),
         resource=spec.accelerator.resource if spec else "",
         attempt=status.attempt,
@@ -146,7 +147,7 @@ def report(resource: Mapping[str, Any], now: float, events: Sequence[Mapping[str
         loss=progress.loss if progress else None,
         resumed_from=resume.reason if resume else "",
         commit=_commit(status),
-        recoveries=recoveries(status),
+        recoveries=recovery_reports(status),
         excluded_nodes=status.excluded_nodes,
         restart_budget=status.restart_budget,
         goodput=status.goodput,
@@ -155,20 +156,20 @@ def report(resource: Mapping[str, Any], now: float, events: Sequence[Mapping[str
 
 
 def read_status(resource: Mapping[str, Any]) -> Status:
-    """The typed status; all defaults where the operator has written none."""
+    """Read the status of a resource; all fields have their defaults if the operator has not written it yet."""
     return status_reader.read_status(resource.get("status") or {}).status
 
 
 def read_spec(resource: Mapping[str, Any]) -> tuple[Spec | None, str]:
-    """The typed spec, or what is wrong with it."""
+    """Read the spec of a resource; return None and the problems if it is invalid."""
     try:
         return parse_spec(resource["spec"]), ""
     except SpecError as error:
         return None, "; ".join(error.problems)
 
 
-def recoveries(status: Status) -> tuple[RecoveryReport, ...]:
-    """All recoveries that the operator remembers, oldest first."""
+def recovery_reports(status: Status) -> tuple[RecoveryReport, ...]:
+    """Report all recoveries in the status, oldest first."""
     newest = len(status.recoveries) - 1
     return tuple(
         _recovery(item, is_newest=position == newest and not status.terminal)
@@ -177,8 +178,8 @@ def recoveries(status: Status) -> tuple[RecoveryReport, ...]:
 
 
 def event_reports(events: Sequence[Mapping[str, Any]]) -> tuple[EventReport, ...]:
-    """Events in the order in which they happened last."""
-    found = [
+    """Report Events in the order of their last occurrence."""
+    reports = [
         EventReport(
             time=parse_time(item.get("lastTimestamp") or item.get("eventTime")),
             type=item.get("type") or "Normal",
@@ -188,21 +189,21 @@ def event_reports(events: Sequence[Mapping[str, Any]]) -> tuple[EventReport, ...
         )
         for item in sorted(events, key=_order)
     ]
-    return tuple(found)
+    return tuple(reports)
 
 
 def _order(event: Mapping[str, Any]) -> tuple[str, str]:
-    # Event times have whole seconds; the resource version decides within one.
+    # Event times have whole seconds; the resourceVersion orders the Events of one second.
     version = str((event.get("metadata") or {}).get("resourceVersion") or "")
     return str(event.get("lastTimestamp") or event.get("eventTime") or ""), version.zfill(20)
 
 
 def _recovery(item: Recovery, *, is_newest: bool) -> RecoveryReport:
     begin = item.signal_time if item.signal_time is not None else item.detect_time
-    reached, found = float(begin or 0.0), list[Part]()
-    for name, seconds in goodput.parts(item).items():
-        reached += seconds
-        found.append(Part(name=name, seconds=round(seconds, 3), time=Time(reached)))
+    end, parts = float(begin or 0.0), list[Part]()
+    for name, seconds in goodput.measure_parts(item).items():
+        end += seconds
+        parts.append(Part(name=name, seconds=round(seconds, 3), time=Time(end)))
     state = "Done" if item.first_step_time is not None else "Open" if is_newest else "Abandoned"
     return RecoveryReport(
         cause=item.cause,
@@ -216,8 +217,8 @@ def _recovery(item: Recovery, *, is_newest: bool) -> RecoveryReport:
         to_attempt=item.to_attempt,
         start_time=begin,
         end_time=item.first_step_time,
-        parts=tuple(found),
-        total_seconds=round(sum(part.seconds for part in found), 3),
+        parts=tuple(parts),
+        total_seconds=round(sum(part.seconds for part in parts), 3),
         last_step=item.last_step,
         commit_step=item.commit_step,
         lost_steps=item.lost_steps,

@@ -1,4 +1,4 @@
-"""`kubectl etj list`: one line a job. Pure."""
+"""`kubectl etj list`: one line per job. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 from elastic_operator.api.serialization import Time
 from elastic_operator.plugin.pages.job_report import JobReport
-from elastic_operator.plugin.pages.text import NONE, age, table
+from elastic_operator.plugin.pages.text import NONE, format_age, format_table
 
 _HEADER = ("NAME", "PHASE", "ATTEMPT", "TOPOLOGY", "NODES", "GPUS", "STEP", "COMMIT", "RECOVERIES", "ETTR", "AGE")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ListEntry:
-    """One job in few words.
+    """One line of the list.
 
     Attributes:
-        commit_step: of the newest commit.
-        recoveries: of the last ten that the operator remembers.
-        ettr: effective training time ratio, 0..1.
+        commit_step: step of the newest commit.
+        recoveries: number of recoveries in the status, at most ten.
+        ettr: effective training time ratio, from 0 to 1.
     """
 
     name: str
@@ -37,8 +37,8 @@ class ListEntry:
     create_time: Time | None = None
 
 
-def entry(job: JobReport) -> ListEntry:
-    """The line of one job."""
+def make_entry(job: JobReport) -> ListEntry:
+    """Make the line of one job from its report."""
     return ListEntry(
         name=job.name,
         namespace=job.namespace,
@@ -56,10 +56,10 @@ def entry(job: JobReport) -> ListEntry:
     )
 
 
-def listing(entries: Sequence[ListEntry], now: float, *, everywhere: bool) -> str:
-    """A table like that of `kubectl get`."""
+def format_listing(entries: Sequence[ListEntry], now: float, *, everywhere: bool) -> str:
+    """Format the list as a table like that of `kubectl get`."""
     header = ("NAMESPACE", *_HEADER) if everywhere else _HEADER
-    return table(header, (((item.namespace,) if everywhere else ()) + _row(item, now) for item in entries))
+    return format_table(header, (((item.namespace,) if everywhere else ()) + _row(item, now) for item in entries))
 
 
 def _row(item: ListEntry, now: float) -> tuple[str, ...]:
@@ -74,5 +74,5 @@ def _row(item: ListEntry, now: float) -> tuple[str, ...]:
         NONE if item.commit_step is None else str(item.commit_step),
         str(item.recoveries),
         NONE if item.ettr is None else f"{item.ettr:.0%}",
-        age(None if item.create_time is None else now - item.create_time),
+        format_age(None if item.create_time is None else now - item.create_time),
     )

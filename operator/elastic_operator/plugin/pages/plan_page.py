@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from elastic_operator.plugin.pages.forecast import Forecast, ReshardForecast
 from elastic_operator.plugin.pages.status_page import PARTS
-from elastic_operator.plugin.pages.text import count, fields, seconds, size, table
+from elastic_operator.plugin.pages.text import format_fields, format_seconds, format_size, format_table, pluralize
 
 MAX_SHOWN = 8
-"""Alternatives and refusals that are printed; `-o json` has all."""
+"""Maximum number of alternatives and of refused topologies that are printed; `-o json` prints all."""
 
 
-def outlook(plan: Forecast) -> str:
-    """The answer on top, then its consequences, then what was not chosen and why."""
-    sections = [_headline(plan), "", fields(_facts(plan))]
+def format_plan(plan: Forecast) -> str:
+    """Format a forecast: the outcome, its consequences, the alternatives, and the topologies that cannot run."""
+    sections = [_headline(plan), "", format_fields(_facts(plan))]
     if plan.alternatives:
         rows = [
             (
@@ -26,7 +26,7 @@ def outlook(plan: Forecast) -> str:
             for item in plan.alternatives[:MAX_SHOWN]
         ]
         head = "Could run too:" if plan.outcome == "Unaffected" else "Could run too, but comes after it:"
-        sections += ["", head, _indented(table(("TOPOLOGY", "NODES * GPUS", "MICRO-BATCHES", "STEP"), rows))]
+        sections += ["", head, _indented(format_table(("TOPOLOGY", "NODES * GPUS", "MICRO-BATCHES", "STEP"), rows))]
         sections += _more(len(plan.alternatives))
     if plan.refused:
         sections += ["", "Cannot run:"]
@@ -71,7 +71,7 @@ def _facts(plan: Forecast) -> Iterator[tuple[str, str]]:
 
 
 def _shape(topology: str, nodes: int) -> str:
-    return f"{topology} on {count(nodes, 'node')}" if topology else "nothing (no attempt runs)"
+    return f"{topology} on {pluralize(nodes, 'node')}" if topology else "nothing (no attempt runs)"
 
 
 def _resume(plan: Forecast) -> str:
@@ -81,18 +81,20 @@ def _resume(plan: Forecast) -> str:
         return "from nothing: there is no commit"
     if plan.outcome == "Grows":
         return "from a commit that is made for it: no step is lost"
-    lost = f"as of now {count(plan.lost_steps, 'step')} would be done again" if plan.lost_steps else "no step is lost"
+    lost = (
+        f"as of now {pluralize(plan.lost_steps, 'step')} would be done again" if plan.lost_steps else "no step is lost"
+    )
     return f"from the commit of step {plan.resume_step}; {lost}"
 
 
-def _reshard(found: ReshardForecast) -> str:
-    if found.mode == "None":
-        return "none: the checkpoint is used as it is" if found.source else "none"
-    known = f" (last time: {found.last_mode})" if found.last_mode and found.mode == "Auto" else ""
-    num_bytes = "of unknown size" if found.num_bytes is None else f"{size(found.num_bytes)} to read"
-    if found.num_bytes is not None and found.last_mode != "virtual":
+def _reshard(reshard: ReshardForecast) -> str:
+    if reshard.mode == "None":
+        return "none: the checkpoint is used as it is" if reshard.source else "none"
+    known = f" (last time: {reshard.last_mode})" if reshard.last_mode and reshard.mode == "Auto" else ""
+    num_bytes = "of unknown size" if reshard.num_bytes is None else f"{format_size(reshard.num_bytes)} to read"
+    if reshard.num_bytes is not None and reshard.last_mode != "virtual":
         num_bytes += " and about as much to write"
-    return f"mode {found.mode}{known}, {num_bytes}: {found.reason}"
+    return f"mode {reshard.mode}{known}, {num_bytes}: {reshard.reason}"
 
 
 def _duration(plan: Forecast) -> str:
@@ -103,7 +105,7 @@ def _duration(plan: Forecast) -> str:
         return f"unknown: {estimate.basis}"
     order = [name for name in PARTS if estimate.parts_seconds.get(name)]
     parts = ", ".join(f"{name} {estimate.parts_seconds[name]:.1f}" for name in order)
-    return f"about {seconds(estimate.total_seconds)} until the first step ({parts}): {estimate.basis}"
+    return f"about {format_seconds(estimate.total_seconds)} until the first step ({parts}): {estimate.basis}"
 
 
 def _indented(text: str) -> str:

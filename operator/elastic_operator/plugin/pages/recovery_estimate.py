@@ -1,4 +1,4 @@
-"""How long the next recovery will take, from those that this job has had. Nothing is guessed. Pure."""
+"""Estimates the duration of the next recovery from the past recoveries of the same job only. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from elastic_operator.api.status import Conversion, Recovery, Status
-from elastic_operator.plugin.pages.text import count
+from elastic_operator.plugin.pages.text import pluralize
 from elastic_operator.reconcile import goodput
 
 _STOPPING = ("detect", "plan", "stop")
@@ -15,14 +15,14 @@ _STARTING = ("launch", "schedule", "load")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Seconds until the first step of the next attempt.
+    """Estimated time until the first step of the next attempt.
 
     Attributes:
-        total_seconds: None where it is not known.
-        parts_seconds: of what it is made up.
-        reshard_seconds: of the whole reshard Job; None where it is not known, 0 where none is needed.
-        bytes_per_second: written by the last conversion; None where there was none.
-        basis: what the figures come from, or why there are none.
+        total_seconds: the whole time; None if it is unknown.
+        parts_seconds: duration of each part.
+        reshard_seconds: duration of the whole reshard Job; None if it is unknown, 0 if none is needed.
+        bytes_per_second: rate at which the last conversion wrote; None if there was none.
+        basis: the measurements behind the figures, or why there are none.
     """
 
     total_seconds: float | None
@@ -32,13 +32,14 @@ class Estimate:
     parts_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def estimate(status: Status, *, stops: bool, reshards: bool, num_bytes: int | None) -> Estimate:
-    """From the mean of the finished recoveries, and the rate of the last conversion.
+def estimate_recovery(status: Status, *, stops: bool, reshards: bool, num_bytes: int | None) -> Estimate:
+    """Estimate a recovery from the mean of the finished ones and the rate of the last conversion.
 
     Args:
-        stops: an attempt runs that has to end first.
+        status: status of the job with its recoveries.
+        stops: a running attempt has to stop first.
         reshards: a reshard Job is needed.
-        num_bytes: size of the commit that it reads; None where it is not known.
+        num_bytes: size of the commit that the reshard Job reads; None if it is unknown.
     """
     finished = [
         item for item in status.recoveries if item.first_step_time is not None and item.cause != goodput.SUSPENDED
@@ -50,7 +51,7 @@ def estimate(status: Status, *, stops: bool, reshards: bool, num_bytes: int | No
         return Estimate(total_seconds=None, reshard_seconds=reshard, basis=basis, bytes_per_second=rate)
     unplanned = [item for item in finished if not item.planned]
     parts = _mean_parts(unplanned or finished, _STOPPING + _STARTING if stops else _STARTING)
-    number = count(len(unplanned or finished), "loss" if unplanned else "planned change")
+    number = pluralize(len(unplanned or finished), "loss" if unplanned else "planned change")
     basis = f"as measured in {number} of this job"
     if reshard is None:
         return Estimate(
@@ -70,11 +71,11 @@ def estimate(status: Status, *, stops: bool, reshards: bool, num_bytes: int | No
 
 
 def _conversions(recoveries: Sequence[Recovery]) -> list[tuple[float, Conversion]]:
-    """Seconds of the whole reshard Job, and what it did."""
+    """Return the duration in seconds and the result of each reshard Job."""
     return [
-        (goodput.parts(item)["reshard"], item.conversion)
+        (goodput.measure_parts(item)["reshard"], item.conversion)
         for item in recoveries
-        if item.conversion is not None and "reshard" in goodput.parts(item)
+        if item.conversion is not None and "reshard" in goodput.measure_parts(item)
     ]
 
 
@@ -90,13 +91,13 @@ def _rate(status: Status) -> float | None:
 
 
 def _reshard(finished: Sequence[Recovery], rate: float | None, num_bytes: int | None) -> tuple[float | None, str]:
-    """Seconds of the reshard Job: its pods' start as measured, and the bytes at the last rate."""
+    """Estimate the seconds of the reshard Job: the measured start of its pods, plus the bytes at the last rate."""
     measured = _conversions(finished)
     if not measured:
         return None, "how long a conversion takes here is not known: there has been none yet"
     start = sum(max(0.0, seconds - item.seconds) for seconds, item in measured) / len(measured)
     if rate is None:
-        # Virtual conversions write a manifest only: their time does not follow the bytes.
+        # Virtual conversions write a manifest only, so their duration does not depend on the number of bytes.
         return sum(seconds for seconds, _ in measured) / len(measured), "conversions as long as the last ones"
     if num_bytes is None:
         return None, "the size of the commit is not known"
@@ -104,5 +105,5 @@ def _reshard(finished: Sequence[Recovery], rate: float | None, num_bytes: int | 
 
 
 def _mean_parts(recoveries: Sequence[Recovery], names: Sequence[str]) -> dict[str, float]:
-    every = [goodput.parts(item) for item in recoveries]
+    every = [goodput.measure_parts(item) for item in recoveries]
     return {name: round(sum(item.get(name, 0.0) for item in every) / len(every), 1) for name in names}

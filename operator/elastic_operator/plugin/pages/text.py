@@ -1,4 +1,4 @@
-"""How values are written for people. Pure."""
+"""Formatting of values for people, and escaping of untrusted text. Pure."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from unicodedata import category
 _T = TypeVar("_T")
 
 _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode's categories of what commands a terminal, hides, turns the direction of text, or breaks a line."""
+"""Unicode categories of characters that control a terminal, are invisible, reverse text, or break a line."""
 
 _JOINERS = "\u200c\u200d"
-"""Also of category Cf; several scripts cannot be written without them."""
+"""Characters of category Cf that are not escaped, because several scripts need them."""
 
 _BREAKS = re.compile(r"[\t\n\r]+")
 
 WIDTH = 110
-"""Columns that running text is wrapped at."""
+"""Columns at which paragraphs are wrapped."""
 
 NONE = "-"
 
 
 def escape(text: str, *, keep: str = "") -> str:
-    """Return `text` with everything that a terminal would obey or hide written as `\\x1b` or `\\u202e`.
+    r"""Escape all characters of `text` that a terminal would interpret or hide, as `\x1b` or `\u202e`.
 
-    Letters of all scripts stay as they are. Escaping twice is escaping once.
+    Letters of all scripts stay unchanged. Escaping an escaped text changes nothing.
 
     Args:
-        keep: characters that stay although they control the terminal: the line breaks of text that was laid out here.
+        text: untrusted text.
+        keep: control characters that stay, such as the line breaks of formatted text.
     """
     if text.isprintable():
         return text
@@ -40,11 +41,11 @@ def escape(text: str, *, keep: str = "") -> str:
     return "".join(item if item in safe or category(item) not in _UNSAFE else _escaped(item) for item in text)
 
 
-def printable(value: _T) -> _T:
-    """Return a copy of text, or of data with text anywhere in it, in which every text is one line and escaped.
+def make_printable(value: _T) -> _T:
+    """Copy a text, or data that contains texts, with every text escaped and on one line.
 
-    Whatever comes from the cluster passes through this before it is laid out: no text can pretend to be a line, a
-    column or a colour of the program's own.
+    Everything that comes from the cluster passes through this function before it is formatted, so that no text can
+    imitate a line, a column or a colour of the program's own output.
     """
     changed: Any = value
     if isinstance(value, str):
@@ -52,11 +53,11 @@ def printable(value: _T) -> _T:
         changed = value if text == value else text
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        changed = dataclasses.replace(value, **{name: printable(getattr(value, name)) for name in names})
+        changed = dataclasses.replace(value, **{name: make_printable(getattr(value, name)) for name in names})
     elif isinstance(value, Mapping):
-        changed = {printable(key): printable(item) for key, item in value.items()}
+        changed = {make_printable(key): make_printable(item) for key, item in value.items()}
     elif isinstance(value, tuple | list):
-        changed = type(value)(printable(item) for item in value)
+        changed = type(value)(make_printable(item) for item in value)
     return changed  # type: ignore[no-any-return]
 
 
@@ -65,8 +66,8 @@ def _escaped(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Aligned columns, three spaces apart, as kubectl prints them."""
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format rows as aligned columns, three spaces apart, as kubectl does."""
     lines = [tuple(header), *(tuple(cell or NONE for cell in row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
@@ -74,15 +75,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def fields(pairs: Iterable[tuple[str, str]]) -> str:
-    """`Name:   value` lines, as in `kubectl describe`; long values are wrapped, empty ones left out."""
+def format_fields(pairs: Iterable[tuple[str, str]]) -> str:
+    """Format pairs as `Name:   value` lines, as `kubectl describe` does; wrap long values and omit empty ones."""
     shown = [(name, value) for name, value in pairs if value]
     width = max((len(name) for name, _ in shown), default=0) + 1
-    return "\n".join(f"{name + ':':<{width}}  {wrapped(value, width + 2)}" for name, value in shown)
+    return "\n".join(f"{name + ':':<{width}}  {wrap(value, width + 2)}" for name, value in shown)
 
 
-def wrapped(value: str, indent: int) -> str:
-    """`value` in lines of WIDTH columns, all but the first indented."""
+def wrap(value: str, indent: int) -> str:
+    """Wrap `value` at WIDTH columns, and indent all lines but the first."""
     return textwrap.fill(
         " ".join(value.split()),
         width=max(40, WIDTH - indent),
@@ -91,8 +92,8 @@ def wrapped(value: str, indent: int) -> str:
     ).replace("\n", "\n" + " " * indent)
 
 
-def age(seconds: float | None) -> str:
-    """A duration as kubectl writes ages: `45s`, `2m10s`, `3h5m`, `12d`."""
+def format_age(seconds: float | None) -> str:
+    """Format a duration as kubectl formats ages: `45s`, `2m10s`, `3h5m`, `12d`."""
     if seconds is None:
         return NONE
     whole = max(0, int(seconds))
@@ -112,30 +113,30 @@ def age(seconds: float | None) -> str:
     return f"{days}d" if days < 730 else f"{days // 365}y"
 
 
-def seconds(value: float) -> str:
-    """A measured duration: tenths below ten minutes, then as an age."""
-    return f"{value:.1f} s" if value < 600 else age(value)
+def format_seconds(value: float) -> str:
+    """Format a measured duration: in tenths of a second below ten minutes, else as an age."""
+    return f"{value:.1f} s" if value < 600 else format_age(value)
 
 
-def size(num_bytes: float) -> str:
-    """Bytes in decimal units, as disks and networks are sold."""
+def format_size(num_bytes: float) -> str:
+    """Format a number of bytes in decimal units."""
     value, units = float(num_bytes), ("B", "kB", "MB", "GB", "TB", "PB")
     for unit in units:
         if value < 999.5 or unit == units[-1]:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1000
-    raise AssertionError("the last unit takes everything")
+    raise AssertionError("unreachable: the last unit has no upper bound")
 
 
-def clock(moment: float | None) -> str:
-    """Date and time in UTC."""
+def format_clock(moment: float | None) -> str:
+    """Format seconds since the epoch as date and time in UTC."""
     if moment is None:
         return NONE
     return datetime.datetime.fromtimestamp(moment, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def count(number: int, what: str) -> str:
-    """`1 step`, `3 steps`, `2 losses`."""
+def pluralize(number: int, what: str) -> str:
+    """Format a number with its noun: `1 step`, `3 steps`, `2 losses`."""
     plural = f"{what}es" if what.endswith("s") else f"{what}s"
     return f"{number} {what if number == 1 else plural}"
 

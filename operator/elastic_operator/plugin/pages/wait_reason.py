@@ -1,4 +1,4 @@
-"""What a job is doing now and what it waits for, in words. Pure."""
+"""Describes what a job does now, and what it waits for. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.observed.pod_diagnosis import LAUNCH_REFUSED, POD_STUCK, PODS_REFUSED
 from elastic_operator.observed.signals import Kind
-from elastic_operator.plugin.pages.text import age, count, size
+from elastic_operator.plugin.pages.text import format_age, format_size, pluralize
 
 SILENT_SECONDS = 15.0
-"""An operator that runs answers a new job, or an edit, sooner."""
+"""Age of a job without status after which the page asks whether the operator is running."""
 
 
 _REFUSED = "change the rule that refuses them, or edit spec.template; the cluster goes on trying by itself"
@@ -26,26 +26,27 @@ _ADVICE: Mapping[str, str] = {
     Kind.IMAGE: "edit spec.template: the operator plans anew at once",
     Kind.UNSCHEDULABLE: "`kubectl describe pod` has the scheduler's reasons: the claim, memory, taints",
 }
-"""What a person can do about an attempt that does not start, by the reason of its phase."""
+"""What a user can do about an attempt that does not start, by the reason of its phase."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """What happens, what has to happen next, and what a person can do about it."""
+    """What the job does, what it waits for, and what a user can do about it."""
 
     doing: str
     waits_for: str = ""
     advice: str = ""
 
 
-def waits_for(resource: Mapping[str, Any], spec: Spec | None, problem: str, status: Status, now: float) -> Waiting:
-    """The present of one job.
+def explain_wait(resource: Mapping[str, Any], spec: Spec | None, problem: str, status: Status, now: float) -> Waiting:
+    """Describe the current state of one job.
 
     Args:
-        resource: as the API server has it.
-        spec: None if it makes no sense.
-        problem: what is wrong with it, then.
-        now: seconds since the epoch.
+        resource: the resource as the API server returned it.
+        spec: None if the spec is invalid.
+        problem: what is wrong with the spec; empty if it is valid.
+        status: status of the job.
+        now: current time in seconds since the epoch.
     """
     meta = resource["metadata"]
     if not resource.get("status"):
@@ -55,30 +56,30 @@ def waits_for(resource: Mapping[str, Any], spec: Spec | None, problem: str, stat
             "is elastic-operator running, and does it serve this namespace?" if (since or 0) > SILENT_SECONDS else ""
         )
         return Waiting(
-            doing=f"no operator has looked at the job in the {age(since)} since it was created",
+            doing=f"no operator has looked at the job in the {format_age(since)} since it was created",
             waits_for="the operator",
             advice=advice,
         )
-    problem = problem or _objection(meta, status)
+    problem = problem or _find_objection(meta, status)
     if problem and not status.terminal:
         left = "; what runs goes on, but is not recovered until the spec is edited" if status.launched else ""
         return Waiting(doing=f"the spec cannot be used: {problem}{left}", waits_for="an edit of the spec")
-    found = _by_phase(meta["name"], spec, status, now)
-    unseen = meta.get("generation", 0) > status.observed_generation and not status.terminal
-    if unseen:
-        return dataclasses.replace(found, advice="the spec was edited and the operator has not looked at it yet")
-    return found
+    waiting = _explain_phase(meta["name"], spec, status, now)
+    is_unseen = meta.get("generation", 0) > status.observed_generation and not status.terminal
+    if is_unseen:
+        return dataclasses.replace(waiting, advice="the spec was edited and the operator has not looked at it yet")
+    return waiting
 
 
-def _objection(meta: Mapping[str, Any], status: Status) -> str:
-    """What the operator has heard against the present spec; empty for nothing."""
-    found = find(status.conditions, Type.SPEC_VALID)
-    if found is None or found.status == "True" or found.observed_generation != meta.get("generation", 0):
+def _find_objection(meta: Mapping[str, Any], status: Status) -> str:
+    """Return why the operator or the API server rejects the current spec, or an empty string."""
+    condition = find(status.conditions, Type.SPEC_VALID)
+    if condition is None or condition.status == "True" or condition.observed_generation != meta.get("generation", 0):
         return ""
-    return found.message
+    return condition.message
 
 
-def _by_phase(name: str, spec: Spec | None, status: Status, now: float) -> Waiting:
+def _explain_phase(name: str, spec: Spec | None, status: Status, now: float) -> Waiting:
     match status.phase:
         case Phase.RUNNING:
             return _running(spec, status, now)
@@ -107,7 +108,7 @@ def _by_phase(name: str, spec: Spec | None, status: Status, now: float) -> Waiti
         case Phase.COMPLETE:
             return Waiting(doing=status.message)
         case Phase.FAILED if f"kubectl etj retry {name}" in status.message:
-            return Waiting(doing=status.message)  # it says itself what to correct
+            return Waiting(doing=status.message)  # the message itself says what to correct
         case Phase.FAILED:
             advice = (
                 f"`kubectl etj logs {name}`; after the fix `kubectl etj retry {name}` goes on from its newest commit"
@@ -121,11 +122,13 @@ def _running(spec: Spec | None, status: Status, now: float) -> Waiting:
     progress = status.progress
     loss = "" if progress is None or progress.loss is None else f", loss {progress.loss:.4g}"
     newest = next((item for item in status.checkpoint.history if not item.invalid), None)
-    # The operator writes commits at once, mere progress every ten seconds.
+    # The operator writes commits at once, but progress only every ten seconds.
     committed = newest.step if newest is not None and newest.attempt == status.attempt else 0
     doing = f"training: step {max(progress.step if progress else 0, committed)}{loss}"
     if newest is not None:
-        doing += f"; newest commit: step {newest.step}" + (f", {size(newest.num_bytes)}" if newest.num_bytes else "")
+        doing += f"; newest commit: step {newest.step}" + (
+            f", {format_size(newest.num_bytes)}" if newest.num_bytes else ""
+        )
     else:
         doing += "; no commit yet"
     growth = status.growth
@@ -133,8 +136,8 @@ def _running(spec: Spec | None, status: Status, now: float) -> Waiting:
         return Waiting(doing=doing)
     since = max(growth.since, status.current.first_step_time or growth.since)
     left = since + spec.recovery.scale_up_stable_seconds - now
-    better = f"{growth.topology} on {count(growth.num_nodes, 'node')}"
-    when = f"in {age(left)} if they stay" if left > 0 else "now"
+    better = f"{growth.topology} on {pluralize(growth.num_nodes, 'node')}"
+    when = f"in {format_age(left)} if they stay" if left > 0 else "now"
     return Waiting(doing=doing, waits_for=f"more nodes have come: the job grows to {better} {when}")
 
 
@@ -143,7 +146,7 @@ def _draining(spec: Spec | None, status: Status, now: float) -> Waiting:
     if drain is None or spec is None:
         return Waiting(doing=status.message, waits_for="its commit")
     left = drain.start_time + spec.recovery.drain_seconds - now
-    until = f"; without it the job goes on from step {status.checkpoint.step} in {age(left)}"
+    until = f"; without it the job goes on from step {status.checkpoint.step} in {format_age(left)}"
     doing = f"attempt {status.attempt} is asked to commit and exit, because {drain.message.removesuffix('.')}"
     return Waiting(doing=doing, waits_for="its commit" + until)
 
@@ -151,7 +154,7 @@ def _draining(spec: Spec | None, status: Status, now: float) -> Waiting:
 def _resharding(status: Status, now: float) -> Waiting:
     job = status.reshard
     if job is not None and job.retry_time is not None and job.retry_time > now:
-        return Waiting(doing=status.message, waits_for=f"the next try, in {age(job.retry_time - now)}")
+        return Waiting(doing=status.message, waits_for=f"the next try, in {format_age(job.retry_time - now)}")
     resume = status.current.resume if status.current else None
     doing = f"converting the checkpoint: {resume.reason}" if resume else status.message
     return Waiting(doing=doing, waits_for=f"Job {job.job_name}" if job else "the reshard Job")

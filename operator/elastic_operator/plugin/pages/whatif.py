@@ -1,4 +1,4 @@
-"""The cluster as it would be after a change that a person asks about. Pure."""
+"""Applies a hypothetical change of nodes and accelerators to an observation. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from elastic_operator.api.status import Status
 from elastic_operator.observed.observation import NodeView, Observation, attempt_of, node_view, pod_view
 from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.plugin.errors import Exit, PluginError
-from elastic_operator.reconcile.context import Context, capacity
+from elastic_operator.reconcile.context import Context, find_capacity
 from reshard.contract import Label
 
 NEW_NODE = "new-{}"
-"""Name of a node that is assumed."""
+"""Name of a hypothetical node."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What is asked about.
+    """A hypothetical change.
 
     Attributes:
         lose: accelerators lost, by node; None for the whole node.
-        num_gpus: accelerators that the job may use in all; None for as many as there are.
-        add_nodes: further nodes, each with the most accelerators that a pod of the job takes.
+        num_gpus: total number of accelerators that the job may use; None for no limit.
+        add_nodes: number of new nodes, each with the largest number in `spec.accelerator.perNode`.
     """
 
     lose: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
@@ -34,52 +34,57 @@ class Change:
 
 
 def parse_lose(items: Iterable[str]) -> dict[str, int | None]:
-    """`gpu-1` (the node), `gpu-1:2` (two accelerators of it).
+    """Parse `gpu-1` (the whole node) and `gpu-1:2` (two of its accelerators).
 
     Raises:
-        ValueError: something else.
+        ValueError: an item has another form.
     """
-    found: dict[str, int | None] = {}
+    lose: dict[str, int | None] = {}
     for item in items:
         name, colon, text = item.partition(":")
         if not name or (colon and not (text.isdigit() and int(text))):
             raise ValueError(f"{item!r}: expected NODE, or NODE:GPUS with a whole number above 0")
-        found[name] = int(text) if colon else None
-    return found
+        lose[name] = int(text) if colon else None
+    return lose
 
 
 def observe(
     nodes: Sequence[Mapping[str, Any]], pods: Sequence[Mapping[str, Any]], namespace: str, job: str, resource: str
 ) -> Observation:
-    """What the operator would see of nodes and pods; Jobs and Leases are not needed for a plan.
+    """Make the observation that the operator would have of nodes and pods; a plan needs no Jobs and Leases.
 
-    The job's pods are told by their labels here: Jobs are not read, and nothing is done by what this says.
+    The job's pods are identified by their labels, because Jobs are not read. This is safe here, because no action
+    follows from the observation.
 
     Args:
+        nodes: all nodes.
         pods: live pods of all namespaces.
+        namespace: namespace of the job.
+        job: name of the job.
+        resource: name of its accelerators.
     """
-    held_by_pods = PodUsage()
-    mine = []
+    usage = PodUsage()
+    own_pods = []
     for item in pods:
         meta = item["metadata"]
         if meta["namespace"] == namespace and (meta.get("labels") or {}).get(Label.JOB) == job and attempt_of(meta):
-            mine.append(pod_view(item))
+            own_pods.append(pod_view(item))
         else:
-            held_by_pods.put(item)
-    held = {pod.node for pod in mine}
+            usage.put(item)
+    own_nodes = {pod.node for pod in own_pods}
     views = [node_view(item) for item in nodes]
     return Observation(
-        nodes={view.name: view for view in views if view.name in held or view.capacity.get(resource, 0) > 0},
-        pods=tuple(mine),
-        used=held_by_pods.by_others((), resource),
+        nodes={view.name: view for view in views if view.name in own_nodes or view.capacity.get(resource, 0) > 0},
+        pods=tuple(own_pods),
+        used=usage.by_others((), resource),
     )
 
 
-def apply(context: Context, status: Status, change: Change) -> Observation:
-    """The world after the change.
+def apply_change(context: Context, status: Status, change: Change) -> Observation:
+    """Return the observation after the change.
 
     Raises:
-        PluginError: a node that is to be lost does not exist.
+        PluginError: a node to lose does not exist.
     """
     world, resource = context.world, context.spec.accelerator.resource
     unknown = sorted(set(change.lose) - set(world.nodes))
@@ -105,13 +110,16 @@ def _with_accelerators(world: Observation, resource: str, name: str, count: int,
 
 
 def _limited(context: Context, status: Status, num_gpus: int) -> Observation:
-    """So many accelerators in all: full nodes first, those of the running attempt before others; or assumed ones."""
+    """Limit the job to `num_gpus` accelerators, and add hypothetical nodes if there are fewer.
+
+    Nodes with more free accelerators are used first, and among equal ones the nodes of the running attempt.
+    """
     spec, world = context.spec, context.world
     resource = spec.accelerator.resource
     hosts = {pod.node for pod in world.pods if pod.attempt == status.attempt and not pod.terminal}
     left = num_gpus
     for node in sorted(
-        capacity(context, status).in_order(), key=lambda node: (-node.free, node.name not in hosts, node.name)
+        find_capacity(context, status).sorted_nodes(), key=lambda node: (-node.free, node.name not in hosts, node.name)
     ):
         take = min(left, node.free)
         left -= take
@@ -123,7 +131,14 @@ def _limited(context: Context, status: Status, num_gpus: int) -> Observation:
 
 
 def _with_new_nodes(world: Observation, spec: Spec, count: int, rest: int = 0) -> Observation:
-    """Assumed nodes that any pod of the job may be placed on; the last one with `rest` accelerators, if any."""
+    """Add hypothetical nodes on which every pod of the job may be placed.
+
+    Args:
+        world: the observation to extend.
+        spec: spec of the job.
+        count: number of nodes with the largest number of accelerators in `perNode`.
+        rest: accelerators of one more node; 0 for no such node.
+    """
     resource, most = spec.accelerator.resource, max(spec.accelerator.per_node)
     sizes = [most] * count + ([rest] if rest else [])
     pod = spec.template.get("spec") or {}

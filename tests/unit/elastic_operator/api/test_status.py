@@ -109,7 +109,7 @@ def test_the_commit_to_resume_from_is_the_newest_valid_one_of_an_older_attempt(
         if damaged:
             checkpoint = commit_history.invalidate(checkpoint, commit(step, writer).uri, "damaged")
     assert len(checkpoint.history) <= MAX_COMMITS
-    found = commit_history.newest(checkpoint, below=attempt)
+    found = commit_history.find_newest(checkpoint, below=attempt)
     usable = [item for item in checkpoint.history if not item.invalid and item.attempt < attempt]
     assert found == max(usable, key=lambda item: (item.step, item.attempt), default=None)
     resume = commit_history.choose_resume(checkpoint, attempt=attempt, topology=TOPOLOGY, root="/root")

@@ -13,7 +13,7 @@ import pytest
 from elastic_operator.cluster import informer as module
 from elastic_operator.cluster.informer import Id, Informer
 from elastic_operator.cluster.resources import LEASE, NODE, POD
-from elastic_operator.cluster.watch_stream import Object, WatchedCollection, lines
+from elastic_operator.cluster.watch_stream import Object, WatchedCollection, split_lines
 
 
 def item(name: str, version: int, value: str = "") -> dict[str, Any]:
@@ -34,7 +34,7 @@ def expired() -> dict[str, Any]:
 
 
 def follow(answers: Sequence[httpx2.Response | Exception], monkeypatch: pytest.MonkeyPatch) -> Story:
-    """Let a mirror hear these answers, one after another."""
+    """Let a informer hear these answers, one after another."""
     monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.001)
     story = Story(list(answers))
     asyncio.run(story.run())
@@ -52,9 +52,9 @@ class Story:
         self.answers = answers
         self.requests: list[dict[str, str]] = []
         self.kept: dict[Id, Object] = {}
-        self.live: list[bool] = []
+        self.is_live: list[bool] = []
         self.over = asyncio.Event()
-        self.mirror = Informer(WatchedCollection(kind=NODE), self.put, lambda gone: void(self.kept.pop(gone, None)))
+        self.informer = Informer(WatchedCollection(kind=NODE), self.put, lambda gone: void(self.kept.pop(gone, None)))
 
     def put(self, found: Object) -> None:
         if found.get("value") == "poison":
@@ -63,7 +63,7 @@ class Story:
 
     async def answer(self, request: httpx2.Request) -> httpx2.Response:
         self.requests.append(dict(request.url.params))
-        self.live.append(self.mirror.live)
+        self.is_live.append(self.informer.is_live)
         if not self.answers:
             self.over.set()
             await asyncio.Event().wait()
@@ -74,7 +74,7 @@ class Story:
 
     async def run(self) -> None:
         async with httpx2.AsyncClient(transport=httpx2.MockTransport(self.answer), base_url="http://api") as http:
-            task = asyncio.create_task(self.mirror.follow(http))
+            task = asyncio.create_task(self.informer.follow(http))
             await asyncio.wait_for(self.over.wait(), timeout=20)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -101,7 +101,7 @@ def test_a_list_in_pages_then_what_changes(monkeypatch: pytest.MonkeyPatch) -> N
     assert story.kept["", "a"]["value"] == "new"
     assert story.requests[1]["continue"] == "next"
     assert story.watched_from == ["9", "12"], "a watch that ended goes on where it was, without another list"
-    assert story.mirror.begun.is_set()
+    assert story.informer.has_synced.is_set()
 
 
 def test_a_bookmark_moves_the_version_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_cut_watch_is_not_believed_until_it_goes_on_and_misses_nothing(
     )
     assert story.names == {"b"}
     assert story.watched_from == ["9", "10", "10", "11"]
-    assert story.live == [False, False, True, False, True]
+    assert story.is_live == [False, False, True, False, True]
 
 
 def test_an_object_that_cannot_be_read_is_set_aside_alone_and_the_watch_goes_on(
@@ -152,7 +152,7 @@ def test_an_object_that_cannot_be_read_is_set_aside_alone_and_the_watch_goes_on(
     assert story.names == {"a", "c", "d"}
     assert story.kept["", "a"]["value"] == "good"
     assert story.watched_from == ["9", "12", "14"], "nothing is listed again"
-    assert all(story.live[2:])
+    assert all(story.is_live[2:])
     told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
     assert [text.split(" cannot")[0] for text in told] == [
         "nodes bad (resourceVersion 2)",
@@ -169,7 +169,7 @@ def test_lines_are_whole_however_they_arrive(size: int) -> None:
             yield text[begin : begin + size]
 
     async def run() -> list[bytes]:
-        return [line async for line in lines(parts())]
+        return [line async for line in split_lines(parts())]
 
     assert asyncio.run(run()) == [b'{"a": 1}', b'{"b": 2}']
 

@@ -21,8 +21,8 @@ class Resting(JobController):
 
     def __init__(self, count: int) -> None:
         nodes, renewals = NodeCache(), RenewalCache()
-        observer = ClusterReader(None, nodes, renewals, ClusterStore(nodes, renewals), ())  # type: ignore[arg-type]
-        super().__init__(observer, None, None, Timeouts())  # type: ignore[arg-type]
+        reader = ClusterReader(None, nodes, renewals, ClusterStore(nodes, renewals), ())  # type: ignore[arg-type]
+        super().__init__(reader, None, None, Timeouts())  # type: ignore[arg-type]
         self.keys = [("ns", str(number)) for number in range(count)]
         for key in self.keys:
             self.wake(key)
@@ -49,17 +49,17 @@ def lease(**notes: str) -> dict[str, Any]:
 @pytest.mark.parametrize("count", [FEW_JOBS, FEW_JOBS + 1])
 def test_a_changed_node_wakes_its_jobs_at_once_and_in_a_crowd_the_others_later(count: int) -> None:
     async def run() -> tuple[set[Key], set[Key], set[Key]]:
-        workers = Resting(count)
-        workers.wake_node("node-3")
-        workers.wake_all()
-        workers.wake_all()
-        first = workers.awake()
+        controller = Resting(count)
+        controller.wake_node("node-3")
+        controller.wake_all()
+        controller.wake_all()
+        first = controller.awake()
         await asyncio.sleep(SECONDS_PER_JOB * count + 0.05)
-        second = workers.awake()
-        workers.rest()
+        second = controller.awake()
+        controller.rest()
         await asyncio.sleep(SECONDS_PER_JOB * count + 0.05)
-        third = workers.awake()
-        await workers.stop()
+        third = controller.awake()
+        await controller.stop()
         return first, second, third
 
     everybody = {("ns", str(number)) for number in range(count)}
@@ -82,13 +82,13 @@ def test_in_a_crowd_one_more_step_wakes_nobody_and_everything_else_does(
     count: int, news: dict[str, str], awake: bool
 ) -> None:
     async def run() -> set[Key]:
-        workers = Resting(count)
-        workers.heartbeat(("ns", "1"), lease(PHASE="Training", STEP="1"))
-        assert workers.awake() == {("ns", "1")}, "the first one is news"
-        workers.rest()
-        workers.heartbeat(("ns", "1"), lease(**news))
-        found = workers.awake()
-        await workers.stop()
+        controller = Resting(count)
+        controller.lease_changed(("ns", "1"), lease(PHASE="Training", STEP="1"))
+        assert controller.awake() == {("ns", "1")}, "the first one is news"
+        controller.rest()
+        controller.lease_changed(("ns", "1"), lease(**news))
+        found = controller.awake()
+        await controller.stop()
         return found
 
     assert asyncio.run(run()) == ({("ns", "1")} if awake else set())
@@ -96,13 +96,13 @@ def test_in_a_crowd_one_more_step_wakes_nobody_and_everything_else_does(
 
 def test_in_a_crowd_looks_that_can_wait_are_made_together() -> None:
     async def run() -> None:
-        workers = Resting(FEW_JOBS + 1)
-        assert workers._on_the_tick(1.0) == 1.0
+        controller = Resting(FEW_JOBS + 1)
+        assert controller._align_to_tick(1.0) == 1.0
         for seconds in (5.0, 7.3, 30.0):
-            assert seconds <= workers._on_the_tick(seconds) < seconds + TICK_SECONDS
+            assert seconds <= controller._align_to_tick(seconds) < seconds + TICK_SECONDS
         few = Resting(3)
-        assert few._on_the_tick(30.0) == 30.0
-        await workers.stop()
+        assert few._align_to_tick(30.0) == 30.0
+        await controller.stop()
         await few.stop()
 
     asyncio.run(run())

@@ -25,7 +25,7 @@ def test_a_swallowed_cancellation_is_repeated(num_swallowed: int, monkeypatch: p
     async def run() -> bool:
         tasks = [asyncio.create_task(stubborn()) for _ in range(3)]
         await asyncio.sleep(0)
-        await shutdown.end(tasks)
+        await shutdown.cancel_tasks(tasks)
         return all(task.cancelled() for task in tasks)
 
     assert asyncio.run(asyncio.wait_for(run(), timeout=20))
@@ -41,7 +41,7 @@ def test_a_task_that_fails_on_the_way_out_hinders_nobody() -> None:
     async def run() -> None:
         task = asyncio.create_task(failing())
         await asyncio.sleep(0)
-        await shutdown.end([task])
+        await shutdown.cancel_tasks([task])
         assert isinstance(task.exception(), OSError)
 
     asyncio.run(run())
@@ -57,7 +57,7 @@ def test_a_generator_that_cannot_be_closed_is_no_error_at_the_end(caplog: pytest
     async def run() -> list[AsyncIterator[int]]:
         generator = stubborn()
         await anext(generator)
-        asyncio.get_running_loop().set_exception_handler(shutdown.heed_at_the_end)
+        asyncio.get_running_loop().set_exception_handler(shutdown.handle_exception_at_exit)
         return [generator]  # alive until the loop ends it
 
     caplog.set_level(logging.DEBUG)
@@ -70,7 +70,7 @@ def test_a_generator_that_cannot_be_closed_is_no_error_at_the_end(caplog: pytest
 def test_any_other_failure_at_the_end_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(shutdown.heed_at_the_end)
+        loop.set_exception_handler(shutdown.handle_exception_at_exit)
         loop.call_soon(lambda: 1 / 0)
         await asyncio.sleep(0.01)
 

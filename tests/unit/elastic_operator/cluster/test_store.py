@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.serialization import to_wire
-from elastic_operator.controller import RECALL_SECONDS
+from elastic_operator.controller import STORE_PASSES_SECONDS
+from tests.unit.elastic_operator.counting_nodes import count_walks
 from tests.unit.elastic_operator.crowd import GPU, SPEC, Crowd, labels, node, of_job
 
 
@@ -17,64 +18,64 @@ def look_at_all(crowd: Crowd, times: int = 1) -> int:
     async def run() -> None:
         for _ in range(times):
             for key in crowd.keys:
-                await crowd.workers._reconcile(key)
+                await crowd.controller._reconcile(key)
 
     asyncio.run(run())
-    return len(crowd.observer.asked)
+    return len(crowd.reader.asked)
 
 
 @pytest.mark.parametrize("num_jobs", [5, 60])
 def test_jobs_at_rest_are_looked_at_without_a_request_and_without_a_walk_over_the_nodes(num_jobs: int) -> None:
     crowd = Crowd(num_jobs, num_nodes=2 * num_jobs)
-    fleet = crowd.nodes.offering(GPU)
-    before = fleet.walks
+    pool = crowd.nodes.pool(GPU)
+    nodes = count_walks(pool)
     assert look_at_all(crowd, times=3) == 0
-    assert crowd.nodes.offering(GPU) is fleet
-    assert fleet.walks - before <= 1
+    assert crowd.nodes.pool(GPU) is pool
+    assert nodes.walks <= 1
 
 
 def test_all_jobs_share_one_view_of_the_nodes() -> None:
     crowd = Crowd(10)
-    assert len({id(crowd.memory.look(key, GPU).nodes) for key in crowd.keys}) == 1
+    assert len({id(crowd.store.observe(key, GPU).nodes) for key in crowd.keys}) == 1
 
 
 def test_what_is_to_be_done_is_decided_from_a_fresh_look() -> None:
     crowd = Crowd(10)
-    pod = crowd.memory.look(crowd.keys[3], GPU).pods[0]
+    pod = crowd.store.observe(crowd.keys[3], GPU).pods[0]
     meta = {"namespace": "ns", "name": pod.name, "labels": labels(crowd, 3), "uid": pod.uid}
     meta["ownerReferences"] = of_job("job-3-a1")
     crowd.tell("pods", {"metadata": meta, "spec": {"nodeName": "n3"}, "status": {"phase": "Failed"}}, "MODIFIED")
     assert crowd.woken == [crowd.keys[3]]
     look_at_all(crowd)
-    assert crowd.observer.asked == [crowd.keys[3]]
+    assert crowd.reader.asked == [crowd.keys[3]]
 
 
 def test_a_node_that_is_not_ready_is_worth_a_second_opinion() -> None:
     crowd = Crowd(4)
     crowd.tell("nodes", node("n2", ready="Unknown"), "MODIFIED")
     look_at_all(crowd)
-    assert crowd.observer.asked == [crowd.keys[2]]
+    assert crowd.reader.asked == [crowd.keys[2]]
 
 
 @pytest.mark.parametrize("plural", ["nodes", "jobs", "leases", "pods"])
 def test_while_a_watch_is_cut_nothing_is_believed(plural: str) -> None:
     crowd = Crowd(3)
-    crowd.mirror(plural).live = False
+    crowd.informer(plural).is_live = False
     assert look_at_all(crowd) == 3
 
 
 def test_a_deleted_job_is_asked_for() -> None:
     crowd = Crowd(3)
-    crowd.memory.drop_record(("ns", "job-1"), "uid-job-1")
+    crowd.store.drop_record(("ns", "job-1"), "uid-job-1")
     assert crowd.woken == [("ns", "job-1")]
     look_at_all(crowd)
-    assert crowd.observer.asked == [("ns", "job-1")]
+    assert crowd.reader.asked == [("ns", "job-1")]
 
 
 def test_an_object_that_says_nothing_new_wakes_nobody() -> None:
     crowd = Crowd(2)
     crowd.tell("nodes", node("n0"), "MODIFIED")
-    pod = crowd.memory.look(crowd.keys[0], GPU).pods[0]
+    pod = crowd.store.observe(crowd.keys[0], GPU).pods[0]
     item = {"metadata": {"namespace": "ns", "name": pod.name, "labels": labels(crowd, 0), "uid": pod.uid}}
     item["metadata"]["ownerReferences"] = of_job("job-0-a1")
     crowd.tell("pods", {**item, "status": {"phase": "Running"}, "spec": {"nodeName": "n0"}}, "MODIFIED")
@@ -87,13 +88,13 @@ def test_an_object_that_says_nothing_new_wakes_nobody() -> None:
 
 def test_a_resource_that_is_listed_again_wakes_nobody_unless_it_has_changed() -> None:
     crowd = Crowd(2)
-    record = crowd.memory._records[crowd.keys[0]]
+    record = crowd.store._records[crowd.keys[0]]
     assert record is not None
     meta = {"namespace": "ns", "name": "job-0", "uid": "uid-job-0", "generation": 1}
     resource = {"metadata": meta, "spec": SPEC, "status": to_wire(record.status)}
-    crowd.memory.put_record(resource)
+    crowd.store.put_record(resource)
     assert crowd.woken == []
-    crowd.memory.put_record({**resource, "metadata": {**meta, "generation": 2}})
+    crowd.store.put_record({**resource, "metadata": {**meta, "generation": 2}})
     assert crowd.woken == [crowd.keys[0]]
 
 
@@ -101,41 +102,41 @@ def test_no_job_is_looked_at_from_memory_alone_for_ever(monkeypatch: pytest.Monk
     crowd = Crowd(20)
     assert look_at_all(crowd) == 0
     begin = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: begin + 0.75 * RECALL_SECONDS)
+    monkeypatch.setattr(time, "monotonic", lambda: begin + 0.75 * STORE_PASSES_SECONDS)
     some = look_at_all(crowd)
     assert 0 < some < 20, "not all at the same time"
-    monkeypatch.setattr(time, "monotonic", lambda: begin + RECALL_SECONDS + 1)
-    crowd.observer.asked.clear()
+    monkeypatch.setattr(time, "monotonic", lambda: begin + STORE_PASSES_SECONDS + 1)
+    crowd.reader.asked.clear()
     assert look_at_all(crowd) >= 20 - some
 
 
 def test_a_job_that_is_not_there_is_forgotten_with_its_task() -> None:
     crowd = Crowd(1)
     key = crowd.keys[0]
-    crowd.memory.drop_record(key, "uid-job-0")
+    crowd.store.drop_record(key, "uid-job-0")
     crowd.tell_job(key)  # the answer to a last write, which comes after the watch has told that the job is gone
-    crowd.mirror("jobs").live = False
-    assert asyncio.run(crowd.workers._reconcile(key)) is None
-    assert crowd.memory.known(key) is None
+    crowd.informer("jobs").is_live = False
+    assert asyncio.run(crowd.controller._reconcile(key)) is None
+    assert crowd.store.last_record(key) is None
 
 
 def test_a_job_that_comes_while_its_predecessor_is_missed_is_looked_at() -> None:
     crowd = Crowd(1)
     key = crowd.keys[0]
-    crowd.mirror("jobs").live = False
+    crowd.informer("jobs").is_live = False
 
     async def missed(namespace: str, name: str) -> None:
         crowd.tell_job((namespace, name), generation=2)
 
-    crowd.observer.training_job = missed  # type: ignore[method-assign]
-    assert asyncio.run(crowd.workers._reconcile(key)) == 0.0
-    assert crowd.memory.known(key) is not None
+    crowd.reader.training_job = missed  # type: ignore[method-assign]
+    assert asyncio.run(crowd.controller._reconcile(key)) == 0.0
+    assert crowd.store.last_record(key) is not None
 
 
 def test_what_belongs_to_no_known_job_wakes_nobody() -> None:
     crowd = Crowd(1)
-    pod = crowd.memory.look(crowd.keys[0], GPU).pods[0]
-    crowd.memory.forget(crowd.keys[0])
+    pod = crowd.store.observe(crowd.keys[0], GPU).pods[0]
+    crowd.store.forget(crowd.keys[0])
     meta = {"namespace": "ns", "name": pod.name, "labels": labels(crowd, 0), "uid": pod.uid}
     crowd.tell("pods", {"metadata": meta, "spec": {"nodeName": "n0"}, "status": {"phase": "Failed"}}, "MODIFIED")
     assert crowd.woken == []
@@ -152,12 +153,12 @@ def starting(name: str, namespace: str = "ns", **status: object) -> dict[str, An
 
 def test_nobody_knows_what_jobs_start_from_before_all_of_them_have_been_listed() -> None:
     crowd = Crowd(1)
-    crowd.memory.put_record(starting("first"))
-    assert crowd.memory.starts(("ns", "old")) is None
+    crowd.store.put_record(starting("first"))
+    assert crowd.store.pending_starts(("ns", "old")) is None
     broken = {"metadata": starting("x")["metadata"]}
-    crowd.memory.list_all([starting("second"), starting("third", namespace="other"), broken])
-    assert crowd.memory.starts(("ns", "old")) == {("ckpt", "old/run")}
-    assert crowd.memory.starts(("ns", "second")) == {("ckpt", "old/run")}, "the first"
-    crowd.memory.put_record(starting("first", startedFrom={"source": "/checkpoint/old/run", "step": 3}))
-    crowd.memory.forget(("ns", "second"))
-    assert crowd.memory.starts(("ns", "old")) == frozenset()
+    crowd.store.put_pending_starts([starting("second"), starting("third", namespace="other"), broken])
+    assert crowd.store.pending_starts(("ns", "old")) == {("ckpt", "old/run")}
+    assert crowd.store.pending_starts(("ns", "second")) == {("ckpt", "old/run")}, "the first"
+    crowd.store.put_record(starting("first", startedFrom={"source": "/checkpoint/old/run", "step": 3}))
+    crowd.store.forget(("ns", "second"))
+    assert crowd.store.pending_starts(("ns", "old")) == frozenset()

@@ -14,8 +14,8 @@ from elastic_operator.api.status import Current, Phase, Resume
 from elastic_operator.manifests.attempt import JobRef, account_of, attempt_objects, reshard_job, training_job
 from elastic_operator.manifests.forbidden_accounts import OPEN, Account, Boundary, account_of_review, account_of_user
 from elastic_operator.manifests.reshard_pod import ReshardImage
-from elastic_operator.reconcile.record import confined
-from elastic_operator.settings import read
+from elastic_operator.reconcile.record import apply_boundary
+from elastic_operator.settings import read_settings
 from reshard.topology import Topology
 from tests.unit.elastic_operator.crowd import SPEC, Crowd
 
@@ -52,33 +52,33 @@ def problems(boundary: Boundary, spec: dict[str, Any], **of_job: str) -> list[st
 
 def test_a_job_in_the_operators_own_namespace_is_refused_with_a_condition_and_nothing_is_made() -> None:
     crowd = Crowd(1)
-    crowd.workers._boundary = CLOSED
-    crowd.memory.forget(KEY)
-    crowd.observer.there[KEY] = {
+    crowd.controller._boundary = CLOSED
+    crowd.store.forget(KEY)
+    crowd.reader.there[KEY] = {
         "metadata": {"namespace": "ns", "name": "job-0", "uid": "uid-job-0", "resourceVersion": "7", "generation": 1},
         "spec": SPEC,
     }
-    asyncio.run(crowd.workers._reconcile(KEY))
-    ((_, status),) = crowd.applier.written
+    asyncio.run(crowd.controller._reconcile(KEY))
+    ((_, status),) = crowd.writer.written
     condition = find(status.conditions, Type.SPEC_VALID)
     assert condition is not None
     assert (condition.status, condition.reason) == ("False", "NotPermitted")
     assert "ns is the operator's own namespace" in condition.message
     assert "allowJobsInReleaseNamespace" in condition.message
     assert (status.phase, status.reason, status.attempt) == (Phase.PENDING, "NotPermitted", 0)
-    assert (crowd.applier.done, crowd.applier.told) == ([], ["job-0 NotPermitted"])
+    assert (crowd.writer.done, crowd.writer.told) == ([], ["job-0 NotPermitted"])
 
 
 def test_a_job_that_ran_there_before_is_neither_recovered_nor_touched() -> None:
     crowd = Crowd(1)
-    crowd.workers._boundary = CLOSED
-    crowd.observer.kept = parse_spec(SPEC)
-    crowd.observer.there[KEY] = crowd.tell_job(KEY)
+    crowd.controller._boundary = CLOSED
+    crowd.reader.kept = parse_spec(SPEC)
+    crowd.reader.there[KEY] = crowd.tell_job(KEY)
     for _ in range(3):
-        asyncio.run(crowd.workers._reconcile(KEY))
-    assert crowd.applier.done == []
-    assert crowd.applier.written
-    status = crowd.applier.written[-1][1]
+        asyncio.run(crowd.controller._reconcile(KEY))
+    assert crowd.writer.done == []
+    assert crowd.writer.written
+    status = crowd.writer.written[-1][1]
     assert (status.phase, status.attempt) == (Phase.STARTING, 1)
     condition = find(status.conditions, Type.SPEC_VALID)
     assert condition is not None and condition.reason == "NotPermitted"
@@ -86,11 +86,11 @@ def test_a_job_that_ran_there_before_is_neither_recovered_nor_touched() -> None:
 
 def test_an_accepted_spec_does_not_bring_the_operators_account_back() -> None:
     crowd = Crowd(1)
-    crowd.workers._boundary = SHARED
-    crowd.observer.kept = parse_spec(spec_with({"serviceAccountName": "operator"}))
-    crowd.observer.there[KEY] = crowd.tell_job(KEY, spec={**SPEC, "nodes": "three", "suspend": True}, generation=2)
-    asyncio.run(crowd.workers._reconcile(KEY))
-    assert crowd.applier.done == []
+    crowd.controller._boundary = SHARED
+    crowd.reader.kept = parse_spec(spec_with({"serviceAccountName": "operator"}))
+    crowd.reader.there[KEY] = crowd.tell_job(KEY, spec={**SPEC, "nodes": "three", "suspend": True}, generation=2)
+    asyncio.run(crowd.controller._reconcile(KEY))
+    assert crowd.writer.done == []
 
 
 @pytest.mark.parametrize(
@@ -182,16 +182,16 @@ def test_who_the_operator_is_comes_from_the_api_server() -> None:
 
 
 def test_the_pod_says_who_it_is_where_the_api_server_may_not_be_asked() -> None:
-    pod = read(["run"], {"POD_NAMESPACE": "ns", "POD_SERVICE_ACCOUNT": "operator"})
+    pod = read_settings(["run"], {"POD_NAMESPACE": "ns", "POD_SERVICE_ACCOUNT": "operator"})
     assert (pod.pod_account, pod.allow_own_namespace) == (Account(namespace="ns", name="operator"), False)
-    laptop = read(["run", "--allow-jobs-in-own-namespace"], {"POD_NAMESPACE": "ns"})
+    laptop = read_settings(["run", "--allow-jobs-in-own-namespace"], {"POD_NAMESPACE": "ns"})
     assert (laptop.pod_account, laptop.allow_own_namespace) == (None, True)
 
 
 def test_a_spec_that_makes_no_sense_keeps_its_own_reason() -> None:
     crowd = Crowd(1)
-    record = crowd.memory.known(KEY)
+    record = crowd.store.last_record(KEY)
     assert record is not None
-    broken = confined(record, Boundary(account=OWN))
+    broken = apply_boundary(record, Boundary(account=OWN))
     assert isinstance(broken.spec, SpecError) and broken.spec.reason == "NotPermitted"
     assert SpecError(["x"]).reason == "InvalidSpec"

@@ -27,10 +27,14 @@ def page() -> str:
 def exposed() -> dict[str, set[str]]:
     """Labels by name of series, `_bucket` and so on included, where every metric has something to tell."""
     key = ("exposed", "everything")
-    exporter.show(key, "Running", {family: 1.0 for family in definitions.FAMILIES if family.labels == definitions.JOB})
-    for family in definitions.FAMILIES:
+    exporter.show(
+        key, "Running", {family: 1.0 for family in definitions.DEFINITIONS if family.labels == definitions.JOB}
+    )
+    for family in definitions.DEFINITIONS:
         if family.labels and family.labels[:2] != definitions.JOB and family.type != Type.GAUGE:
-            exporter.count([Sample(family=family, labels=family.series[0] if family.series else ("any",), value=0.0)])
+            exporter.count(
+                [Sample(definition=family, labels=family.series[0] if family.series else ("any",), value=0.0)]
+            )
     exporter._gauge(definitions.BUILD, "1").set(1)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page()):

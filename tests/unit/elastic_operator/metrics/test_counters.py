@@ -163,7 +163,7 @@ TABLE: dict[str, tuple[Status, Status, dict[tuple[str, ...], float]]] = {
 @pytest.mark.parametrize(("old", "new", "expected"), TABLE.values(), ids=TABLE)
 def test_a_transition_counts_for(old: Status, new: Status, expected: dict[tuple[str, ...], float]) -> None:
     samples = increments(old, new)
-    found = {(sample.family.name, *sample.labels): sample.value for sample in samples}
+    found = {(sample.definition.name, *sample.labels): sample.value for sample in samples}
     assert found == expected
     assert len(samples) == len(found)
 
@@ -179,12 +179,12 @@ def test_a_status_that_is_read_again_counts_for_nothing(status: Status) -> None:
 def test_every_sample_has_the_labels_of_its_family() -> None:
     for old, new, _ in TABLE.values():
         for sample in increments(old, new):
-            assert exporter._bounded(sample) == sample.labels
+            assert exporter._bound_labels(sample) == sample.labels
 
 
 def test_the_end_of_a_conversion_counts_by_mode_and_result() -> None:
     outcome = ReshardOutcome(mode="virtual", result="Succeeded", bytes_read=100, bytes_written=3, seconds=0.5)
-    found = {(item.family.name, *item.labels): item.value for item in reshard_samples(outcome)}
+    found = {(item.definition.name, *item.labels): item.value for item in reshard_samples(outcome)}
     assert found == {
         ("etj_reshards_total", "virtual", "Succeeded"): 1,
         ("etj_reshard_read_bytes_total", "virtual", "Succeeded"): 100,
@@ -195,7 +195,7 @@ def test_the_end_of_a_conversion_counts_by_mode_and_result() -> None:
 
 def test_a_reshard_pod_that_says_nothing_has_no_duration() -> None:
     found = {
-        (item.family.name, *item.labels): item.value
+        (item.definition.name, *item.labels): item.value
         for item in reshard_samples(ReshardOutcome(mode="", result="NoReport"))
     }
     assert found[("etj_reshards_total", "Other", "NoReport")] == 1
@@ -275,7 +275,7 @@ def test_the_queue_begins_when_there_is_no_plan_and_ends_with_one() -> None:
         JOB, spec(), again, Observation(nodes=nodes("n1", "n2", "n3")), limits=Timeouts(), now=NOW + 530
     ).status
     assert planned.queue_time is None
-    found = {(item.family.name, *item.labels): item.value for item in increments(again, planned)}
+    found = {(item.definition.name, *item.labels): item.value for item in increments(again, planned)}
     assert found[("etj_queue_seconds", "start")] == 30
 
 
@@ -358,5 +358,5 @@ def test_a_preferred_number_of_nodes_is_what_is_wanted() -> None:
 
 
 def test_the_gauges_are_all_that_there_are() -> None:
-    listed = [family for family in definitions.FAMILIES if family.labels == definitions.JOB]
+    listed = [family for family in definitions.DEFINITIONS if family.labels == definitions.JOB]
     assert list(job_gauges(None, RUNNING, heartbeat_time=None, now=1000)) == listed

@@ -74,8 +74,8 @@ def test_no_metric_is_left_out_of_the_dashboard() -> None:
     text = json.dumps(DASHBOARD)
     # The version is nothing to draw; how often what was launched, and what a job lost, are seen in other panels.
     hidden = {"etj_build_info", "etj_attempts_launched_total", "etj_jobs_finished_total", "etj_job_lost_steps"}
-    assert [item.name for item in definitions.FAMILIES if item.name not in text] == sorted(
-        hidden, key=[item.name for item in definitions.FAMILIES].index
+    assert [item.name for item in definitions.DEFINITIONS if item.name not in text] == sorted(
+        hidden, key=[item.name for item in definitions.DEFINITIONS].index
     )
 
 
@@ -152,7 +152,7 @@ def test_an_alert_says_how_bad_it_is_what_happened_and_what_to_do(
 
 def test_causes_phases_and_results_in_expressions_are_ones_that_exist() -> None:
     values = {str(phase) for phase in Phase} | {
-        value for family in definitions.FAMILIES for row in family.series for value in row
+        value for family in definitions.DEFINITIONS for row in family.series for value in row
     }
     for where, expression in expressions():
         for label, text in re.findall(r'(\w+)(?:=|!=|=~|!~)"([^"]*)"', expression):
@@ -161,7 +161,7 @@ def test_causes_phases_and_results_in_expressions_are_ones_that_exist() -> None:
 
 
 def test_counters_are_read_through_a_rate() -> None:
-    counters = {family.name for family in definitions.FAMILIES if family.type == Type.COUNTER}
+    counters = {family.name for family in definitions.DEFINITIONS if family.type == Type.COUNTER}
     for where, expression in expressions():
         for name in counters & set(re.findall(r"\betj_\w+", expression)):
             assert re.search(rf"(rate|increase|resets)\({name}[{{\[]", expression), (where, name)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_operator.metrics import definitions, exporter
 from elastic_operator.metrics.counters import Sample
-from elastic_operator.metrics.definitions import FAMILIES, MetricDefinition, Type
+from elastic_operator.metrics.definitions import DEFINITIONS, MetricDefinition, Type
 from tests.unit.elastic_operator.metrics.exposed_metrics import page
 
 ROOT = Path(__file__).parents[4]
@@ -20,7 +20,7 @@ PACKAGE = ROOT / "operator/elastic_operator"
 
 def table() -> str:
     lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for family in FAMILIES:
+    for family in DEFINITIONS:
         labels = ", ".join(family.labels)
         lines.append(f"| `{family.name}` | {family.type} | {labels} | {family.help} |")
     return "\n".join(lines)
@@ -38,19 +38,19 @@ def test_the_documentation_has_the_table_of_what_is_exported() -> None:
 
 
 def test_the_page_has_exactly_the_families_of_the_table() -> None:
-    for family in FAMILIES:
+    for family in DEFINITIONS:
         if family.labels[:2] == definitions.JOB:
             continue
         if not family.series:
             exporter.count(
-                [Sample(family=family, labels=("any",) * len(family.labels), value=0)] * (family.type != Type.GAUGE)
+                [Sample(definition=family, labels=("any",) * len(family.labels), value=0)] * (family.type != Type.GAUGE)
             )
     served = {item.name: item.type for item in text_string_to_metric_families(page()) if item.name.startswith("etj_")}
-    listed = {family.name.removesuffix("_total"): str(family.type) for family in FAMILIES}
+    listed = {family.name.removesuffix("_total"): str(family.type) for family in DEFINITIONS}
     assert served == listed
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.name))
+@pytest.mark.parametrize("family", DEFINITIONS, ids=lambda family: str(family.name))
 def test_names_follow_the_conventions(family: MetricDefinition) -> None:
     assert re.fullmatch(r"etj_[a-z]+(_[a-z]+)*", family.name)
     assert family.name.endswith("_total") == (family.type == Type.COUNTER)
@@ -62,7 +62,7 @@ def test_names_follow_the_conventions(family: MetricDefinition) -> None:
     assert not family.help.endswith(".")
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.name))
+@pytest.mark.parametrize("family", DEFINITIONS, ids=lambda family: str(family.name))
 def test_labels_are_bounded_but_for_those_of_one_job(family: MetricDefinition) -> None:
     if family.labels[:2] == definitions.JOB:
         assert family.type == Type.GAUGE
@@ -97,14 +97,14 @@ def test_every_cause_in_the_code_is_on_the_list() -> None:
 
 def test_a_value_that_is_on_no_list_is_counted_as_other() -> None:
     before = value("etj_reshards_total", mode="Other", result="Other") or 0
-    exporter.count([Sample(family=definitions.RESHARDS, labels=("sideways", "Haunted"))])
+    exporter.count([Sample(definition=definitions.RESHARDS, labels=("sideways", "Haunted"))])
     assert value("etj_reshards_total", mode="Other", result="Other") == before + 1
     assert value("etj_reshards_total", mode="sideways", result="Haunted") is None
 
 
 def test_what_has_not_happened_yet_is_exported_as_zero() -> None:
     # Otherwise increase() would not see the first one.
-    for family in FAMILIES:
+    for family in DEFINITIONS:
         suffix = "_count" if family.type == Type.HISTOGRAM else ""
         for row in family.series:
             assert value(family.name + suffix, **dict(zip(family.labels, row, strict=True))) is not None

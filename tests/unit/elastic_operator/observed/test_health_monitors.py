@@ -11,7 +11,7 @@ import yaml
 from elastic_operator import settings
 from elastic_operator.cluster.caches import NodeCache
 from elastic_operator.observed import signals
-from elastic_operator.observed.health_monitors import RuleError, Rules, complaints, parse_rules
+from elastic_operator.observed.health_monitors import RuleError, Rules, find_health_problems, parse_rules
 from elastic_operator.observed.observation import NodeView
 from elastic_operator.observed.signals import KINDS, Kind, Weight
 
@@ -72,13 +72,13 @@ def node(conditions: dict[str, str] | None = None, labels: dict[str, str] | None
 def test_what_is_said_against_a_node(
     conditions: list[str], labels: list[str], found: dict[str, Any], said: tuple[str, ...]
 ) -> None:
-    assert complaints(found, parse_rules(conditions, labels)) == said
+    assert find_health_problems(found, parse_rules(conditions, labels)) == said
 
 
 def test_the_monitors_words_are_repeated_but_not_at_length() -> None:
     found = node({"GpuMemWatch": "True"})
     found["status"]["conditions"][-1]["message"] = "[DCGM_FR_FAULTY_MEMORY]\n  GPU 0 " + "x" * 1000
-    (said,) = complaints(found, parse_rules(["GpuMemWatch"], []))
+    (said,) = find_health_problems(found, parse_rules(["GpuMemWatch"], []))
     assert said.startswith("condition GpuMemWatch is True ([DCGM_FR_FAULTY_MEMORY] GPU 0 xxx")
     assert len(said) < 300
 
@@ -88,7 +88,7 @@ def test_the_monitors_words_are_repeated_but_not_at_length() -> None:
     [
         (["GpuMemWatch=true"], [], "expected TYPE or TYPE=STATUS with STATUS True, False or Unknown"),
         (["=True"], [], "expected TYPE or TYPE=STATUS"),
-        (["*"], [], "matches Ready=True, so every healthy node would be left"),
+        (["*"], [], "matches Ready=True, so the operator would drain every healthy node"),
         (["Rea*=True"], [], "matches Ready=True"),
         ([], ["nvidia.com/gpu.present"], "expected KEY=VALUE"),
         ([], ["=x"], "expected KEY=VALUE"),
@@ -102,11 +102,11 @@ def test_a_rule_that_cannot_be_meant_is_refused(conditions: list[str], labels: l
 
 def test_the_command_line_takes_lists_and_refuses_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--unhealthy-node-conditions=AMDGPU*,GpuMemWatch", "--unhealthy-node-labels=a=b,c=d")
-    read = settings.read(["run", *options, "--unhealthy-node-labels=e=f"], {})
+    read = settings.read_settings(["run", *options, "--unhealthy-node-labels=e=f"], {})
     assert read.unhealthy_nodes == parse_rules(["AMDGPU*", "GpuMemWatch"], ["a=b", "c=d", "e=f"])
-    assert settings.read(["run"], {}).unhealthy_nodes == Rules()
+    assert settings.read_settings(["run"], {}).unhealthy_nodes == Rules()
     with pytest.raises(SystemExit) as stopped:
-        settings.read(["run", "--unhealthy-node-labels=oops"], {})
+        settings.read_settings(["run", "--unhealthy-node-labels=oops"], {})
     assert stopped.value.code == 2
     assert "expected KEY=VALUE" in capsys.readouterr().err
 
@@ -123,7 +123,7 @@ def test_a_change_of_health_wakes_the_jobs_and_a_heartbeat_does_not() -> None:
 
 def test_a_node_called_unhealthy_is_drained_first() -> None:
     view = NodeView(name="n1", unhealthy=("condition GpuMemWatch is True",), unschedulable=True)
-    (found,) = signals.planned_signals(view, [], NOW)
+    (found,) = signals.detect_planned_signals(view, [], NOW)
     assert found.kind == Kind.NODE_UNHEALTHY
     assert KINDS[found.kind].weight is Weight.PLANNED
     assert found.message == "node n1 is unhealthy: condition GpuMemWatch is True"
@@ -154,4 +154,4 @@ def test_the_vendors_values_leave_nodes_with_broken_hardware_and_no_others(
 ) -> None:
     values = yaml.safe_load((CHART / f"values-{vendor}.yaml").read_text(encoding="utf-8"))["settings"]
     rules = parse_rules(values["unhealthyNodeConditions"], values["unhealthyNodeLabels"])
-    assert bool(complaints(node(conditions, labels), rules)) is left
+    assert bool(find_health_problems(node(conditions, labels), rules)) is left

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.observed.capacity_count import capacity
+from elastic_operator.observed.capacity import Pool
+from elastic_operator.observed.capacity_count import count_capacity
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import NodeView, Observation, PodView, Taint
 from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.observed.timeouts import Timeouts
+from tests.unit.elastic_operator.counting_nodes import CountingNodes
 from tests.unit.elastic_operator.crowd import of_job
 
 GPU = "amd.com/gpu"
@@ -35,7 +37,7 @@ def pod(name: str, on: str, job: str = "", count: int = 8, phase: str = "Running
     }
 
 
-def held(*pods: dict[str, Any]) -> PodUsage:
+def usage(*pods: dict[str, Any]) -> PodUsage:
     found = PodUsage()
     for item in pods:
         found.put(item)
@@ -74,7 +76,7 @@ def test_a_shared_count_is_what_the_job_alone_would_count(
     sick: set[int],
 ) -> None:
     views = {f"n{i}": node(f"n{i}", **fields) for i, fields in enumerate(nodes)}
-    used = held(*(pod(f"p{i}", f"n{on}", job, count) for i, (on, job, count) in enumerate(pods)))
+    used = usage(*(pod(f"p{i}", f"n{on}", job, count) for i, (on, job, count) in enumerate(pods)))
     mine = tuple(
         PodView(name=f"p{i}", uid=str(i), attempt=1, role="worker", node=f"n{on}", unhealthy_devices=int(on in sick))
         for i, (on, job, _) in enumerate(pods)
@@ -84,38 +86,42 @@ def test_a_shared_count_is_what_the_job_alone_would_count(
     shared = Observation(nodes=NodePool(GPU, views), pods=mine, used=others)
     alone = dataclasses.replace(shared, nodes=views, used=dict(others))
     names = frozenset(f"n{i}" for i in avoid)
-    one, other = (capacity(world, GPU, template, names) for world in (shared, alone))
-    assert one.in_order() == other.in_order()
+    one, other = (count_capacity(world, GPU, template, names) for world in (shared, alone))
+    assert one.sorted_nodes() == other.sorted_nodes()
     assert str(one) == str(other)
     for count in range(1, 9):
         assert one.num_usable(count) == other.num_usable(count) == len(one.usable(count))
 
 
 def test_a_thousand_jobs_walk_over_the_nodes_as_often_as_one() -> None:
-    fleet = NodePool(GPU, {f"n{i}": node(f"n{i}") for i in range(50)})
-    used = held(*(pod(f"p{i}", f"n{i}", f"job-{i}") for i in range(20)))
+    nodes = CountingNodes({f"n{i}": node(f"n{i}") for i in range(50)})
+    node_pool = NodePool(GPU, nodes)
+    used = usage(*(pod(f"p{i}", f"n{i}", f"job-{i}") for i in range(20)))
+    pools: set[Pool] = set()
     for _ in range(2):
         for i in range(1000):
-            world = Observation(nodes=fleet, used=used.by_others({f"job-{i}"}, GPU))
-            found = capacity(world, GPU, {}, fleet.suspects(Timeouts(), NOW))
-            assert found.num_usable(8) == 30 + (i < 20), "what a job holds itself is free for it"
-    assert fleet.walks == 2, "once for the suspects, once for what is free"
+            world = Observation(nodes=node_pool, used=used.by_others({f"job-{i}"}, GPU))
+            capacity = count_capacity(world, GPU, {}, node_pool.suspects(Timeouts(), NOW))
+            pools.add(capacity.pool)
+            assert capacity.num_usable(8) == 30 + (i < 20), "what a job holds itself is free for it"
+    assert (nodes.walks, len(pools)) == (2, 1), "once for the suspects, once for the free accelerators"
     used.put(pod("p0", "n0", "job-0", phase="Succeeded"))
-    again = capacity(Observation(nodes=fleet, used=used.by_others({"job-999"}, GPU)), GPU, {}, ())
-    assert (again.num_usable(8), fleet.walks) == (31, 3)
+    again = count_capacity(Observation(nodes=node_pool, used=used.by_others({"job-999"}, GPU)), GPU, {}, ())
+    assert again.num_usable(8) == 31
+    assert (nodes.walks, again.pool in pools) == (2, False), "a change of the usage needs no walk over the nodes"
 
 
 def test_pods_of_ever_other_kinds_do_not_fill_the_memory() -> None:
-    fleet = NodePool(GPU, {"n0": node("n0")})
+    node_pool = NodePool(GPU, {"n0": node("n0")})
     used = PodUsage().by_others({"gpt"}, GPU)
     for i in range(100):
-        fleet.pool({"nodeSelector": {"rack": str(i)}}, used)
-    assert len(fleet._offers) == len(fleet._pools) == 16
+        node_pool.pool({"nodeSelector": {"rack": str(i)}}, used)
+    assert len(node_pool._offers) == len(node_pool._pools) == 16
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_a_pod_that_becomes_a_jobs_is_held_whichever_watch_tells_first(ours_first: bool) -> None:
-    found = held(pod("p", "n0"))
+    found = usage(pod("p", "n0"))
     events: list[Callable[[], None]] = [
         lambda: found.put(pod("p", "n0", "gpt")),
         lambda: found.drop(("ns", "p"), ours=False),
@@ -129,7 +135,7 @@ def test_a_pod_that_becomes_a_jobs_is_held_whichever_watch_tells_first(ours_firs
 
 
 def test_what_is_held_follows_every_change_of_a_pod() -> None:
-    found = held(pod("p", "n0"), pod("q", "n0", "gpt", 4))
+    found = usage(pod("p", "n0"), pod("q", "n0", "gpt", 4))
     assert dict(found.by_others({"gpt"}, GPU)) == {"n0": 8}
     assert dict(found.by_others({"other"}, GPU)) == {"n0": 12}
     found.put(pod("p", "n1"))

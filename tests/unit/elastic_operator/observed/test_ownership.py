@@ -40,11 +40,11 @@ class Cluster:
         self.api = Api()
         self.nodes, self.renewals = NodeCache(), RenewalCache()
         self.nodes.update(node("n0"), 0.0)
-        memory = ClusterStore(self.nodes, self.renewals)
+        store = ClusterStore(self.nodes, self.renewals)
         client = self.api.client()
-        self.observer = ClusterReader(client, self.nodes, self.renewals, memory, ())
-        self.applier = ClusterWriter(client, self.observer)
-        self.inquiries = Diagnostics(client, self.applier)
+        self.reader = ClusterReader(client, self.nodes, self.renewals, store, ())
+        self.writer = ClusterWriter(client, self.reader)
+        self.diagnostics = Diagnostics(client, self.writer)
         meta = {"namespace": "ns", "name": NAME, "uid": uid, "generation": 1, "creationTimestamp": created}
         self.resource: dict[str, Any] = {"metadata": meta, "spec": SPEC, "status": {}}
 
@@ -53,22 +53,22 @@ class Cluster:
         return read_record(self.resource)
 
     def act(self, action: Action) -> None:
-        asyncio.run(self.applier.act("ns", NAME, action))
+        asyncio.run(self.writer.act("ns", NAME, action))
 
     def look(self) -> Any:
-        return asyncio.run(self.observer.look(self.record, GPU, fresh=True))
+        return asyncio.run(self.reader.observe(self.record, GPU, fresh=True))
 
     def step(self) -> list[Action]:
         """One pass: read, decide, write, act."""
         record, world = self.record, self.look()
-        trouble = self.inquiries._troubles.get(("ns", NAME))
-        world = dataclasses.replace(world, trouble=trouble)
+        trouble = self.diagnostics._troubles.get(("ns", NAME))
+        world = dataclasses.replace(world, pod_diagnosis=trouble)
         assert not isinstance(record.spec, Exception)
         found = decide(record.job, record.spec, record.status, world, limits=Timeouts(), now=1_800_000_000.0)
         self.resource["status"] = to_wire(found.status)
         self.events = [event.reason for event in found.events]
         for action in found.actions:
-            asyncio.run(self.inquiries.act(("ns", NAME), found.status.attempt, action))
+            asyncio.run(self.diagnostics.act(("ns", NAME), found.status.attempt, action))
         return list(found.actions)
 
     @property
@@ -232,47 +232,47 @@ def forged(crowd: Crowd, **changes: Any) -> dict[str, Any]:
 )
 def test_a_pod_that_only_has_our_labels_counts_for_nothing(owner: list[dict[str, Any]]) -> None:
     crowd = Crowd(2)
-    before = crowd.memory.look(crowd.keys[0], GPU)
+    before = crowd.store.observe(crowd.keys[0], GPU)
     crowd.tell("pods", forged(crowd, ownerReferences=owner))
-    after = crowd.memory.look(crowd.keys[0], GPU)
+    after = crowd.store.observe(crowd.keys[0], GPU)
     assert after.pods == before.pods
     crowd.settle(crowd.keys[0])
-    record = crowd.memory.known(crowd.keys[0])
+    record = crowd.store.last_record(crowd.keys[0])
     assert record is not None
     assert record.status.attempt == 1
 
 
 def test_a_lease_or_job_that_only_has_our_labels_or_another_name_counts_for_nothing() -> None:
     crowd = Crowd(1)
-    before = crowd.memory.look(crowd.keys[0], GPU)
+    before = crowd.store.observe(crowd.keys[0], GPU)
     for name, owner in (
         ("job-0-a77", []), ("job-0-a1x", of_resource(NAME)), ("job-00-a2", of_resource(NAME)), ("x", of_resource(NAME)),
     ):  # fmt: skip
         for plural in ("leases", "jobs"):
             meta = {"namespace": "ns", "name": name, "labels": labels(crowd, 0), "ownerReferences": owner, "uid": name}
             crowd.tell(plural, {"metadata": {**meta, "resourceVersion": "3"}})
-    after = crowd.memory.look(crowd.keys[0], GPU)
+    after = crowd.store.observe(crowd.keys[0], GPU)
     assert (after.jobs, after.leases) == (before.jobs, before.leases)
 
 
 def test_the_attempt_of_an_own_object_is_that_of_its_name_whatever_its_labels_say() -> None:
     crowd = Crowd(1)
-    ((attempt, lease),) = crowd.memory.look(crowd.keys[0], GPU).leases.items()
+    ((attempt, lease),) = crowd.store.observe(crowd.keys[0], GPU).leases.items()
     meta = {"namespace": "ns", "name": lease.name, "ownerReferences": of_resource(NAME), "resourceVersion": "3"}
     meta["labels"] = {**labels(crowd, 0), str(Label.ATTEMPT): "77"}
     crowd.tell("leases", {"metadata": meta}, "MODIFIED")
-    assert list(crowd.memory.look(crowd.keys[0], GPU).leases) == [attempt]
+    assert list(crowd.store.observe(crowd.keys[0], GPU).leases) == [attempt]
 
 
 def test_pods_whose_job_is_gone_are_known_by_its_remembered_uid() -> None:
     crowd = Crowd(1)
     key = crowd.keys[0]
-    world = crowd.memory.look(key, GPU)
-    record = crowd.memory.known(key)
+    world = crowd.store.observe(key, GPU)
+    record = crowd.store.last_record(key)
     assert record is not None and record.status.job_uids == (world.jobs[0].uid,)
     job = {"metadata": {"namespace": "ns", "name": world.jobs[0].name, "resourceVersion": "4"}}
     crowd.tell("jobs", job, "DELETED")
-    after = crowd.memory.look(key, GPU)
+    after = crowd.store.observe(key, GPU)
     assert after.jobs == ()
     assert after.pods == world.pods
 
@@ -308,7 +308,7 @@ def test_an_object_that_cannot_be_read_fails_nobodys_look(poison: tuple[str, dic
             for i in range(20)
         ]
         records.append(dataclasses.replace(cluster.record, job=JobRef(name="job-9", namespace="ns", uid="u9")))
-        return await asyncio.gather(*(cluster.observer.look(record, GPU, fresh=True) for record in records))
+        return await asyncio.gather(*(cluster.reader.observe(record, GPU, fresh=True) for record in records))
 
     worlds = asyncio.run(look_at_many())
     assert [job.name for job in worlds[0].jobs] == [f"{NAME}-a1"]
@@ -320,7 +320,7 @@ def test_an_object_that_cannot_be_read_cuts_no_watch(poison: tuple[str, dict[str
     plural, item = poison
     item["metadata"]["resourceVersion"] = "5"
     crowd.tell(plural, item)
-    assert crowd.memory.live
+    assert crowd.store.is_live
     crowd.tell(plural, item, "DELETED")
 
 
@@ -344,26 +344,26 @@ def bound(name: str, on: str, status: dict[str, Any]) -> dict[str, Any]:
 )
 def test_only_a_pod_that_has_its_place_counts_as_use_of_a_node(status: dict[str, Any], counted: bool) -> None:
     crowd = Crowd(1)
-    others = next(mirror for mirror in crowd.memory.world if mirror.source.fields)
-    others.take("ADDED", bound("bound", "n0", status))
-    assert dict(crowd.memory.look(crowd.keys[0], GPU).used) == ({"n0": 8} if counted else {})
+    others = next(informer for informer in crowd.store.informers if informer.source.fields)
+    others.apply("ADDED", bound("bound", "n0", status))
+    assert dict(crowd.store.observe(crowd.keys[0], GPU).used) == ({"n0": 8} if counted else {})
 
 
 def test_pods_bound_to_a_node_by_name_in_a_loop_do_not_disturb_the_job_that_runs_there() -> None:
     crowd = Crowd(1)
     key = crowd.keys[0]
-    others = next(mirror for mirror in crowd.memory.world if mirror.source.fields)
+    others = next(informer for informer in crowd.store.informers if informer.source.fields)
     for number in range(20):
         pod = bound(f"loop-{number}", "n0", {"phase": "Pending"})
-        others.take("ADDED", pod)
-        record = crowd.memory.known(key)
+        others.apply("ADDED", pod)
+        record = crowd.store.last_record(key)
         assert record is not None and not isinstance(record.spec, Exception)
-        world = dataclasses.replace(crowd.memory.look(key, GPU), capacity_fresh=True)
+        world = dataclasses.replace(crowd.store.observe(key, GPU), capacity_fresh=True)
         now = (record.status.start_time or 0.0) + 15.0 * number
         found = decide(record.job, record.spec, record.status, world, limits=Timeouts(), now=now)
         crowd.tell_job(key, status=found.status)
-        others.take("DELETED", pod)
-    record = crowd.memory.known(key)
+        others.apply("DELETED", pod)
+    record = crowd.store.last_record(key)
     assert record is not None
     assert (record.status.attempt, record.status.restart_budget.used) == (1, 0)
 
@@ -373,7 +373,7 @@ def test_a_pod_with_our_label_and_no_job_of_ours_is_use_by_others() -> None:
     item = bound("taker", "n1", {"phase": "Running"})
     item["metadata"]["labels"] = labels(crowd, 0)
     crowd.tell("pods", item)
-    assert crowd.memory.look(crowd.keys[0], GPU).used["n1"] == 16, "not its own, which it could plan with"
+    assert crowd.store.observe(crowd.keys[0], GPU).used["n1"] == 16, "not its own, which it could plan with"
 
 
 def test_a_name_that_is_taken_is_told_by_its_kind_and_owner() -> None:

@@ -12,7 +12,7 @@ from elastic_operator.api.spec import SpecError
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.manifests import dry_run
 from elastic_operator.observed import pod_diagnosis
-from elastic_operator.observed.observation import JobView, Observation, PodView, Trouble
+from elastic_operator.observed.observation import JobView, Observation, PodDiagnosis, PodView
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.decide import decide, refuse
@@ -45,13 +45,13 @@ def launched(jobs: tuple[JobView, ...] = (), pods: tuple[PodView, ...] = ()) -> 
 )
 def test_the_server_is_asked_once_for_each_edit_of_the_pods(job: Any, changes: dict[str, Any], needed: bool) -> None:
     status, _ = launched()
-    assert dry_run.needed(job, spec(**changes), status) is needed
+    assert dry_run.is_dry_run_needed(job, spec(**changes), status) is needed
 
 
 def test_the_server_is_asked_before_the_first_launch_and_again_while_it_objects() -> None:
-    assert dry_run.needed(JOB, spec(), Status())
+    assert dry_run.is_dry_run_needed(JOB, spec(), Status())
     objected = refuse(JOB, SpecError(["x"]), Status(), limits=Timeouts(), now=NOW).status
-    assert dry_run.needed(JOB, spec(), objected)
+    assert dry_run.is_dry_run_needed(JOB, spec(), objected)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_the_server_is_asked_before_the_first_launch_and_again_while_it_objects(
     ],
 )
 def test_only_answers_that_speak_of_the_pods_are_objections(code: int, message: str, expected: bool) -> None:
-    assert dry_run.at_fault(code, message) is expected
+    assert dry_run.is_spec_at_fault(code, message) is expected
 
 
 def test_both_templates_are_tried_under_names_that_no_attempt_has() -> None:
-    found = dict(dry_run.dry_run_jobs(JOB, spec(**CONVERTS)))
+    found = dict(dry_run.build_dry_run_jobs(JOB, spec(**CONVERTS)))
     assert {path: manifest["metadata"]["name"] for path, manifest in found.items()} == {
         "spec.template": "gpt-a0",
         "spec.reshard.template": "gpt-a0-reshard",
@@ -108,12 +108,15 @@ def test_both_templates_are_tried_under_names_that_no_attempt_has() -> None:
 def test_objections_name_the_field_of_the_resource(
     path: str, message: str, causes: list[tuple[str, str]], expected: str
 ) -> None:
-    assert dry_run.sentences(path, message, causes) == [expected]
+    assert dry_run.describe_refusal(path, message, causes) == [expected]
 
 
 def test_a_refused_launch_is_a_condition_and_an_event_with_the_servers_message() -> None:
     status, world = launched()
-    told = look(status, dataclasses.replace(world, trouble=pod_diagnosis.refused(1, "quota of jobs\nexceeded")))
+    told = look(
+        status,
+        dataclasses.replace(world, pod_diagnosis=pod_diagnosis.diagnose_refused_launch(1, "quota of jobs\nexceeded")),
+    )
     condition = find(told.status.conditions, Type.LAUNCHED)
     assert condition is not None
     assert (condition.status, condition.reason) == ("False", pod_diagnosis.LAUNCH_REFUSED)
@@ -121,20 +124,23 @@ def test_a_refused_launch_is_a_condition_and_an_event_with_the_servers_message()
     assert (told.status.phase, told.status.reason) == (Phase.STARTING, pod_diagnosis.LAUNCH_REFUSED)
     assert [event.reason for event in told.events] == [pod_diagnosis.LAUNCH_REFUSED]
     assert "LaunchAttempt" in [type(action).__name__ for action in told.actions]
-    again = look(told.status, dataclasses.replace(world, trouble=pod_diagnosis.refused(1, "quota of jobs\nexceeded")))
+    again = look(
+        told.status,
+        dataclasses.replace(world, pod_diagnosis=pod_diagnosis.diagnose_refused_launch(1, "quota of jobs\nexceeded")),
+    )
     assert again.events == ()
 
 
 @pytest.mark.parametrize(
     "stale",
     [
-        pytest.param(pod_diagnosis.refused(7, "x"), id="another-attempt"),
-        pytest.param(pod_diagnosis.refused(1, "x"), id="launched-since"),
+        pytest.param(pod_diagnosis.diagnose_refused_launch(7, "x"), id="another-attempt"),
+        pytest.param(pod_diagnosis.diagnose_refused_launch(1, "x"), id="launched-since"),
     ],
 )
-def test_what_is_over_is_not_told(stale: Trouble) -> None:
+def test_what_is_over_is_not_told(stale: PodDiagnosis) -> None:
     status, world = launched(jobs=(worker_job(),))
-    told = look(status, dataclasses.replace(world, trouble=stale))
+    told = look(status, dataclasses.replace(world, pod_diagnosis=stale))
     assert (told.status.reason, told.events) == ("Launched", ())
 
 
@@ -171,12 +177,12 @@ def test_events_are_read_only_where_the_pods_do_not_tell(
     pods: tuple[PodView, ...], seconds: float, reason: str | None
 ) -> None:
     status, world = launched(jobs=(worker_job(),), pods=pods)
-    asked = pod_diagnosis.question(status, world, NOW + seconds)
+    asked = pod_diagnosis.choose_event_query(status, world, NOW + seconds)
     assert (asked and asked.reason) == reason
 
 
 def test_the_newest_warning_counts_and_the_names_of_pods_that_never_were_do_not() -> None:
-    asked = pod_diagnosis.Question(attempt=1, reason=pod_diagnosis.PODS_REFUSED, uid="j1", name="gpt-a1")
+    asked = pod_diagnosis.EventQuery(attempt=1, reason=pod_diagnosis.PODS_REFUSED, uid="j1", name="gpt-a1")
     events = [
         {"type": "Normal", "reason": "Created", "message": "x", "lastTimestamp": "2026-11-21T20:00:09Z"},
         {"type": "Warning", "reason": "FailedCreate", "message": "old", "lastTimestamp": "2026-11-21T20:00:01Z"},
@@ -185,7 +191,7 @@ def test_the_newest_warning_counts_and_the_names_of_pods_that_never_were_do_not(
             "message": 'pods "gpt-a1-0-b27v4" is forbidden: exceeded quota',
         },
     ]  # fmt: skip
-    found = pod_diagnosis.answer(asked, events)
+    found = pod_diagnosis.diagnose_from_events(asked, events)
     assert found is not None
     assert found.message == ('the pods cannot be created: FailedCreate: pods "gpt-a1-*" is forbidden: exceeded quota')
-    assert pod_diagnosis.answer(asked, events[:1]) is None
+    assert pod_diagnosis.diagnose_from_events(asked, events[:1]) is None

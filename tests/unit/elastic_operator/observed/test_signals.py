@@ -124,7 +124,7 @@ NODE = NodeView(name="n1", allocatable={GPU: 2}, capacity={GPU: 2}, lease_age_se
     ],
 )
 def test_signals_of_a_node(node: NodeView | None, kinds: list[Kind]) -> None:
-    assert [item.kind for item in signals.node_signals(node, "n1", LIMITS, NOW)] == kinds
+    assert [item.kind for item in signals.detect_node_signals(node, "n1", LIMITS, NOW)] == kinds
 
 
 POD = PodView(
@@ -147,11 +147,11 @@ POD = PodView(
 )
 def test_signals_of_a_pod(changes: dict[str, object], kinds: list[Kind]) -> None:
     pod = dataclasses.replace(POD, **changes)
-    assert [item.kind for item in signals.pod_signals(pod, NOW)] == kinds
+    assert [item.kind for item in signals.detect_pod_signals(pod, NOW)] == kinds
 
 
 def test_a_sick_device_under_a_pod_is_a_loss_at_once() -> None:
-    (found,) = signals.device_signals(
+    (found,) = signals.detect_device_signals(
         NODE, [dataclasses.replace(POD, unhealthy_devices=1)], used_by_others=0, resource=GPU, now=NOW
     )
     assert KINDS[found.kind].weight is Weight.STRONG
@@ -160,7 +160,7 @@ def test_a_sick_device_under_a_pod_is_a_loss_at_once() -> None:
 
 def test_a_restarted_kubelet_that_offers_no_devices_for_a_moment_is_not_a_loss() -> None:
     node = dataclasses.replace(NODE, allocatable={GPU: 0}, allocatable_since=NOW - 3)
-    found = signals.device_signals(node, [POD], used_by_others=0, resource=GPU, now=NOW)
+    found = signals.detect_device_signals(node, [POD], used_by_others=0, resource=GPU, now=NOW)
     assert signals.judge(found, GRACES, NOW).failure is None
     assert signals.judge(found, GRACES, NOW + 8).failure is not None
 
@@ -186,7 +186,7 @@ def test_signals_of_the_lease(renewed: float | None, notes: dict[str, str], star
     lease = LeaseView(
         name="gpt-a1", attempt=1, renewed_at=None if renewed is None else NOW - renewed, annotations=dict(notes)
     )
-    found = signals.lease_signals(
+    found = signals.detect_lease_signals(
         lease, rank_0_node="n1", launch_time=NOW - 100, started=started, limits=LIMITS, now=NOW
     )
     assert [item.kind for item in found] == kinds
@@ -195,13 +195,13 @@ def test_signals_of_the_lease(renewed: float | None, notes: dict[str, str], star
 def test_a_tolerated_taint_is_no_reason_to_leave_and_another_is() -> None:
     taint = Taint(key="amd-gpu-unhealthy", effect="NoSchedule")
     node = dataclasses.replace(NODE, taints=(taint,))
-    assert [item.kind for item in signals.planned_signals(node, [], NOW)] == [Kind.NODE_TAINTED]
-    assert signals.planned_signals(node, [taint], NOW) == []
+    assert [item.kind for item in signals.detect_planned_signals(node, [], NOW)] == [Kind.NODE_TAINTED]
+    assert signals.detect_planned_signals(node, [taint], NOW) == []
 
 
 def test_a_pod_that_was_never_scheduled_has_no_node_to_lose() -> None:
     world = Observation(pods=(dataclasses.replace(POD, node=None, phase="Pending"),))
-    found = signals.attempt_signals(
+    found = signals.detect_attempt_signals(
         world, attempt=1, resource=GPU, tolerated=(), launch_time=NOW, job_seen=False, started=True,
         limits=LIMITS, now=NOW,
     )  # fmt: skip

@@ -257,7 +257,7 @@ def test_the_best_is_what_the_plan_finds_and_sought_again_only_where_it_may_diff
         return plan(spec, given, current)
 
     monkeypatch.setattr(planner, "plan", counted)
-    monkeypatch.setattr(planner, "_KNOWN", {})
+    monkeypatch.setattr(planner, "_CACHE", {})
     spec, running = make_spec(), Topology(tp=1, pp=1, dp=2)
     for free in [(2, 2), (2, 2), (2, 1, 2), (2, 2, 2), (2, 2, 2, 2), (2,), ()]:
         for current in (None, running, running):

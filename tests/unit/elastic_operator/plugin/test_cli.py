@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from elastic_operator.plugin.errors import Exit, PluginError
-from elastic_operator.plugin.kubeconfig import load
+from elastic_operator.plugin.kubeconfig import load_config
 from elastic_operator.plugin.main import main
-from elastic_operator.plugin.options import parser
+from elastic_operator.plugin.options import make_parser
 
 
 def write(path: Path, *, server: str = "https://127.0.0.1:1", name: str = "one", **user: Any) -> Path:
@@ -39,7 +39,7 @@ def write(path: Path, *, server: str = "https://127.0.0.1:1", name: str = "one",
     ],
 )
 def test_flags_may_stand_before_or_after_the_verb(arguments: list[str]) -> None:
-    options = parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     assert (options.verb, options.name, options.namespace, options.output) == ("status", "gpt", "demo", "json")
 
 
@@ -65,20 +65,20 @@ def test_a_wrong_command_line_is_refused_with_the_usage_code(
 
 
 def test_several_nodes_may_be_lost_in_one_flag_or_in_several() -> None:
-    options = parser().parse_args(["plan", "gpt", "--lose", "n1", "n2:1", "--lose", "n3"])
+    options = make_parser().parse_args(["plan", "gpt", "--lose", "n1", "n2:1", "--lose", "n3"])
     assert options.lose == [["n1", "n2:1"], ["n3"]]
 
 
 def test_the_first_of_several_kubeconfigs_decides_and_the_others_add(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a", name="one"), write(tmp_path / "b", name="two")
     environment = {"KUBECONFIG": f"{first}:{tmp_path / 'absent'}:{second}"}
-    assert load(None, None, environment).namespace == "ns-one"
-    assert load(None, "two", environment).namespace == "ns-two"
+    assert load_config(None, None, environment).namespace == "ns-one"
+    assert load_config(None, "two", environment).namespace == "ns-two"
 
 
 def test_paths_in_a_kubeconfig_are_relative_to_it(tmp_path: Path) -> None:
     path = write(tmp_path / "a", **{"client-certificate": "me.crt", "client-key": "me.key"})
-    user = load(str(path), None, {}).user
+    user = load_config(str(path), None, {}).user
     assert user is not None
     assert user.client_cert == str(tmp_path / "me.crt")
 
@@ -86,13 +86,13 @@ def test_paths_in_a_kubeconfig_are_relative_to_it(tmp_path: Path) -> None:
 def test_the_home_folder_is_looked_at_last(tmp_path: Path) -> None:
     (tmp_path / ".kube").mkdir()
     write(tmp_path / ".kube" / "config", name="home")
-    assert load(None, None, {"HOME": str(tmp_path)}).context_name == "home"
+    assert load_config(None, None, {"HOME": str(tmp_path)}).context_name == "home"
 
 
 def test_a_credential_plugin_of_the_newest_version_is_understood(tmp_path: Path) -> None:
     script = "import json, os; info = json.loads(os.environ['KUBERNETES_EXEC_INFO']); print(json.dumps(info))"
     exec_ = {"apiVersion": "client.authentication.k8s.io/v1", "command": sys.executable, "args": ["-c", script]}
-    user = load(str(write(tmp_path / "a", exec=exec_)), None, {}).user
+    user = load_config(str(write(tmp_path / "a", exec=exec_)), None, {}).user
     assert user is not None
     assert user.exec is not None
     assert user.exec.env is not None
@@ -118,7 +118,7 @@ def test_a_kubeconfig_that_cannot_be_used_is_named(
     else:
         path.write_text(text)
     with pytest.raises(PluginError, match=message) as caught:
-        load(str(path), context, {})
+        load_config(str(path), context, {})
     assert str(path) in str(caught.value)
     assert caught.value.code == Exit.UNREACHABLE
 

@@ -18,7 +18,7 @@ from unicodedata import category
 import pytest
 import yaml
 
-from elastic_operator.plugin.pages.text import escape, printable
+from elastic_operator.plugin.pages.text import escape, make_printable
 
 PLUGIN = Path(__file__).parents[4] / "operator/elastic_operator/plugin"
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "data/recorded_recovery.json").read_text())
@@ -243,7 +243,7 @@ def test_escaping_twice_is_escaping_once():
 
 def test_text_anywhere_in_data_becomes_one_line():
     value = {"a\n": [ATTACK, ("x\ty",)], "n": 1}
-    shown = printable(value)
+    shown = make_printable(value)
     assert shown["n"] == 1
     assert shown["a "][1] == ("x y",)
     assert obeyed(json.dumps(shown, ensure_ascii=False)) == set()

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.api.serialization import camel
+from elastic_operator.api.serialization import to_camel_case
 from elastic_operator.manifests.attempt import DRAIN_REQUESTED, JobRef
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.plugin.errors import Exit
-from elastic_operator.plugin.options import parser
-from elastic_operator.plugin.pages.forecast import Forecast, ReshardForecast, forecast
-from elastic_operator.plugin.pages.job_report import JobReport, RecoveryReport, read_spec, read_status, report
-from elastic_operator.plugin.pages.listing import ListEntry, entry, listing
-from elastic_operator.plugin.pages.plan_page import outlook
+from elastic_operator.plugin.options import make_parser
+from elastic_operator.plugin.pages.forecast import Forecast, ReshardForecast, make_forecast
+from elastic_operator.plugin.pages.job_report import JobReport, RecoveryReport, make_report, read_spec, read_status
+from elastic_operator.plugin.pages.listing import ListEntry, format_listing, make_entry
+from elastic_operator.plugin.pages.plan_page import format_plan
 from elastic_operator.plugin.pages.recovery_estimate import Estimate
-from elastic_operator.plugin.pages.status_page import PARTS, story
+from elastic_operator.plugin.pages.status_page import PARTS, format_status
 from elastic_operator.plugin.pages.whatif import Change, observe, parse_lose
-from elastic_operator.plugin.steer import Steered, reached
+from elastic_operator.plugin.steer import SteerResult, describe_outcome
 from elastic_operator.reconcile.context import Context
 from elastic_operator.reconcile.user_requests import CAUSE
 
@@ -42,13 +42,13 @@ SHOWN = [
 
 def printed(command: str, stage: str) -> str:
     """What the program prints where the cluster is as it was recorded."""
-    entry_, options = RECORDED[stage], parser().parse_args(command.split())
+    entry_, options = RECORDED[stage], make_parser().parse_args(command.split())
     job, now = entry_["job"], entry_["time"]
-    found = report(job, now, entry_["events"])
+    found = make_report(job, now, entry_["events"])
     if options.verb == "list":
-        return listing([entry(found)], now, everywhere=options.all_namespaces)
+        return format_listing([make_entry(found)], now, everywhere=options.all_namespaces)
     if options.verb == "status":
-        return story(found, now, max_events=options.events)
+        return format_status(found, now, max_events=options.events)
     spec, _ = read_spec(job)
     assert spec is not None
     world = observe(entry_["nodes"], entry_["pods"], "demo", "gpt", spec.accelerator.resource)
@@ -56,7 +56,7 @@ def printed(command: str, stage: str) -> str:
     context = Context(job=ref, spec=spec, world=world, limits=Timeouts(), now=now)
     lose = parse_lose(name for group in options.lose for name in group)
     change = Change(lose=lose, num_gpus=options.gpus, add_nodes=options.add)
-    return outlook(forecast(context, read_status(job), change))
+    return format_plan(make_forecast(context, read_status(job), change))
 
 
 @pytest.mark.parametrize(("command", "stage"), SHOWN)
@@ -69,15 +69,15 @@ def test_the_page_shows_what_is_printed(command: str, stage: str) -> None:
     [("drain", 3, "drained"), ("suspend", 4, "suspended")],
 )
 def test_the_page_shows_what_a_request_led_to(verb: str, attempt: int, stage: str) -> None:
-    asked = Steered(
+    asked = SteerResult(
         name="gpt", namespace="demo", verb=verb, changed=True, text="", phase="", attempt=attempt, request="x"
     )
-    text = reached(asked, read_status(RECORDED[stage]["job"]))
+    text = describe_outcome(asked, read_status(RECORDED[stage]["job"]))
     assert f"$ kubectl etj {verb} gpt --wait\n{text}\n" in PAGE
 
 
 def test_the_page_lists_every_verb_and_exit_code() -> None:
-    (verbs,) = [action for action in parser()._actions if action.dest == "verb"]
+    (verbs,) = [action for action in make_parser()._actions if action.dest == "verb"]
     assert set(verbs.choices or ()) == set(re.findall(r"^\| `(\w+)[^`]*` \|", PAGE, flags=re.MULTILINE)) & set(
         verbs.choices or ()
     )
@@ -86,11 +86,13 @@ def test_the_page_lists_every_verb_and_exit_code() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [JobReport, RecoveryReport, ListEntry, Forecast, ReshardForecast, Estimate, Steered],
+    [JobReport, RecoveryReport, ListEntry, Forecast, ReshardForecast, Estimate, SteerResult],
     ids=lambda s: s.__name__,
 )
 def test_the_page_names_every_field_of_the_json(shape: Any) -> None:
-    absent = [camel(field.name) for field in dataclasses.fields(shape) if f"`{camel(field.name)}`" not in PAGE]
+    absent = [
+        to_camel_case(field.name) for field in dataclasses.fields(shape) if f"`{to_camel_case(field.name)}`" not in PAGE
+    ]
     assert absent == []
 
 

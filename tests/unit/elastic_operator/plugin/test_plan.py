@@ -15,12 +15,12 @@ from elastic_operator.api.status import Checkpoint, Status
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.plugin.errors import Exit, PluginError
-from elastic_operator.plugin.pages.forecast import Forecast, forecast
+from elastic_operator.plugin.pages.forecast import Forecast, make_forecast
 from elastic_operator.plugin.pages.job_report import read_spec, read_status
-from elastic_operator.plugin.pages.plan_page import outlook
-from elastic_operator.plugin.pages.recovery_estimate import estimate
-from elastic_operator.plugin.pages.whatif import Change, apply, observe, parse_lose
-from elastic_operator.plugin.steer import begins
+from elastic_operator.plugin.pages.plan_page import format_plan
+from elastic_operator.plugin.pages.recovery_estimate import estimate_recovery
+from elastic_operator.plugin.pages.whatif import Change, apply_change, observe, parse_lose
+from elastic_operator.plugin.steer import describe_start
 from elastic_operator.reconcile import next_attempt
 from elastic_operator.reconcile.context import Context
 
@@ -42,7 +42,7 @@ def situation(stage: str, *, spec: dict[str, Any] | None = None, **status: Any) 
 
 
 def ask(stage: str, *, spec: dict[str, Any] | None = None, **change: Any) -> Forecast:
-    return forecast(*situation(stage, spec=spec), Change(**change))
+    return make_forecast(*situation(stage, spec=spec), Change(**change))
 
 
 OUTCOMES = [
@@ -73,7 +73,7 @@ OUTCOMES = [
 def test_what_a_change_leads_to(stage: str, change: dict[str, Any], expected: tuple[Any, ...]) -> None:
     plan = ask(stage, **change)
     assert (plan.outcome, plan.to, plan.to_nodes, plan.reshard.mode if plan.reshard else None) == expected
-    text = outlook(plan)
+    text = format_plan(plan)
     assert text.startswith("gpt would ")
     assert "None" not in text
     assert all(line == line.rstrip() for line in text.splitlines())
@@ -82,10 +82,10 @@ def test_what_a_change_leads_to(stage: str, change: dict[str, Any], expected: tu
 def test_the_answer_is_what_the_operators_own_planning_decides() -> None:
     context, status = situation("running")
     change = Change(lose={"gpu-3": None})
-    lost = dataclasses.replace(context, world=apply(context, status, change))
+    lost = dataclasses.replace(context, world=apply_change(context, status, change))
     planned = next_attempt.plan_next(lost, dataclasses.replace(status, current=None))
     assert planned.current is not None
-    plan = forecast(context, status, change)
+    plan = make_forecast(context, status, change)
     assert plan.resume_step == planned.current.resume.step
     assert (plan.to_nodes, plan.gpus_per_node) == (planned.current.num_nodes, planned.current.gpus_per_node)
     assert planned.plan is not None
@@ -104,7 +104,7 @@ def test_what_really_followed_the_loss_is_what_was_foreseen() -> None:
 def test_steps_since_the_last_commit_are_counted_as_lost() -> None:
     plan = ask("growing", lose={"gpu-1": None})
     assert (plan.resume_step, plan.lost_steps) == (35, 2)
-    assert "as of now 2 steps would be done again" in " ".join(outlook(plan).split())
+    assert "as of now 2 steps would be done again" in " ".join(format_plan(plan).split())
 
 
 def test_growth_loses_nothing_and_says_when() -> None:
@@ -128,7 +128,7 @@ def test_accelerators_of_other_jobs_are_not_counted() -> None:
     world = observe(entry["nodes"], [*entry["pods"], stranger], "demo", "gpt", GPU)
     assert world.used == {"gpu-3": 2}
     context, status = situation("growing")
-    assert forecast(dataclasses.replace(context, world=world), status, Change()).outcome == "Unaffected"
+    assert make_forecast(dataclasses.replace(context, world=world), status, Change()).outcome == "Unaffected"
 
 
 def test_a_node_that_is_not_there_is_refused_with_those_that_are() -> None:
@@ -139,9 +139,9 @@ def test_a_node_that_is_not_there_is_refused_with_those_that_are() -> None:
 
 def test_a_finished_job_starts_nothing() -> None:
     context, status = situation("suspended", phase="Complete", message="complete after step 240")
-    plan = forecast(context, status, Change(num_gpus=2))
+    plan = make_forecast(context, status, Change(num_gpus=2))
     assert plan.outcome == "Finished"
-    assert outlook(plan).startswith("gpt has ended (complete after step 240)")
+    assert format_plan(plan).startswith("gpt has ended (complete after step 240)")
 
 
 def test_a_suspended_job_is_planned_for_its_resume() -> None:
@@ -169,7 +169,7 @@ def test_every_refusal_has_a_reason_and_every_alternative_a_shape() -> None:
 def test_durations_come_from_measurements_or_are_unknown(
     stage: str, reshards: bool, num_bytes: int | None, total: float | None, basis: str
 ) -> None:
-    found = estimate(read_status(RECORDED[stage]["job"]), stops=True, reshards=reshards, num_bytes=num_bytes)
+    found = estimate_recovery(read_status(RECORDED[stage]["job"]), stops=True, reshards=reshards, num_bytes=num_bytes)
     assert found.total_seconds == (None if total is None else pytest.approx(total, abs=20))
     assert basis in found.basis
 
@@ -220,15 +220,15 @@ def test_json_has_everything_that_the_text_has() -> None:
 )
 def test_a_retry_says_where_it_goes_on(start: str, uri: str, text: str) -> None:
     status = Status(checkpoint=Checkpoint(uri=uri, step=5))
-    assert begins({"spec": {"checkpoint": {"claimName": "ckpt", "startFrom": start}}}, status) == text
+    assert describe_start({"spec": {"checkpoint": {"claimName": "ckpt", "startFrom": start}}}, status) == text
 
 
 def test_a_new_job_is_told_what_it_starts_from() -> None:
     context, _ = situation("running")
     checkpoint = dataclasses.replace(context.spec.checkpoint, start_from="old/global_step1000")
     context = dataclasses.replace(context, spec=dataclasses.replace(context.spec, checkpoint=checkpoint))
-    plan = forecast(context, Status(), Change())
+    plan = make_forecast(context, Status(), Change())
     assert (plan.outcome, plan.resume_step) == ("Starts", None)
     assert plan.reshard is not None
     assert (plan.reshard.mode, plan.reshard.source) == ("Materialize", "/checkpoint/old/global_step1000")
-    assert "from /checkpoint/old/global_step1000 (spec.checkpoint.startFrom)" in outlook(plan)
+    assert "from /checkpoint/old/global_step1000 (spec.checkpoint.startFrom)" in format_plan(plan)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.serialization import to_wire
-from elastic_operator.plugin.pages.job_report import JobReport, report
-from elastic_operator.plugin.pages.listing import entry, listing
-from elastic_operator.plugin.pages.status_page import story
+from elastic_operator.plugin.pages.job_report import JobReport, make_report
+from elastic_operator.plugin.pages.listing import format_listing, make_entry
+from elastic_operator.plugin.pages.status_page import format_status
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "data/recorded_recovery.json").read_text())
 STAGES = list(RECORDED)
@@ -21,11 +21,11 @@ STAGES = list(RECORDED)
 def recorded(stage: str, **status: Any) -> tuple[JobReport, float]:
     entry_ = copy.deepcopy(RECORDED[stage])
     entry_["job"]["status"] |= status
-    return report(entry_["job"], entry_["time"], entry_["events"]), entry_["time"]
+    return make_report(entry_["job"], entry_["time"], entry_["events"]), entry_["time"]
 
 
 def page(stage: str, **status: Any) -> str:
-    return story(*recorded(stage, **status))
+    return format_status(*recorded(stage, **status))
 
 
 def lines(stage: str, after: str, count: int) -> list[str]:
@@ -106,7 +106,7 @@ def test_a_failed_job_says_where_to_look() -> None:
     job, now = recorded("drained", phase="Failed", message="11 unplanned restarts within 3600 s")
     assert job.now.doing == "11 unplanned restarts within 3600 s"
     assert "kubectl etj logs gpt" in job.now.advice
-    assert "hint: `kubectl etj logs gpt`" in story(job, now)
+    assert "hint: `kubectl etj logs gpt`" in format_status(job, now)
 
 
 def test_a_waiting_job_tells_every_factor_and_how_to_ask_for_more() -> None:
@@ -122,7 +122,7 @@ def test_a_job_that_no_operator_has_seen_says_so(seconds: float, advice: str) ->
     del resource["status"]
     created = recorded("starting")[0].create_time
     assert created is not None
-    job = report(resource, created + seconds)
+    job = make_report(resource, created + seconds)
     assert (job.phase, job.now.waits_for) == ("Unknown", "the operator")
     assert job.now.advice.startswith(advice)
     assert bool(job.now.advice) == bool(advice)
@@ -131,13 +131,13 @@ def test_a_job_that_no_operator_has_seen_says_so(seconds: float, advice: str) ->
 def test_an_edit_that_the_operator_has_not_seen_is_pointed_out() -> None:
     resource = copy.deepcopy(RECORDED["running"]["job"])
     resource["metadata"]["generation"] += 1
-    assert "has not looked at it yet" in report(resource, RECORDED["running"]["time"]).now.advice
+    assert "has not looked at it yet" in make_report(resource, RECORDED["running"]["time"]).now.advice
 
 
 def test_a_spec_that_makes_no_sense_is_told_by_its_problems() -> None:
     resource = copy.deepcopy(RECORDED["running"]["job"])
     resource["spec"]["nodes"] = {"min": 3, "max": 1}
-    job = report(resource, RECORDED["running"]["time"])
+    job = make_report(resource, RECORDED["running"]["time"])
     assert job.now.doing.startswith("the spec cannot be used: ")
     assert "nodes" in job.now.doing
 
@@ -146,10 +146,10 @@ def test_events_are_in_order_and_the_older_ones_are_counted() -> None:
     job, now = recorded("drained")
     times = [item.time or 0.0 for item in job.events]
     assert times == sorted(times)
-    text = story(job, now, max_events=2)
+    text = format_status(job, now, max_events=2)
     assert f"{len(job.events) - 2} older ones left out" in text
     assert text.splitlines()[-1].split()[1] == job.events[-1].reason
-    assert "Events" not in story(job, now, max_events=0)
+    assert "Events" not in format_status(job, now, max_events=0)
 
 
 def test_json_names_what_the_page_shows() -> None:
@@ -167,19 +167,21 @@ def test_json_names_what_the_page_shows() -> None:
 
 def test_the_list_has_one_line_a_job_and_a_namespace_where_all_are_asked_for() -> None:
     job, now = recorded("drained")
-    header, line = listing([entry(job)], now, everywhere=True).splitlines()
+    header, line = format_listing([make_entry(job)], now, everywhere=True).splitlines()
     assert header.split()[:3] == ["NAMESPACE", "NAME", "PHASE"]
     assert line.split() == [
         "demo", "gpt", "Running", "4", "tp=1,pp=3,dp=2,zero=1", "3", "6", "110", "110", "3", "38%", "4m4s"
     ]  # fmt: skip
-    assert listing([entry(job)], now, everywhere=False).split()[0] == "NAME"
+    assert format_listing([make_entry(job)], now, everywhere=False).split()[0] == "NAME"
 
 
 def test_the_list_shows_what_is_unknown_as_a_dash() -> None:
     resource = copy.deepcopy(RECORDED["starting"]["job"])
     del resource["status"]
-    line = listing(
-        [entry(report(resource, RECORDED["starting"]["time"]))], RECORDED["starting"]["time"], everywhere=False
+    line = format_listing(
+        [make_entry(make_report(resource, RECORDED["starting"]["time"]))],
+        RECORDED["starting"]["time"],
+        everywhere=False,
     )
     assert line.splitlines()[1].split() == ["gpt", "Unknown", "-", "-", "-", "-", "-", "-", "0", "-", "1s"]
 
@@ -191,7 +193,7 @@ def test_the_list_shows_what_is_unknown_as_a_dash() -> None:
 def test_an_attempt_that_does_not_start_comes_with_what_to_do(reason: str, hint: str) -> None:
     resource = copy.deepcopy(RECORDED["starting"]["job"])
     resource["status"] |= {"phase": "Starting", "reason": reason, "message": "0 of 3 pods run; quota"}
-    now = report(resource, RECORDED["starting"]["time"]).now
+    now = make_report(resource, RECORDED["starting"]["time"]).now
     assert now.doing == "0 of 3 pods run; quota"
     assert now.advice.startswith(hint)
     assert bool(now.advice) == bool(hint)
@@ -201,7 +203,7 @@ def test_what_the_operator_heard_against_the_spec_is_told_with_what_it_means_for
     resource = copy.deepcopy(RECORDED["running"]["job"])
     (valid,) = [item for item in resource["status"]["conditions"] if item["type"] == "SpecValid"]
     valid |= {"status": "False", "message": "no such field", "observedGeneration": resource["metadata"]["generation"]}
-    now = report(resource, RECORDED["running"]["time"]).now
+    now = make_report(resource, RECORDED["running"]["time"]).now
     left = "what runs goes on, but is not recovered until the spec is edited"
     assert now.doing == f"the spec cannot be used: no such field; {left}"
     assert now.waits_for == "an edit of the spec"
@@ -210,4 +212,4 @@ def test_what_the_operator_heard_against_the_spec_is_told_with_what_it_means_for
 def test_a_failed_job_comes_with_how_to_try_again() -> None:
     resource = copy.deepcopy(RECORDED["running"]["job"])
     resource["status"] |= {"phase": "Failed", "reason": "RestartBudgetExceeded", "message": "too many"}
-    assert "`kubectl etj retry gpt`" in report(resource, RECORDED["running"]["time"]).now.advice
+    assert "`kubectl etj retry gpt`" in make_report(resource, RECORDED["running"]["time"]).now.advice

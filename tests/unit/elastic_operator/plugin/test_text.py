@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_operator.plugin.pages.text import WIDTH, age, count, fields, seconds, size, table
+from elastic_operator.plugin.pages.text import (
+    WIDTH,
+    format_age,
+    format_fields,
+    format_seconds,
+    format_size,
+    format_table,
+    pluralize,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,7 +24,7 @@ from elastic_operator.plugin.pages.text import WIDTH, age, count, fields, second
     ],
 )  # fmt: skip
 def test_ages_are_those_of_kubectl(value: float | None, text: str) -> None:
-    assert age(value) == text
+    assert format_age(value) == text
 
 
 @pytest.mark.parametrize(
@@ -24,27 +32,31 @@ def test_ages_are_those_of_kubectl(value: float | None, text: str) -> None:
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (15_195_243, "15.2 MB"), (999_600, "1 MB"), (7e12, "7 TB")],
 )  # fmt: skip
 def test_sizes_have_three_digits_and_decimal_units(value: float, text: str) -> None:
-    assert size(value) == text
+    assert format_size(value) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.04, "0.0 s"), (25.83, "25.8 s"), (601, "10m")])
 def test_durations_have_tenths_while_they_matter(value: float, text: str) -> None:
-    assert seconds(value) == text
+    assert format_seconds(value) == text
 
 
 @pytest.mark.parametrize(
     ("number", "what", "text"), [(1, "step", "1 step"), (0, "step", "0 steps"), (2, "loss", "2 losses")]
 )
 def test_counts_agree_with_their_noun(number: int, what: str, text: str) -> None:
-    assert count(number, what) == text
+    assert pluralize(number, what) == text
 
 
 def test_tables_are_aligned_and_have_no_trailing_blanks() -> None:
-    assert table(("A", "LONG"), [("value", ""), ("b", "c")]).splitlines() == ["A       LONG", "value   -", "b       c"]
+    assert format_table(("A", "LONG"), [("value", ""), ("b", "c")]).splitlines() == [
+        "A       LONG",
+        "value   -",
+        "b       c",
+    ]
 
 
 def test_fields_leave_empty_ones_out_and_wrap_long_ones_under_their_value() -> None:
-    lines = fields([("Name", "gpt"), ("Empty", ""), ("Message", "word " * 60)]).splitlines()
+    lines = format_fields([("Name", "gpt"), ("Empty", ""), ("Message", "word " * 60)]).splitlines()
     assert lines[0] == "Name:     gpt"
     assert all(line.startswith(" " * 10) for line in lines[2:])
     assert max(len(line) for line in lines) <= WIDTH

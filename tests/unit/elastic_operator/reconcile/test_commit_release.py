@@ -88,10 +88,12 @@ def test_the_newest_usable_commits_and_those_in_use_are_never_released(
         if damaged:
             checkpoint = commit_history.invalidate(checkpoint, commit(step, attempt).uri, "damaged")
         checkpoint = commit_history.release(checkpoint, needed=needed, read_by_others=read_by_others)
-        ever.add(commit_history.name_of(commit(step, attempt).uri))
+        ever.add(commit_history.parse_commit_name(commit(step, attempt).uri))
         assert set(checkpoint.released) - before <= ever
-        assert not {commit_history.name_of(item.uri) for item in checkpoint.history} & set(checkpoint.released)
-        assert not {commit_history.name_of(uri) for uri in needed} & set(checkpoint.released)
+        assert not {commit_history.parse_commit_name(item.uri) for item in checkpoint.history} & set(
+            checkpoint.released
+        )
+        assert not {commit_history.parse_commit_name(uri) for uri in needed} & set(checkpoint.released)
         assert len(checkpoint.released) <= MAX_RELEASED
         assert not (read_by_others and checkpoint.released)
 
@@ -294,4 +296,4 @@ def test_a_job_that_takes_a_folder_over_converts_into_names_that_the_former_owne
         history(commit(3)), attempt=2, topology=Topology(dp=4).to_dict(), root="/checkpoint/gpt", mark=JOB.uid[:8]
     )
     assert resume.uri == "/checkpoint/gpt/a2/step-00000003-5a1dbeef"
-    assert commit_history.name_of(resume.uri) == "a2/step-00000003-5a1dbeef"
+    assert commit_history.parse_commit_name(resume.uri) == "a2/step-00000003-5a1dbeef"

@@ -166,7 +166,7 @@ def test_the_events_of_a_recovery_tell_its_story_in_order() -> None:
     told = [(event.reason, event.message) for event in look(settled(), lost_node()).events]
     assert [reason for reason, _ in told] == ["NodeNotReady", "Planned", "Resharding"]
     assert told[0][1] == (
-        "node n3 is not Ready (Ready is Unknown: nothing is heard of its kubelet); attempt 1 is given up after step 12"
+        "node n3 is not Ready (Ready is Unknown: the kubelet does not report); attempt 1 is given up after step 12"
     )
     launched = look(after_loss(), prepared())
     assert [event.reason for event in launched.events] == ["Resharded", "Launched"]

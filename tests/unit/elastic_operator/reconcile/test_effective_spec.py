@@ -28,7 +28,7 @@ def refused(status: Status, now: float = NOW) -> Decision:
 
 
 def kept(revision: int, wire: dict[str, Any]) -> dict[str, Any]:
-    made = effective_spec.revision(dataclasses.replace(JOB, generation=revision), wire)
+    made = effective_spec.build_revision(dataclasses.replace(JOB, generation=revision), wire)
     made["metadata"]["uid"] = f"r{revision}"
     return made
 
@@ -75,16 +75,16 @@ def test_a_spec_that_was_accepted_as_suspended_stays_so_while_its_edit_is_refuse
 def test_the_newest_revision_counts_and_an_older_operators_may_not_be_understood() -> None:
     fewer = {**SPEC, "nodes": {"min": 1, "max": 1}}
     revisions = [kept(9, SPEC), kept(10, fewer), kept(2, SPEC)]
-    assert effective_spec.newest(revisions, JOB.uid) == parse_spec(fewer)
-    assert effective_spec.newest([kept(9, SPEC), kept(10, {"nodes": 3})], JOB.uid) is None
-    assert effective_spec.newest([], JOB.uid) is None
+    assert effective_spec.read_newest_spec(revisions, JOB.uid) == parse_spec(fewer)
+    assert effective_spec.read_newest_spec([kept(9, SPEC), kept(10, {"nodes": 3})], JOB.uid) is None
+    assert effective_spec.read_newest_spec([], JOB.uid) is None
 
 
 def test_the_revisions_of_a_job_of_the_same_name_that_was_deleted_do_not_count() -> None:
-    gone = effective_spec.revision(dataclasses.replace(JOB, uid="0123456789", generation=7), SPEC)
-    assert effective_spec.newest([gone], JOB.uid) is None
-    assert isinstance(effective_spec.newest([gone, kept(2, SPEC)], JOB.uid), Spec)
-    again = effective_spec.revision(dataclasses.replace(JOB, uid="abcdefghij", generation=7), SPEC)
+    gone = effective_spec.build_revision(dataclasses.replace(JOB, uid="0123456789", generation=7), SPEC)
+    assert effective_spec.read_newest_spec([gone], JOB.uid) is None
+    assert isinstance(effective_spec.read_newest_spec([gone, kept(2, SPEC)], JOB.uid), Spec)
+    again = effective_spec.build_revision(dataclasses.replace(JOB, uid="abcdefghij", generation=7), SPEC)
     assert gone["metadata"]["name"] != again["metadata"]["name"]
 
 
@@ -101,12 +101,14 @@ def test_a_revision_belongs_to_its_job_and_replaces_those_before_it() -> None:
 
 def test_a_spec_is_kept_when_it_is_accepted_and_when_an_attempt_begins() -> None:
     found = look(Status()).status
-    assert effective_spec.is_due(Status(), found)
-    assert not effective_spec.is_due(found, found)
-    assert effective_spec.is_due(found, dataclasses.replace(found, observed_generation=found.observed_generation + 1))
-    assert effective_spec.is_due(found, dataclasses.replace(found, attempt=found.attempt + 1))
-    assert effective_spec.is_due(refused(found).status, found)
-    assert not effective_spec.is_due(found, refused(found).status)
+    assert effective_spec.is_revision_due(Status(), found)
+    assert not effective_spec.is_revision_due(found, found)
+    assert effective_spec.is_revision_due(
+        found, dataclasses.replace(found, observed_generation=found.observed_generation + 1)
+    )
+    assert effective_spec.is_revision_due(found, dataclasses.replace(found, attempt=found.attempt + 1))
+    assert effective_spec.is_revision_due(refused(found).status, found)
+    assert not effective_spec.is_revision_due(found, refused(found).status)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ def test_a_spec_is_kept_when_it_is_accepted_and_when_an_attempt_begins() -> None
     ],
 )
 def test_only_what_has_been_launched_goes_on_by_an_older_spec(changes: dict[str, Any], wanted: bool) -> None:
-    assert effective_spec.wanted(dataclasses.replace(Status(), **changes)) is wanted
+    assert effective_spec.is_accepted_spec_needed(dataclasses.replace(Status(), **changes)) is wanted
 
 
 def test_what_runs_goes_on_by_an_older_spec() -> None:
-    assert effective_spec.wanted(settled())
+    assert effective_spec.is_accepted_spec_needed(settled())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import MAX_RECOVERIES, Recovery
-from elastic_operator.reconcile.goodput import SUSPENDED, account, parts, suggested_interval_seconds, to_status
+from elastic_operator.reconcile.goodput import SUSPENDED, account, measure_parts, suggest_interval_seconds, to_status
 
 
 def recovery(signal: float, first_step: float | None, **fields: Any) -> Recovery:
@@ -82,7 +82,7 @@ def test_parts_are_the_critical_path_of_a_failure():
         launch_time=Time(17),
         schedule_time=Time(20),
     )
-    assert parts(failure) == {
+    assert measure_parts(failure) == {
         "detect": 6,
         "plan": 0.5,
         "reshard": 10,
@@ -95,11 +95,11 @@ def test_parts_are_the_critical_path_of_a_failure():
 
 def test_stop_comes_before_the_plan_in_a_drain():
     drained = recovery(0, 50, detect_time=Time(0), stop_time=Time(30), plan_time=Time(31), launch_time=Time(32))
-    assert parts(drained) == {"detect": 0, "stop": 30, "plan": 1, "launch": 1, "load": 18}
+    assert measure_parts(drained) == {"detect": 0, "stop": 30, "plan": 1, "launch": 1, "load": 18}
 
 
 def test_parts_without_any_time_are_empty():
-    assert parts(Recovery(cause="NodeLost")) == {}
+    assert measure_parts(Recovery(cause="NodeLost")) == {}
 
 
 def test_mean_parts_add_up_to_the_mean_time_to_recover():
@@ -116,7 +116,7 @@ def test_mean_parts_add_up_to_the_mean_time_to_recover():
 
 def test_the_suggested_interval_is_near_youngs_for_rare_failures():
     # 10 s to save, a failure a day: Young says sqrt(2 * 10 * 86400) = 1314.5 s.
-    suggested = suggested_interval_seconds(10, 86400)
+    suggested = suggest_interval_seconds(10, 86400)
     assert suggested == pytest.approx(math.sqrt(2 * 10 * 86400), rel=0.01)
 
 
@@ -127,12 +127,12 @@ def test_the_suggested_interval_minimises_dalys_expected_time():
     def expected(interval: float) -> float:
         return mtbf * (math.exp((interval + save) / mtbf) - 1) / interval
 
-    best = suggested_interval_seconds(save, mtbf)
+    best = suggest_interval_seconds(save, mtbf)
     assert expected(best) <= min(expected(best * 0.95), expected(best * 1.05))
 
 
 def test_saving_that_takes_longer_than_failures_allow_is_done_once_per_failure():
-    assert suggested_interval_seconds(100, 40) == 40
+    assert suggest_interval_seconds(100, 40) == 40
 
 
 def test_the_status_has_what_is_known_and_nothing_else():
@@ -183,4 +183,4 @@ def test_no_timeline_breaks_the_ledger(recoveries, now, step):
     assert result.down_seconds >= 0
     assert result.lost_seconds <= result.up_seconds
     for item in recoveries:
-        assert all(seconds >= 0 for seconds in parts(item).values())
+        assert all(seconds >= 0 for seconds in measure_parts(item).values())

@@ -16,7 +16,7 @@ from elastic_operator.api.status import Phase, StartedFrom, Status
 from elastic_operator.manifests.attempt import start_uri
 from elastic_operator.observed.observation import JobView, Observation, PodView
 from elastic_operator.observed.timeouts import Timeouts
-from elastic_operator.plugin.pages.wait_reason import waits_for
+from elastic_operator.plugin.pages.wait_reason import explain_wait
 from elastic_operator.reconcile.actions import Create, Decision
 from elastic_operator.reconcile.decide import decide
 from elastic_trainer.retention import find_commits
@@ -113,7 +113,7 @@ def test_others_files_are_never_only_pointed_at() -> None:
     decision = look(Status(), reshard={"mode": "Virtual"})
     assert "--mode" not in arguments(decision)
     assert decision.status.reshard is not None
-    assert "others may remove" in decision.status.reshard.mode_reason
+    assert "may remove it" in decision.status.reshard.mode_reason
 
 
 def test_the_attempt_goes_on_from_the_step_that_the_resharder_reports() -> None:
@@ -171,7 +171,7 @@ def test_what_cannot_be_started_from_fails_the_job_with_the_resharders_words(cod
     for text in (status.message, failed.message):
         assert "/checkpoint/old/run: there is no such folder" in text
         assert "kubectl etj retry gpt" in text
-    waiting = waits_for(
+    waiting = explain_wait(
         {"metadata": {"name": "gpt", "generation": 1}, "status": to_wire(status)}, None, "", status, NOW
     )
     assert (waiting.doing, waiting.advice) == (status.message, "")
@@ -219,7 +219,7 @@ def test_without_a_report_the_step_is_not_known_and_the_job_is_made_again(
 def test_steps_of_others_do_not_count_for_this_jobs_goodput() -> None:
     from elastic_operator.api.serialization import Time
     from elastic_operator.api.status import Recovery
-    from elastic_operator.reconcile.progress import accounted
+    from elastic_operator.reconcile.progress import update_goodput
 
     launched = look(look(Status()).status, converted(REPORT)).status
     assert launched.progress is not None
@@ -233,7 +233,7 @@ def test_steps_of_others_do_not_count_for_this_jobs_goodput() -> None:
         recoveries=(loss,),
         progress=dataclasses.replace(launched.progress, step=1010),
     )
-    assert accounted(status, NOW).goodput["lostSeconds"] == pytest.approx(50)
+    assert update_goodput(status, NOW).goodput["lostSeconds"] == pytest.approx(50)
 
 
 def test_jobs_without_it_keep_their_hash_across_an_upgrade_of_the_operator() -> None:
