@@ -1,4 +1,7 @@
-"""Inside the training pods: session, commit protocol, drain, data position."""
+"""The library for training scripts: session, commit protocol, drain, and position in the data.
+
+It runs inside the training pods and imports `reshard`, but never the operator.
+"""
 
 from elastic_trainer.batch import BatchPlan, shuffled
 from elastic_trainer.errors import ConfigurationError, FencedError, TrainerError

@@ -1,7 +1,7 @@
-"""ATTEMPT-<owner>.json: a storage-side sign that an attempt has started.
+"""ATTEMPT-<owner>.json: a marker file on the checkpoint volume that says that an attempt has started.
 
-An attempt that is cut off from the API server cannot know that another one has replaced it. It shares the checkpoint
-volume with that other one, so it can see the newer attempt's folder.
+An attempt that cannot reach the API server does not learn there that another attempt has replaced it. Both share the
+checkpoint volume, so the older attempt can see the marker of the newer one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_BYTES = 4096
 
 
 def announce(root: Path, attempt: int, owner: str) -> None:
-    """Write the sign into the folder of this attempt; that of another owner of the root stays.
+    """Write the marker of this attempt; markers of other owners of the root stay.
 
     Args:
         root: folder of all attempts' checkpoints.
@@ -27,7 +27,7 @@ def announce(root: Path, attempt: int, owner: str) -> None:
         owner: UID of the job; empty without a cluster.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the marker cannot be written.
     """
     folder = root / f"a{attempt}"
     make_folder(folder)
@@ -35,8 +35,8 @@ def announce(root: Path, attempt: int, owner: str) -> None:
     replace_file(folder / _file_name(owner), content.encode())
 
 
-def newest_announced(root: Path, owner: str) -> int:
-    """Return the highest attempt of an owner that has announced itself below `root`, 0 for none."""
+def find_newest_attempt(root: Path, owner: str) -> int:
+    """Return the highest attempt of `owner` that has a marker below `root`; 0 for none."""
     newest = 0
     for folder in root.glob("a*"):
         match = _FOLDER.fullmatch(folder.name)

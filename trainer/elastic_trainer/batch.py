@@ -1,8 +1,8 @@
-"""Batch arithmetic: the global batch stays the same at every topology. Pure.
+"""Batch arithmetic that keeps the global batch the same at every topology. Pure.
 
-One step consumes `global_batch` samples, numbered consecutively over the whole training. Sample `j` of a step (from 0)
-is processed by replica `(j // micro_batch) % dp` in micro step `j // (micro_batch * dp)`, so that any number of
-replicas sees the same global sequence. With context parallelism several data parallel ranks are one replica.
+One step consumes `global_batch` samples, numbered consecutively over the whole training. Replica
+`(j // micro_batch) % dp` processes sample `j` of a step (from 0) in micro step `j // (micro_batch * dp)`, so that any
+number of replicas sees the same global sequence. With context parallelism several data parallel ranks are one replica.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from elastic_trainer.errors import ConfigurationError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """How one step's samples are spread over replicas and time.
+    """The distribution of one step's samples over replicas and micro steps.
 
     Attributes:
         global_batch: samples per optimizer step.
         micro_batch: samples that one replica processes at once.
-        dp: replicas that get different samples (`Topology.num_replicas`).
+        dp: number of replicas that process different samples (`Topology.num_replicas`).
     """
 
     global_batch: int
@@ -40,9 +40,17 @@ class BatchPlan:
         return self.global_batch // (self.micro_batch * self.dp)
 
     def micro_batches(self, *, first_sample: int, dp_rank: int) -> tuple[range, ...]:
-        """Global sample numbers of each micro step of one replica, for the step that starts at `first_sample`.
+        """Return the global sample numbers of each micro step of one replica.
 
-        `dp_rank` is the replica's number, from 0 (`Topology.replica`).
+        Args:
+            first_sample: global number of the step's first sample.
+            dp_rank: number of the replica, from 0 (`Topology.replica`).
+
+        Raises:
+            ConfigurationError: `dp_rank` is out of range.
+
+        >>> BatchPlan(global_batch=8, micro_batch=2, dp=2).micro_batches(first_sample=16, dp_rank=1)
+        (range(18, 20), range(22, 24))
         """
         if not 0 <= dp_rank < self.dp:
             raise ConfigurationError(
@@ -54,11 +62,19 @@ class BatchPlan:
 
 
 def shuffled(sample: int, *, num_samples: int, seed: int) -> int:
-    """Dataset row of a global sample number: every epoch is a permutation of its own, computed without a table.
+    """Return the dataset row of a global sample number; every epoch is a different permutation of all rows.
 
-    A four-round Feistel network on the smallest power of four that holds `num_samples`, walked until the result is a
-    row (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Random access, no state, the
-    same on every rank.
+    The result is the same on every rank and needs no table and no state. The permutation is a four-round Feistel
+    network on the smallest power of four that is at least `num_samples`, repeated until the result is a row (cycle
+    walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+
+    Args:
+        sample: global sample number, counted over the whole training.
+        num_samples: number of rows of the dataset.
+        seed: selects the permutations.
+
+    >>> sorted(shuffled(sample, num_samples=5, seed=1) for sample in range(5))
+    [0, 1, 2, 3, 4]
     """
     epoch, value = divmod(sample, num_samples)
     half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
@@ -73,7 +89,7 @@ def shuffled(sample: int, *, num_samples: int, seed: int) -> int:
 
 
 def _mix(value: int, seed: int, epoch: int, round_: int) -> int:
-    """A well-spread 64-bit function of its arguments (finalizer of splitmix64, Steele et al. 2014)."""
+    """Hash the arguments to 64 bits (finalizer of splitmix64, Steele et al. 2014)."""
     state = (value * 0x9E3779B97F4A7C15 + seed * 0xD1B54A32D192ED03 + epoch * 0x2545F4914F6CDD1D + round_) % 2**64
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64

@@ -1,6 +1,6 @@
-"""The few agreements that ranks need at a step boundary, over a CPU group of their own.
+"""Collective operations between the ranks at step boundaries, over a CPU process group of their own.
 
-torch.distributed is imported only where there is more than one process.
+torch.distributed is imported only if there is more than one process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Collective:
-    """All ranks of the attempt. With one process everything is local."""
+    """Broadcast and gather among all ranks of the attempt. With one process all operations are local."""
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -17,14 +17,17 @@ class Collective:
         self._group: Any = None
 
     def connect(self) -> None:
-        """Make the group; torch.distributed must be initialised. gloo, so that the GPU's queue is left alone."""
+        """Create the process group; torch.distributed must be initialised.
+
+        The backend is gloo, so that these operations do not wait in the GPU's queue.
+        """
         if self.world_size > 1:
             from torch import distributed
 
             self._group = distributed.new_group(backend="gloo")
 
     def broadcast(self, value: int) -> int:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         if self.world_size == 1:
             return value
         import torch
@@ -35,7 +38,7 @@ class Collective:
         return int(tensor.item())
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's value, by rank, on every rank."""
+        """Return the values of all ranks, in the order of ranks, on every rank."""
         if self.world_size == 1:
             return [value]
         from torch import distributed
@@ -45,11 +48,11 @@ class Collective:
         return values
 
     def close(self) -> None:
-        """Give the group back, and wait for its threads; harmless where there is none.
+        """Destroy the process group, and wait for its threads; does nothing without a group.
 
-        gloo's threads let go of the last agreement's tensors a moment after it is done. A process that is at its
-        end by then dies of SIGABRT ("terminate called without an active exception": PyTorch pull request 179291),
-        in place of the exit code that tells the operator how it ended.
+        gloo's threads release the tensors of the last operation a moment after it has finished. A process that exits
+        before that dies of SIGABRT ("terminate called without an active exception": PyTorch pull request 179291), and
+        the operator does not get its exit code.
         """
         group, self._group = self._group, None
         if group is not None:

@@ -1,22 +1,22 @@
-"""What a training process says when it cannot go on.
+"""Errors of a training process.
 
 ::
 
     TrainerError
-    ├── ConfigurationError     environment or batch arithmetic makes no sense
-    └── FencedError            a newer attempt has taken over: this process must stop
+    ├── ConfigurationError     an environment variable or a batch size is invalid
+    └── FencedError            a newer attempt has replaced this one: this process must stop
 """
 
 from __future__ import annotations
 
 
 class TrainerError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of the errors of this package."""
 
 
 class ConfigurationError(TrainerError, ValueError):
-    """Environment or batch arithmetic makes no sense."""
+    """An environment variable or a batch size is invalid."""
 
 
 class FencedError(TrainerError):
-    """A newer attempt has taken over: this process must stop."""
+    """A newer attempt has replaced this one: this process must stop."""

@@ -1,7 +1,7 @@
-"""Rank 0's heartbeat: renews the mailbox from a thread of its own and remembers what the operator asks.
+"""Rank 0's heartbeat: a thread that renews the mailbox and keeps the operator's newest request.
 
-The thread shows that the process lives; the progress annotations show that training moves. Losing the API server for a
-while never disturbs training; losing the mailbox for good (fenced) ends it.
+The renewals show that the process is alive; the progress annotations show that training advances. Training goes on
+while the API server cannot be reached. It ends when the mailbox is refused permanently (fenced).
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from reshard.contract import LeaseKey
 _log = logging.getLogger(__name__)
 
 FENCED_AFTER_SECONDS = 15.0
-"""A refused Lease may be a glitch of the API server's authorizer; after this long it is the operator's will."""
+"""How long the Lease must be refused before the attempt counts as fenced; a shorter refusal may be an error of the API
+server's authorizer."""
 
 _LAST_BEATS = 3
 _LAST_BEAT_PAUSE_SECONDS = 1.0
 
 
 class Heartbeat:
-    """Beats until stopped.
+    """A thread that exchanges annotations with the mailbox until it is stopped.
 
     Args:
-        mailbox: where to write.
+        mailbox: mailbox to write to.
         every_seconds: time between beats.
-        on_fenced: called once, from the thread, when the attempt has been superseded.
+        on_fenced: called once, from the thread, when a newer attempt has replaced this one.
     """
 
     def __init__(self, mailbox: Mailbox, *, every_seconds: float, on_fenced: Callable[[str], None]) -> None:
@@ -49,7 +50,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat; the first beat is immediate."""
+        """Start the thread; the first beat is immediate."""
         self._pending.set()
         self._thread.start()
 
@@ -65,22 +66,22 @@ class Heartbeat:
 
     @property
     def answers(self) -> int:
-        """Number of exchanges that were answered; it stands still while the mailbox cannot be reached."""
+        """Number of answered exchanges; it does not grow while the mailbox cannot be reached."""
         return self._answers
 
     def update(self, annotations: dict[LeaseKey, str], *, now: bool = False) -> None:
-        """Put annotations into the next beat; with `now`, beat at once (and still not wait for it)."""
+        """Add annotations to the next beat; with `now`, beat at once, without waiting for the answer."""
         with self._lock:
             self._annotations.update({str(key): value for key, value in annotations.items()})
         if now:
             self._pending.set()
 
     def flush(self) -> bool:
-        """Write what is there and wait for it; returns whether it was written."""
+        """Beat now, and wait for the answer; return whether the annotations were written."""
         return self._exchange()
 
     def stop(self) -> None:
-        """Write what is there once more, then end the thread."""
+        """Beat once more, then end the thread."""
         self._stopping.set()
         self._pending.set()
         if self._thread.is_alive():
@@ -93,7 +94,7 @@ class Heartbeat:
             if self._stopping.is_set():
                 break
             self._exchange()
-        # How it ended is worth a few tries.
+        # The last beat tells the operator how training ended, so it is tried several times.
         for _ in range(_LAST_BEATS):
             if self._exchange():
                 return
@@ -104,21 +105,21 @@ class Heartbeat:
             with self._lock:
                 annotations = dict(self._annotations)
             try:
-                found = self._mailbox.exchange(annotations)
+                answer = self._mailbox.exchange(annotations)
             except FencedError as error:
                 self._refused(str(error))
                 return False
             except OSError as error:
-                self._refused_since = None  # nobody has refused it all the time
+                self._refused_since = None  # fencing needs refusals without interruption
                 _log.warning("heartbeat: %s (training goes on)", error)
                 return False
             self._refused_since = None
             self._answers += 1
-            self._released = found.get(LeaseKey.RELEASED, "")
-            self._see(found.get(LeaseKey.REQUEST, ""))
+            self._released = answer.get(LeaseKey.RELEASED, "")
+            self._acknowledge(answer.get(LeaseKey.REQUEST, ""))
             return True
 
-    def _see(self, request: str) -> None:
+    def _acknowledge(self, request: str) -> None:
         if request != self._request:
             _log.info("the operator asks for %r", request)
             self._request = request

@@ -1,9 +1,10 @@
 """`python -m elastic_trainer.launch SCRIPT ARGUMENTS`: start this node's ranks.
 
-A fixed-size launch, as an attempt is: no rendezvous, no restarts, no membership changes. Reads the names that torchrun
-and Kubeflow use (PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT) and gives each rank
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Unlike torchrun it does not import torch itself, ends all
-ranks as soon as one fails, and passes the first failure's exit code on.
+The number of ranks is fixed, as in every attempt: there is no rendezvous, no restart and no membership change. The
+launcher reads the variables that torchrun and Kubeflow use (PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK,
+PET_MASTER_ADDR, PET_MASTER_PORT) and sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of each rank.
+Unlike torchrun it does not import torch, ends all ranks as soon as one fails, and exits with the code of the first
+failure.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _POLL_SECONDS = 0.05
 
 
 def rank_environments(env: Mapping[str, str], *, num_local: int) -> list[dict[str, str]]:
-    """Environment of each local rank."""
+    """Return the environment of each local rank."""
     num_nodes = int(env.get("PET_NNODES") or 1)
     node_rank = int(env.get("PET_NODE_RANK") or 0)
     common = {
@@ -45,16 +46,16 @@ def rank_environments(env: Mapping[str, str], *, num_local: int) -> list[dict[st
 
 
 def supervise(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all; at the first failure end the others. Returns the first failure's exit code, else 0."""
+    """Wait for all processes, and end them after the first failure; return the first failure's exit code, else 0."""
     first_failure = 0
     deadline = float("inf")
     while True:
-        # Poll every process, every time: only that notices an end and fills in the exit code.
+        # Every process is polled every time, because only `poll` notices an exit and sets the exit code.
         codes = [process.poll() for process in processes]
         failed = next((code for code in codes if code), 0)
         if failed and not first_failure:
             first_failure, deadline = failed, time.monotonic() + _KILL_AFTER_SECONDS
-            # These end every rank by itself, with the same code.
+            # With these codes every rank exits by itself.
             if failed not in _OF_EVERY_RANK:
                 _signal_all(processes, signal.SIGTERM)
         if None not in codes:
@@ -72,7 +73,7 @@ def _signal_all(processes: Sequence[subprocess.Popen[bytes]], number: signal.Sig
 
 
 def main() -> int:
-    """Entry point; returns the exit code."""
+    """Start this node's ranks, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m elastic_trainer.launch", description=__doc__.splitlines()[0])
     default = int(os.environ.get("PET_NPROC_PER_NODE") or 1)
     parser.add_argument("--nproc", type=int, default=default, help="ranks on this node (default: PET_NPROC_PER_NODE)")
@@ -84,12 +85,12 @@ def main() -> int:
     stopping = False
 
     def stop(_number: int, _frame: object) -> None:
-        # No Python code of a rank runs while it waits in a collective, so ranks have no handler: SIGTERM ends them.
+        # Ranks have no SIGTERM handler: in a collective no Python code runs, and the default action ends them.
         nonlocal stopping
         stopping = True
         _signal_all(processes, signal.SIGTERM)
 
-    # First of all: as process 1 of a container it would not even notice an unhandled SIGTERM.
+    # Set before anything else: the kernel ignores an unhandled SIGTERM for process 1 of a container.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     environments = rank_environments(os.environ, num_local=options.nproc)

@@ -1,7 +1,7 @@
-"""The attempt's Lease as mailbox: one PATCH renews it, writes progress and brings back the operator's requests.
+"""The attempt's Lease as mailbox: one PATCH renews it, writes progress and returns the operator's requests.
 
-Standard library only: a training pod needs no Kubernetes client. Uses the pod's ServiceAccount, which may touch this
-one Lease and nothing else.
+The module uses the standard library only, so that a training image needs no Kubernetes client. It authenticates with
+the pod's ServiceAccount, which has access to this one Lease only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _TIMEOUT_SECONDS = 5
 
 
 class LeaseMailbox:
-    """Annotations of `coordination.k8s.io/v1` Lease `namespace/name`.
+    """Exchanges annotations through one `coordination.k8s.io/v1` Lease.
 
     Args:
-        namespace: of the Lease.
-        name: of the Lease.
+        namespace: namespace of the Lease.
+        name: name of the Lease.
         holder: identity written into spec.holderIdentity.
-        server: host and port of the API server, as Kubernetes tells every pod.
+        server: host and port of the API server, from the pod's environment.
         account: folder with `token` and `ca.crt`.
-        owner_uid: UID of the ElasticTrainingJob that the Lease must belong to; empty for any.
+        owner_uid: UID of the ElasticTrainingJob that must own the Lease; empty for any.
 
     Raises:
-        ConfigurationError: the pod has no ServiceAccount mounted.
+        ConfigurationError: no ServiceAccount is mounted in the pod.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LeaseMailbox:
         except OSError as error:
             raise ConfigurationError(
                 f"{account / 'ca.crt'}: {error.strerror or error}: the attempt's ServiceAccount is not mounted; "
-                "leave automountServiceAccountToken alone in the job's template"
+                "remove automountServiceAccountToken from the job's template"
             ) from error
 
     def exchange(self, annotations: Mapping[str, str]) -> Mapping[str, str]:
@@ -65,22 +65,24 @@ class LeaseMailbox:
         if self._owner_uid and not self._uid:
             self._uid = self._own_uid()
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        # A merge patch without a resource version: two writers of different annotations never conflict.
+        # The merge patch has no resourceVersion, so two writers of different annotations never conflict.
         metadata: dict[str, Any] = {"annotations": dict(annotations)}
-        if self._uid:  # the API server refuses the patch of another Lease of the same name
+        if self._uid:  # with a UID the API server rejects the patch if the Lease was replaced by another one
             metadata["uid"] = self._uid
         patch = {"metadata": metadata, "spec": {"renewTime": now, "holderIdentity": self._holder}}
-        found = self._answer("PATCH", json.dumps(patch)).get("annotations") or {}
-        if not isinstance(found, dict):
-            raise OSError(f"Lease {self._name}: its annotations are {found!r:.80}, expected an object")
-        return found
+        answer = self._answer("PATCH", json.dumps(patch)).get("annotations") or {}
+        if not isinstance(answer, dict):
+            raise OSError(f"Lease {self._name}: expected an object as annotations, found {answer!r:.80}")
+        return answer
 
     def _own_uid(self) -> str:
-        """UID of the Lease. A deleted job that is created again has a Lease of the same name and another owner.
+        """Read the UID of the Lease, and check its owner.
+
+        If a job was deleted and created again, a Lease of the same name with another owner may exist.
 
         Raises:
             FencedError: the Lease belongs to another job.
-            OSError: it cannot be read.
+            OSError: the Lease cannot be read.
         """
         metadata = self._answer("GET")
         owners = [owner.get("uid") for owner in metadata.get("ownerReferences") or ()]
@@ -89,11 +91,16 @@ class LeaseMailbox:
         return str(metadata["uid"])
 
     def _answer(self, method: str, body: str | None = None) -> dict[str, Any]:
-        """Metadata of the Lease, as one request answers it."""
+        """Send one request, and return the metadata of the Lease in the answer.
+
+        Raises:
+            FencedError: the API server refuses access to the Lease, or the Lease was replaced by another one.
+            OSError: the request failed for another reason.
+        """
         try:
             status, reason, text = self._send(method, body)
-            # The operator deletes Lease, Role and ServiceAccount of an attempt that it has given up. 409 and 422 are
-            # about the UID: a Lease of this name exists, and it is another job's.
+            # The operator deletes Lease, Role and ServiceAccount of an attempt that it has replaced. 409 and 422 mean
+            # that the UID differs: a Lease of this name exists, but it belongs to another job.
             if status in (401, 403, 404) or (self._uid and status in (409, 422)):
                 raise FencedError(f"Lease {self._name}: {status} {reason}")
             if status != 200:
@@ -102,7 +109,7 @@ class LeaseMailbox:
             if not isinstance(metadata, dict):
                 raise ValueError(f"metadata is {metadata!r:.80}")
         except (http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise OSError(f"Lease: the API server's answer makes no sense: {type(error).__name__}: {error}") from error
+            raise OSError(f"Lease: the API server's answer is invalid: {type(error).__name__}: {error}") from error
         return metadata
 
     def _send(self, method: str, body: str | None) -> tuple[int, str, bytes]:
@@ -110,7 +117,7 @@ class LeaseMailbox:
         try:
             headers = {
                 "Content-Type": "application/merge-patch+json",
-                # Read every time: the kubelet rotates it.
+                # The token is read for every request, because the kubelet rotates it.
                 "Authorization": f"Bearer {(self._account / 'token').read_text().strip()}",
             }
             connection.request(method, self._path, body, headers)

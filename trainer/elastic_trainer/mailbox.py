@@ -1,6 +1,7 @@
-"""The mailbox between rank 0 and the operator: annotations out, requests in.
+"""The mailbox between rank 0 and the operator: rank 0 writes annotations and reads requests.
 
-Three carriers with one interface: the attempt's Lease, a JSON file where there is no cluster, and nothing at all.
+There are three implementations: the attempt's Lease (`lease`), a JSON file for use without a cluster, and one that does
+nothing.
 """
 
 from __future__ import annotations
@@ -15,35 +16,38 @@ from typing import Protocol
 
 
 class Mailbox(Protocol):
-    """Exchange annotations with the operator."""
+    """Exchanges annotations with the operator."""
 
     def exchange(self, annotations: Mapping[str, str]) -> Mapping[str, str]:
-        """Write `annotations` (merged over what is there), renew, and return all annotations as they are now.
+        """Merge `annotations` into the mailbox, renew it, and return all its annotations.
 
         Raises:
-            FencedError: the mailbox was taken away: a newer attempt has been started.
-            OSError: it cannot be reached now; try again at the next beat.
+            FencedError: access was revoked, because a newer attempt has started.
+            OSError: the mailbox cannot be reached; try again at the next beat.
         """
         ...
 
 
 class NoMailbox:
-    """Nobody listens."""
+    """A mailbox without an operator."""
 
     def exchange(self, annotations: Mapping[str, str]) -> Mapping[str, str]:
-        """Return what was written."""
+        """Return `annotations` unchanged."""
         return annotations
 
 
 class FileMailbox:
-    """A JSON object in a file; other programs put their requests into it with `exchange`, too."""
+    """A JSON object in a file. Other programs write their requests with `exchange`, too."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def exchange(self, annotations: Mapping[str, str]) -> Mapping[str, str]:
-        """Merge and replace the file by a rename, so that a reader never sees half of it and no writer is lost."""
+        """Merge `annotations` into the file and return the result.
+
+        The lock keeps concurrent writers from losing updates; the rename keeps readers from seeing a partial file.
+        """
         with open(self.path.with_name(f".{self.path.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             merged = {**self._read(), **annotations}

@@ -1,8 +1,7 @@
-"""Rank 0's writes below the checkpoint root: claim it, publish commits, remove old ones.
+"""Rank 0's writes below the checkpoint root: it claims the root, publishes commits and removes old ones.
 
-An attempt that cannot reach its Lease may have been replaced without knowing it. It goes on computing and saving, but
-a save is published only after the Lease has answered, and nothing that another process may read is ever removed
-before.
+An attempt that cannot reach its Lease may have been replaced without knowing it. It goes on training and saving. But it
+publishes a save, and removes files that another process may read, only after the Lease has answered.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Publisher:
     """Publishes the commits of one attempt.
 
     Args:
-        settings: of the attempt.
-        heartbeat: by which the Lease is reached.
-        keep: so many of the newest commits are never removed.
+        settings: settings of the attempt.
+        heartbeat: heartbeat that reaches the Lease.
+        keep: number of newest commits that are never removed.
     """
 
     def __init__(self, settings: Settings, heartbeat: Heartbeat, *, keep: int) -> None:
@@ -54,30 +53,30 @@ class Publisher:
         """Claim the checkpoint root for the job, or check the claim.
 
         Raises:
-            NotOwnerError: it belongs to another job.
+            NotOwnerError: the root belongs to another job.
             OSError: the claim cannot be written.
         """
-        found = self._settings
+        settings = self._settings
         owner = claim_root(
             self._root,
-            uid=found.job_uid,
-            job=f"{found.namespace}/{found.job}",
-            take_over=found.take_over,
-            resumes=found.resume is not None and found.resume.is_relative_to(self._root),
+            uid=settings.job_uid,
+            job=f"{settings.namespace}/{settings.job}",
+            take_over=settings.take_over,
+            resumes=settings.resume is not None and settings.resume.is_relative_to(self._root),
         )
         self._is_marked = owner is not None and bool(owner.previous)
 
     def announce(self) -> None:
-        """Let older attempts see on the storage that this one has started.
+        """Write the marker that tells older attempts that this one has started.
 
         Raises:
-            NotOwnerError: a newer one has started already.
+            NotOwnerError: a newer attempt has already started.
         """
-        newest = attempts.newest_announced(self._root, self._settings.job_uid)
+        newest = attempts.find_newest_attempt(self._root, self._settings.job_uid)
         if self._settings.job_uid and newest > self._settings.attempt:
             raise NotOwnerError(
                 f"attempt {newest} of this job has started here before, and this is attempt {self._settings.attempt}: "
-                "nothing was changed",
+                "no file was changed",
                 path=str(self._root),
                 hint=f"the job's status was set back: raise status.attempt to {newest} and retry",
             )
@@ -85,7 +84,7 @@ class Publisher:
             attempts.announce(self._root, self._settings.attempt, self._settings.job_uid)
 
     def free_number(self, step: int) -> int:
-        """Return the first number n for which `commit_name(step, n, uid)` is free; see there.
+        """Return the first number n for which no folder `commit_name(step, n, uid)` exists.
 
         Raises:
             NotOwnerError: the checkpoint root belongs to another job.
@@ -102,7 +101,7 @@ class Publisher:
         return number
 
     def publish(self, folder: Path, commit: Commit) -> None:
-        """Complete a save whose files are on stable storage, and publish it if this attempt may.
+        """Complete a save, flush it to stable storage, and publish it if this attempt may publish.
 
         Raises:
             NotOwnerError: the checkpoint root belongs to another job.
@@ -114,7 +113,7 @@ class Publisher:
         self._confirm()
 
     def confirm_when_answered(self) -> None:
-        """Publish the newest save if the Lease did not answer when it was written, and has answered since.
+        """Publish the newest save if it is unpublished and the Lease has answered since the last try.
 
         Raises:
             NotOwnerError: the checkpoint root belongs to another job.
@@ -123,10 +122,10 @@ class Publisher:
             self._confirm()
 
     def confirm_last(self) -> bool:
-        """Publish the newest save at the end of the training; wait a while for the Lease if need be.
+        """Publish the newest save at the end of the training; wait up to a minute for the Lease.
 
         Returns:
-            Whether it is published, as far as there is one.
+            False if there is an unpublished save.
 
         Raises:
             NotOwnerError: the checkpoint root belongs to another job.
@@ -147,7 +146,7 @@ class Publisher:
         return not self._unpublished
 
     def _confirm(self) -> None:
-        """Publish the newest save if this attempt may; else keep the newest `keep` of those that nobody reads."""
+        """Publish the newest save if this attempt may publish; else remove unpublished saves except the newest ones."""
         self.claim()
         may_publish = self._may_publish()
         self._answers_before = self._heartbeat.answers
@@ -165,7 +164,7 @@ class Publisher:
         self._remove_old()
 
     def _drop(self, saves: list[tuple[Path, Commit]]) -> None:
-        """Remove saves of this process that were never published: nobody else has read them."""
+        """Remove unpublished saves of this process, which no other process has read."""
         for folder, _ in saves:
             with contextlib.suppress(OSError):
                 (folder / UNCONFIRMED_FILE).unlink()
@@ -177,27 +176,27 @@ class Publisher:
         return self._heartbeat.flush() and not (self._settings.lease and self._is_superseded())
 
     def _is_superseded(self) -> bool:
-        return attempts.newest_announced(self._root, self._settings.job_uid) > self._settings.attempt
+        return attempts.find_newest_attempt(self._root, self._settings.job_uid) > self._settings.attempt
 
     def _remove_old(self) -> None:
-        """Remove what the operator has released or, without a cluster, all but the newest commits."""
-        found = self._settings
-        protected = {found.resume} if found.resume else set()
-        if found.lease and found.job_uid:
+        """Remove the commits that the operator has released or, without a cluster, all but the newest ones."""
+        settings = self._settings
+        protected = {settings.resume} if settings.resume else set()
+        if settings.lease and settings.job_uid:
             names = retention.read_released(self._heartbeat.released)
-            gone = retention.remove_released(
-                self._root, names, owner=found.job_uid, keep=self._keep, protected=protected
+            removed = retention.remove_released(
+                self._root, names, owner=settings.job_uid, keep=self._keep, protected=protected
             )
-            self._heartbeat.update({LeaseKey.REMOVED: json.dumps(gone)})
+            self._heartbeat.update({LeaseKey.REMOVED: json.dumps(removed)})
         elif not self._is_superseded():
-            retention.prune(self._root, attempt=found.attempt, keep=self._keep, protected=protected)
+            retention.prune(self._root, attempt=settings.attempt, keep=self._keep, protected=protected)
 
 
 def commit_name(step: int, number: int, uid: str = "") -> str:
     """Return the name of a commit's folder: `step-00000005`, or `step-00000005.2` for the second save of that step.
 
-    A number from MARKED on counts from there, and the name has the first part of the job's UID: the root has had
-    another owner, who may have used the plain name, or may be about to.
+    For numbers above MARKED, MARKED is subtracted and the name contains the first 8 characters of the job's UID. Such
+    names are used if the root had another owner, which may already have used the plain name, or may still use it.
     """
     mark, number = (f"-{uid[:8]}", number - MARKED) if number > MARKED else ("", number)
     return f"step-{step:08d}{mark}" if number == 1 else f"step-{step:08d}{mark}.{number}"

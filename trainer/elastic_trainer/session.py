@@ -1,4 +1,4 @@
-"""The session: what a training script calls.
+"""The session: the interface that a training script calls.
 
 session = Session.from_env()
 ...                                            # torch.distributed.init_process_group, model, optimizer
@@ -47,12 +47,12 @@ _NOT_OWNER = -1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where training is.
+    """The progress of the training.
 
     Attributes:
         step: optimizer steps done.
         samples: global samples consumed.
-        data: what the writer of the commit said about its data (seed and the like); empty at a first start.
+        data: the `data` with which the commit was saved (seed and the like); empty at a first start.
     """
 
     step: int = 0
@@ -62,19 +62,24 @@ class Position:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What all ranks have agreed to do at this step boundary."""
+    """What all ranks do after this step.
+
+    Attributes:
+        save: save a checkpoint now.
+        stop: end the training loop.
+    """
 
     save: bool
     stop: bool
 
 
 class Session:
-    """One training process' part in its attempt.
+    """The interface of one training process to its attempt.
 
     Args:
-        settings_: what the environment says.
-        mailbox: how rank 0 talks with the operator.
-        keep: so many of the newest commits are never removed. In a cluster the operator may keep more.
+        settings_: settings from the environment.
+        mailbox: mailbox between rank 0 and the operator.
+        keep: number of newest commits that are never removed. In a cluster the operator may keep more.
     """
 
     def __init__(self, settings_: settings.Settings, mailbox: Mailbox, *, keep: int = 3) -> None:
@@ -98,19 +103,19 @@ class Session:
         Raises:
             ConfigurationError: see `settings.from_env`.
         """
-        found = settings.from_env()
+        settings_ = settings.from_env()
         mailbox: Mailbox = NoMailbox()
-        if found.rank == 0 and found.mailbox is not None:
-            mailbox = FileMailbox(found.mailbox)
-        elif found.rank == 0 and found.lease:
+        if settings_.rank == 0 and settings_.mailbox is not None:
+            mailbox = FileMailbox(settings_.mailbox)
+        elif settings_.rank == 0 and settings_.lease:
             mailbox = LeaseMailbox(
-                namespace=found.namespace,
-                name=found.lease,
+                namespace=settings_.namespace,
+                name=settings_.lease,
                 holder=os.uname().nodename,
-                server=found.api_server,
-                owner_uid=found.job_uid,
+                server=settings_.api_server,
+                owner_uid=settings_.job_uid,
             )
-        return cls(found, mailbox, keep=keep)
+        return cls(settings_, mailbox, keep=keep)
 
     @property
     def topology(self) -> Topology:
@@ -119,14 +124,18 @@ class Session:
 
     @property
     def is_leader(self) -> bool:
-        """This process is rank 0: it talks with the operator and publishes commits."""
+        """Whether this process is rank 0, which talks to the operator and publishes commits."""
         return self.settings.rank == 0
 
     def batch_plan(self, *, global_batch: int = 0, micro_batch: int = 0) -> BatchPlan:
-        """The batch arithmetic of this attempt; the operator's values win over the script's defaults.
+        """Return the batch plan of this attempt.
+
+        Args:
+            global_batch: used if the operator sets no global batch.
+            micro_batch: used if the operator sets no micro batch.
 
         Raises:
-            ConfigurationError: the global batch cannot be divided.
+            ConfigurationError: the global batch is not a multiple of the micro batch and the replicas.
         """
         return BatchPlan(
             global_batch=self.settings.global_batch or global_batch,
@@ -135,10 +144,10 @@ class Session:
         )
 
     def start(self) -> None:
-        """Connect the ranks and begin the heartbeat. Call after torch.distributed is initialised.
+        """Connect the ranks, start the heartbeat and claim the checkpoint root for the job.
 
-        Claims the checkpoint root for the job. If it belongs to another job, all ranks end with exit code 77, after
-        telling the operator why; nothing is written below the root.
+        Call it after torch.distributed is initialised. If the root belongs to another job, all ranks exit with code 77,
+        after rank 0 has told the operator why; nothing is written below the root.
         """
         if self._heartbeat is not None:
             self._heartbeat.update({LeaseKey.PHASE: TrainerPhase.STARTING})
@@ -147,14 +156,17 @@ class Session:
         self._only_as_owner(self._claim)
 
     def restore(self, load: Callable[[Path], None]) -> Position:
-        """Check the commit that the operator chose, let `load` read it, and return where training goes on.
+        """Check the commit that the operator chose, load it, and return the position from which training goes on.
 
-        Every rank checks its share of the files (size and CRC-32) and all agree before anything is loaded. A commit
-        that cannot be used ends the process with exit code 76, after telling the operator why: it will choose an
-        earlier one.
+        Every rank checks its share of the files (size and CRC-32), and no rank loads anything before all checks have
+        passed. If the commit cannot be used, all ranks exit with code 76, after rank 0 has told the operator why; the
+        operator then chooses an earlier commit.
+
+        Args:
+            load: loads the folder with the framework's own function.
         """
         folder = self.settings.resume
-        self._tell({LeaseKey.LOADER: virtual.loader(self.settings.scratch).to_json()})
+        self._tell({LeaseKey.LOADER: virtual.describe_loader(self.settings.scratch).to_json()})
         if folder is None:
             return self.position
         self._tell({LeaseKey.PHASE: TrainerPhase.RESTORING})
@@ -172,31 +184,33 @@ class Session:
         return self.position
 
     def _load_virtual(self, folder: Path, load: Callable[[Path], None]) -> None:
-        """Load through a manifest; all ranks agree that what they read together is undamaged before anything is."""
+        """Load a virtual commit, after all ranks have checked that the bytes they read together are undamaged."""
         first = self.settings.rank - self.settings.local_rank
         ranks = range(first, min(first + self.settings.local_world_size, self._collective.world_size))
         with contextlib.ExitStack() as stack:
-            made: virtual.Opened | None = None
+            opened: virtual.OpenVirtualCommit | None = None
             problem = ""
             try:
-                made = stack.enter_context(virtual.opened(folder, ranks=ranks, scratch=self.settings.scratch))
+                opened = stack.enter_context(
+                    virtual.open_virtual_commit(folder, ranks=ranks, scratch=self.settings.scratch)
+                )
             except (ReshardError, OSError) as error:
                 problem = str(error)
-            read = made.loaded.ranges if made is not None and made.loaded is not None else {}
+            read = opened.loaded.ranges if opened is not None and opened.loaded is not None else {}
             gathered = self._collective.gather((problem, read))
             problems = [text for text, _ in gathered if text]
-            if self.is_leader and made is not None and not problems:
-                problems = virtual.damage(made.manifest, [ranges for _, ranges in gathered])
-            problems = sorted({text for found in self._collective.gather(problems) for text in found})
-            if problems or made is None:
+            if self.is_leader and opened is not None and not problems:
+                problems = virtual.find_damage(opened.manifest, [ranges for _, ranges in gathered])
+            problems = sorted({text for texts in self._collective.gather(problems) for text in texts})
+            if problems or opened is None:
                 stack.close()
                 self._refuse_resume(folder, problems)
-            load(made.folder)
-            self._collective.gather(None)  # no process removes files that another one has yet to read
+            load(opened.folder)
+            self._collective.gather(None)  # no process may remove files that another one still reads
 
     def after_step(self, *, step: int, samples: int, loss: float) -> Action:
         """Report a finished optimizer step; all ranks return the same action."""
-        first = self.position.step == step - 1 and not self._reported_first
+        is_first = self.position.step == step - 1 and not self._reported_first
         self.position = dataclasses.replace(self.position, step=step, samples=samples)
         now = _now()
         annotations = {
@@ -206,10 +220,10 @@ class Session:
             LeaseKey.LOSS: f"{loss:.6g}",
             LeaseKey.STEP_TIME: now,
         }
-        if first:
+        if is_first:
             annotations[LeaseKey.FIRST_STEP_TIME] = now
             self._reported_first = True
-        self._tell(annotations, now=first)
+        self._tell(annotations, now=is_first)
         decision = self._only_as_owner(self._decide)
         self._draining = bool(decision & _STOP)
         return Action(save=bool(decision & _SAVE), stop=bool(decision & _STOP))
@@ -236,15 +250,16 @@ class Session:
         """Write a checkpoint of the current position and publish it as a commit.
 
         Args:
-            write: saves with the framework's own means: called on every rank with the attempt's folder and a tag; its
-                files must lie in `folder / tag` afterwards.
-            format_: name of the format, as `reshard` knows it.
+            write: saves with the framework's own function. It is called on every rank with the attempt's folder and a
+                tag, and must write its files to `folder / tag`.
+            format_: name of the format in `reshard`.
             data: position in the data beyond the number of samples (seed).
-            model: what a resharder needs and the files do not say (pipeline layers, partition method).
+            model: properties of the model that a resharder needs and the files do not contain (pipeline layers,
+                partition method).
 
         A committed folder never changes: a second save of the same step gets a folder of its own (`step-<N>.2`).
-        While rank 0 cannot reach the attempt's Lease, the save is complete but not published: nobody else reads it.
-        It is published, without being written again, as soon as the Lease answers.
+        While rank 0 cannot reach the attempt's Lease, the save is complete but not published, and no other process
+        reads it. It is published, without being written again, as soon as the Lease answers.
 
         Returns:
             The commit's folder.
@@ -262,10 +277,10 @@ class Session:
         return attempt_folder / tag
 
     def finish(self) -> None:
-        """Say how it ended. After a drain the process exits with code 75.
+        """Report the end of the training to the operator. After a drain the process exits with code 75.
 
         If the last save could not be published, because the Lease did not answer for a minute, the process exits with
-        code 78: the operator goes on from the last commit, and does the steps since then again.
+        code 78. The next attempt then resumes from the last published commit and repeats the steps since then.
         """
         phase = TrainerPhase.DRAINED if self._draining else TrainerPhase.COMPLETE
         is_published = self._only_as_owner(self._confirm_last)
@@ -281,7 +296,7 @@ class Session:
             sys.exit(TrainerExit.DRAINED)
 
     def _describe(self, folder: Path) -> list[CommittedFile]:
-        """Size and CRC-32 of every file, each rank its share; every file is on stable storage afterwards."""
+        """Flush all files to stable storage, and return their sizes and CRC-32; each rank handles its share."""
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         own = []
         for path in paths[self.settings.rank :: self._collective.world_size]:
@@ -329,9 +344,9 @@ class Session:
         return int(self._publisher.confirm_last())
 
     def _only_as_owner(self, act: Callable[[], int]) -> int:
-        """Let rank 0 do something that only the owner of the checkpoint root may do; return its result on every rank.
+        """Call `act`, which only the owner of the checkpoint root may do, on rank 0; return its result on every rank.
 
-        If the root belongs to another job, every rank ends with exit code 77.
+        If the root belongs to another job, every rank exits with code 77.
         """
         result = 0
         if self.is_leader:
@@ -353,7 +368,7 @@ class Session:
         self._heartbeat.stop()
 
     def _check(self, folder: Path) -> tuple[str, Commit | None]:
-        """This rank's verdict on its share of the commit."""
+        """Check this rank's share of a commit; return what is wrong, and the commit if it can be used."""
         try:
             commit = read_commit(folder)
         except ReshardError as error:
@@ -386,7 +401,7 @@ def _now() -> str:
 
 
 def _stop_fenced_process(reason: str) -> None:
-    """End at once: a newer attempt owns the job, and the training threads may hang in a collective for ever."""
+    """Exit at once: a newer attempt replaced this one, and the training threads may hang in a collective forever."""
     sys.stderr.write(f"elastic_trainer: this attempt has been superseded ({reason}); stopping\n")
     sys.stderr.flush()
     os._exit(1)

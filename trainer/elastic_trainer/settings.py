@@ -1,4 +1,4 @@
-"""What the environment says about this process. The only module of the package that reads it."""
+"""Settings of a training process from the environment. No other module of the package reads the environment."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from reshard.topology import Topology
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One training process' view of its attempt.
+    """Settings of one training process.
 
     Attributes:
         job: name of the ElasticTrainingJob; empty without a cluster.
         namespace: its namespace.
         attempt: number of this launch.
         topology: degrees of parallelism of this launch.
-        global_batch: samples per optimizer step, 0 if the script decides.
-        micro_batch: samples per micro step, 0 if the script decides.
+        global_batch: samples per optimizer step; 0 if the script chooses.
+        micro_batch: samples per micro step; 0 if the script chooses.
         checkpoint_root: folder of all attempts' checkpoints.
-        checkpoint_interval_seconds: time between commits, 0 for none by time.
-        resume: folder of the commit to start from, or None for a first start.
+        checkpoint_interval_seconds: time between commits; 0 for no regular commits.
+        resume: folder of the commit to resume from; None for a first start.
         lease: name of the attempt's Lease; empty without a cluster.
-        mailbox: file that stands in for the Lease, or None.
+        mailbox: file that replaces the Lease without a cluster, or None.
         heartbeat_seconds: time between renewals.
         rank: global rank of this process.
         local_rank: rank on this machine.
         api_server: host and port of the Kubernetes API server.
-        local_world_size: processes of this attempt on this machine; 1 if the launcher does not say.
-        scratch: folder in memory, for files that are made while loading and removed afterwards.
+        local_world_size: processes of this attempt on this machine; 1 if the launcher does not set it.
+        scratch: folder in memory for temporary files while a commit is loaded.
         job_uid: UID of the ElasticTrainingJob, which owns `checkpoint_root`; empty without a cluster.
-        take_over: the job may take `checkpoint_root` over from another one.
+        take_over: the job may take `checkpoint_root` over from another job.
     """
 
     job: str
@@ -61,10 +61,10 @@ class Settings:
 
 
 def from_env(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the environment; a plain `python train.py` without any of it is one process in attempt 1.
+    """Read the settings from the environment; a plain `python train.py` without variables is one process of attempt 1.
 
     Raises:
-        ConfigurationError: with every variable that cannot be read, what was expected and what was found.
+        ConfigurationError: names every invalid variable, with what was expected and found.
     """
     env = os.environ if environment is None else environment
     problems: list[str] = []
@@ -109,7 +109,7 @@ def from_env(environment: Mapping[str, str] | None = None) -> Settings:
         scratch=Path(env.get("ETJ_SCRATCH") or "/dev/shm"),
         job_uid=env.get(Env.JOB_UID, ""),
         take_over=env.get(Env.TAKE_OVER, "") == "true",
-        # Kubernetes puts these into every container: no cluster DNS needed.
+        # Kubernetes sets these variables in every container, so that no cluster DNS is needed.
         api_server=(
             env.get("KUBERNETES_SERVICE_HOST") or "kubernetes.default.svc",
             int(number("KUBERNETES_SERVICE_PORT_HTTPS", 443)),

@@ -1,8 +1,8 @@
-"""Load a virtual commit: make this node's files in memory, let the framework read them, and remove them.
+"""Loads a virtual commit: it writes this node's files to memory, lets the framework read them, and removes them.
 
-The first process of a node makes the files that all its ranks open, each byte of the source read once; the others wait
-for it at a lock. Files in memory stay while any process of the node holds the lock shared, and what a killed process
-left is removed by the next one.
+The first process of a node writes the files for all ranks of the node, and reads each byte of the source once. The
+other processes wait for it at a lock. The files stay while any process of the node holds the lock shared. The next
+process removes the files that a killed process has left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reshard.errors import ReshardError, TargetError
 from reshard.system.limits import default_num_threads, free_memory_bytes
 from reshard.virtual.load import Loaded, Ranges, check_source, prove
 from reshard.virtual.manifest import Manifest, decode
-from reshard.virtual.process import load_files_apart
+from reshard.virtual.process import load_files_in_process
 
 _log = logging.getLogger(__name__)
 _READY = ".ready"
@@ -31,13 +31,13 @@ _RETRY_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A virtual commit whose files are there.
+class OpenVirtualCommit:
+    """A virtual commit whose files are in memory.
 
     Attributes:
-        folder: with the files of this node's ranks; its name is the virtual commit's.
-        manifest: that they were made from.
-        loaded: what was read to make them, in the process that made them; else None.
+        folder: folder with the files of this node's ranks; it has the name of the virtual commit.
+        manifest: manifest from which the files were made.
+        loaded: the ranges that were read, in the process that made the files; None in the other processes.
     """
 
     folder: Path
@@ -46,13 +46,13 @@ class Opened:
 
 
 @contextlib.contextmanager
-def opened(commit: Path, *, ranks: range, scratch: Path = Path("/dev/shm")) -> Iterator[Opened]:
-    """The files that a node's ranks open, as long as this lasts.
+def open_virtual_commit(commit: Path, *, ranks: range, scratch: Path = Path("/dev/shm")) -> Iterator[OpenVirtualCommit]:
+    """Make the files of a virtual commit for a node's ranks, and remove them at the end of the context.
 
     Args:
         commit: folder of the virtual commit.
-        ranks: global ranks of the processes on this node; every one of them gives the same.
-        scratch: folder in memory, on this node.
+        ranks: global ranks of the processes on this node; the same in all of them.
+        scratch: folder in memory on this node.
 
     Raises:
         CorruptSourceError: the manifest or the source is damaged.
@@ -73,40 +73,40 @@ def opened(commit: Path, *, ranks: range, scratch: Path = Path("/dev/shm")) -> I
             folder.mkdir(parents=True)
             check_source(manifest)
             try:
-                loaded = load_files_apart(manifest, ranks, folder)
+                loaded = load_files_in_process(manifest, ranks, folder)
             except BaseException:
                 shutil.rmtree(base / name, ignore_errors=True)
                 raise
             (base / name / _READY).touch()
         fcntl.flock(lock, fcntl.LOCK_SH)
-        yield Opened(folder=folder, manifest=manifest, loaded=loaded)
+        yield OpenVirtualCommit(folder=folder, manifest=manifest, loaded=loaded)
     finally:
         _remove_if_last(base / name, lock)
 
 
-def loader(scratch: Path) -> VirtualLoader:
-    """That this trainer loads virtual commits, and with how much memory on this node as it is now."""
+def describe_loader(scratch: Path) -> VirtualLoader:
+    """Return the manifest versions that this trainer loads, and the free memory of this node."""
     free = [] if (known := free_memory_bytes()) is None else [known]
     with contextlib.suppress(OSError):
         free.append(shutil.disk_usage(scratch).free)
     return VirtualLoader(manifests=MANIFEST_VERSIONS, memory_bytes=min(free, default=0))
 
 
-def damage(manifest: Manifest, read: Sequence[Ranges]) -> list[str]:
-    """What the source's own checksums say against what all nodes have read together."""
+def find_damage(manifest: Manifest, read: Sequence[Ranges]) -> list[str]:
+    """Compare the ranges that all nodes read with the source's own checksums; return what is damaged."""
     try:
-        found = prove(manifest.plan.index.files, read, manifest.plan.index.root)
+        proof = prove(manifest.plan.index.files, read, manifest.plan.index.root)
     except ReshardError as error:
         return [str(error)]
-    _log.info("%d checksums of the source hold, %d ranges were read in part only", found.proved, found.open)
+    _log.info("%d checksums of the source hold, %d ranges were read in part only", proof.proved, proof.open)
     return []
 
 
 def _private_folder(scratch: Path) -> Path:
-    """A folder of this user alone: the scratch folder may be everybody's.
+    """Create a folder that only this user can access; other users may write to the scratch folder.
 
     Raises:
-        TargetError: it cannot be made, or is somebody else's.
+        TargetError: the folder cannot be created, or another user has access to it.
     """
     folder = scratch / f"elastic-trainer-{os.getuid()}"
     try:
@@ -122,27 +122,28 @@ def _private_folder(scratch: Path) -> Path:
 
 
 def _lock(path: Path, ready: Path) -> int:
-    """Descriptor of the lock file: exclusively locked, for the one that makes the files, or shared once they are ready.
+    """Open and lock the lock file; return its descriptor.
 
-    Waits while another process makes them. The last user removes the lock file, maybe while this waits.
+    The lock is exclusive if this process has to make the files, and shared if they are ready. The function waits while
+    another process makes them. The last process removes the lock file, so the file may change while this one waits.
     """
     while True:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            usable = True
+            is_usable = True
         except BlockingIOError:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            usable = ready.exists()  # else the maker has failed, or all have left: try again
+            is_usable = ready.exists()  # otherwise the other process has failed, or all have finished: try again
         with contextlib.suppress(FileNotFoundError):
-            if usable and path.stat().st_ino == os.fstat(descriptor).st_ino:
+            if is_usable and path.stat().st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
         os.close(descriptor)
         time.sleep(_RETRY_SECONDS)
 
 
 def _remove_if_last(folder: Path, lock: int) -> None:
-    """Remove the files unless another process uses them; gives the lock back."""
+    """Remove the files unless another process uses them, and release the lock."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -155,7 +156,7 @@ def _remove_if_last(folder: Path, lock: int) -> None:
 
 
 def _remove_stale(base: Path, name: str) -> None:
-    """Remove what processes left that were killed while they loaded another commit."""
+    """Remove the files of processes that were killed while they loaded another commit."""
     for path in base.glob("*.lock"):
         if path.stem == name:
             continue

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer import publisher
-from elastic_trainer.attempts import newest_announced
+from elastic_trainer.attempts import find_newest_attempt
 from elastic_trainer.mailbox import FileMailbox
 from elastic_trainer.retention import find_commits, read_released
 from elastic_trainer.session import Session
@@ -408,7 +408,7 @@ def test_attempts_of_other_owners_do_not_count_as_newer_ones(tmp_path):
         session.finish()
     moved = tmp_path / OTHER / "ckpt" / "a7"
     moved.rename(tmp_path / UID / "ckpt" / "a7")
-    assert newest_announced(tmp_path / UID / "ckpt", UID) == 2
+    assert find_newest_attempt(tmp_path / UID / "ckpt", UID) == 2
     (tmp_path / UID / "ckpt" / "a9").mkdir()
     (tmp_path / UID / "ckpt" / "a9" / "ATTEMPT-6f0e0a4e.json").write_text("[]")
-    assert newest_announced(tmp_path / UID / "ckpt", UID) == 2
+    assert find_newest_attempt(tmp_path / UID / "ckpt", UID) == 2

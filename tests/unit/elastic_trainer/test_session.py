@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.mailbox import FileMailbox
-from elastic_trainer.retention import find_commits, superseded
+from elastic_trainer.retention import find_commits, find_superseded
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
 from reshard.commits.commit import read_commit
@@ -181,7 +181,7 @@ COMMITS = [(attempt, step, Path(f"a{attempt}/step-{step:08d}")) for attempt, ste
 )
 def test_the_newest_commits_and_the_one_in_use_stay(attempt, keep, protected, gone):
     folder = {(attempt, step): path for attempt, step, path in COMMITS}
-    found = superseded(COMMITS, attempt=attempt, keep=keep, protected={folder[key] for key in protected})
+    found = find_superseded(COMMITS, attempt=attempt, keep=keep, protected={folder[key] for key in protected})
     assert found == [folder[key] for key in gone]
 
 

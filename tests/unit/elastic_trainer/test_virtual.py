@@ -9,7 +9,7 @@ import pytest
 
 from elastic_trainer import virtual
 from elastic_trainer.mailbox import FileMailbox
-from elastic_trainer.retention import find_commits, prune, references
+from elastic_trainer.retention import find_commits, find_references, prune
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
 from reshard.api import Conversion, reshard
@@ -95,7 +95,7 @@ def test_a_damaged_source_ends_the_attempt_and_tells_the_operator(prepared, tmp_
 
 
 def _open(folder, scratch, barrier, results):
-    with virtual.opened(folder, ranks=range(1), scratch=scratch) as made:
+    with virtual.open_virtual_commit(folder, ranks=range(1), scratch=scratch) as made:
         barrier.wait(60)  # nobody leaves before all are in
         results.put((made.loaded is not None, len(contents(made.folder))))
         barrier.wait(60)
@@ -119,26 +119,26 @@ def test_processes_of_a_node_share_what_one_of_them_made(prepared, tmp_path):
 
 def test_what_a_killed_process_left_is_removed_and_not_used(prepared, tmp_path):
     _, folder = prepared
-    with virtual.opened(folder, ranks=range(1), scratch=tmp_path) as made:
+    with virtual.open_virtual_commit(folder, ranks=range(1), scratch=tmp_path) as made:
         base, name = made.folder.parents[1], made.folder.parent.name
         whole = contents(made.folder)
     (base / name / folder.name).mkdir(parents=True)
     (base / name / folder.name / "half.pt").write_bytes(b"half")  # no .ready
     (base / "0123").mkdir()
     (base / "0123.lock").touch()
-    with virtual.opened(folder, ranks=range(1), scratch=tmp_path) as made:
+    with virtual.open_virtual_commit(folder, ranks=range(1), scratch=tmp_path) as made:
         assert contents(made.folder) == whole
         assert not (base / "0123").exists()
 
 
 def test_a_scratch_folder_that_others_can_write_is_refused(prepared, tmp_path):
     _, folder = prepared
-    with virtual.opened(folder, ranks=range(1), scratch=tmp_path) as made:
+    with virtual.open_virtual_commit(folder, ranks=range(1), scratch=tmp_path) as made:
         base = made.folder.parents[1]
     base.chmod(0o777)
     with (
         pytest.raises(TargetError, match="not a folder of this user alone"),
-        virtual.opened(folder, ranks=range(1), scratch=tmp_path),
+        virtual.open_virtual_commit(folder, ranks=range(1), scratch=tmp_path),
     ):
         pass
 
@@ -176,7 +176,7 @@ def test_references_follow_other_names_of_a_folder(tmp_path):
     first = committed(tmp_path / "real", 1, 1)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     through = committed(tmp_path / "real", 2, 1, format="virtual", source=str(tmp_path / "link/a1/step-00000001"))
-    assert references({first, through}) == {through: first}
+    assert find_references({first, through}) == {through: first}
 
 
 def test_the_bytes_of_a_chain_of_virtual_commits_are_found(tmp_path):
@@ -200,4 +200,4 @@ def test_restore_says_what_it_can_load_at_a_first_start_too(tmp_path):
 
 
 def test_memory_for_loading_is_what_is_free_of_the_machine_where_there_is_no_scratch_folder(tmp_path):
-    assert virtual.loader(tmp_path / "none").memory_bytes > 0
+    assert virtual.describe_loader(tmp_path / "none").memory_bytes > 0
