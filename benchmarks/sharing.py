@@ -22,7 +22,7 @@ from reshard.topology import Topology
 source, target, worker, count, rate = sys.argv[1:]
 wanted = api.Conversion(source=Path(source), target=Path(target), topology=Topology.parse("dp=3,zero=3"))
 share = (int(worker), int(count))
-api.convert(wanted, sharing=Sharing.TOGETHER, worker=share, bytes_per_second=float(rate), sync=False)
+api.convert(wanted, api.RunOptions(sharing=Sharing.TOGETHER, worker=share, bytes_per_second=float(rate), sync=False))
 """
 
 

@@ -1,4 +1,4 @@
-"""`reshard` as a library: index, plan, check, execute, verify, publish."""
+"""`reshard` as a library: index a checkpoint, plan a conversion, convert."""
 
 from __future__ import annotations
 
@@ -12,108 +12,93 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from reshard.commits.commit import (
-    VIRTUAL,
-    Commit,
-    CommittedFile,
-    check_files,
-    plain,
-    read_commit,
-    source_of,
-    taken,
-    vacant,
-    write_commit,
-)
-from reshard.commits.latest import latest_file, point
-from reshard.commits.staging import FINISH_FILE, Sharing, only_one, staging
+from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, path_to_text, read_commit, source_of
+from reshard.commits.latest import latest_file
+from reshard.commits.staging import Sharing, hold_finish_lock
 from reshard.contract import COMMIT_FILE, ReshardReport
-from reshard.conversion import PLAN, Conversion
-from reshard.errors import (
-    PlanError,
-    ReshardError,
-    SourceError,
-    TargetError,
-    UncommittedError,
-    UsageError,
-)
+from reshard.conversion import PLAN, Conversion, RunOptions
+from reshard.errors import PlanError, ReshardError, SourceError, UncommittedError
 from reshard.execution.executor import Mover, Outcome, Progress
-from reshard.execution.journal import FOLDER as JOURNAL_FOLDER
 from reshard.execution.journal import Journal
-from reshard.execution.origin import (
-    Origin,
-    check_origin,
-    join,
-    origin_of,
-    refuse_changed,
-    refuse_other_content,
-    with_identities,
-)
+from reshard.execution.origin import Origin, add_identities, origin_of, refuse_changed, register_run
 from reshard.execution.read_back import read_back
 from reshard.execution.report import done_report
-from reshard.execution.resume import Moved, Resumed, Work, do, kept
+from reshard.execution.resume import Moved, Resumed, Work, do_units
 from reshard.execution.source_checks import (
     check_digests,
     check_matches_commit,
     check_metadata,
     check_settings,
-    damage_first,
     places_digest,
+    report_damage_first,
 )
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.base import Request
-from reshard.formats.deepspeed import FORMAT as DEEPSPEED
 from reshard.formats.pt.trust import trusting
 from reshard.planning.check import check_plan
 from reshard.planning.plan import Plan, make_plan
-from reshard.storage.durable import sync_folder
-from reshard.storage.files import identity_at, noting_opened
+from reshard.storage.files import identity_at, record_opened_files
 from reshard.storage.object_store import RemotePath, location
-from reshard.storage.source_reader import changed
-from reshard.storage.target_writer import target_errors
+from reshard.storage.source_reader import source_changed_error
 from reshard.system.limits import DEFAULT_MEMORY_BYTES, default_num_threads
+from reshard.target import Done, claim_target, find_commit, find_commit_without_source, name_latest, publish
 from reshard.tensors.layout import Index
 from reshard.tensors.views import select_states
 from reshard.topology import Topology
 
-__all__ = ("Conversion", "convert", "index_of", "plan_conversion", "plan_of", "reshard", "view_of")
+__all__ = (
+    "Conversion",
+    "Hooks",
+    "RunOptions",
+    "convert",
+    "index_of",
+    "plan_conversion",
+    "plan_of",
+    "reshard",
+    "view_of",
+)
 
 _REMOTE_THREADS = 8
-_BY_ANOTHER = "converted by another run, which was faster; what this one had done is removed"
+"""Concurrent requests to an object store, which answers many at a time however few processors this machine has."""
 
 
 def index_of(source: Path, *, require_commit: bool = False, patterns: Path | None = None) -> Index:
-    """Index a checkpoint; one with a commit marker must have all files in their committed sizes, and match the marker.
+    """Index a checkpoint from its metadata.
+
+    If the checkpoint has a commit marker, all its files must have their committed sizes and match the marker. A virtual
+    commit is followed to its source.
 
     Args:
         source: folder of one checkpoint.
-        require_commit: refuse one without a marker.
+        require_commit: refuse a checkpoint without a marker.
         patterns: file that says how tensor parallelism cut a DeepSpeed checkpoint which does not say it.
 
     Raises:
-        UsageError: the patterns cannot be read, or the source needs none.
+        UsageError: the patterns cannot be read, or the source takes none.
         UncommittedError: there is no marker and `require_commit` asks for one.
         SourceError: damaged, or of no known format.
     """
     marker = None
     with contextlib.suppress(UncommittedError):
         marker = read_commit(source)
-    if marker is not None and marker.format == VIRTUAL:  # its bytes, and all that is known of them, are where it leads
+    if marker is not None and marker.format == VIRTUAL:  # its bytes, and all that is known of them, are in its source
         check_files(source, marker)
         source, require_commit = source_of(source, marker), False
     if isinstance(source, RemotePath):
         source.forget()
-    with noting_opened() as opened:
-        with contextlib.suppress(OSError):  # it has no marker
+    with record_opened_files() as opened:
+        with contextlib.suppress(OSError):  # a checkpoint without a marker
             opened[f"{source}/{COMMIT_FILE}"] = identity_at(source / COMMIT_FILE)
         commit = _checked_commit(source, require_commit=require_commit)
-        index = read_source(source, commit, patterns)
-    index = with_identities(index, opened, commit)
+        index = read_checkpoint(source, commit, patterns)
+    index = add_identities(index, opened, commit)
     if commit is not None:
-        check_matches_commit(index, commit, told=patterns is not None)
+        check_matches_commit(index, commit, has_patterns=patterns is not None)
     return index
 
 
 def _checked_commit(source: Path, *, require_commit: bool) -> Commit | None:
+    """Read a source's commit marker and compare the sizes of its files; return None if there is no marker."""
     try:
         commit = read_commit(source)
         check_files(source, commit)
@@ -122,21 +107,6 @@ def _checked_commit(source: Path, *, require_commit: bool) -> Commit | None:
             raise
         return None
     return commit
-
-
-def read_source(source: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
-    """Index a checkpoint whose marker is known; see `index_of`."""
-    if patterns is None:
-        return read_checkpoint(source, commit)
-    from reshard.formats.deepspeed.tensor_parallel import pattern_file
-    from reshard.formats.universal import FORMAT as UNIVERSAL  # most commands name no patterns
-
-    told = pattern_file.load(patterns)
-    if UNIVERSAL.sniff(source) is None:
-        return UNIVERSAL.read(source, commit, told)
-    if (reason := DEEPSPEED.sniff(source)) is not None:
-        raise UsageError(f"patterns are for DeepSpeed's checkpoints: {reason}", path=str(source))
-    return DEEPSPEED.read(source, commit, told)
 
 
 def plan_of(
@@ -148,11 +118,11 @@ def plan_of(
     num_threads: int = 0,
     agreement: bool = True,
 ) -> Plan:
-    """Lay out, plan and prove a conversion; nothing is written.
+    """Lay out the target, plan the conversion and prove the plan exact; write nothing.
 
     Args:
         index: the source.
-        target: what it shall become; a topology alone keeps everything else.
+        target: what the source shall become; a topology alone keeps everything else.
         target_format: name of a format; empty for the source's.
         memory_bytes: for buffers.
         num_threads: 0 for the processors that this process may use.
@@ -175,179 +145,227 @@ def plan_of(
         index,
         layout,
         memory_bytes=memory_bytes,
-        num_threads=num_threads or _num_threads(index),
+        num_threads=num_threads or _default_num_threads(index),
         agreement=agreement,
     )
     check_plan(plan)
     return plan
 
 
-def _num_threads(index: Index) -> int:
-    """A store answers many requests at a time, whatever processors there are here."""
+def _default_num_threads(index: Index) -> int:
     return _REMOTE_THREADS if isinstance(index.root, RemotePath) else default_num_threads()
 
 
 def view_of(index: Index, *, states: tuple[str, ...] = (), names: Path | None = None) -> Index:
-    """A checkpoint as it shall be seen: only some states, in other names.
+    """Return a checkpoint's index with only some states, in other names.
+
+    Args:
+        index: the checkpoint.
+        states: states to keep; empty for all.
+        names: file with a name map (`reshard.names`), or None to keep the names.
 
     Raises:
         UsageError: the name map cannot be read.
-        UnsupportedError: a state that is not there, or a name map that does not fit.
+        UnsupportedError: the checkpoint has no such state, or the name map does not fit it.
     """
     index = select_states(index, states)
     if names is None:
         return index
-    from reshard.names import load, rename  # by those who need them: see `reshard.cli.commands`
+    from reshard.names import load, rename  # only conversions with a name map pay for this import
 
     return rename(index, load(names))
 
 
-def plan_conversion(wanted: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_threads: int = 0) -> Plan:
-    """Index the source and plan the conversion; nothing is written.
+def plan_conversion(conversion: Conversion, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_threads: int = 0) -> Plan:
+    """Index the source and plan the conversion; write nothing.
 
     Raises:
         ReshardError: see `reshard.errors`.
     """
-    with trusting(wanted.allow_globals), damage_first():
-        index = index_of(wanted.source, require_commit=wanted.require_commit, patterns=wanted.patterns)
+    with trusting(conversion.allow_globals), report_damage_first():
+        index = index_of(conversion.source, require_commit=conversion.require_commit, patterns=conversion.patterns)
         request = Request(
-            topology=_topology(index, wanted),
-            weight_dtype=wanted.weight_dtype,
-            like=None if wanted.like is None else _example(wanted.like),
-            file_bytes=wanted.file_bytes,
+            topology=_topology(index, conversion),
+            weight_dtype=conversion.weight_dtype,
+            like=None if conversion.like is None else _template(conversion.like),
+            file_bytes=conversion.file_bytes,
         )
         return plan_of(
-            view_of(index, states=wanted.states, names=wanted.names),
+            view_of(index, states=conversion.states, names=conversion.names),
             request,
-            target_format=wanted.target_format,
+            target_format=conversion.target_format,
             memory_bytes=memory_bytes,
             num_threads=num_threads,
-            agreement=not wanted.allow_differences,
+            agreement=not conversion.allow_differences,
         )
 
 
-def _example(folder: Path) -> Index:
-    """The checkpoint that says what the source cannot: all that it says must be what was committed."""
+def _template(folder: Path) -> Index:
+    """Index the checkpoint that says what the source cannot, and compare its settings with its commit."""
     index = index_of(folder)
     check_settings(index)
     return index
 
 
-def _topology(index: Index, wanted: Conversion) -> Topology:
-    if wanted.keeps_stage and index.format == DEEPSPEED.name and wanted.target_format in ("", DEEPSPEED.name):
-        return dataclasses.replace(wanted.topology, zero=index.topology.zero)
-    return wanted.topology
+def _topology(index: Index, conversion: Conversion) -> Topology:
+    """Return the target's topology; it has the source's ZeRO stage if nobody asked for one and the format keeps it."""
+    keeps_format = conversion.target_format in ("", index.format)
+    if conversion.keeps_stage and keeps_format and format_of(index.format).keeps_zero_stage:
+        return dataclasses.replace(conversion.topology, zero=index.topology.zero)
+    return conversion.topology
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """Functions that a conversion calls on its way.
+
+    Attributes:
+        on_plan: called with the plan before a byte moves.
+        on_resume: called with what an earlier run had done, where this run may go on with it.
+        on_progress: called with each number of bytes that was moved.
+    """
+
+    on_plan: Callable[[Plan], None] | None = None
+    on_resume: Callable[[Resumed], None] | None = None
+    on_progress: Progress | None = None
+
+
+_DEFAULTS, _NO_HOOKS = RunOptions(), Hooks()
 
 
 def convert(
-    wanted: Conversion,
-    *,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    num_threads: int = 0,
-    reread: bool = False,
-    sync: bool = True,
-    bytes_per_second: float | None = None,
-    sharing: Sharing = Sharing.ALONE,
-    worker: tuple[int, int] = (0, 1),
-    latest: bool = False,
-    progress: Progress | None = None,
-    planned: Callable[[Plan], None] | None = None,
-    resumed: Callable[[Resumed], None] | None = None,
-    plan: Plan | None = None,
+    conversion: Conversion, options: RunOptions = _DEFAULTS, *, hooks: Hooks = _NO_HOOKS, plan: Plan | None = None
 ) -> ReshardReport:
     """Convert a checkpoint.
 
-    The target appears complete, verified and with its commit marker, or not at all. A target that was committed by
-    the same conversion before is left as it is.
+    The target appears complete, verified and with its commit marker, or not at all. A target that the same conversion
+    committed before stays as it is.
 
     Args:
-        wanted: source, target and what to do.
-        memory_bytes: for buffers.
-        num_threads: 0 for the processors that this process may use.
-        reread: read the whole result back through the format's reader before it is published.
-        sync: have every file on stable storage before it is published.
-        bytes_per_second: read no faster than that, all threads together.
-        sharing: alone, resumable after a failure, or together with other workers.
-        worker: which of how many workers, from 0.
-        latest: let the file in which the framework looks for a checkpoint name the target, see `_name_latest`.
-        progress: told about bytes moved.
-        planned: shown the plan before a byte moves.
-        resumed: told what an earlier run had done, where a run may go on with that.
-        plan: of the conversion with these buffers and threads, where it is known already.
+        conversion: source, target and what to do.
+        options: how to do it.
+        hooks: functions to call on the way.
+        plan: of this conversion, with the buffers and threads of `options`; None to plan it here.
 
     Raises:
         ReshardError: see `reshard.errors`.
     """
-    report = functools.partial(done_report, source=wanted.source, target=wanted.target, started=time.monotonic())
-    if (done := done_without_source(wanted)) is not None:
-        named = _name_latest(latest_file(wanted.target, done.format) if latest else None, wanted.target, sharing)
-        what = "already converted and committed; the source is gone"
-        return report(done, message=what, latest=named)
-    plan = plan or plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=num_threads)
-    pointer = latest_file(wanted.target, plan.layout.format) if latest else None
-    done = already_done(wanted, plan, crc=reread)
-    if done is not None:
-        check_origin(done, plan, wanted.target)
-        named = _name_latest(pointer, wanted.target, sharing)
-        return report(done, message="already converted and committed", latest=named)
-    origin = Origin.of(plan.index, wanted.request)
-    if sharing is not Sharing.ALONE:
-        refuse_changed(origin, wanted.source, wanted.target)
-    checked = check_metadata(plan.index)
-    if planned is not None:
-        planned(plan)
-    with staging(wanted.target, plan.fingerprint, plan.bytes_to_write, sharing) as folder, kept(folder, plan, sharing):
-        outcome: Outcome | None = None
-        work = Work()
-        done = already_done(wanted, plan)  # by another worker, while this one planned
-        if done is None:
-            join(origin, wanted.source, folder, sharing)
-            with Mover(plan, folder, sync=sync, bytes_per_second=bytes_per_second, progress=progress) as mover:
-                work = do(mover, folder, sharing, worker, resumed)
-                with only_one(folder):
-                    done = already_done(wanted, plan)
-                    if done is None:
-                        records = work.records if sharing is Sharing.ALONE else Journal(folder).records()
-                        touched = join(origin, wanted.source, folder, sharing)
-                        outcome = mover.finish(records, fresh=sharing is Sharing.ALONE, touched=touched)
-                        if outcome.touched:
-                            _check_indexed_alike(wanted, plan, outcome)
-                        check_digests(plan, outcome.digests, told=wanted.patterns is not None)
-                        commit = _commit(plan, wanted, outcome)
-                        with ThreadPoolExecutor(1) as pool, trusting(wanted.allow_globals):
-                            synced = pool.submit(mover.sync)  # the storage works while the result is read back
-                            read_back(folder, plan, commit, reread=reread)
-                            synced.result()
-                        done = _publish(folder, wanted, plan, commit, pointer)
-        if outcome is None:
-            shutil.rmtree(folder, ignore_errors=True)
-            named = _name_latest(pointer, wanted.target, sharing)
-            what = f"converted together with other workers: {work.share(plan)} by this one"
-            what = what if sharing is Sharing.TOGETHER else _BY_ANOTHER
-            return report(done, message=what, moved=work.moved, latest=named)
-    tensors = "1 tensor" if len(outcome.digests) == 1 else f"{len(outcome.digests)} tensors"
-    message = f"converted {_what(plan)}, {tensors} verified{work.resumed}"
-    moved = Moved(outcome.bytes_read + checked, outcome.bytes_written).less(work.before)
-    return report(done, moved=moved, message=message, latest="" if pointer is None else str(pointer))
-
-
-def _check_indexed_alike(wanted: Conversion, plan: Plan, outcome: Outcome) -> None:
-    """Files that somebody touched say the same of what lies where as before.
-
-    Raises:
-        SourceChangedError: they do not.
-    """
-    with contextlib.suppress(ReshardError):
-        again = plan_conversion(wanted, memory_bytes=plan.memory_bytes, num_threads=plan.num_threads)
-        if again.fingerprint == plan.fingerprint and places_digest(again.index) == places_digest(plan.index):
-            return
-    raise changed(
-        [f"{path}: is not the file that was indexed" for path in sorted(outcome.touched)], str(plan.index.root)
+    report = functools.partial(
+        done_report, source=conversion.source, target=conversion.target, started=time.monotonic()
     )
+    if (commit := find_commit_without_source(conversion)) is not None:
+        latest = name_latest(_pointer(conversion, options, commit.format), conversion.target, options.sharing)
+        return report(commit, message="already converted and committed; the source is gone", latest=latest)
+    if plan is None:
+        plan = plan_conversion(conversion, memory_bytes=options.memory_bytes, num_threads=options.num_threads)
+    run = _Run(conversion, options, hooks, plan)
+    with claim_target(conversion, plan, options, check_source=run.check_source) as claim:
+        done = claim if isinstance(claim, Done) else run.make(claim)
+        latest = run.name_latest(done)
+    return report(done.commit, message=done.message, moved=done.moved, latest=latest)
 
 
-def _what(plan: Plan) -> str:
-    """What becomes what, in words."""
+class _Run:
+    """The steps of one conversion from its plan to its published target.
+
+    Args:
+        conversion: source, target and what to do.
+        options: how to do it.
+        hooks: functions to call on the way.
+        plan: of the conversion.
+    """
+
+    def __init__(self, conversion: Conversion, options: RunOptions, hooks: Hooks, plan: Plan) -> None:
+        self._conversion, self._options, self._hooks, self._plan = conversion, options, hooks, plan
+        self._pointer = _pointer(conversion, options, plan.layout.format)
+        self._origin = Origin.of(plan.index, conversion.request)
+        self._checked_bytes = 0
+
+    def check_source(self) -> None:
+        """Refuse a source that changed since an unfinished run, or whose metadata is not what was committed."""
+        if self._options.sharing is not Sharing.ALONE:
+            refuse_changed(self._origin, self._conversion.source, self._conversion.target)
+        self._checked_bytes = check_metadata(self._plan.index)
+        if self._hooks.on_plan is not None:
+            self._hooks.on_plan(self._plan)
+
+    def make(self, folder: Path) -> Done:
+        """Execute the plan in a staging folder, verify the result and publish it, unless another worker does."""
+        plan, sharing = self._plan, self._options.sharing
+        self._join(folder)
+        sync, rate = self._options.sync, self._options.bytes_per_second
+        with Mover(plan, folder, sync=sync, bytes_per_second=rate, progress=self._hooks.on_progress) as mover:
+            work = do_units(mover, folder, sharing, self._options.worker, self._hooks.on_resume)
+            with hold_finish_lock(folder):
+                commit = find_commit(self._conversion, plan)
+                if commit is None:
+                    outcome = self._finish(mover, folder, work)
+                    commit = self._verify(mover, folder, outcome)
+                    commit = publish(folder, self._conversion, plan, commit, self._pointer)
+                    return self._done(commit, outcome, work)
+        shutil.rmtree(folder, ignore_errors=True)
+        return Done.by_other_run(commit, plan, sharing, work)
+
+    def name_latest(self, done: Done) -> str:
+        """Return the path of the file that names the target as the latest checkpoint; empty if none does."""
+        if done.is_published_here:
+            return "" if self._pointer is None else str(self._pointer)
+        return name_latest(self._pointer, self._conversion.target, self._options.sharing)
+
+    def _join(self, folder: Path) -> set[str]:
+        return register_run(self._origin, self._conversion.source, folder, self._options.sharing)
+
+    def _finish(self, mover: Mover, folder: Path, work: Work) -> Outcome:
+        """Complete the files from the records of all workers."""
+        is_alone = self._options.sharing is Sharing.ALONE
+        records = work.records if is_alone else Journal(folder).records()
+        touched = self._join(folder)
+        return mover.finish(records, fresh=is_alone, touched=touched)
+
+    def _verify(self, mover: Mover, folder: Path, outcome: Outcome) -> Commit:
+        """Compare what was read and written with what the source states, and return the commit to publish."""
+        if outcome.touched:
+            self._check_touched(outcome)
+        check_digests(self._plan, outcome.digests, has_patterns=self._conversion.patterns is not None)
+        commit = _commit(self._plan, self._conversion, outcome)
+        with ThreadPoolExecutor(1) as pool, trusting(self._conversion.allow_globals):
+            synced = pool.submit(mover.sync)  # the storage works while the result is read back
+            read_back(folder, self._plan, commit, reread=self._options.reread)
+            synced.result()
+        return commit
+
+    def _check_touched(self, outcome: Outcome) -> None:
+        """Index the source again: files that were touched during the run must still hold the same tensors in place.
+
+        Raises:
+            SourceChangedError: they do not.
+        """
+        plan = self._plan
+        with contextlib.suppress(ReshardError):
+            again = plan_conversion(self._conversion, memory_bytes=plan.memory_bytes, num_threads=plan.num_threads)
+            if again.fingerprint == plan.fingerprint and places_digest(again.index) == places_digest(plan.index):
+                return
+        problems = [f"{path}: is not the file that was indexed" for path in sorted(outcome.touched)]
+        raise source_changed_error(problems, str(plan.index.root))
+
+    def _done(self, commit: Commit, outcome: Outcome, work: Work) -> Done:
+        tensors = "1 tensor" if len(outcome.digests) == 1 else f"{len(outcome.digests)} tensors"
+        moved = Moved(outcome.bytes_read + self._checked_bytes, outcome.bytes_written).less(work.before)
+        return Done(
+            commit=commit,
+            message=f"converted {_change(self._plan)}, {tensors} verified{work.resumed}",
+            moved=moved,
+            is_published_here=True,
+        )
+
+
+def _pointer(conversion: Conversion, options: RunOptions, target_format: str) -> Path | None:
+    """Return the file that shall name the target as the latest checkpoint, or None if none shall."""
+    return latest_file(conversion.target, target_format) if options.latest else None
+
+
+def _change(plan: Plan) -> str:
+    """Say from which topology, and format if it changes, to which one a plan converts."""
     if plan.index.format == plan.layout.format:
         return f"{plan.index.topology} to {plan.layout.topology}"
     return f"{plan.index.format} {plan.index.topology} to {plan.layout.format}"
@@ -356,117 +374,50 @@ def _what(plan: Plan) -> str:
 def reshard(source: Path | str, target: Path | str, topology: Topology | str, *, reread: bool = False) -> ReshardReport:
     """Convert checkpoint folder `source` to `topology` in the new folder `target`: `convert` with all defaults.
 
-    Texts mean what they mean on a command line: a source may be a URL, a topology without a ZeRO stage keeps it.
+    Texts mean what they mean on a command line: a source may be a URL, a topology without a ZeRO stage keeps the
+    source's.
+
+    Args:
+        source: folder of one checkpoint.
+        target: folder to make.
+        topology: degrees of the target, for instance `tp=2,dp=3`.
+        reread: read the whole result back before it is published.
 
     Raises:
         ReshardError: see `reshard.errors`.
     """
-    wanted = Conversion(
+    conversion = Conversion(
         source=location(source).absolute() if isinstance(source, str) else source,
         target=Path(target).absolute() if isinstance(target, str) else target,
         topology=Topology.parse(topology) if isinstance(topology, str) else topology,
         keeps_stage=isinstance(topology, str) and "zero" not in topology,
     )
-    return convert(wanted, reread=reread)
+    return convert(conversion, RunOptions(reread=reread))
 
 
-def done_without_source(wanted: Conversion) -> Commit | None:
-    """The target's commit where the source is gone since, if it is intact and of this conversion."""
-    with contextlib.suppress(SourceError, OSError):
-        if wanted.source.exists():
-            return None
-        commit = read_commit(wanted.target)
-        zero = commit.topology.zero if wanted.keeps_stage else wanted.topology.zero
-        if wanted.has_made(commit, dataclasses.replace(wanted.topology, zero=zero)):
-            check_files(wanted.target, commit)
-            return commit
-    return None
-
-
-def already_done(wanted: Conversion, plan: Plan, *, crc: bool = False) -> Commit | None:
-    """The target's commit, if this very plan made it (same source files, same target files) and its files are there.
-
-    Raises:
-        TargetTakenError: there is something else.
-        SourceChangedError: there is what this command made of the source when that was another one.
-    """
-    if vacant(wanted.target):
-        return None
-    commit = None
-    with contextlib.suppress(SourceError):
-        commit = read_commit(wanted.target)
-        if commit.options == {**wanted.options, PLAN: plan.fingerprint}:
-            check_files(wanted.target, commit, crc=crc)
-            return commit
-    if commit is not None and wanted.has_made(commit, plan.layout.topology):
-        refuse_other_content(commit, plan, wanted.target)
-    raise taken(wanted.target)
-
-
-def _commit(plan: Plan, wanted: Conversion, outcome: Outcome) -> Commit:
+def _commit(plan: Plan, conversion: Conversion, outcome: Outcome) -> Commit:
+    """Return the commit of a verified result."""
     files = [
         CommittedFile(path=file.path, num_bytes=file.num_bytes, crc32=crc32)
         for file, crc32 in zip(plan.layout.files, outcome.file_crc32, strict=True)
     ]
     data = {}
     with contextlib.suppress(SourceError):
-        data = dict(read_commit(wanted.source).data)
+        data = dict(read_commit(conversion.source).data)
     return Commit(
         format=plan.layout.format,
         step=plan.index.step,
         samples=plan.index.samples,
         topology=plan.layout.topology,
-        attempt=wanted.attempt,
+        attempt=conversion.attempt,
         writer="reshard",
         files=files,
         digests=outcome.digests,
         data=data,
         model=plan.layout.model,
-        source=plain(wanted.source),
-        options={**wanted.options, PLAN: plan.fingerprint},
+        source=path_to_text(conversion.source),
+        options={**conversion.options, PLAN: plan.fingerprint},
         origin=origin_of(plan, outcome),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        owner=wanted.owner,
+        owner=conversion.owner,
     )
-
-
-def _publish(folder: Path, wanted: Conversion, plan: Plan, commit: Commit, pointer: Path | None) -> Commit:
-    """Commit the result, let it appear under its name, and let the file `pointer` name it."""
-    with target_errors(folder, commit.num_bytes):
-        shutil.rmtree(folder / JOURNAL_FOLDER, ignore_errors=True)
-        for draft in folder.glob(f".{COMMIT_FILE}.*"):  # of a run that was killed as it wrote the marker
-            draft.unlink(missing_ok=True)
-        write_commit(folder, commit)
-    try:
-        folder.rename(wanted.target)
-    except OSError as error:
-        # Another run of the same conversion may have been faster; its result is as good.
-        done = already_done(wanted, plan)
-        if done is None:
-            raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
-    else:
-        done = commit
-        # A worker that came late may have begun a journal again; by its old name nobody finds the folder any more.
-        shutil.rmtree(wanted.target / JOURNAL_FOLDER, ignore_errors=True)
-        sync_folder(wanted.target.parent)
-    if pointer is not None:
-        point(pointer, wanted.target)
-    (wanted.target / FINISH_FILE).unlink(missing_ok=True)  # not before: workers that come late wait for it
-    return done
-
-
-def _name_latest(pointer: Path | None, target: Path, sharing: Sharing) -> str:
-    """Let the file name a target that was there already; the file, if it does now.
-
-    Of several workers the one that publishes does it. Another may come so late that training goes on from the target
-    and names newer checkpoints: it leaves the file alone, unless the one that published has died before it did it.
-    """
-    if pointer is None:
-        if sharing is not Sharing.TOGETHER:  # of a run that was killed behind the rename
-            (target / FINISH_FILE).unlink(missing_ok=True)
-        return ""
-    if sharing is Sharing.TOGETHER and pointer.exists() and not (target / FINISH_FILE).exists():
-        return ""
-    point(pointer, target)
-    (target / FINISH_FILE).unlink(missing_ok=True)
-    return str(pointer)

@@ -3,7 +3,7 @@
 Names of environment variables, Lease annotations, labels and exit codes, and the report that a reshard pod leaves in
 its termination message. Standard library only: the operator imports this and `reshard.topology`, nothing else.
 
-What arrives is read strictly: whoever writes it may be wrong, or may mean harm.
+Everything that arrives is validated strictly, because its writer may be wrong or malicious.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ KIND = "ElasticTrainingJob"
 PLURAL = "elastictrainingjobs"
 
 CONTRACT_VERSION = 1
-"""Raised when a field changes its meaning; readers refuse a newer one."""
+"""Version of the contract; increased when a field changes its meaning. Readers refuse a newer one."""
 
 MANIFEST_VERSIONS = (1, 2)
-"""Versions of a virtual commit's manifest that this release reads; it writes the last."""
+"""Versions of a virtual commit's manifest that this release reads; it writes the last one."""
 
 ELASTIC_TRAINER = "elastic_trainer"
-"""Who loads virtual commits: `reshard run --loader elastic_trainer,ranks-per-node=N,node-memory=BYTES`."""
+"""Name of the loader of virtual commits: `reshard run --loader elastic_trainer,ranks-per-node=N,node-memory=BYTES`."""
 
 COMMIT_FILE = "COMMIT.json"
-"""Written last; a checkpoint folder without it does not exist."""
+"""Commit marker, written last. A checkpoint folder without it is not committed."""
 
 UNCONFIRMED_FILE = "COMMIT.unconfirmed.json"
-"""COMMIT_FILE of a complete save whose attempt could not reach its Lease; renamed once it can. No reader takes it."""
+"""COMMIT_FILE of a complete save whose attempt could not reach its Lease; renamed once it can. No reader accepts it."""
 
 OWNER_FILE = "OWNER.json"
 """Names the job that writes below a checkpoint root."""
@@ -45,7 +45,7 @@ COMMIT_NAME = re.compile(rf"a[0-9]{{1,9}}/{COMMIT_FOLDER.pattern}")
 """A commit's folder relative to ETJ_CHECKPOINT_ROOT, as LeaseKey.RELEASED names it."""
 
 MAX_RELEASED = 32
-"""Names in LeaseKey.RELEASED at most."""
+"""Largest number of names in LeaseKey.RELEASED."""
 
 
 class Env(enum.StrEnum):
@@ -56,7 +56,7 @@ class Env(enum.StrEnum):
     JOB_UID = "ETJ_JOB_UID"
     """UID of the ElasticTrainingJob: the owner of ETJ_CHECKPOINT_ROOT. Empty without a cluster."""
     TAKE_OVER = "ETJ_TAKE_OVER"
-    """`true` where `spec.checkpoint.takeOver` lets the job take ETJ_CHECKPOINT_ROOT over from another one."""
+    """`true` if `spec.checkpoint.takeOver` lets the job take ETJ_CHECKPOINT_ROOT over from another one."""
     ATTEMPT = "ETJ_ATTEMPT"
     TOPOLOGY = "ETJ_TOPOLOGY"
     WORLD_SIZE = "ETJ_WORLD_SIZE"
@@ -69,14 +69,14 @@ class Env(enum.StrEnum):
     LEASE = "ETJ_LEASE"
     HEARTBEAT_SECONDS = "ETJ_HEARTBEAT_SECONDS"
     SCRATCH = "ETJ_SCRATCH"
-    """Folder in memory for the files of a virtual commit. The user may set it; by default the operator does, where
-    `spec.reshard.mode` is Virtual or may come to it."""
+    """Folder in memory for the files of a virtual commit. The user may set it. Otherwise the operator sets it if
+    `spec.reshard.mode` is Virtual or may choose virtual commits."""
     MAILBOX = "ETJ_MAILBOX"
-    """Path of a JSON file that stands in for the Lease where there is no cluster."""
+    """Path of a JSON file that replaces the Lease without a cluster."""
 
 
 class Label(enum.StrEnum):
-    """Labels on everything the operator creates; selectors for humans and caches."""
+    """Labels on all objects that the operator creates; users and caches select by them."""
 
     JOB = f"{GROUP}/job-name"
     ATTEMPT = f"{GROUP}/attempt"
@@ -85,9 +85,9 @@ class Label(enum.StrEnum):
 
 
 class LeaseKey(enum.StrEnum):
-    """Annotations of the attempt Lease, the mailbox between rank 0 and the operator.
+    """Annotations of the attempt's Lease, through which rank 0 and the operator exchange messages.
 
-    All values are strings; numbers in decimal; a missing annotation means "not known yet".
+    All values are strings, with numbers in decimal. A missing annotation means "not known yet".
     """
 
     PHASE = f"{GROUP}/phase"
@@ -98,24 +98,24 @@ class LeaseKey(enum.StrEnum):
     FIRST_STEP_TIME = f"{GROUP}/first-step-time"
     """RFC 3339 time at which this attempt finished its first step."""
     STEP_TIME = f"{GROUP}/step-time"
-    """RFC 3339 time at which the step in STEP finished; an old one on a fresh Lease means a hang."""
+    """RFC 3339 time at which the step in STEP finished; an old time on a renewed Lease means that training hangs."""
     COMMIT = f"{GROUP}/commit"
     """Rank 0 writes the newest commit as JSON: `CommitRef.to_json`."""
     RESUME_ERROR = f"{GROUP}/resume-error"
-    """Rank 0 writes why ETJ_RESUME could not be used; the operator falls back to the previous commit."""
+    """Rank 0 writes why it could not use ETJ_RESUME; the operator falls back to the previous commit."""
     OWNER_ERROR = f"{GROUP}/owner-error"
     """Rank 0 writes why it may not use ETJ_CHECKPOINT_ROOT; the operator ends the job."""
     RELEASED = f"{GROUP}/released"
     """The operator writes the commits that nothing refers to any more, as a JSON array of `a<N>/step-...`, relative to
     ETJ_CHECKPOINT_ROOT. Rank 0 removes these and no others."""
     REMOVED = f"{GROUP}/removed"
-    """Rank 0 writes those of RELEASED that are not there any more, likewise."""
+    """Rank 0 writes those commits of RELEASED that do not exist any more, in the same form."""
     LOADER = f"{GROUP}/loader"
     """Rank 0 writes what `restore()` can load besides files, as JSON: `VirtualLoader.to_json`."""
     REQUEST = f"{GROUP}/request"
-    """The operator writes a `Request`; rank 0 sees it in the answer to its own renewal."""
+    """The operator writes a `Request`; rank 0 reads it from the response to its own renewal."""
     REQUEST_SEEN = f"{GROUP}/request-seen"
-    """Rank 0 echoes the request that it has seen."""
+    """Rank 0 writes the request that it has read."""
 
 
 class TrainerPhase(enum.StrEnum):
@@ -131,14 +131,14 @@ class TrainerPhase(enum.StrEnum):
 
 
 class Request(enum.StrEnum):
-    """What the operator may ask of a running attempt."""
+    """Requests of the operator to a running attempt."""
 
     DRAIN = "drain"
     """Commit at the next step boundary, then exit with `TrainerExit.DRAINED`."""
 
 
 class TrainerExit(enum.IntEnum):
-    """Exit codes of a training process. Advisory: launchers squash them."""
+    """Exit codes of a training process. They are advisory, because launchers may replace them."""
 
     COMPLETE = 0
     DRAINED = 75
@@ -169,14 +169,14 @@ class ExitCode(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRef:
-    """One committed checkpoint, as named in Lease annotations and in the resource's status.
+    """One committed checkpoint, as Lease annotations and the resource's status name it.
 
     Attributes:
-        uri: absolute folder of the commit, as seen in the pods.
+        uri: absolute folder of the commit in the pods.
         step: optimizer steps done.
         samples: global samples consumed.
         attempt: attempt that wrote it.
-        topology: wire form of the topology it was written in.
+        topology: `Topology.to_dict` of the topology in which it was written.
         num_bytes: size of all files, 0 if not known.
     """
 
@@ -188,59 +188,59 @@ class CommitRef:
     num_bytes: int = 0
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Encode as one line of JSON."""
         return json.dumps({**dataclasses.asdict(self), "topology": dict(self.topology)}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> CommitRef:
-        """Inverse of `to_json`; keys that this version does not know are ignored.
+        """Decode the output of `to_json`; keys that this version does not know are ignored.
 
         Raises:
-            ValueError: not JSON, or a field is missing, of another type or out of its range.
+            ValueError: the text is not JSON, or a field is missing, has another type or is out of range.
         """
         return _from_wire(cls, text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualLoader:
-    """That a training script restores through `elastic_trainer`, which loads virtual commits, and with what memory.
+    """The ability of a training script to load virtual commits through `elastic_trainer`.
 
     Attributes:
-        manifests: versions of the manifest that it reads.
-        memory_bytes: free for it on rank 0's node as it restores.
+        manifests: versions of the manifest that the script's `elastic_trainer` reads.
+        memory_bytes: free memory for the files on rank 0's node at the time of the restore.
     """
 
     manifests: tuple[int, ...]
     memory_bytes: int
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Encode as one line of JSON."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> VirtualLoader:
-        """Inverse of `to_json`; keys that this version does not know are ignored.
+        """Decode the output of `to_json`; keys that this version does not know are ignored.
 
         Raises:
-            ValueError: not JSON, or a field is missing, of another type or out of its range.
+            ValueError: the text is not JSON, or a field is missing, has another type or is out of range.
         """
         return _from_wire(cls, text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardReport:
-    """What a reshard pod says at its end: the termination message, at most 4096 bytes.
+    """Report of a reshard pod: its termination message, at most 4096 bytes.
 
     Attributes:
         ok: the target is committed and verified.
         exit_code: an `ExitCode`.
-        message: one sentence for people; the error, if there was one.
+        message: one sentence for the user; the error, if there was one.
         source: folder of the commit that was read.
         target: folder of the commit that was written.
         step: optimizer steps done in that commit.
         samples: global samples consumed in that commit.
         mode: `materialize` or `virtual`.
-        mode_reason: why, where it was chosen.
+        mode_reason: reason for the mode, if `auto` chose it.
         bytes_read: bytes read from storage.
         bytes_written: bytes written to storage.
         num_files: target files.
@@ -249,7 +249,7 @@ class ReshardReport:
         num_tensors: logical tensors verified.
         digest: sum of all tensors' digests, in hex; equal for source and target.
         verified: the target was checked against the source.
-        latest: file that names the target to DeepSpeed, if this run wrote it.
+        latest: file that names the target to its framework, if this run wrote it.
         contract_version: `CONTRACT_VERSION` of the writer.
     """
 
@@ -274,7 +274,7 @@ class ReshardReport:
     contract_version: int = CONTRACT_VERSION
 
     def to_json(self) -> str:
-        """One line of JSON that fits the 4096 bytes of a termination message."""
+        """Encode as one line of JSON that fits the 4096 bytes of a termination message; a long message is cut."""
         message = self.message
         while True:
             text = json.dumps(dataclasses.asdict(dataclasses.replace(self, message=message)), separators=(",", ":"))
@@ -284,20 +284,20 @@ class ReshardReport:
 
     @classmethod
     def from_json(cls, text: str) -> ReshardReport:
-        """Inverse of `to_json`; keys that this version does not know are ignored.
+        """Decode the output of `to_json`; keys that this version does not know are ignored.
 
         Raises:
-            ValueError: not JSON, or a field is missing, of another type or out of its range.
+            ValueError: the text is not JSON, or a field is missing, has another type or is out of range.
         """
         return _from_wire(cls, text)
 
 
 TERMINATION_MESSAGE_LIMIT_BYTES = 4096
-"""Kubernetes keeps no more (core/v1, terminationMessagePath)."""
+"""Largest termination message that Kubernetes keeps (core/v1, terminationMessagePath)."""
 
 
 MAX_TEXT = 16_384
-"""Longest JSON of one object here, in characters; everything that is written is far below."""
+"""Longest JSON of one object of the contract, in characters; writers stay far below."""
 
 MAX_URI = 4096
 """Longest folder, in characters (PATH_MAX)."""
@@ -309,14 +309,14 @@ MAX_BYTES = 10**18
 """Largest number of bytes."""
 
 MAX_ATTEMPT = 999_999_999
-"""Largest number of an attempt, of nine digits."""
+"""Largest attempt number, which has nine digits."""
 
 MAX_SECONDS = 10**9
 """Longest duration."""
 
 
 def _whole(path: str, value: object, most: int) -> int:
-    """An integer in 0..most; True and False are none."""
+    """Return an integer in 0..most; booleans are refused."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{path}: expected an integer, found {_brief(value)}")
     if not 0 <= value <= most:
@@ -339,7 +339,7 @@ def _flag(path: str, value: object) -> bool:
 
 
 def _text(path: str, value: object, most: int) -> str:
-    """A string of printable characters."""
+    """Return a string of at most `most` printable characters."""
     if not isinstance(value, str):
         raise ValueError(f"{path}: expected a string, found {_brief(value)}")
     if len(value) > most:
@@ -350,14 +350,14 @@ def _text(path: str, value: object, most: int) -> str:
 
 
 def _prose(path: str, value: object) -> str:
-    """A text for people, as it is: see `sentence`."""
+    """Return a text for users unchanged; whoever prints it passes it through `sentence`."""
     if not isinstance(value, str):
         raise ValueError(f"{path}: expected a string, found {_brief(value)}")
     return value
 
 
 def _topology(path: str, value: object) -> dict[str, int]:
-    """Some degrees; whether they go together is for `reshard.topology` to say."""
+    """Return degrees of parallelism; `reshard.topology` checks whether the combination is possible."""
     if not isinstance(value, dict) or not 1 <= len(value) <= _MAX_DEGREES:
         raise ValueError(f"{path}: expected 1 to {_MAX_DEGREES} degrees of parallelism, found {_brief(value)}")
     return {_text(path, key, 16): _whole(f"{path}.{key[:16]}", item, _MAX_DEGREE) for key, item in value.items()}
@@ -409,7 +409,7 @@ _READERS: Mapping[type, Mapping[str, _Reader]] = {
         "contract_version": lambda path, value: _whole(path, value, MAX_ATTEMPT),
     },
 }
-"""How each field is read: of what pods say, only what has the type and the range that it should have is believed."""
+"""Reader of each field. A value that a pod wrote is accepted only if it has the expected type and range."""
 
 _Wire = TypeVar("_Wire", CommitRef, VirtualLoader, ReshardReport)
 
@@ -426,17 +426,17 @@ def _from_wire(cls: type[_Wire], text: str) -> _Wire:
 
 
 def parse_json(text: str) -> object:
-    """Read JSON of bounded length, depth and numbers.
+    """Parse JSON of bounded length, depth and numbers.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the text is not JSON, or exceeds a bound.
     """
     if len(text) > MAX_TEXT:
         raise ValueError(f"expected at most {MAX_TEXT} characters of JSON, found {len(text)}")
     try:
         return json.loads(text, parse_int=_parse_int, parse_constant=_refuse)
     except RecursionError:
-        raise ValueError("expected JSON of few levels, found one of too many") from None
+        raise ValueError("expected JSON of few levels, found too many") from None
 
 
 def _parse_int(text: str) -> int:
@@ -453,13 +453,16 @@ def _refuse(text: str) -> object:
 
 
 def _brief(value: object) -> str:
-    """A value for an error: short, and printable in any terminal."""
+    """Format a value for an error message: short, and printable in any terminal."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def sentence(text: str, most: int = 512) -> str:
-    """`text` in one line of printable characters, of at most `most` bytes in UTF-8; a longer one ends in `...`."""
+    """Convert a text to one line of printable characters of at most `most` bytes in UTF-8.
+
+    A longer text is cut and ends in `...`.
+    """
     text = text[: 4 * most]
     line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     if len(line.encode()) <= most:

@@ -1,4 +1,4 @@
-"""What a run of `reshard` is asked for."""
+"""What a conversion shall do (`Conversion`), and how it runs (`RunOptions`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import hashlib
 import os
 from pathlib import Path
 
-from reshard.commits.commit import Commit, plain
+from reshard.commits.commit import Commit, path_to_text
+from reshard.commits.staging import Sharing
 from reshard.storage.object_store import check_path
 from reshard.storage.yaml_file import read_content
+from reshard.system.limits import DEFAULT_MEMORY_BYTES
 from reshard.topology import Topology
 
 PLAN = "plan"
@@ -18,7 +20,7 @@ PLAN = "plan"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What a run is asked for.
+    """A conversion: its source, its target, and what the target shall be.
 
     Attributes:
         source: folder of one checkpoint.
@@ -33,7 +35,7 @@ class Conversion:
         file_bytes: largest size of a file where the format leaves that open; None for its default.
         attempt: recorded in the commit.
         require_commit: refuse a source without a commit marker.
-        keeps_stage: nobody asked for a ZeRO stage: native DeepSpeed checkpoints keep theirs.
+        keeps_stage: keep the source's ZeRO stage if its format has one: `topology` states none.
         allow_differences: take the first copy of a tensor whose copies differ, and weights that are not their masters.
         allow_globals: `module.name` of what pickles may name besides the allow list (`reshard.formats.pt.trust`).
         owner: UID of the job that the result belongs to, recorded in the commit; empty for none.
@@ -58,7 +60,7 @@ class Conversion:
 
     @property
     def request(self) -> str:
-        """Whatever the source holds, two runs with the same text are the same command."""
+        """Text that is equal for two runs of the same command, whatever the source holds."""
         wish = (self.topology, self.target_format, self.file_bytes, self.keeps_stage, sorted(self.options.items()))
         return f"{os.fsencode(self.source)!r} {'' if self.like is None else os.fsencode(self.like)!r} {wish}"
 
@@ -69,28 +71,53 @@ class Conversion:
 
     @property
     def options(self) -> dict[str, str]:
-        """What tells the result from that of another conversion of the same source, for the commit."""
-        found = {
+        """Options that tell the result from that of another conversion of the same source, for the commit."""
+        options = {
             "dtype": self.weight_dtype or "",
             "states": ",".join(self.states),
             "names": _content_hash(self.names),
             "patterns": _content_hash(self.patterns),
             "allow_globals": ",".join(sorted(set(self.allow_globals))),
         }
-        return {key: value for key, value in found.items() if value}
+        return {key: value for key, value in options.items() if value}
 
     def has_made(self, commit: Commit, topology: Topology) -> bool:
-        """True if the same command made a commit of this topology, whatever its source held."""
+        """Return True if the same command made a commit of this topology, whatever its source held."""
         return (
-            commit.source == plain(self.source)
+            commit.source == path_to_text(self.source)
             and commit.topology == topology
             and self.target_format in ("", commit.format)
             and {**commit.options, PLAN: ""} == {**self.options, PLAN: ""}
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a conversion runs. The result is the same for all options.
+
+    Attributes:
+        memory_bytes: for buffers.
+        num_threads: 0 for the processors that this process may use.
+        reread: read the whole result back through the format's reader before it is published.
+        sync: have every file on stable storage before it is published.
+        bytes_per_second: read no faster than that, all threads together; None for no limit.
+        sharing: alone, resumable after a failure, or together with other workers.
+        worker: which of how many workers, from 0.
+        latest: let the file in which the framework looks for a checkpoint name the target.
+    """
+
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    num_threads: int = 0
+    reread: bool = False
+    sync: bool = True
+    bytes_per_second: float | None = None
+    sharing: Sharing = Sharing.ALONE
+    worker: tuple[int, int] = (0, 1)
+    latest: bool = False
+
+
 def _content_hash(path: Path | None) -> str:
-    """Name and content of a small file, in short; empty for None."""
+    """Return a small file's name and a hash of its content; empty for None."""
     if path is None:
         return ""
     return f"{path.name} {hashlib.sha256(read_content(path)).hexdigest()[:16]}"

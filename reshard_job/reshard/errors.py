@@ -1,21 +1,21 @@
-"""Everything that `reshard` raises on purpose.
+"""All classes of errors that `reshard` raises on purpose.
 
 ::
 
     ReshardError
-    ├── UsageError               the command line or an argument makes no sense
+    ├── UsageError               the command line or an argument is invalid
     │   └── TopologyError        impossible degrees of parallelism
     ├── SourceError              the source checkpoint cannot be used
     │   ├── NotACheckpointError  no format recognises the path
-    │   ├── UncommittedError     there is no commit marker where one is demanded
-    │   ├── CorruptSourceError   truncated, flipped, missing or mixed files
-    │   ├── SourceChangedError   another content than when the conversion began, or than was converted
-    │   ├── UnsafePickleError    a pickle that wants more than data
-    │   └── StoreError           an object store does not answer as it should
-    ├── UnsupportedError         understood, but refused: layout or conversion we will not guess at
+    │   ├── UncommittedError     there is no commit marker where one is required
+    │   ├── CorruptSourceError   truncated, damaged, missing or mixed files
+    │   ├── SourceChangedError   other content than when the conversion began, or than was converted
+    │   ├── UnsafePickleError    a pickle that needs more than plain data
+    │   └── StoreError           an object store returned an error
+    ├── UnsupportedError         a layout or conversion that is recognized, but not supported
     ├── PlanError                the plan does not cover the target exactly
     ├── TargetError              the target cannot be written
-    │   ├── TargetTakenError     there is something else of this name
+    │   ├── TargetTakenError     the target exists and is something else
     │   ├── NotOwnerError        the checkpoint root belongs to another job
     │   └── StorageFullError     no space left
     └── VerificationError        digests differ: the result was not committed
@@ -34,10 +34,10 @@ class ReshardError(Exception):
     """Base of all errors raised on purpose.
 
     Attributes:
-        message: what is wrong, with the object, what was expected and what was found.
-        path: the file or folder concerned, if there is one.
-        hint: what to do about it.
-        problems: all problems found, when several were collected before raising once.
+        message: what is wrong: the object, what was expected and what was found.
+        path: the file or folder, if there is one.
+        hint: what the user can do.
+        problems: all problems, if several were collected before the error was raised.
     """
 
     exit_code = ExitCode.INTERNAL
@@ -50,7 +50,7 @@ class ReshardError(Exception):
         self.problems = tuple(problems)
 
     def lines(self) -> list[str]:
-        """Return what is told of the error, one item a line; a name in it may hold line breaks of its own."""
+        """Return message, problems and hint as items to print on one line each; names in them may hold line breaks."""
         first = f"{self.path}: {self.message}" if self.path else self.message
         return [first, *(f"  - {problem}" for problem in self.problems), *([f"hint: {self.hint}"] if self.hint else [])]
 
@@ -59,7 +59,7 @@ class ReshardError(Exception):
 
 
 class UsageError(ReshardError, ValueError):
-    """The command line or an argument makes no sense."""
+    """The command line or an argument is invalid."""
 
     exit_code = ExitCode.USAGE
 
@@ -79,29 +79,29 @@ class NotACheckpointError(SourceError):
 
 
 class UncommittedError(SourceError):
-    """There is no commit marker where one is demanded."""
+    """There is no commit marker where one is required."""
 
 
 class CorruptSourceError(SourceError):
-    """Truncated, flipped, missing or mixed files."""
+    """Files of the source are truncated, damaged, missing or mixed."""
 
 
 class SourceChangedError(SourceError):
-    """The source has another content than when the conversion began, or than the result was made of."""
+    """The source has other content than when the conversion began, or than the result was made of."""
 
     exit_code = ExitCode.SOURCE_CHANGED
 
 
 class UnsafePickleError(SourceError):
-    """A pickle that wants more than data."""
+    """A pickle needs more than plain data."""
 
 
 class StoreError(SourceError, OSError):
-    """An object store does not answer as it should."""
+    """An object store returned an error."""
 
 
 class UnsupportedError(ReshardError):
-    """Understood, but refused: a layout or conversion that we will not guess at."""
+    """A layout or conversion is recognized, but not supported."""
 
     exit_code = ExitCode.UNSUPPORTED
 
@@ -119,11 +119,11 @@ class TargetError(ReshardError):
 
 
 class TargetTakenError(TargetError):
-    """There is something else of the target's name, and it is never touched."""
+    """The target exists and is something else, which is never changed."""
 
 
 class NotOwnerError(TargetError):
-    """The checkpoint root belongs to another job: nothing is written there."""
+    """The checkpoint root belongs to another job, so nothing is written there."""
 
     exit_code = ExitCode.NOT_OWNER
 
@@ -135,6 +135,6 @@ class StorageFullError(TargetError):
 
 
 class VerificationError(ReshardError):
-    """Digests differ: the result was not committed."""
+    """Digests differ, so the result was not committed."""
 
     exit_code = ExitCode.VERIFICATION_FAILED

@@ -1,4 +1,4 @@
-"""What tells a file from the one that was there before under its name, without reading either."""
+"""Detect that a file was changed or replaced by another one of the same name, without reading it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import os
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Size, times and number of a file, or the version of an object.
+    """Size, times and inode of a file, or the version of an object.
 
     Attributes:
         num_bytes: size.
-        mtime_ns: time of the last change of the content, as the file system says it; 0 for objects.
-        inode: number in the file system; 0 for objects.
+        mtime_ns: time of the last change of the content, by the file system; 0 for objects.
+        inode: inode number; 0 for objects.
         ctime_ns: time of the last change of content, name, mode or owner; no program can set it. 0 for objects.
-        version: what the store calls the content (ETag, generation, time); empty for files.
+        version: version that the store states (ETag, generation, time); empty for files.
     """
 
     num_bytes: int
@@ -27,18 +27,18 @@ class FileIdentity:
 
     @classmethod
     def of_status(cls, status: os.stat_result) -> FileIdentity:
-        """Return that of a local file from what stat(2) says."""
+        """Make the identity of a local file from its stat(2) result."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
     def difference(self, now: FileIdentity, *, is_stated: bool = False) -> str:
-        """Say what shows that the content was changed; empty where nothing does.
+        """Describe what proves that the content was changed; empty if nothing does.
 
-        Another time of status is no proof: `chown` and `chmod` change it too.
+        A different `ctime_ns` proves nothing, because `chown` and `chmod` change it, too.
 
         Args:
-            now: the identity that it is compared with.
-            is_stated: somebody states a checksum of the content, which proves more than the number of the file: some
-                network file systems number an unchanged file anew when it is opened again.
+            now: the identity to compare with.
+            is_stated: a commit states a checksum of the content, so the inode is not compared. Some network file
+                systems give an unchanged file a new inode when it is opened again.
         """
         if now.num_bytes != self.num_bytes:
             return f"has {now.num_bytes} bytes, had {self.num_bytes}"
@@ -54,7 +54,7 @@ class FileIdentity:
 def _time(nanoseconds: int) -> str:
     seconds, rest = divmod(nanoseconds, 10**9)
     try:
-        found = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+        time = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     except (OverflowError, OSError, ValueError):
         return f"{seconds}.{rest:09d} s"
-    return f"{found:%Y-%m-%dT%H:%M:%S}.{rest:09d}Z"
+    return f"{time:%Y-%m-%dT%H:%M:%S}.{rest:09d}Z"

@@ -1,7 +1,7 @@
 """`python -m reshard.owner PATH COMMAND...`: run a command as the owner of a path, if this process is root.
 
-What a conversion writes must belong to the user that trains, or that user cannot go on in the same folder. Where nobody
-says who that is, the owner of what the training wrote does.
+The files of a conversion must belong to the user that trains, or that user cannot write to the same folder later. If no
+user is configured, the owner of the files that the training wrote is used.
 """
 
 from __future__ import annotations
@@ -10,29 +10,31 @@ import os
 import sys
 from pathlib import Path
 
-from reshard.cli.output import tell
+from reshard.cli.output import write_log
 from reshard.contract import ExitCode
 
 
 def main() -> int:
-    """Entry point; returns only where the command cannot be started."""
+    """Run the command of `sys.argv` as the owner of a path; return an exit code if it cannot be started."""
     if len(sys.argv) < 3:
-        tell(["usage: python -m reshard.owner PATH COMMAND..."])
+        write_log(["usage: python -m reshard.owner PATH COMMAND..."])
         return ExitCode.USAGE
     path, command = Path(sys.argv[1]), sys.argv[2:]
     try:
         become(path)
         os.execvp(command[0], command)
     except OSError as error:
-        tell([f"reshard.owner: {command[0]!r} cannot be run as the owner of {path}: {error}"])
+        write_log([f"reshard.owner: {command[0]!r} cannot be run as the owner of {path}: {error}"])
         return ExitCode.INTERNAL
 
 
 def become(path: Path) -> None:
-    """Give up root for the owner of `path`, or of its nearest parent that exists. Does nothing for others than root.
+    """Change this process' user from root to the owner of `path`, or of its nearest existing parent.
+
+    Nothing is changed if this process is not root.
 
     Raises:
-        OSError: the path cannot be looked at, or the kernel does not allow the change.
+        OSError: the path's owner cannot be read, or the kernel does not allow the change.
     """
     if os.geteuid() != 0:
         return

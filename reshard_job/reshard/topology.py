@@ -1,7 +1,7 @@
 """The topology of a training run: degrees of parallelism and how ranks map onto them.
 
-Shared by the operator (which chooses one), the resharder (which converts between two) and the trainer (which runs
-one). Pure data, standard library only.
+The operator chooses a topology, the resharder converts between two, and the trainer runs one. Pure data, standard
+library only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEGREES = ("tp", "pp", "dp", "ep", "cp")
 
 _KEYS = (*DEGREES, "zero")
 MOST_RANKS = 1 << 20
-"""Largest world size that is planned. A plan takes work and memory for every rank."""
+"""Largest supported world size, because a plan takes time and memory for every rank."""
 
 _MOST_DIGITS = 18
 _SHORT = re.compile(r"^(tp|pp|dp|ep|cp|zero)\s*=\s*(-?\d+)$")
@@ -37,8 +37,8 @@ class Coordinate(NamedTuple):
 class Topology:
     """Degrees of parallelism of one launch.
 
-    The world size is ``pp * dp * tp``. Expert (`ep`) and context (`cp`) parallelism subdivide `dp`, as in DeepSpeed:
-    they add no ranks.
+    The world size is ``pp * dp * tp``. Expert (`ep`) and context (`cp`) parallelism subdivide `dp`, as in DeepSpeed,
+    and add no ranks.
 
     Attributes:
         tp: tensor parallel degree.
@@ -46,7 +46,7 @@ class Topology:
         dp: data parallel replicas.
         ep: expert parallel degree; divides dp.
         cp: context (sequence) parallel degree; divides dp.
-        zero: ZeRO stage 0..3, how optimizer state (1), gradients (2) and weights (3) are partitioned over dp.
+        zero: ZeRO stage 0..3: optimizer state (1), gradients too (2) and weights too (3) are partitioned over dp.
     """
 
     tp: int = 1
@@ -75,23 +75,23 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.pp * self.dp * self.tp
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that get different samples: `cp` of the `dp` ranks share one, each with a part of the sequence."""
+        """Return the number of replicas that get different samples: `cp` ranks share a sample's sequence."""
         return self.dp // self.cp
 
     def replica(self, rank: int) -> int:
-        """Which replica `rank` belongs to, from 0: ranks of one are neighbours, as DeepSpeed groups them.
+        """Return the number of the replica that `rank` belongs to, from 0; its ranks are consecutive in DeepSpeed.
 
         Source: deepspeed/runtime/sequence_parallel/parallel_state_sp.py (0.19.8).
         """
         return self.coordinate(rank).dp // self.cp
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where `rank` sits, with axes ordered pipe, data, model (slowest to fastest).
+        """Return the position of `rank` on each axis; the axes are ordered pipe, data, model (slowest to fastest).
 
         Source: deepspeed/runtime/pipe/topology.py, PipeModelDataParallelTopology (0.19.8).
         """
@@ -100,20 +100,20 @@ class Topology:
         return Coordinate(pp=rank // (self.dp * self.tp), dp=rank // self.tp % self.dp, tp=rank % self.tp)
 
     def rank(self, *, pp: int, dp: int, tp: int) -> int:
-        """Inverse of `coordinate`."""
+        """Return the rank at a coordinate; the inverse of `coordinate`."""
         return (pp * self.dp + dp) * self.tp + tp
 
     def to_dict(self) -> dict[str, int]:
-        """Wire form, as in COMMIT.json, `ETJ_TOPOLOGY` and the resource's status."""
+        """Return the form that COMMIT.json, `ETJ_TOPOLOGY` and the resource's status hold."""
         return {key: getattr(self, key) for key in _KEYS}
 
     def to_json(self) -> str:
-        """Wire form as one line of JSON."""
+        """Encode `to_dict` as one line of JSON."""
         return json.dumps(self.to_dict(), separators=(",", ":"))
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Topology:
-        """Read the wire form. Missing degrees are 1; unknown keys are refused.
+        """Read the output of `to_dict`. Missing degrees are 1; unknown keys are refused.
 
         Raises:
             TopologyError: unknown key, wrong type or impossible combination.
@@ -125,7 +125,7 @@ class Topology:
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
-        """Read `to_json`'s output.
+        """Read the output of `to_json`.
 
         Raises:
             TopologyError: not a JSON object, or not a topology.
@@ -143,17 +143,17 @@ class Topology:
         """Read the command-line form ``tp=2,pp=2,dp=3,zero=1``.
 
         Raises:
-            TopologyError: unreadable or repeated part, or impossible combination.
+            TopologyError: unreadable or repeated degree, or impossible combination.
         """
         values: dict[str, int] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
-            match = _SHORT.match(part)
-            name, _, number = (word.strip() for word in part.partition("="))
+        for item in filter(None, (item.strip() for item in text.split(","))):
+            match = _SHORT.match(item)
+            name, _, number = (word.strip() for word in item.partition("="))
             if number and name not in _KEYS:
                 raise TopologyError(f"there is no degree {name!r} ({text!r}): expected some of {', '.join(_KEYS)}")
             if match is None or len(match[2]) > _MOST_DIGITS:
-                place = "" if part == text else f" in {text!r}"
-                raise TopologyError(f"cannot read {part!r}{place}: write for instance tp=2,pp=2,dp=3,zero=1")
+                place = "" if item == text else f" in {text!r}"
+                raise TopologyError(f"cannot read {item!r}{place}: write for instance tp=2,pp=2,dp=3,zero=1")
             if match[1] in values:
                 raise TopologyError(f"{match[1]} is given twice in {text!r}")
             values[match[1]] = int(match[2])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.cluster.leader_election import LOST
+from elastic_operator.cluster.leader_election import EXIT_NOT_LEADER
 
 pytestmark = pytest.mark.cluster
 
@@ -88,7 +88,7 @@ def test_a_leader_that_sees_another_holder_ends_at_once(
 ) -> None:
     patch = json.dumps({"spec": {"holderIdentity": "somebody-else"}})
     cluster.kubectl("patch", "lease", LEASE, "-n", namespace, "--type=merge", "-p", patch)
-    assert candidates[0].process.wait(timeout=5) == LOST
+    assert candidates[0].process.wait(timeout=5) == EXIT_NOT_LEADER
     assert "somebody-else holds the Lease" in candidates[0].log.read_text()
     # The stranger never renews, so the standby takes over once that Lease is over.
     cluster.wait(lambda: candidates[1].ready() == "leader", what="the standby to lead", timeout_seconds=20)
@@ -104,7 +104,7 @@ def test_a_lease_that_was_deleted_is_made_again_and_only_one_leads(
     assert len(leaders) == 1
     # Whoever lost the race to make it has ended, or never led.
     losers = [item.process.poll() for item in candidates if item not in leaders]
-    assert losers[0] in (None, LOST)
+    assert losers[0] in (None, EXIT_NOT_LEADER)
 
 
 def test_a_leader_that_is_told_to_stop_gives_the_lease_back(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.topology import Topology
 from tests.engine.reshard_run import launch
 
@@ -73,7 +73,7 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
         wanted = Conversion(
             source=root / source / "step-00000002", target=folder, topology=Topology.parse(target), patterns=told
         )
-        convert(wanted, reread=True)
+        convert(wanted, RunOptions(reread=True))
         runs.append({"name": f"{source} -> {target}", "model": "cut", "inner": SOURCES[source][1], "topology": target,
                      "steps": 3, "load": str(folder)})  # fmt: skip
     return by_cut(runs)

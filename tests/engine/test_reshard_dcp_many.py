@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.topology import Topology
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(find_spec("torch") is None, reason="needs torch: make setup")]
@@ -21,7 +21,7 @@ def test_weights_cut_for_hundreds_of_ranks_load_with_the_values_that_torch_saved
     weights = {name: torch.randn(shape) for name, shape in shapes.items()}
     checkpoint.save({"model": weights}, checkpoint_id=tmp_path / "saved", no_dist=True)
     topology = Topology(dp=WORLD, zero=3)
-    convert(Conversion(source=tmp_path / "saved", target=tmp_path / "cut", topology=topology), sync=False)
+    convert(Conversion(source=tmp_path / "saved", target=tmp_path / "cut", topology=topology), RunOptions(sync=False))
     metadata = checkpoint.FileSystemReader(tmp_path / "cut").read_metadata()
     found = {key: len(value.chunks) for key, value in metadata.state_dict_metadata.items()}
     assert found == {"model.even": 300, "model.uneven": 299, "model.few": 299, "model.one": 1}

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.formats.safetensors.header import DTYPES
 from reshard.tensors.layout import ITEM_BYTES
 from reshard.topology import Topology
@@ -22,7 +22,7 @@ def test_every_type_loads_with_the_bits_that_torch_saved(tmp_path):
     from torch.distributed import checkpoint
 
     source = golden("types")
-    convert(Conversion(source=source, target=tmp_path / "out", topology=Topology(dp=3, zero=3)), sync=False)
+    convert(Conversion(source=source, target=tmp_path / "out", topology=Topology(dp=3, zero=3)), RunOptions(sync=False))
     zero = {f"a_{dtype}": torch.zeros(5, 3 * size, dtype=torch.uint8) for dtype, size in ITEM_BYTES.items()}
     state = {"model": {name: bits.view(getattr(torch, name[2:])) for name, bits in zero.items()}}
     checkpoint.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
@@ -47,12 +47,12 @@ def test_every_type_of_safetensors_comes_from_dcp_and_goes_back(tmp_path):
     there = Conversion(
         source=tmp_path / "dcp", target=tmp_path / "st", topology=Topology(), target_format="safetensors"
     )
-    convert(there, sync=False)
+    convert(there, RunOptions(sync=False))
     loaded = load_file(tmp_path / "st/model.safetensors")
     assert {name: value.dtype for name, value in loaded.items()} == {k: v.dtype for k, v in weights.items()}
     assert all(torch.equal(loaded[f"a_{dtype}"].view(torch.uint8), value) for dtype, value in bits.items())
     back = Conversion(source=tmp_path / "st", target=tmp_path / "back", topology=Topology(dp=2), target_format="dcp")
-    convert(back, sync=False)
+    convert(back, RunOptions(sync=False))
     state = {"model": {name: torch.zeros_like(value) for name, value in weights.items()}}
     checkpoint.load(state, checkpoint_id=tmp_path / "back", no_dist=True)
     assert all(torch.equal(state["model"][f"a_{dtype}"].view(torch.uint8), value) for dtype, value in bits.items())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.topology import Topology
 from tests.engine import dcp_run, reshard_run
 
@@ -85,7 +85,7 @@ def uninterrupted(root) -> dict[str, list[float]]:
 def likes(root, uninterrupted) -> dict[str, Path]:
     """For each source a DeepSpeed checkpoint of its model with the tensors of another run, where there is one."""
     foreign = root / "foreign"
-    convert(conversion(root / "torch", foreign, "deepspeed dp=2,zero=1", root / "zero1"), reread=True)
+    convert(conversion(root / "torch", foreign, "deepspeed dp=2,zero=1", root / "zero1"), RunOptions(reread=True))
     return {
         "torch": root / "zero1",
         "bf16": root / "bf16",
@@ -114,7 +114,7 @@ def resumed(root, uninterrupted, likes) -> dict[str, list[float]]:
         for number, words in enumerate(formats):
             target = root / f"{name.replace(' > ', '-').replace(' ', '-')}-{number}"
             crosses = not (source.startswith("zero") and number == 0)  # a native checkpoint says all of itself
-            convert(conversion(at, target, words, likes[source] if crosses else None), reread=True)
+            convert(conversion(at, target, words, likes[source] if crosses else None), RunOptions(reread=True))
             at = target
         run = {"name": name, "steps": STEPS, "load": str(at)}
         if formats[-1].startswith("dcp"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.topology import Topology
 from tests.engine.reshard_run import launch
 
@@ -22,7 +22,7 @@ LLAMA = ROOT / "tests/golden/safetensors/llama"
 
 def to(source: Path, target: Path, topology: str, **wanted) -> Path:
     assert convert(
-        Conversion(source=source, target=target, topology=Topology.parse(topology), **wanted), reread=True
+        Conversion(source=source, target=target, topology=Topology.parse(topology), **wanted), RunOptions(reread=True)
     ).verified
     return target
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.topology import Topology
 from tests.golden.dcp_files import golden
 
@@ -35,7 +35,7 @@ def converted(target: Path, target_format: str, names: Path | None = None) -> Pa
         states=("weight",),
         names=names,
     )
-    convert(wanted, sync=False)
+    convert(wanted, RunOptions(sync=False))
     return target
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.formats import read_checkpoint
 from reshard.topology import Topology
 from tests.engine.reshard_run import folder_of, launch_all, save_all
@@ -66,7 +66,7 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
 
 def universal(source: Path, target: Path, topology: str = "dp=1,zero=1") -> Path:
     wanted = Conversion(source=source, target=target, topology=Topology.parse(topology), target_format="universal")
-    convert(wanted, reread=True, sync=False)
+    convert(wanted, RunOptions(reread=True, sync=False))
     return target
 
 

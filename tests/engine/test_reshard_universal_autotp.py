@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.topology import Topology
 from tests.engine.reshard_run import launch
 
@@ -33,7 +33,7 @@ def test_every_degree_and_stage_goes_on_with_the_losses_of_the_uninterrupted_run
     for layout, folder in folders.items():
         topology = Topology.parse("tp=1,zero=1")
         wanted = Conversion(source=sources[layout], target=folder, topology=topology, target_format="universal")
-        convert(wanted, reread=True, sync=False)
+        convert(wanted, RunOptions(reread=True, sync=False))
     for tp in ("tp=2", "tp=1"):  # AutoTP leaves groups of processes behind
         runs = [
             {**RUN, "name": f"{layout} -> {target}", "topology": target, "steps": 3, "load": str(folder)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.errors import UnsupportedError
 from reshard.topology import Topology
 from tests.engine.reshard_run import launch
@@ -24,7 +24,7 @@ TARGETS = {"autoep": ("dp=2,ep=1,zero=1", "dp=4,ep=4,zero=1"), "moe": ("dp=2,ep=
 
 def universal(source: Path, target: Path, topology: str) -> Path:
     wanted = Conversion(source=source, target=target, topology=Topology.parse(topology), target_format="universal")
-    convert(wanted, reread=True, sync=False)
+    convert(wanted, RunOptions(reread=True, sync=False))
     return target
 
 

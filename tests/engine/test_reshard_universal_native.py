@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.topology import Topology
 from tests.engine.reshard_run import folder_of, launch_all, save_all
 from tests.golden.make_universal import tuples_of_parts
@@ -80,7 +80,10 @@ def theirs(source: Path, target: Path) -> Path:
 
 
 def ours(source: Path, target: Path) -> Path:
-    convert(Conversion(source=source, target=target, topology=Topology(zero=1), target_format="universal"), sync=False)
+    convert(
+        Conversion(source=source, target=target, topology=Topology(zero=1), target_format="universal"),
+        RunOptions(sync=False),
+    )
     return target
 
 
@@ -101,7 +104,7 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
         wanted = Conversion(
             source=folders[maker, name], target=folder, topology=Topology.parse(target), target_format="deepspeed"
         )
-        convert(wanted, reread=True, sync=False)
+        convert(wanted, RunOptions(reread=True, sync=False))
         case = {**SOURCES[name], "topology": target, "steps": 3, "load": str(folder)}
         runs.append({**case, "name": f"{maker} {name} -> {target}"})
     return launch_all(runs)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.virtual import damage
+from elastic_trainer.virtual import find_damage
 from reshard.api import Conversion, reshard
-from reshard.checksums.crc import Piece
+from reshard.checksums.crc import CrcRange
 from reshard.topology import Topology
 from reshard.virtual.conversion import prepare
 from reshard.virtual.manifest import decode
@@ -50,6 +50,6 @@ def test_losses_are_those_of_the_converted_checkpoint(case, tmp_path):
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("node*/loaded-by-*.json"))]
     assert len(told) == 2  # one maker for each node
     assert all(node["read"] == node["needed"] > 0 for node in told)
-    read = [{int(file): [Piece(*piece) for piece in own] for file, own in node["ranges"].items()} for node in told]
-    assert damage(decode(tmp_path / "virtual" / step), read) == []
+    read = [{int(file): [CrcRange(*piece) for piece in own] for file, own in node["ranges"].items()} for node in told]
+    assert find_damage(decode(tmp_path / "virtual" / step), read) == []
     assert not list(tmp_path.glob("node*/elastic-trainer-*/*"))  # memory is free again

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import reshard_rank
 
-from elastic_trainer.virtual import opened
+from elastic_trainer.virtual import open_virtual_commit
 
 
 def main():
@@ -28,7 +28,7 @@ def main():
             scratch = Path(run["scratch"]) / f"node{node}"
             scratch.mkdir(exist_ok=True)
             ranks = range(bounds[node], bounds[node + 1])
-            made = stack.enter_context(opened(Path(run["virtual"]), ranks=ranks, scratch=scratch))
+            made = stack.enter_context(open_virtual_commit(Path(run["virtual"]), ranks=ranks, scratch=scratch))
             run["load"] = str(made.folder)
             if made.loaded is not None:
                 told = {

@@ -15,12 +15,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.checksums import self_checksum
 from reshard.commits.commit import Commit, CommittedFile, check_files, read_commit
 from reshard.errors import ReshardError
 from reshard.execution.journal import Journal
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.formats.dcp.archive import Window, read_directory
 from reshard.formats.dcp.metadata import read_metadata
@@ -271,7 +271,7 @@ def safetensors(chance: Random, folder: Path) -> str:
 def _all_bytes(folder: Path) -> Any:
     index = read_checkpoint(folder, None)
     assert all(math.prod(tensor.shape) * tensor.item_bytes < 1 << 40 for tensor in index.tensors)
-    return digests(index)
+    return read_digests(index)
 
 
 def dcp_metadata(chance: Random, folder: Path) -> str:
@@ -336,8 +336,7 @@ def run(source: Path, target: Path, topology: Topology, *, target_format: str = 
     result = outcome_of(
         lambda: convert(
             Conversion(source=source, target=target, topology=topology, target_format=target_format),
-            num_threads=1,
-            sync=False,
+            RunOptions(num_threads=1, sync=False),
         )
     )
     assert state_of(source) == before, "the source was changed"

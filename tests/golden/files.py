@@ -9,7 +9,7 @@ import pytest
 
 from reshard.api import plan_of
 from reshard.errors import UnsupportedError
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.formats.pt import emit
 from reshard.formats.pt.reader import read
@@ -64,7 +64,7 @@ def assemble(index: Index) -> dict[str, np.ndarray]:
         kind = np.dtype(NUMPY[tensor.dtype])
         copies: dict[int, np.ndarray] = {}
         filled: dict[int, np.ndarray] = {}
-        for row in index.shards.each(rows, len(tensor.shape)):
+        for row in index.shards.iterate_boxes(rows, len(tensor.shape)):
             last = sum((size - 1) * stride for size, stride in zip(row.box.size, row.strides, strict=True))
             flat = contents[row.file][row.byte_offset : row.byte_offset + (last + 1) * kind.itemsize].copy().view(kind)
             view = np.lib.stride_tricks.as_strided(flat, row.box.size, [s * kind.itemsize for s in row.strides])
@@ -133,7 +133,7 @@ def refused_but_for_weights(folder: Path, text: str) -> None:
         with pytest.raises(UnsupportedError, match=text) as caught:
             refused()
         assert "--states weight takes the weights alone" in caught.value.hint
-    weights = digests(select_states(index, ("weight",)))
+    weights = read_digests(select_states(index, ("weight",)))
     plan = plan_of(select_states(index, ("weight",)), Topology(), target_format="safetensors")
     assert len(plan.layout.tensors) == len(weights) > 1
 

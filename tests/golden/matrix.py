@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from reshard.api import Conversion, convert, index_of, view_of
+from reshard.api import Conversion, RunOptions, convert, index_of, view_of
 from reshard.commits.commit import read_commit
 from reshard.errors import UnsupportedError
 from reshard.execution import compare
 from reshard.execution.rounded_digests import rounded_digests
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.tensors.layout import Index
 from reshard.topology import Topology
 
@@ -114,7 +114,7 @@ TARGETS = (
 def source_of(name: str) -> tuple[Index, Mapping[str, str]]:
     """A golden checkpoint and the digests of its tensors."""
     index = view_of(index_of(SOURCES[name].path), states=SOURCES[name].states)
-    return index, digests(index)
+    return index, read_digests(index)
 
 
 def result_of(path: Path) -> tuple[Index, Mapping[str, str]]:
@@ -144,7 +144,7 @@ def _cell(name: str, target: Target, folder: Path) -> Cell:
         states=source.states,
     )
     try:
-        convert(wanted, reread=True, sync=False, num_threads=1)
+        convert(wanted, RunOptions(reread=True, sync=False, num_threads=1))
     except UnsupportedError as error:
         return Cell(refused=said(error))
     index, there = source_of(name), result_of(wanted.target)
@@ -158,7 +158,7 @@ def _cell(name: str, target: Target, folder: Path) -> Cell:
         like=None if own.format in (target.format, "safetensors") else source.path,
     )
     try:
-        convert(wanted, reread=True, sync=False, num_threads=1)
+        convert(wanted, RunOptions(reread=True, sync=False, num_threads=1))
     except UnsupportedError as error:
         return Cell(back=said(error), compared=compared)
     return Cell(compared=compared, same_back=agreeing(index, result_of(wanted.target)))
@@ -166,9 +166,10 @@ def _cell(name: str, target: Target, folder: Path) -> Cell:
 
 def agreeing(first: tuple[Index, Mapping[str, str]], second: tuple[Index, Mapping[str, str]]) -> int:
     """How many tensors both hold, all of which must be equal (weights of other types: when rounded)."""
-    sides = compare.side(*first), compare.side(*second)
+    sides = compare.make_side(*first), compare.make_side(*second)
     rounded = [
-        rounded_digests(index, keys) for (index, _), keys in zip((first, second), compare.to_round(*sides), strict=True)
+        rounded_digests(index, keys)
+        for (index, _), keys in zip((first, second), compare.find_types_to_round(*sides), strict=True)
     ]
     found = compare.compare_sides(
         *(dataclasses.replace(own, rounded=new) for own, new in zip(sides, rounded, strict=True))

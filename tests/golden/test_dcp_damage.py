@@ -13,7 +13,7 @@ import pytest
 from reshard.api import index_of, plan_of, view_of
 from reshard.cli.inspection import inspect
 from reshard.errors import CorruptSourceError, ReshardError, UnsafePickleError, UnsupportedError
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import read_metadata
 from reshard.formats.pt.objects import Global, Inert, Size
@@ -141,7 +141,7 @@ def test_metadata_that_is_wrong_is_refused_and_the_entry_named(name, copy):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_of_an_optimizer_that_is_not_understood_the_weights_are_taken_if_they_are_asked_for(name, copy):
-    whole = digests(FORMAT.read(copy, None))
+    whole = read_digests(FORMAT.read(copy, None))
     change, mentioned = OPTIMIZERS[name]
     edit_metadata(copy, change)
     index = index_of(copy)
@@ -155,7 +155,7 @@ def test_of_an_optimizer_that_is_not_understood_the_weights_are_taken_if_they_ar
         assert str(copy) in str(caught.value)
         assert "--states weight" in caught.value.hint
     weights = {key: value for key, value in whole.items() if key.startswith("weight/")}
-    assert digests(view_of(index, states=("weight",))) == weights
+    assert read_digests(view_of(index, states=("weight",))) == weights
     problems = inspect(copy, lambda commit: FORMAT.read(copy, commit)).problems
     assert [(problem.kind, mentioned in problem.message) for problem in problems] == [("UnsupportedError", True)]
 
@@ -214,9 +214,9 @@ def test_files_that_are_wrong_are_refused_and_named(name, copy):
 
 
 def test_the_empty_file_of_a_rank_that_had_nothing_to_save_is_no_fault(copy):
-    before = digests(FORMAT.read(copy, None))
+    before = read_digests(FORMAT.read(copy, None))
     (copy / "__7_0.distcp").touch()
-    assert digests(FORMAT.read(copy, None)) == before
+    assert read_digests(FORMAT.read(copy, None)) == before
 
 
 def test_a_folder_without_metadata_is_not_of_this_format(copy):

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from reshard.api import Conversion, index_of
+from reshard.api import Conversion, RunOptions, index_of
 from reshard.api import convert as convert_all
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import read_metadata
 from reshard.tensors.layout import TensorKey
@@ -129,7 +129,7 @@ def test_weights_of_another_type_are_rounded_and_nothing_else(tmp_path):
 def test_deepspeed_becomes_a_state_dict_of_torch(name, tmp_path):
     source = deepspeed(name)
     wanted = Conversion(source=source, target=tmp_path / "out", topology=Topology(dp=2, zero=3), target_format="dcp")
-    assert convert_all(wanted, reread=True).verified
+    assert convert_all(wanted, RunOptions(reread=True)).verified
     before, found = index_of(source), index_of(tmp_path / "out")
     old, new = assemble(before), assemble(found)
     names = {key.removeprefix("fp32/") for key in old if key.startswith("fp32/")}
@@ -157,7 +157,7 @@ def test_deepspeed_comes_back_from_a_state_dict_as_it_was(name, tmp_path):
         source=there.target, target=tmp_path / "back", topology=topology, target_format="deepspeed", like=source
     )
     convert_all(back)
-    assert digests(index_of(back.target)) == digests(index_of(source))
+    assert read_digests(index_of(back.target)) == read_digests(index_of(source))
 
 
 def test_what_was_converted_twice_is_what_was_converted_once(tmp_path):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, index_of
+from reshard.api import Conversion, RunOptions, convert, index_of
 from reshard.errors import UnsupportedError
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.formats.dcp import FORMAT
 from reshard.formats.pt import objects
 from reshard.formats.safetensors.header import DTYPES
@@ -44,17 +44,17 @@ def test_every_type_is_read_as_torch_saved_it() -> None:
 
 def test_every_type_is_cut_for_other_ranks_and_put_together_again(tmp_path: Path) -> None:
     wanted = Conversion(source=TYPES, target=tmp_path / "three", topology=Topology(dp=3, zero=3))
-    convert(wanted, reread=True, sync=False)
-    assert digests(index_of(wanted.target)) == digests(index_of(TYPES))
+    convert(wanted, RunOptions(reread=True, sync=False))
+    assert read_digests(index_of(wanted.target)) == read_digests(index_of(TYPES))
     back = dataclasses.replace(wanted, source=wanted.target, target=tmp_path / "one", topology=Topology(zero=3))
-    convert(back, reread=True, sync=False)
+    convert(back, RunOptions(reread=True, sync=False))
     assert shas(back.target) == shas(TYPES)
 
 
 def test_types_that_safetensors_lack_are_named(tmp_path: Path) -> None:
     wanted = Conversion(source=TYPES, target=tmp_path / "st", topology=Topology(), target_format="safetensors")
     with pytest.raises(UnsupportedError) as refused:
-        convert(wanted, sync=False)
+        convert(wanted, RunOptions(sync=False))
     assert {problem.rpartition(" ")[2] for problem in refused.value.problems} == NOT_IN_SAFETENSORS
     assert set(ITEM_BYTES) - NOT_IN_SAFETENSORS == set(DTYPES.values())
 

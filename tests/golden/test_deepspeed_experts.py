@@ -7,7 +7,7 @@ import pytest
 
 from reshard.api import plan_of, reshard
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.formats.deepspeed.experts import Experts, find_experts
 from reshard.formats.pt.reader import read
@@ -173,15 +173,15 @@ def older(tmp_path):
 
 
 def test_names_and_shapes_that_older_model_files_lack_are_those_of_the_optimizer_and_the_weights(older, tmp_path):
-    index, expected = read_checkpoint(older, None), digests(read_checkpoint(golden(NAME), None))
-    found = digests(index)
+    index, expected = read_checkpoint(older, None), read_digests(read_checkpoint(golden(NAME), None))
+    found = read_digests(index)
     assert index.topology == Topology(dp=4, ep=2)
     assert {key: found[key] for key in expected} == expected
     assert [str(key) for key in found.keys() - expected.keys()] == [
         "weight/head.weight"
     ]  # a copy, no word that it is tied
     reshard(older, tmp_path / STEP, Topology(dp=6, ep=2, zero=2))
-    whole = digests(read_checkpoint(tmp_path / STEP, None))
+    whole = read_digests(read_checkpoint(tmp_path / STEP, None))
     assert {key: whole[key] for key in expected} == expected
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard.api import Conversion, convert, plan_of, reshard
+from reshard.api import Conversion, RunOptions, convert, plan_of, reshard
 from reshard.errors import UnsupportedError
 from reshard.execution.executor import execute
 from reshard.formats import read_checkpoint
@@ -150,7 +150,7 @@ def test_elastic_checkpoint_is_read_and_needs_settings_from_elsewhere(tmp_path):
         topology=Topology.parse("dp=3,zero=2"),
         like=golden("zero2-dp3"),
     )
-    assert convert(wanted, reread=True).ok
+    assert convert(wanted, RunOptions(reread=True)).ok
     found, expected = read_checkpoint(tmp_path / STEP, None), read_checkpoint(golden("elastic-dp2"), None)
     before, after = assemble(expected), assemble(found)
     assert before.keys() == after.keys()

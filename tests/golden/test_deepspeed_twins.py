@@ -25,20 +25,20 @@ def described(value: object, storages: dict[str, Storage]) -> str:
 def count_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Paths of files that are found to be like one before."""
     found: list[str] = []
-    real = equal_files._twin
+    real = equal_files._match_file
 
     def counted(file, path, known) -> PtFile | None:
         twin = real(file, path, known)
         found.extend([path] if twin is not None else [])
         return twin
 
-    monkeypatch.setattr(equal_files, "_twin", counted)
+    monkeypatch.setattr(equal_files, "_match_file", counted)
     return found
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_file_is_read_as_it_is_alone(name: str) -> None:
-    reader = equal_files.Twins()
+    reader = equal_files.EqualFileReader()
     for path in sorted(golden(name).glob("*.pt")):
         together, alone = reader.read(path), read(path)
         assert described(together.value, together.storages) == described(alone.value, alone.storages)
@@ -60,14 +60,14 @@ def test_files_of_the_framework_are_found_to_be_alike(
     name: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = count_twins(monkeypatch)
-    reader = equal_files.Twins()
+    reader = equal_files.EqualFileReader()
     for path in sorted(golden(name).glob("*.pt")):
         reader.read(path)
     assert len(found) == expected
 
 
 def test_what_alike_files_share_is_the_same_object() -> None:
-    reader = equal_files.Twins()
+    reader = equal_files.EqualFileReader()
     first, second = (
         reader.read(golden("zero3-dp3") / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in (1, 2)
     )
@@ -94,7 +94,7 @@ def positions(path: Path) -> dict[str, list[int]]:
 def test_a_file_that_differs_elsewhere_is_not_taken_for_alike(part: str, tmp_path: Path) -> None:
     source = golden("zero3-dp3")
     one, other = (source / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (1, 2))
-    reader = equal_files.Twins()
+    reader = equal_files.EqualFileReader()
     reader.read(one)
     victim = tmp_path / other.name
     for position in positions(other)[part]:
@@ -107,7 +107,7 @@ def test_a_file_that_differs_elsewhere_is_not_taken_for_alike(part: str, tmp_pat
 
 @pytest.mark.parametrize("unusual", ["a comment", "bytes before", "another order"])
 def test_an_unusual_archive_is_read_as_it_is_alone(unusual: str, tmp_path: Path) -> None:
-    reader = equal_files.Twins()
+    reader = equal_files.EqualFileReader()
     for rank in (1, 2):
         path = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         path.write_bytes((golden("zero3-dp3") / path.name).read_bytes())
@@ -156,11 +156,11 @@ def test_ranks_whose_names_are_of_another_length_get_the_same_content(tmp_path: 
 def test_a_stencil_with_another_name_is_the_file_of_that_name() -> None:
     value = {"a": [1, 2.5], "name": "rank_1"}
     layout = lay_out_pt("rank_1", value)
-    assert layout.named("rank_7").fixed == lay_out_pt("rank_7", value).fixed
-    assert layout.named("rank_7").fixed != layout.fixed
+    assert layout.with_stem("rank_7").fixed == lay_out_pt("rank_7", value).fixed
+    assert layout.with_stem("rank_7").fixed != layout.fixed
     assert layout.fixed[0] == next(iter(layout.fixed))
     with pytest.raises(ValueError, match="a text of"):
-        list(layout.named("rank_17").fixed)
+        list(layout.with_stem("rank_17").fixed)
 
 
 def test_a_rank_that_lacks_elements_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from reshard.commits.commit import read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats import read_checkpoint
 from reshard.formats.base import Request
-from reshard.formats.deepspeed.unpartitioned import FLAT_MASTERS, view
+from reshard.formats.deepspeed.unpartitioned import FLAT_MASTERS, make_view
 from reshard.formats.pt.objects import StatefulDict, new_tensor
 from reshard.formats.pt.reader import read
 from reshard.tensors.views import select_states
@@ -182,9 +182,12 @@ def flat_groups(optimizer, size: int, names=None) -> None:
     inner = optimizer["optimizer_state_dict"]
     moments = {key: value for key, value in inner["state"][0].items() if key != "step"}
     spans = [(0, master.num_elements - size), (master.num_elements - size, size)]
-    optimizer["fp32_groups_flat"] = [view(master, start, (count,)) for start, count in spans]
+    optimizer["fp32_groups_flat"] = [make_view(master, start, (count,)) for start, count in spans]
     for number, (start, count) in enumerate(spans):
-        inner["state"][number] = {"step": 2, **{key: view(value, start, (count,)) for key, value in moments.items()}}
+        inner["state"][number] = {
+            "step": 2,
+            **{key: make_view(value, start, (count,)) for key, value in moments.items()},
+        }
     (group,) = inner["param_groups"]
     inner["param_groups"] = [{**group, "params": [number]} for number in (0, 1)]
     for own, found in zip(names or (), inner["param_groups"], strict=False):
@@ -259,7 +262,7 @@ def turn(optimizer) -> None:
 
 def shorten(optimizer) -> None:
     state = optimizer["optimizer_state_dict"]["state"][0]
-    state["exp_avg"] = view(state["exp_avg"], 0, (5,))
+    state["exp_avg"] = make_view(state["exp_avg"], 0, (5,))
 
 
 @pytest.mark.parametrize(

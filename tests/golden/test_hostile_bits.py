@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.commits.commit import read_commit
 from reshard.errors import CorruptSourceError, ReshardError
 from reshard.formats.pt.reader import read
@@ -168,7 +168,7 @@ def test_a_file_cut_at_any_boundary_is_refused_and_named(path, tmp_path):
 def test_a_flipped_bit_in_any_byte_of_a_marker_is_refused(tmp_path):
     source, topology = checkpoints()["deepspeed-0.19.8/zero2-dp3/step-00000002"]
     wanted = Conversion(source=source, target=tmp_path / "c", topology=topology, attempt=3)
-    convert(wanted, num_threads=1, sync=False)
+    convert(wanted, RunOptions(num_threads=1, sync=False))
     path = tmp_path / "c" / "COMMIT.json"
     content, chance = path.read_bytes(), random.Random(2)
     assert len(content) > 1500

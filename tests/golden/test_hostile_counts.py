@@ -15,7 +15,7 @@ from reshard.contract import ExitCode
 from reshard.errors import CorruptSourceError, ReshardError, TopologyError, UnsupportedError
 from reshard.formats.deepspeed import pipeline
 from reshard.formats.deepspeed.tensor_parallel import patterns
-from reshard.formats.megatron.names import layers_of
+from reshard.formats.megatron.names import split_layers
 from reshard.topology import MOST_RANKS, Topology
 from tests.fuzz.guard import outcome_of
 from tests.fuzz.mutate import pickle_ops, replace_pickle
@@ -105,7 +105,7 @@ def test_layers_without_chunks_are_not_named():
         size = __import__("numpy").ones((3, 2), dtype=int)
 
     with pytest.raises(CorruptSourceError, match="3 chunks cannot hold 1000000000000 layers"):
-        layers_of(Entry, "decoder.layers.mlp.w", Chunks, "here")
+        split_layers(Entry, "decoder.layers.mlp.w", Chunks, "here")
 
 
 @pytest.mark.parametrize("field", ["topology", "model"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, plan_of
+from reshard.api import Conversion, RunOptions, convert, plan_of
 from reshard.cli.main import main
 from reshard.commits.commit import Commit, CommittedFile, check_files, read_commit, write_commit
 from reshard.contract import ExitCode
@@ -53,7 +53,7 @@ def refused(folder: Path, mentioned: str, tmp_path: Path, kind: type[ReshardErro
     before = state_of(folder)
     target = tmp_path / "out" / "step-00000002"
     error = outcome_of(
-        lambda: convert(Conversion(source=folder, target=target, topology=TO), num_threads=1, sync=False)
+        lambda: convert(Conversion(source=folder, target=target, topology=TO), RunOptions(num_threads=1, sync=False))
     )
     assert isinstance(error, kind), error
     assert mentioned in str(error)
@@ -115,7 +115,7 @@ def test_no_format_waits_for_what_is_no_file(name, how, tmp_path):
         replaced(victim, how)
         target = tmp_path / "out" / "x"
         wanted = Conversion(source=folder, target=target, topology=topology)
-        error = outcome_of(lambda wanted=wanted: convert(wanted, num_threads=1, sync=False))
+        error = outcome_of(lambda wanted=wanted: convert(wanted, RunOptions(num_threads=1, sync=False)))
         assert isinstance(error, ReshardError)
         assert not target.exists()
         victim.unlink()
@@ -126,7 +126,10 @@ def test_no_format_waits_for_what_is_no_file(name, how, tmp_path):
 
 def test_the_folder_itself_may_be_a_link(copy, tmp_path):
     (tmp_path / "link").symlink_to(copy)
-    convert(Conversion(source=tmp_path / "link", target=tmp_path / "out", topology=TO), num_threads=1, sync=False)
+    convert(
+        Conversion(source=tmp_path / "link", target=tmp_path / "out", topology=TO),
+        RunOptions(num_threads=1, sync=False),
+    )
     assert read_commit(tmp_path / "out").step == 2
 
 
@@ -304,7 +307,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(copy, tmp_path, monkeyp
     monkeypatch.setattr(os, "preadv", shrink)
     target = tmp_path / "out" / "x"
     with pytest.raises(CorruptSourceError, match=rf"{SHARD}: ends at byte \d+.*truncated") as caught:
-        convert(Conversion(source=copy, target=target, topology=TO), num_threads=1, sync=False)
+        convert(Conversion(source=copy, target=target, topology=TO), RunOptions(num_threads=1, sync=False))
     check_error(caught.value)
     assert len(reads) >= 2
     assert not list(target.parent.iterdir())

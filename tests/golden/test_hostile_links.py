@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, index_of, plan_of
-from reshard.cli.locate import newest
+from reshard.api import Conversion, RunOptions, convert, index_of, plan_of
+from reshard.cli.locate import find_newest
 from reshard.cli.main import main
 from reshard.commits.commit import read_commit
-from reshard.commits.staging import FINISH_FILE, Sharing, is_unfinished, only_one, staging, unfinished
+from reshard.commits.staging import FINISH_FILE, Sharing, hold_finish_lock, is_unfinished, staging, unfinished_folder
 from reshard.contract import ExitCode
 from reshard.errors import CorruptSourceError, NotACheckpointError, ReshardError, TargetError
 from reshard.execution.executor import execute
@@ -55,7 +55,7 @@ def test_a_folder_that_becomes_a_link_after_planning_is_not_followed(tmp_path):
     moved_aside(parameter(folder), tmp_path / "aside")
     (tmp_path / "out").mkdir()
     error = outcome_of(lambda: execute(plan, tmp_path / "out", sync=False))
-    assert isinstance(error, CorruptSourceError) and "is a link or no folder" in str(error)
+    assert isinstance(error, CorruptSourceError) and "is a link or not a folder" in str(error)
 
 
 @pytest.mark.parametrize("name", ["dcp-2.13/fsdp2-flat", "megatron-0.16.1/iter_0000003"])
@@ -78,7 +78,7 @@ def test_a_linked_metadata_file_is_not_followed(name, to, tmp_path):
 def test_the_folder_of_a_checkpoint_may_be_a_link(tmp_path):
     (tmp_path / "latest").symlink_to(UNIVERSAL)
     wanted = Conversion(source=tmp_path / "latest", target=tmp_path / "out", topology=Topology(dp=2, zero=1))
-    convert(wanted, num_threads=1, sync=False)
+    convert(wanted, RunOptions(num_threads=1, sync=False))
     assert read_commit(tmp_path / "out").step == 2
 
 
@@ -87,7 +87,7 @@ def test_a_file_that_names_the_newest_checkpoint_is_not_read_through_a_link(tmp_
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt/latest").symlink_to("../secret")
     with pytest.raises(NotACheckpointError) as caught:
-        newest(tmp_path / "ckpt")
+        find_newest(tmp_path / "ckpt")
     assert "password" not in str(caught.value)
 
 
@@ -95,7 +95,7 @@ def test_a_file_that_names_the_newest_checkpoint_is_not_read_through_a_link(tmp_
 @pytest.mark.parametrize("sharing", [Sharing.RESUMABLE, Sharing.TOGETHER])
 def test_nothing_is_written_through_a_link_with_the_name_of_an_unfinished_result(what, sharing, tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    place = unfinished(tmp_path / "out", "0123abcd")
+    place = unfinished_folder(tmp_path / "out", "0123abcd")
     if what == "a file":
         place.write_text("")
     else:
@@ -112,7 +112,7 @@ def test_the_command_publishes_no_link_to_another_folder(option, tmp_path, capsy
     source = GOLDEN / f"deepspeed-0.19.8/zero2-dp3/{STEP}"
     (tmp_path / "elsewhere").mkdir()
     wanted = Conversion(source=source, target=tmp_path / "out", topology=Topology(dp=2, zero=2))
-    place = unfinished(wanted.target, plan_of(index_of(source), wanted.topology).fingerprint)
+    place = unfinished_folder(wanted.target, plan_of(index_of(source), wanted.topology).fingerprint)
     place.symlink_to("elsewhere")
     assert main(["run", str(source), str(wanted.target), "--to", "dp=2", option]) == ExitCode.TARGET_FAILED
     assert f"{place}: is a link" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_the_command_publishes_no_link_to_another_folder(option, tmp_path, capsy
 
 def test_the_lock_of_an_unfinished_result_is_not_followed_where_it_is_a_link(tmp_path):
     (tmp_path / FINISH_FILE).symlink_to("nothing")
-    with pytest.raises(TargetError, match="cannot be opened"), only_one(tmp_path):
+    with pytest.raises(TargetError, match="cannot be opened"), hold_finish_lock(tmp_path):
         pass
     assert not (tmp_path / "nothing").exists()
 
@@ -129,7 +129,7 @@ def test_the_lock_of_an_unfinished_result_is_not_followed_where_it_is_a_link(tmp
 def test_links_with_the_name_of_an_unfinished_result_are_left_alone(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/x").write_text("")
-    place = unfinished(tmp_path / "out", "0123abcd")
+    place = unfinished_folder(tmp_path / "out", "0123abcd")
     place.symlink_to("elsewhere")
     with staging(tmp_path / "out", "f" * 16, 0, Sharing.ALONE):
         pass
@@ -141,8 +141,10 @@ NAMES = ["*", "?", "[a-z]*", "**", "a[b]", ".*", "{a,b}", "*.partial-*"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_target_whose_name_is_a_pattern_removes_no_other_targets_unfinished_result(name, tmp_path):
-    others = [unfinished(tmp_path / other, "0123abcd") for other in ("b", "other", "ab", "a.partial-0", name + "x")]
-    own = unfinished(tmp_path / name, "0123abcd")
+    others = [
+        unfinished_folder(tmp_path / other, "0123abcd") for other in ("b", "other", "ab", "a.partial-0", name + "x")
+    ]
+    own = unfinished_folder(tmp_path / name, "0123abcd")
     for folder in (*others, own):
         folder.mkdir()
     with staging(tmp_path / name, "f" * 16, 0, Sharing.ALONE) as folder:
@@ -152,7 +154,7 @@ def test_a_target_whose_name_is_a_pattern_removes_no_other_targets_unfinished_re
 
 
 def test_the_command_leaves_the_unfinished_result_of_another_target_alone(tmp_path):
-    other = unfinished(tmp_path / "other", "0123abcd")
+    other = unfinished_folder(tmp_path / "other", "0123abcd")
     other.mkdir()
     source = GOLDEN / f"deepspeed-0.19.8/zero2-dp3/{STEP}"
     command = [sys.executable, "-m", "reshard.cli.main", "run", source, tmp_path / "*", "--to", "dp=2", "--no-sync"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, index_of
+from reshard.api import Conversion, RunOptions, convert, index_of
 from reshard.cli.main import main
 from reshard.contract import ExitCode
 from reshard.errors import UsageError
@@ -57,4 +57,4 @@ def test_the_library_refuses_it_too(tmp_path):
         index_of(Path("\0"))
     for source, target in ((Path("\0"), tmp_path / "x"), (ZERO2, tmp_path / "\0")):
         with pytest.raises(UsageError, match="zero byte"):
-            convert(Conversion(source=source, target=target, topology=Topology(dp=2)), num_threads=1)
+            convert(Conversion(source=source, target=target, topology=Topology(dp=2)), RunOptions(num_threads=1))

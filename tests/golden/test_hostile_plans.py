@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reshard import api
-from reshard.api import Conversion, convert, plan_of
+from reshard.api import Conversion, RunOptions, convert, plan_of
 from reshard.checksums import crc
 from reshard.errors import PlanError, VerificationError
 from reshard.execution import executor, tile
@@ -143,15 +143,15 @@ def test_a_plan_whose_source_is_wrong_is_refused_and_the_tensor_named(plan: Plan
 ZERO3 = "deepspeed-0.19.8/zero3-dp3/step-00000002"
 WRONG_FAMILIES: dict[str, tuple[str, int, str]] = {
     "a part too long": ("chunk", 1, "twice|is written"),
-    "parts too short, in more files": ("chunk", -1, "in parts of|twice|is written"),
-    "no parts": ("chunk", -(10**6), "in parts of"),
+    "parts too short, in more files": ("chunk", -1, "in chunks of|twice|is written"),
+    "no parts": ("chunk", -(10**6), "in chunks of"),
     "one element too few": ("stop", -1, "are covered"),
-    "one element too many": ("stop", 1, "in parts of"),
+    "one element too many": ("stop", 1, "in chunks of"),
     "the first element missing": ("start", 1, "are covered"),
-    "an element before the first": ("start", -1, "in parts of"),
-    "elements of another type": ("item_bytes", -2, "in parts of"),
-    "in files that are not there": ("file", 10**6, "in parts of"),
-    "in the next files": ("file", 1, "in parts of|twice|is written"),
+    "an element before the first": ("start", -1, "in chunks of"),
+    "elements of another type": ("item_bytes", -2, "in chunks of"),
+    "in files that are not there": ("file", 10**6, "in chunks of"),
+    "in the next files": ("file", 1, "in chunks of|twice|is written"),
     "in another place": ("byte_offset", 4, "twice|is written"),
     "of another copy": ("replica", 7, "are covered"),
 }
@@ -163,7 +163,7 @@ def test_a_wrong_family_of_boxes_is_refused(name: str) -> None:
     plan = plan_for(ZERO3)
     table = plan.layout.shards
     assert table.has_families
-    row = int((table.num_elements * (table.num_parts > 1)).argmax())
+    row = int((table.num_elements * (table.num_chunks > 1)).argmax())
     if column == "replica":  # a copy that is there in part
         table = changed(rows(table, np.append(np.arange(len(table)), row)), "stop", len(table), -1)
         row = len(table) - 1
@@ -174,7 +174,7 @@ def test_a_wrong_family_of_boxes_is_refused(name: str) -> None:
 def test_a_wrong_family_of_the_source_is_refused(column: str) -> None:
     plan = plan_for(ZERO3)
     index = dataclasses.replace(plan.index, shards=changed(plan.index.shards, column, 0, 10**6))
-    with pytest.raises(PlanError, match=r"source fp32/.*in parts of"):
+    with pytest.raises(PlanError, match=r"source fp32/.*in chunks of"):
         check_plan(make_plan(index, plan.layout))
 
 
@@ -213,8 +213,8 @@ NAME = "deepspeed-0.19.8/pipeline-tp2-pp2/step-00000002"
 
 
 def touching_with(change: Callable[[Iterator], Iterator]) -> Callable:
-    """`tile.touching`, with what it says of the target's rows changed."""
-    real = tile.touching
+    """`tile.find_touching`, with what it says of the target's rows changed."""
+    real = tile.find_touching
 
     def touching(shards, found, region):
         rows_ = list(real(shards, found, region))
@@ -263,7 +263,7 @@ def in_flight(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
         real(self, plan, *arguments, **options)
 
     monkeypatch.setattr(executor.Mover, "__init__", init)
-    monkeypatch.setattr(tile, "touching", touching)
+    monkeypatch.setattr(tile, "find_touching", touching)
 
 
 def drop_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def run(tmp_path, *, reread: bool = False) -> None:
     before = state_of(source)
     wanted = Conversion(source=source, target=tmp_path / "out", topology=Topology.parse(SOURCES[NAME]))
     try:
-        convert(wanted, num_threads=1, sync=False, reread=reread)
+        convert(wanted, RunOptions(num_threads=1, sync=False, reread=reread))
     finally:
         assert state_of(source) == before
 

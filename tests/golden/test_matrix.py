@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from reshard.api import Conversion, convert, index_of
+from reshard.api import Conversion, Hooks, RunOptions, convert, index_of
 from reshard.commits.commit import read_commit
 from reshard.errors import VerificationError
 from reshard.topology import Topology
@@ -76,7 +76,7 @@ def test_padding_rows_that_the_source_lacks_are_zero_and_noted(tmp_path, topolog
         like=golden("pipeline-tp2-pp2"),
     )
     plans = []
-    convert(wanted, reread=True, sync=False, planned=plans.append)
+    convert(wanted, RunOptions(reread=True, sync=False), hooks=Hooks(on_plan=plans.append))
     (note,) = [note for note in plans[0].layout.notes if "padding" in note]
     assert note == "padding rows of tied_modules.embed.weight are zero: the source does not hold them"
     (row,) = [t for t in index_of(wanted.target).tensors if str(t.key) == "fp32/tied_modules.embed.weight#padding"]
@@ -90,7 +90,7 @@ def test_padding_rows_that_a_way_over_dcp_lost_are_noted_on_both_ways(tmp_path, 
         source=golden("pipeline-tp2-pp2"), target=tmp_path / "dcp", topology=Topology(dp=2), target_format="dcp"
     )
     plans = []
-    convert(there, sync=False, planned=plans.append)
+    convert(there, RunOptions(sync=False), hooks=Hooks(on_plan=plans.append))
     assert any("padding rows of tied_modules.embed.weight are left behind" in note for note in plans[0].layout.notes)
     back = Conversion(
         source=tmp_path / "dcp",
@@ -99,7 +99,7 @@ def test_padding_rows_that_a_way_over_dcp_lost_are_noted_on_both_ways(tmp_path, 
         target_format=target_format,
         like=golden("pipeline-tp2-pp2"),
     )
-    convert(back, sync=False, planned=plans.append)
+    convert(back, RunOptions(sync=False), hooks=Hooks(on_plan=plans.append))
     note = "padding rows of tied_modules.embed.weight are zero: the source does not hold them"
     assert note in plans[1].layout.notes
 
@@ -114,10 +114,10 @@ def test_padding_rows_that_are_not_zero_are_not_accepted(tmp_path, monkeypatch):
         like=golden("pipeline-tp2-pp2"),
     )
     name = "exp_avg/tied_modules.embed.weight#padding"
-    real = matrix.digests
+    real = matrix.read_digests
     monkeypatch.setattr(
-        "reshard.execution.read_back.digests", lambda index, **options: {**real(index, **options), name: "1" * 16}
+        "reshard.execution.read_back.read_digests", lambda index, **options: {**real(index, **options), name: "1" * 16}
     )
     with pytest.raises(VerificationError, match=f"{name}: only in the second"):
-        convert(wanted, reread=True, sync=False)
+        convert(wanted, RunOptions(reread=True, sync=False))
     assert not wanted.target.exists()

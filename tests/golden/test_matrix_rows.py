@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, index_of, plan_conversion
+from reshard.api import Conversion, RunOptions, convert, index_of, plan_conversion
 from reshard.commits.commit import read_commit
 from reshard.errors import TargetError, UnsupportedError
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.planning.plan import Plan
 from reshard.topology import Topology
 from tests.golden.files import STEP, golden
@@ -51,7 +51,7 @@ def test_weights_alone_are_taken_along_alone(tmp_path, target_format):
         target_format=target_format,
         states=("weight",),
     )
-    convert(wanted, reread=True, sync=False)
+    convert(wanted, RunOptions(reread=True, sync=False))
     assert {tensor.key.state for tensor in index_of(wanted.target).tensors} == {"weight"}
 
 
@@ -65,7 +65,7 @@ def test_what_another_run_left_in_the_folder_gets_into_no_universal_checkpoint(t
         source=golden("zero2-dp3"), target=target, topology=Topology(zero=stage), target_format="universal"
     )
     with pytest.raises(TargetError, match="is not the result of this conversion"):
-        convert(wanted, sync=False)
+        convert(wanted, RunOptions(sync=False))
     assert [path.name for path in target.iterdir()] == ["tmp"]
 
 
@@ -91,7 +91,10 @@ def test_a_plain_model_becomes_a_pipeline_with_a_map_and_a_checkpoint_of_it(tmp_
         '  - {from: "blocks.{layer}.{w:word}", to: "{layer+1}.{w}"}\n  - {from: norm.norm, to: 3.norm}\n'
     )
     pipeline, flat = golden("pipeline-tp2-pp2"), tmp_path / "flat"
-    convert(Conversion(source=pipeline, target=flat, topology=Topology(), target_format="dcp", names=there), sync=False)
+    convert(
+        Conversion(source=pipeline, target=flat, topology=Topology(), target_format="dcp", names=there),
+        RunOptions(sync=False),
+    )
     wanted = Conversion(
         source=flat,
         target=tmp_path / STEP,
@@ -100,8 +103,8 @@ def test_a_plain_model_becomes_a_pipeline_with_a_map_and_a_checkpoint_of_it(tmp_
         names=back,
         like=golden("pipeline-dp2"),
     )
-    convert(wanted, reread=True, sync=False)
-    found, expected = read_commit(wanted.target).digests, digests(index_of(pipeline))
+    convert(wanted, RunOptions(reread=True, sync=False))
+    found, expected = read_commit(wanted.target).digests, read_digests(index_of(pipeline))
     compared = {key for key in found if not key.endswith("#padding")}
     assert {key: found[key] for key in compared} == {key: expected[key] for key in compared}
     assert len(compared) == 56

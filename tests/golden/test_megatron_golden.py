@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, index_of, plan_conversion
+from reshard.api import Conversion, RunOptions, convert, index_of, plan_conversion
 from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError
 from reshard.formats.dcp import FORMAT as DCP
 from reshard.formats.megatron import FORMAT
@@ -64,7 +64,7 @@ def test_it_becomes_a_state_dict_of_torch(tmp_path):
     wanted = Conversion(source=SOURCE, target=tmp_path / "out", topology=Topology(dp=3, zero=3), target_format="dcp")
     plan = plan_conversion(wanted)
     assert any("_extra_state" in note for note in plan.summary()["notes"])
-    assert convert(wanted, reread=True).verified
+    assert convert(wanted, RunOptions(reread=True)).verified
     before, after = assemble(index_of(SOURCE)), assemble(index_of(tmp_path / "out"))
     for key, value in before.items():
         if not key.startswith("weight/"):

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.api import Conversion, convert, index_of, plan_conversion, plan_of
+from reshard.api import Conversion, RunOptions, convert, index_of, plan_conversion, plan_of
 from reshard.commits.commit import COMMIT_FILE, read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError, UsageError
 from reshard.execution.executor import execute
 from reshard.formats.base import Request
 from reshard.formats.dcp.metadata import read_metadata
 from reshard.formats.megatron.amend import Progress, amend
-from reshard.formats.megatron.example import Home
-from reshard.formats.megatron.writer import pieces
+from reshard.formats.megatron.example import TensorLocation
+from reshard.formats.megatron.writer import count_chunks
 from reshard.formats.pt.objects import Inert
 from reshard.formats.pt.reader import read
 from reshard.names import load, rename
@@ -36,7 +36,9 @@ FC1 = "decoder.layers.mlp.linear_fc1.weight"
 
 def to(source: Path, target: Path, topology: str = "tp=1", **wanted) -> Path:
     wanted.setdefault("target_format", "megatron")
-    done = convert(Conversion(source=source, target=target, topology=Topology.parse(topology), **wanted), reread=True)
+    done = convert(
+        Conversion(source=source, target=target, topology=Topology.parse(topology), **wanted), RunOptions(reread=True)
+    )
     assert done.verified
     return target
 
@@ -99,13 +101,13 @@ def test_tensors_are_cut_as_the_example_cuts_them(tmp_path):
 def test_what_is_cut_along_a_dim_is_cut_along_it_again(count, tp, target, dim):
     def home(cut):
         counts = tuple(cut if at == dim else 1 for at in range(2))
-        return Home(key="k", layer=None, shape=(64, 64), dtype="float32", counts=counts)
+        return TensorLocation(key="k", layer=None, shape=(64, 64), dtype="float32", counts=counts)
 
-    found = pieces(home(count * tp), tp, target)
+    found = count_chunks(home(count * tp), tp, target)
     if count * tp > 1:
         assert found[dim] == count * target
         assert found[1 - dim] == 1
-    assert pieces(home(1), max(tp, 2), target) == (1, 1)
+    assert count_chunks(home(1), max(tp, 2), target) == (1, 1)
 
 
 def test_through_dcp_and_back_changes_no_bit(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, index_of
+from reshard.api import Conversion, RunOptions, convert, index_of
 from reshard.cli.main import main
 from reshard.commits.commit import read_commit
 from reshard.errors import UnsafePickleError
@@ -129,7 +129,7 @@ def test_the_library_takes_allowed_names(own, tmp_path):
     wanted = Conversion(
         source=own, target=tmp_path / "out", topology=Topology(dp=2, zero=2), allow_globals=("mine.Progress",)
     )
-    assert convert(wanted, reread=True).ok
+    assert convert(wanted, RunOptions(reread=True)).ok
     assert "mine.Progress" in names_of(tmp_path / "out")
 
 

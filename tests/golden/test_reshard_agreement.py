@@ -16,8 +16,8 @@ from reshard.cli.main import main
 from reshard.contract import ExitCode
 from reshard.execution.executor import Mover
 from reshard.execution.journal import from_json, to_json
-from reshard.execution.masters import unexplained
-from reshard.execution.verify import digests, total
+from reshard.execution.masters import find_unexplained
+from reshard.execution.verify import read_digests, total_digest
 from reshard.formats import FORMATS, read_checkpoint
 from reshard.planning.plan import make_plan
 from reshard.tensors.layout import Index, TargetLayout
@@ -188,7 +188,7 @@ def test_every_byte_of_a_target_is_of_a_tensor_or_constant_or_padding(name: str)
         for number in np.flatnonzero(table.file == at).tolist():
             tensor = plan.target_tensors[int(table.tensor[number])]
             row = table.row(number, len(tensor.shape))
-            positions, length = row.runs(row.box, tensor.item_bytes)
+            positions, length = row.byte_ranges(row.box, tensor.item_bytes)
             for position in positions:
                 seen[position : position + length] += 1
         assert (seen == 1).all(), file.path
@@ -240,7 +240,7 @@ def test_the_first_copies_are_taken_where_differences_are_allowed(state: str, tm
     assert run(source, "tp=1,pp=2,dp=3", "", tmp_path / "there", "--allow-differences") is ExitCode.OK
     there = json.loads((tmp_path / "there" / "out" / "COMMIT.json").read_text())["digests"]
     key = str(index.tensors[row.tensor].key)
-    assert there[key] == digests(read_checkpoint(PIPELINE, None))[key]
+    assert there[key] == read_digests(read_checkpoint(PIPELINE, None))[key]
 
 
 def test_copies_with_the_same_stated_checksum_are_not_read() -> None:
@@ -319,7 +319,7 @@ def test_weights_that_the_reader_takes_for_each_other_are_not_published(
     monkeypatch.setattr(
         api,
         "read_checkpoint",
-        lambda path, commit: swap_weights(real(path, commit)) if path == PIPELINE else real(path, commit),
+        lambda path, commit, _patterns: swap_weights(real(path, commit)) if path == PIPELINE else real(path, commit),
     )
     monkeypatch.setattr(api, "check_digests", lambda *_arguments, **_options: None)  # of the source's commit
     assert run(PIPELINE, "tp=1,pp=2,dp=3", "", tmp_path) is ExitCode.VERIFICATION_FAILED
@@ -328,9 +328,9 @@ def test_weights_that_the_reader_takes_for_each_other_are_not_published(
 def test_other_bits_of_nan_and_flushed_numbers_are_no_difference() -> None:
     masters = np.array([np.nan, np.nan, 1e-40, -1e-40, 1.0, 1.00390625, np.inf], dtype=np.float32).view(np.uint32)
     weights = np.array([0x7FC0, 0xFFFF, 0, 0x8000, 0x3F80, 0x3F80, 0x7F80], dtype=np.uint16)
-    assert not unexplained(weights, masters, "bfloat16", "float32").any()
+    assert not find_unexplained(weights, masters, "bfloat16", "float32").any()
     wrong = np.array([0x7F80, 0, 0x3F80, 0x3F80, 0x3F81, 0x3F81, 0x7FC0], dtype=np.uint16)
-    assert unexplained(wrong, masters, "bfloat16", "float32").all()
+    assert find_unexplained(wrong, masters, "bfloat16", "float32").all()
 
 
 def test_weights_of_nan_with_other_bits_than_their_masters_are_published(tmp_path: Path) -> None:
@@ -407,13 +407,16 @@ def test_a_frozen_parameter_that_is_stated_twice_must_be_equal(tmp_path: Path) -
 
 def test_the_digest_of_a_checkpoint_says_whose_digest_is_whose() -> None:
     values = {"weight/a": "00000001", "weight/b": "00000002"}
-    assert total(values) == f"{zlib.crc32(b'weight/a 00000001' + bytes([10]) + b'weight/b 00000002' + bytes([10])):08x}"
-    assert total(dict(reversed(values.items()))) == total(values)
-    assert total({"weight/a": "00000002", "weight/b": "00000001"}) != total(values)
-    assert total({"weight/a": "00000001", "weight/c": "00000002"}) != total(values)
-    assert not total({})
+    assert (
+        total_digest(values)
+        == f"{zlib.crc32(b'weight/a 00000001' + bytes([10]) + b'weight/b 00000002' + bytes([10])):08x}"
+    )
+    assert total_digest(dict(reversed(values.items()))) == total_digest(values)
+    assert total_digest({"weight/a": "00000002", "weight/b": "00000001"}) != total_digest(values)
+    assert total_digest({"weight/a": "00000001", "weight/c": "00000002"}) != total_digest(values)
+    assert not total_digest({})
 
 
 def test_two_tensors_of_one_shape_under_each_others_names_have_another_digest() -> None:
     index = read_checkpoint(PIPELINE, None)
-    assert total(digests(swap_weights(index))) != total(digests(index))
+    assert total_digest(read_digests(swap_weights(index))) != total_digest(read_digests(index))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import api
+from reshard import target
 from reshard.cli.main import main
 from reshard.commits import latest
 from reshard.commits.staging import FINISH_FILE
@@ -77,7 +77,7 @@ def test_a_run_that_died_between_publishing_and_naming_is_completed_by_the_next(
 
     (tmp_path / "latest").write_text("global_step1")
     with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
-        patch.setattr(api, "point", die)
+        patch.setattr(target, "write_latest", die)
         run(capsys, tmp_path / "out", *words, "--latest")
     assert (tmp_path / "out" / FINISH_FILE).exists()
     assert (tmp_path / "latest").read_text() == "global_step1"
@@ -127,7 +127,7 @@ def test_something_else_of_the_files_name_is_left_alone(
 def test_a_file_that_cannot_be_written_leaves_the_target_published(tmp_path: Path) -> None:
     target = tmp_path / "gone" / "out"
     with pytest.raises(latest.TargetError, match="out itself is published") as failure:
-        latest.point(latest.latest_file(target, "deepspeed"), target)
+        latest.write_latest(latest.latest_file(target, "deepspeed"), target)
     assert failure.value.exit_code == ExitCode.TARGET_FAILED
 
 

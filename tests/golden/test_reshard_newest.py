@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reshard import api
-from reshard.cli.locate import newest
+from reshard.cli.locate import find_newest
 from reshard.cli.main import main
 from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode
@@ -72,7 +72,7 @@ def test_a_universal_folder_becomes_one_that_deepspeed_loads_as_its_own(
 
 
 def test_one_checkpoint_stands_for_itself(tmp_path: Path, training: Path) -> None:
-    assert newest(training / "global_step10") == training / "global_step10"
+    assert find_newest(training / "global_step10") == training / "global_step10"
 
 
 def test_what_is_not_there_is_refused_as_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +102,7 @@ def test_a_file_that_names_no_checkpoint_is_refused_and_no_other_is_taken(
 def test_the_file_that_names_the_newest_may_be_a_link_to_a_file_beside_it(training: Path) -> None:
     (training / "latest").rename(training / "best")
     (training / "latest").symlink_to("best")
-    assert newest(training) == training / "global_step2"
+    assert find_newest(training) == training / "global_step2"
 
 
 @pytest.mark.parametrize("to", ["../secret", "hop"])

@@ -15,7 +15,7 @@ import pytest
 
 from reshard.cli.main import main
 from reshard.contract import ExitCode
-from reshard.execution.verify import digests, total
+from reshard.execution.verify import read_digests, total_digest
 from reshard.formats import read_checkpoint
 from tests.golden.command import BF16, HERE, PIPELINE, ZERO2, ZERO3
 
@@ -38,7 +38,7 @@ from reshard.storage import files
 from reshard.cli.main import main
 
 plan._SMALLEST_UNIT_BYTES = 256
-executor.FORK_BYTES = verify._TASK_BYTES = tile._SMALLEST_PART_BYTES = 0
+executor.FORK_BYTES = verify._TASK_BYTES = tile._SMALLEST_BOX_BYTES = 0
 parent = os.getpid()
 def in_child(before):
     def wrap(real):
@@ -192,7 +192,7 @@ def test_processes_verify_what_one_does(name: str, tmp_path: Path) -> None:
     source, _ = CONVERSIONS[name]
     said = json.loads(run("verify", source, "--json"))
     assert main(["verify", str(source), str(source)]) == ExitCode.OK
-    assert said["digest"] == total(digests(read_checkpoint(source, None)))
+    assert said["digest"] == total_digest(read_digests(read_checkpoint(source, None)))
 
 
 def test_damage_is_found_by_processes_that_verify(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reshard.api import Conversion, convert, index_of
+from reshard.api import Conversion, Hooks, RunOptions, convert, index_of
 from reshard.commits.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.commits.staging import Sharing
 from reshard.contract import ExitCode
@@ -141,7 +141,7 @@ def test_damaged_metadata_is_refused_before_a_byte_is_moved(tmp_path: Path) -> N
     (source / "COMMIT.json").write_text(json.dumps(marker))
     moved: list[int] = []
     with pytest.raises(Exception, match="not what was committed") as caught:
-        convert(wanted(source, tmp_path / "out", "dp=2"), progress=moved.append)
+        convert(wanted(source, tmp_path / "out", "dp=2"), hooks=Hooks(on_progress=moved.append))
     assert caught.value.exit_code == ExitCode.SOURCE_INVALID
     assert not moved
 
@@ -225,7 +225,7 @@ def test_patterns_need_not_tell_the_padding_rows_that_a_commit_tells_apart(tmp_p
     source = committed(ZERO2, tmp_path / "source")
     index = index_of(source)
     edit_marker(source, digests={"weight/embed.weight#padding": "0" * 8})
-    source_checks.check_matches_commit(index, read_commit(source), told=True)
+    source_checks.check_matches_commit(index, read_commit(source), has_patterns=True)
     with pytest.raises(CorruptSourceError, match="#padding"):
         source_checks.check_matches_commit(index, read_commit(source))
 
@@ -309,7 +309,7 @@ def test_a_file_of_which_little_is_needed_is_checked_whole_where_only_the_commit
     monkeypatch.setattr(source_checks, "_SMALL_BYTES", 0)
     source = committed(ZERO2, tmp_path / "source", without_crc=True)
     index = index_of(source)
-    unread = next(row for row in index.shards.each(index.shards.by_tensor(len(index.tensors))[-1], 1))
+    unread = next(row for row in index.shards.iterate_boxes(index.shards.by_tensor(len(index.tensors))[-1], 1))
     assert index.tensors[-1].key.state != "weight"
     flip(source / index.files[unread.file].path, unread.byte_offset)
     with pytest.raises(Exception, match="not what was committed"):
@@ -319,7 +319,7 @@ def test_a_file_of_which_little_is_needed_is_checked_whole_where_only_the_commit
 
 def test_a_stored_range_is_checked_however_little_of_it_is_needed(tmp_path: Path) -> None:
     """Without a commit: what one tensor of a large storage needs is proved by reading the rest of that storage."""
-    from reshard.checksums.crc import Piece, crc32
+    from reshard.checksums.crc import CrcRange, crc32
     from reshard.storage.source_reader import SourceReader
     from reshard.tensors.layout import Checksum, SourceFile
 
@@ -327,7 +327,7 @@ def test_a_stored_range_is_checked_however_little_of_it_is_needed(tmp_path: Path
     (tmp_path / "file").write_bytes(content)
     stated = Checksum(start=64, num_bytes=len(content) - 64, crc32=crc32(content[64:]))
     source = SourceReader(tmp_path, [SourceFile(path="file", num_bytes=len(content), checksums=(stated,))])
-    piece = Piece(100, 10, crc32(content[100:110]))
+    piece = CrcRange(100, 10, crc32(content[100:110]))
     assert source.check_sums({0: [piece]}) == stated.num_bytes - 10
     flip(tmp_path / "file", -1)
     with pytest.raises(CorruptSourceError, match="damaged"):
@@ -336,10 +336,10 @@ def test_a_stored_range_is_checked_however_little_of_it_is_needed(tmp_path: Path
 
 
 def test_overlapping_ranges_count_once_and_are_compared() -> None:
-    from reshard.checksums.crc import Piece, disjoint
+    from reshard.checksums.crc import CrcRange, separate_overlaps
 
-    pieces = [Piece(0, 10, 1), Piece(5, 10, 2), Piece(10, 5, 3), Piece(12, 2, 4)]
-    assert disjoint(pieces) == ([pieces[0], pieces[2]], [pieces[1], pieces[3]])
+    pieces = [CrcRange(0, 10, 1), CrcRange(5, 10, 2), CrcRange(10, 5, 3), CrcRange(12, 2, 4)]
+    assert separate_overlaps(pieces) == ([pieces[0], pieces[2]], [pieces[1], pieces[3]])
 
 
 @pytest.mark.parametrize("where", ["tensor", "header"])
@@ -374,7 +374,7 @@ def test_what_one_worker_read_damaged_is_refused_by_the_one_that_publishes(
     monkeypatch.setattr(plan, "_SMALLEST_UNIT_BYTES", 128)
     source = committed(ZERO2, tmp_path / "source", without_crc=True)
     index = index_of(source)
-    first = next(iter(index.shards.each(rows_of(index, 0), 1)))
+    first = next(iter(index.shards.iterate_boxes(rows_of(index, 0), 1)))
     damaged = source / index.files[first.file].path
     status = damaged.stat()
     flip(damaged, first.byte_offset)
@@ -388,7 +388,11 @@ def test_what_one_worker_read_damaged_is_refused_by_the_one_that_publishes(
 
     def work(number: int, told: Callable[[int], None] | None = None) -> None:
         request = wanted(source, tmp_path / "out", "dp=2")
-        convert(request, sharing=Sharing.TOGETHER, worker=(number, 2), num_threads=1, progress=told)
+        convert(
+            request,
+            RunOptions(sharing=Sharing.TOGETHER, worker=(number, 2), num_threads=1),
+            hooks=Hooks(on_progress=told),
+        )
 
     with pytest.raises(KeyboardInterrupt):
         work(0, progress)
@@ -405,7 +409,7 @@ def test_what_is_loaded_by_a_virtual_commit_is_held_against_the_checksums_of_its
     conversion.prepare(wanted(source, tmp_path / "virtual", "dp=2"))
     decoded = manifest.decode(tmp_path / "virtual")
     index = index_of(source)
-    flip(source / index.files[1].path, next(iter(index.shards.each(rows_of(index, 1), 1))).byte_offset)
+    flip(source / index.files[1].path, next(iter(index.shards.iterate_boxes(rows_of(index, 1), 1))).byte_offset)
     (tmp_path / "files").mkdir()
     loaded = load.load_files(decoded, range(2), tmp_path / "files")
     with pytest.raises(CorruptSourceError, match="damaged"):

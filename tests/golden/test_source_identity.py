@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, index_of
+from reshard.api import Conversion, Hooks, RunOptions, convert, index_of
 from reshard.commits.commit import read_commit
 from reshard.commits.staging import Sharing
 from reshard.contract import ExitCode, ReshardReport
@@ -42,9 +42,17 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def run(source: Path, target: Path, *, sharing: Sharing = Sharing.ALONE, **more: object) -> ReshardReport:
+def run(
+    source: Path,
+    target: Path,
+    *,
+    sharing: Sharing = Sharing.ALONE,
+    worker: tuple[int, int] = (0, 1),
+    progress: Callable[[int], None] | None = None,
+) -> ReshardReport:
     wanted = Conversion(source=source, target=target, topology=Topology.parse("dp=1"), keeps_stage=True)
-    return convert(wanted, sharing=sharing, num_threads=1, **more)  # type: ignore[arg-type]
+    options = RunOptions(sharing=sharing, worker=worker, num_threads=1)
+    return convert(wanted, options, hooks=Hooks(on_progress=progress))
 
 
 def stopped(source: Path, target: Path, sharing: Sharing = Sharing.RESUMABLE, after: int = 8) -> Path:
@@ -214,7 +222,7 @@ def test_a_source_with_another_description_is_not_silently_begun_anew(tmp_path: 
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        convert(wanted, sharing=Sharing.RESUMABLE, num_threads=1, progress=progress)
+        convert(wanted, RunOptions(sharing=Sharing.RESUMABLE, num_threads=1), hooks=Hooks(on_progress=progress))
     strip(source / "mp_rank_00_model_states.pt")
     say("run", source, tmp_path / "out", *words, "--resume", code=ExitCode.SOURCE_CHANGED)
 

@@ -8,7 +8,7 @@ import pytest
 
 from reshard.api import index_of
 from reshard.errors import CorruptSourceError, NotACheckpointError, UnsafePickleError, UnsupportedError
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.formats import format_of, read_checkpoint
 from reshard.formats.pt.objects import Global, Inert, Size
 from reshard.formats.pt.objects import new_tensor as tensor
@@ -60,10 +60,10 @@ def test_missing_parameter_and_missing_buffer_are_both_named_where_we_made_them(
 
 
 def test_a_buffer_that_converters_before_0_19_make_no_atoms_of_is_in_the_model_file(folder, request):
-    before = digests(read_checkpoint(folder, None))
+    before = read_digests(read_checkpoint(folder, None))
     shutil.rmtree(folder / "zero/scale")
     if "theirs" in request.node.name:
-        assert digests(read_checkpoint(folder, None)) == before
+        assert read_digests(read_checkpoint(folder, None)) == before
     else:
         assert "zero/scale/fp32.pt is missing" in refused(folder)
 
@@ -123,7 +123,7 @@ def test_flipped_bit_in_a_tensor(folder):
     content[int(index.shards.byte_offset[row]) + 5] ^= 4
     path.write_bytes(content)
     with pytest.raises(CorruptSourceError, match=r"up\.weight/exp_avg\.pt: bytes .* have CRC-32"):
-        digests(read_checkpoint(folder, None))
+        read_digests(read_checkpoint(folder, None))
 
 
 def test_atom_with_a_key_of_a_newer_version(folder):

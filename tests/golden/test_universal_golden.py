@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from reshard.api import Conversion, convert, plan_of
+from reshard.api import Conversion, RunOptions, convert, plan_of
 from reshard.errors import UnsupportedError
 from reshard.execution.executor import execute
 from reshard.formats import format_of, read_checkpoint
@@ -98,7 +98,10 @@ def test_folders_of_both_makers_become_other_formats(tmp_path, name):
         for maker, source in (("ours", ours), ("theirs", converted(name))):
             folder = tmp_path / maker / target
             topology = Topology.parse("dp=2,zero=1")
-            convert(Conversion(source=source, target=folder, topology=topology, target_format=target), sync=False)
+            convert(
+                Conversion(source=source, target=folder, topology=topology, target_format=target),
+                RunOptions(sync=False),
+            )
             digests.append(assemble(read_checkpoint(folder, None)))
         assert digests[0].keys() == digests[1].keys()
         for key, value in digests[0].items():
@@ -117,7 +120,7 @@ def test_back_into_a_native_checkpoint_with_one_like_it(tmp_path, name, target):
         target_format="deepspeed",
         like=golden(name),
     )
-    convert(wanted, reread=True, sync=False)
+    convert(wanted, RunOptions(reread=True, sync=False))
     found, expected = assemble(read_checkpoint(wanted.target, None)), assemble(read_checkpoint(golden(name), None))
     for key, value in found.items():
         if key not in expected:  # weights that ZeRO-3 does not store

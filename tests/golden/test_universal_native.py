@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, convert, index_of
+from reshard.api import Conversion, RunOptions, convert, index_of
 from reshard.commits.commit import read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.topology import Topology
@@ -31,7 +31,7 @@ PAIRS = [(name, topology) for name, topologies in NATIVE.items() for topology in
 
 def native(source: Path, target: Path, topology: str) -> Path:
     wanted = Conversion(source=source, target=target, topology=Topology.parse(topology), target_format="deepspeed")
-    convert(wanted, reread=True, sync=False)
+    convert(wanted, RunOptions(reread=True, sync=False))
     return target
 
 
@@ -98,7 +98,7 @@ def test_like_may_name_a_universal_folder(tmp_path):
         target_format="deepspeed",
         like=converted("zero2-dp3"),
     )
-    convert(wanted, reread=True, sync=False)
+    convert(wanted, RunOptions(reread=True, sync=False))
     found, expected = assemble(index_of(wanted.target)), assemble(index_of(golden("zero3-dp3")))
     assert {key for key in found if not key.startswith("weight/")} <= expected.keys()
     assert all((value == expected[key]).all() for key, value in found.items() if key in expected)
@@ -141,11 +141,11 @@ def test_a_file_of_patterns_says_what_a_folder_does_not(tmp_path, target_format)
         target_format=target_format,
     )
     with pytest.raises(UnsupportedError, match=r"(?s)how tensor parallelism cuts .*--patterns"):
-        convert(wanted, sync=False)
+        convert(wanted, RunOptions(sync=False))
     wanted = dataclasses.replace(wanted, patterns=tmp_path / "patterns.yaml")
-    convert(wanted, reread=True, sync=False)
+    convert(wanted, RunOptions(reread=True, sync=False))
     direct = dataclasses.replace(wanted, source=source, target=tmp_path / "direct")
-    convert(direct, reread=True, sync=False)
+    convert(direct, RunOptions(reread=True, sync=False))
     found, expected = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.pt")}
         for folder in (wanted.target, direct.target)

@@ -13,8 +13,8 @@ from reshard.formats.deepspeed.tensor_parallel import patterns
 from reshard.formats.deepspeed.tensor_parallel.rules import Rule
 from reshard.formats.pt.objects import new_tensor
 from reshard.formats.universal.blueprint import blueprint_of
-from reshard.formats.universal.refusals import refuse, stage3_problems, warnings
-from reshard.formats.universal.vocabulary import param_in_files
+from reshard.formats.universal.refusals import list_warnings, refuse, stage3_problems
+from reshard.formats.universal.vocabulary import pad_vocabulary
 from reshard.topology import Topology
 from tests.golden.files import golden
 from tests.golden.universal_files import converted
@@ -96,17 +96,17 @@ def test_native_experts_are_for_one_expert_parallel_rank():
     other = dataclasses.replace(found, params={name: Param(name=name, shape=(2,), rule=Rule(dim=None))})
     with pytest.raises(UnsupportedError, match="would load the experts of the first one"):
         refuse(other, Topology(dp=2, ep=2, zero=1))
-    assert any("ep=1 only" in note for note in warnings(other, Topology(dp=2, zero=1), other.params))
+    assert any("ep=1 only" in note for note in list_warnings(other, Topology(dp=2, zero=1), other.params))
 
 
 def test_small_sub_groups_and_round_robin_have_to_be_turned_off():
     found = one_group("zero3-dp3")
     names = {name: found.params[name] for group in found.groups for name in group.names}
-    assert not any("sub_group_size" in note for note in warnings(found, Topology(dp=3, zero=3), names))
+    assert not any("sub_group_size" in note for note in list_warnings(found, Topology(dp=3, zero=3), names))
     # 91, 21 and 21 elements: a sub-group is closed as soon as it holds 40 or more
-    notes = warnings(found, Topology(dp=1, zero=3), names)
+    notes = list_warnings(found, Topology(dp=1, zero=3), names)
     assert any("sub_group_size to at least 133 " in note for note in notes)
-    notes = warnings(one_group("zero2-dp3-round-robin"), Topology(dp=3, zero=1), names)
+    notes = list_warnings(one_group("zero2-dp3-round-robin"), Topology(dp=3, zero=1), names)
     assert any(note.startswith("turn round_robin_gradients off") for note in notes)
 
 
@@ -123,7 +123,7 @@ def test_small_sub_groups_and_round_robin_have_to_be_turned_off():
 )
 def test_rows_of_the_vocabulary(more, topology, rows):
     blueprint, param = vocabulary_of(more)
-    found = param_in_files(param, blueprint, Topology.parse(topology))
+    found = pad_vocabulary(param, blueprint, Topology.parse(topology))
     assert (found.shape[0], found.rows) == rows
 
 
@@ -138,19 +138,19 @@ def vocabulary_of(more):
 def test_unknown_rows_of_the_vocabulary_are_not_for_stage_3():
     blueprint, param = vocabulary_of({})
     with pytest.raises(UnsupportedError, match=r"vocabulary of 13 is padded at tp=1 is not known \(16 at tp=2\)"):
-        param_in_files(param, blueprint, Topology(zero=3))
+        pad_vocabulary(param, blueprint, Topology(zero=3))
 
 
 def test_a_vocabulary_without_padding_gets_some_for_stage_3_only():
     theirs = blueprint_of(read_checkpoint(converted("pipeline-tp2-pp2"), None))
     param = theirs.params["tied_modules.embed.weight"]
     assert (param.shape[0], param.rows) == (13, None)
-    assert param_in_files(param, theirs, Topology(tp=2, zero=1)) == param
-    found = param_in_files(param, theirs, Topology(tp=2, zero=3))
+    assert pad_vocabulary(param, theirs, Topology(tp=2, zero=1)) == param
+    found = pad_vocabulary(param, theirs, Topology(tp=2, zero=3))
     assert (found.shape[0], found.rows) == (16, 13)
 
 
 def test_names_that_are_no_vocabularys_are_left_alone():
     blueprint, _ = vocabulary_of({})
     other = SimpleNamespace(name="1.qkv", shape=(16, 8))
-    assert param_in_files(other, blueprint, Topology(zero=3)) is other
+    assert pad_vocabulary(other, blueprint, Topology(zero=3)) is other

@@ -21,7 +21,7 @@ from reshard.virtual.columns import pack
 from reshard.virtual.conversion import choose_mode, prepare, ranks_of
 from reshard.virtual.load import check_source, load_files, prove
 from reshard.virtual.manifest import COLUMNS_FILE, MANIFEST_FILE, decode, encode
-from reshard.virtual.needs import needs_of
+from reshard.virtual.needs import compute_needs
 from reshard.virtual.ranks import files_by_rank
 from tests.golden.files import TARGETS, golden
 
@@ -315,7 +315,7 @@ def test_auto_does_not_speak_of_loading_a_manifest_where_none_can_be_made(tmp_pa
 @pytest.mark.parametrize("per_node", [1, 2, 3, 8])
 def test_what_nodes_need_is_what_they_then_read(per_node, tmp_path):
     manifest = decode(made(tmp_path, "zero3-dp3", "dp=8,zero=3"))
-    found = needs_of(manifest.plan, manifest.ranks, per_node)
+    found = compute_needs(manifest.plan, manifest.ranks, per_node)
     loads = []
     for first in range(0, 8, per_node):
         folder = tmp_path / str(first)

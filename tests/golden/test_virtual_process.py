@@ -18,7 +18,7 @@ from reshard.virtual import process
 from reshard.virtual.conversion import prepare
 from reshard.virtual.load import load_files
 from reshard.virtual.manifest import decode
-from reshard.virtual.process import load_files_apart
+from reshard.virtual.process import load_files_in_process
 from tests.golden.files import golden
 
 SCRIPT = """
@@ -32,7 +32,7 @@ executor.FORK_BYTES, executor.can_fork = 0, lambda: False
 process._COMMAND = "import os, time; from reshard.virtual import process as p; " \\
     "p.load_files = lambda *_: (print(os.getpid(), flush=True), time.sleep(600)); p.serve(__import__('sys').argv[1:])"
 commit, folder = map(Path, sys.argv[1:])
-process.load_files_apart(decode(commit), [0], folder)
+process.load_files_in_process(decode(commit), [0], folder)
 """
 
 
@@ -69,31 +69,31 @@ def test_another_process_makes_the_same_files_and_says_the_same_of_them(commit, 
     (tmp_path / "here").mkdir()
     expected = load_files(manifest, [0, 2], tmp_path / "here")
     monkeypatch.setattr(process, "load_files", None)  # of this process
-    assert load_files_apart(manifest, [2, 0], target) == expected
+    assert load_files_in_process(manifest, [2, 0], target) == expected
     assert contents(target) == contents(tmp_path / "here")
 
 
 def test_few_bytes_are_loaded_by_this_process(commit, target, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(process, "_start", None)
-    assert load_files_apart(decode(commit), [0], target).num_files == len(decode(commit).ranks[0])
+    assert load_files_in_process(decode(commit), [0], target).num_files == len(decode(commit).ranks[0])
 
 
 def test_what_fails_there_is_raised_here(commit, target, tmp_path):
     manifest = decode(commit)
     with pytest.raises(UsageError, match=r"rank 7 of .*, which has 3"):
-        load_files_apart(manifest, [7], target)
+        load_files_in_process(manifest, [7], target)
     for path in manifest.plan.index.root.iterdir():
         if path.suffix == ".pt":
             path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(CorruptSourceError, match="truncated"):
-        load_files_apart(manifest, [0], target)
+        load_files_in_process(manifest, [0], target)
 
 
 def test_what_lies_in_the_trainers_folder_is_not_taken_for_modules(commit, target, tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)
-    assert load_files_apart(decode(commit), [0], target).num_files > 0
+    assert load_files_in_process(decode(commit), [0], target).num_files > 0
 
 
 def in_the_middle(does):
@@ -113,25 +113,25 @@ def in_the_middle(does):
 def test_a_process_that_ends_without_an_answer_is_told(commit, target, monkeypatch, command, how):
     monkeypatch.setattr(process, "_COMMAND", command)
     with pytest.raises(ReshardError, match=f"was ended by {how}"):
-        load_files_apart(decode(commit), [0], target)
+        load_files_in_process(decode(commit), [0], target)
 
 
 def test_what_the_system_refuses_there_is_an_error_with_words_here(commit, target, monkeypatch):
     monkeypatch.setattr(process, "_COMMAND", in_the_middle("open('/nowhere/at/all')"))
     with pytest.raises(ReshardError, match=r"the files of this node cannot be made: .*No such file"):
-        load_files_apart(decode(commit), [0], target)
+        load_files_in_process(decode(commit), [0], target)
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false", None])
 def test_where_no_process_can_be_had_threads_of_this_one_do_it(commit, target, monkeypatch, caplog, python):
     monkeypatch.setattr(sys, "executable", python)
-    assert load_files_apart(decode(commit), [0], target).num_files > 0
+    assert load_files_in_process(decode(commit), [0], target).num_files > 0
     assert "threads of this one do it" in caplog.text
 
 
 def test_paths_of_modules_that_are_no_texts_are_left_out_as_python_does(commit, target, monkeypatch):
     monkeypatch.setattr(sys, "path", [Path("/somewhere"), b"/else", *sys.path])
-    assert load_files_apart(decode(commit), [0], target).num_files > 0
+    assert load_files_in_process(decode(commit), [0], target).num_files > 0
 
 
 def test_it_ends_with_the_trainer_that_started_it(commit, target):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from reshard.api import Conversion, convert
+from reshard.api import Conversion, RunOptions, convert
 from reshard.formats.pt.objects import Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read, read_tensor_bytes
 from reshard.topology import Topology
@@ -23,7 +23,7 @@ def universal(source: Path, target: Path, topology: str = "dp=1,zero=1", like: P
     wanted = Conversion(
         source=source, target=target, topology=Topology.parse(topology), target_format="universal", like=like
     )
-    convert(wanted, reread=True, sync=False)
+    convert(wanted, RunOptions(reread=True, sync=False))
     return target
 
 

@@ -31,7 +31,7 @@ def copied(source: Path, folder: Path) -> Path:
 def flip(index: Index, wanted: Callable[[ShardRow], bool], *, byte: int = 0) -> ShardRow:
     """Change a byte of the last element of the first box that is wanted, in its file; the box."""
     for number, rows in enumerate(index.shards.by_tensor(len(index.tensors))):
-        for row in index.shards.each(rows, len(index.tensors[number].shape)):
+        for row in index.shards.iterate_boxes(rows, len(index.tensors[number].shape)):
             if wanted(row):
                 path = index.root / index.files[row.file].path
                 content = bytearray(path.read_bytes())

@@ -15,7 +15,7 @@ from elastic_operator.api.serialization import format_time, from_wire, to_wire
 from elastic_operator.api.spec import parse_spec
 from elastic_operator.api.status import Status
 from elastic_operator.manifests.attempt import JobRef
-from elastic_operator.observed.commit_history import released_text
+from elastic_operator.observed.commit_history import format_released
 from elastic_operator.observed.observation import (
     NodeView,
     Observation,
@@ -25,7 +25,7 @@ from elastic_operator.observed.observation import (
     node_view,
     pod_view,
 )
-from elastic_operator.observed.ownership import own
+from elastic_operator.observed.ownership import select_own
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import (
     Create,
@@ -109,7 +109,7 @@ class World:
             jobs=tuple(job_view(job) for job in jobs),
             leases=dict(enumerate(views)),
         )
-        return own(everything, self.job, self.status.get("jobUids", ()))
+        return select_own(everything, self.job, self.status.get("jobUids", ()))
 
     @property
     def job(self) -> JobRef:
@@ -181,7 +181,7 @@ class World:
                 count()
                 lease = self.objects.get(("Lease", name))
                 if lease is not None:
-                    lease["metadata"].setdefault("annotations", {})[LeaseKey.RELEASED] = released_text(names)
+                    lease["metadata"].setdefault("annotations", {})[LeaseKey.RELEASED] = format_released(names)
 
     def _create(self, manifest: Any) -> None:
         key = (manifest["kind"], manifest["metadata"]["name"])

@@ -6,10 +6,10 @@ from typing import Any
 from reshard.formats.base import Request
 from reshard.formats.dcp.chunks import Place
 from reshard.formats.dcp.metadata import Entry
-from reshard.formats.dcp.naming import dotted
-from reshard.formats.dcp.writing.objects import numbers, options
-from reshard.formats.dcp.writing.target_tensors import Wanted, named_tensors
-from reshard.formats.pt.emit import Emitter, integer
+from reshard.formats.dcp.naming import flat_name
+from reshard.formats.dcp.writing.objects import add_numbers, add_options
+from reshard.formats.dcp.writing.target_tensors import TargetTensor, name_tensors
+from reshard.formats.pt.emit import Emitter, encode_integer
 from reshard.formats.pt.objects import Global, Inert, Size, new_tensor
 from reshard.formats.pt.writer import lay_out_pt
 from reshard.tensors.geometry import Box, whole
@@ -66,9 +66,9 @@ def lay_out(index: Index, request: Request) -> tuple[list[TargetFile], list[Row]
     """Files, and where every chunk goes."""
     world_size = request.topology.world_size
     files, rows = Files(world_size), []
-    objects = [*numbers(files, index), *options(files, index.groups)]
+    objects = [*add_numbers(files, index), *add_options(files, index.groups)]
     entries = []
-    for at, item in enumerate(named_tensors(index, request)):
+    for at, item in enumerate(name_tensors(index, request)):
         entry, offsets = cut(files, item, world_size)
         entries.append(entry)
         for rank, ((box, _), byte_offset) in enumerate(zip(entry.chunks, offsets, strict=True)):
@@ -78,7 +78,7 @@ def lay_out(index: Index, request: Request) -> tuple[list[TargetFile], list[Row]
     return [*files.build(), last], rows
 
 
-def cut(files: Files, item: Wanted, world_size: int) -> tuple[Entry, list[int]]:
+def cut(files: Files, item: TargetTensor, world_size: int) -> tuple[Entry, list[int]]:
     chunks, offsets = [], []
     for rank, box in enumerate(boxes(item.tensor.shape, world_size)):
         place, byte_offset = files.add_chunk(rank, item.tensor.dtype, box.size)
@@ -86,7 +86,7 @@ def cut(files: Files, item: Wanted, world_size: int) -> tuple[Entry, list[int]]:
         offsets.append(byte_offset)
     tensor = item.tensor
     return Entry(
-        key=dotted(item.path), path=item.path, shape=tensor.shape, dtype=tensor.dtype, chunks=tuple(chunks)
+        key=flat_name(item.path), path=item.path, shape=tensor.shape, dtype=tensor.dtype, chunks=tuple(chunks)
     ), offsets
 
 
@@ -102,22 +102,22 @@ def boxes(shape: tuple[int, ...], world_size: int) -> Iterator[Box]:
 def pickled(entries: Sequence[Entry]) -> bytes:
     """`.metadata`, record by record."""
     emitter = Emitter()
-    emitter.value(Global(MODULE, "Metadata"))
+    emitter.emit_value(Global(MODULE, "Metadata"))
     emitter.parts.append(b")\x81}(")
-    emitter.text("state_dict_metadata")
+    emitter.emit_text("state_dict_metadata")
     pairs(emitter, [lambda entry=entry: describe(emitter, entry) for entry in entries])
-    emitter.text("planner_data")
-    emitter.value({entry.key: tuple(entry.path) for entry in entries})
-    emitter.text("storage_data")
+    emitter.emit_text("planner_data")
+    emitter.emit_value({entry.key: tuple(entry.path) for entry in entries})
+    emitter.emit_text("storage_data")
     every = [(entry, at) for entry in entries for at in range(len(entry.chunks))]
     pairs(emitter, [lambda item=item: store(emitter, *item) for item in every])
-    emitter.text("storage_meta")
+    emitter.emit_text("storage_meta")
     meta = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
-    emitter.value(Inert("new", Global(MODULE, "StorageMeta"), (), meta))
-    emitter.text("version")
-    emitter.text("1.0.0")
+    emitter.emit_value(Inert("new", Global(MODULE, "StorageMeta"), (), meta))
+    emitter.emit_text("version")
+    emitter.emit_text("1.0.0")
     emitter.parts.append(b"ub")
-    return emitter.pickled()
+    return emitter.join_bytes()
 
 
 def pairs(emitter: Emitter, writes: Sequence[Any], opcodes: tuple[bytes, bytes] = (b"}(", b"u")) -> None:
@@ -130,30 +130,30 @@ def pairs(emitter: Emitter, writes: Sequence[Any], opcodes: tuple[bytes, bytes] 
 
 
 def describe(emitter: Emitter, entry: Entry) -> None:
-    emitter.text(entry.key)
+    emitter.emit_text(entry.key)
     if entry.shape is None:
-        emitter.value(Inert("new", Global(MODULE, "BytesStorageMetadata"), ()))
+        emitter.emit_value(Inert("new", Global(MODULE, "BytesStorageMetadata"), ()))
         return
-    emitter.value(Global(MODULE, "TensorStorageMetadata"))
+    emitter.emit_value(Global(MODULE, "TensorStorageMetadata"))
     emitter.parts.append(b")\x81}(")
-    emitter.text("properties")
+    emitter.emit_text("properties")
     state = (Global("torch", entry.dtype), STRIDED, False, CONTIGUOUS, False)
-    emitter.value(Inert("new", Global(MODULE, "TensorProperties"), (), state))
-    emitter.text("size")
-    emitter.value(Size(entry.shape))
-    emitter.text("chunks")
+    emitter.emit_value(Inert("new", Global(MODULE, "TensorProperties"), (), state))
+    emitter.emit_text("size")
+    emitter.emit_value(Size(entry.shape))
+    emitter.emit_text("chunks")
     pairs(emitter, [lambda box=box: chunk(emitter, box) for box, _ in entry.chunks], (b"](", b"e"))
     emitter.parts.append(b"ub")
 
 
 def chunk(emitter: Emitter, box: Box) -> None:
     if CHUNK not in emitter.memo:
-        emitter.value(Inert("new", CHUNK, (), {"offsets": Size(box.offset), "sizes": Size(box.size)}))
+        emitter.emit_value(Inert("new", CHUNK, (), {"offsets": Size(box.offset), "sizes": Size(box.size)}))
         return
     add = emitter.parts.append
-    add(emitter.reference(CHUNK) + b")\x81}(")
+    add(emitter.encode_reference(CHUNK) + b")\x81}(")
     for name, values in (("offsets", box.offset), ("sizes", box.size)):
-        add(emitter.reference(("text", name)) + size(emitter, values))
+        add(emitter.encode_reference(("text", name)) + size(emitter, values))
     add(b"ub")
 
 
@@ -161,16 +161,16 @@ def store(emitter: Emitter, entry: Entry, at: int) -> None:
     box, place = entry.chunks[at]
     if box is None or not {INDEX, INFO, SIZE} <= emitter.memo.keys():
         index: dict[str, Any] = {"fqn": entry.key, "index": None}
-        emitter.value(Inert("new", INDEX, (), index if box is None else index | at_offset(at, box)))
+        emitter.emit_value(Inert("new", INDEX, (), index if box is None else index | at_offset(at, box)))
         info = {"relative_path": place.file, "offset": place.offset, "length": place.length}
-        emitter.value(Inert("new", INFO, (), info))
+        emitter.emit_value(Inert("new", INFO, (), info))
         return
-    add, text = emitter.parts.append, lambda name: emitter.reference(("text", name))
-    add(emitter.reference(INDEX) + b")\x81}(" + text("fqn") + text(entry.key))
-    add(text("index") + integer(at) + text("offset") + size(emitter, box.offset) + b"ub")
-    add(emitter.reference(INFO) + b")\x81}(" + text("relative_path"))
-    emitter.text(place.file)
-    add(text("offset") + integer(place.offset) + text("length") + integer(place.length) + b"ub")
+    add, text = emitter.parts.append, lambda name: emitter.encode_reference(("text", name))
+    add(emitter.encode_reference(INDEX) + b")\x81}(" + text("fqn") + text(entry.key))
+    add(text("index") + encode_integer(at) + text("offset") + size(emitter, box.offset) + b"ub")
+    add(emitter.encode_reference(INFO) + b")\x81}(" + text("relative_path"))
+    emitter.emit_text(place.file)
+    add(text("offset") + encode_integer(place.offset) + text("length") + encode_integer(place.length) + b"ub")
 
 
 def at_offset(at: int, box: Box) -> dict[str, Any]:
@@ -178,6 +178,6 @@ def at_offset(at: int, box: Box) -> dict[str, Any]:
 
 
 def size(emitter: Emitter, sizes: Sequence[int]) -> bytes:
-    content = b"".join(map(integer, sizes))
+    content = b"".join(map(encode_integer, sizes))
     closed = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(sizes), b"t")
-    return emitter.reference(SIZE) + (b"(" if len(sizes) > 3 else b"") + content + closed + b"\x85R"
+    return emitter.encode_reference(SIZE) + (b"(" if len(sizes) > 3 else b"") + content + closed + b"\x85R"

@@ -198,11 +198,11 @@ def regular(num_tensors: int, num_ranks: int):
 
 def test_all_but_the_first_records_of_their_kind_are_columns():
     data = dumped(regular(40, 50), 4, 1000)
-    found, has_runs = load_columns(data, persistent_load=str, rebuild=machine.rebuild_containers, path="metadata")
+    found, has_batches = load_columns(data, persistent_load=str, rebuild=machine.rebuild_containers, path="metadata")
     state = found.state
-    assert has_runs
-    assert sum(run.count for run in state["storage_data"].runs) > 1950
-    assert len(state["storage_data"]) + sum(run.count for run in state["storage_data"].runs) == 2000
+    assert has_batches
+    assert sum(batch.count for batch in state["storage_data"].batches) > 1950
+    assert len(state["storage_data"]) + sum(batch.count for batch in state["storage_data"].batches) == 2000
     assert len(same_both_ways(data)) == 40
 
 

@@ -12,9 +12,9 @@ from reshard.formats.base import Request
 from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import Entry, Place
 from reshard.formats.dcp.writing import records
-from reshard.formats.dcp.writing.metadata_file import metadata_file
+from reshard.formats.dcp.writing.metadata_file import build_metadata_file
 from reshard.formats.pt import blocks
-from reshard.formats.pt.emit import Emitter, integer
+from reshard.formats.pt.emit import Emitter, encode_integer
 from reshard.tensors.geometry import Box, whole
 from reshard.tensors.layout import Index, LogicalTensor, ParamGroup, SourceFile, TargetFile, TensorKey
 from reshard.tensors.shard_table import ShardTableBuilder
@@ -117,7 +117,7 @@ def test_metadata_of_any_chunks_is_written_as_one_by_one(tensors, known):
             for first, rank, start, length in found
         )
         entries.append(Entry(key=f"w.{at}", path=("w", at), shape=(1 << 41,) * ndim, dtype="int8", chunks=chunks))
-    assert fixed(metadata_file(entries)) == dcp_one_by_one.pickled(entries)
+    assert fixed(build_metadata_file(entries)) == dcp_one_by_one.pickled(entries)
 
 
 EDGES = [(1 << bits) + step for bits in range(7, 62) for step in (-1, 0, 1)]
@@ -126,12 +126,12 @@ EDGES = [(1 << bits) + step for bits in range(7, 62) for step in (-1, 0, 1)]
 @given(values=st.lists(st.one_of(st.sampled_from([0, *EDGES]), st.integers(0, (1 << 63) - 1)), min_size=1))
 @example(values=EDGES)
 def test_integers_in_columns_are_the_opcodes_of_each(values):
-    block = blocks.integers(np.array(values, dtype=np.int64))
-    assert blocks.joined([block], len(values)) == b"".join(map(integer, values))
+    block = blocks.integer_block(np.array(values, dtype=np.int64))
+    assert blocks.join_blocks([block], len(values)) == b"".join(map(encode_integer, values))
 
 
 def test_references_in_columns_are_the_opcodes_of_each():
     emitter, numbers = Emitter(), [0, 255, 256, 65_536, 1 << 24]
     emitter.memo = {number: number for number in numbers}
-    block = blocks.references(np.array(numbers))
-    assert blocks.joined([block], len(numbers)) == b"".join(map(emitter.reference, numbers))
+    block = blocks.reference_block(np.array(numbers))
+    assert blocks.join_blocks([block], len(numbers)) == b"".join(map(emitter.encode_reference, numbers))

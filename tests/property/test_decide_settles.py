@@ -92,7 +92,7 @@ def test_a_decision_that_does_not_settle_is_told_and_changes_nothing(monkeypatch
         del context
         return dataclasses.replace(status, attempt=next(numbers))
 
-    monkeypatch.setattr(module, "_step", restless)
+    monkeypatch.setattr(module, "_take_step", restless)
     before = dataclasses.replace(settled(), job_uids=("j1",))
     decisions: list[Decision] = [look(before), look(before)]
     for decision in decisions:

@@ -53,7 +53,7 @@ def test_pieces_of_all_ranks_tile_the_tensor(case):
     covered = np.zeros(param.shape, int)
     for rank in range(tp):
         shard = np.zeros(param.rule.shard_shape("p", param.shape, tp, rank), int)
-        for local, whole, size in param.rule.pieces(param.shape, tp, rank):
+        for local, whole, size in param.rule.box_pairs(param.shape, tp, rank):
             shard[tuple(slice(low, low + n) for low, n in zip(local, size, strict=True))] += 1
             covered[tuple(slice(low, low + n) for low, n in zip(whole, size, strict=True))] += 1
         assert (shard == 1).all()
@@ -86,12 +86,12 @@ def test_momentum_of_whole_parameters_is_at_every_rank_that_has_a_part(counts, d
     copies = [0] * len(counts)
     for rank in range(dp):
         end = 0
-        for span, part in zip(muon.whole_spans(group, rank), group.spans(rank), strict=True):
+        for span, part in zip(muon.locate_momentum(group, rank), group.spans(rank), strict=True):
             assert (span.index, span.start, span.stop, span.offset) == (part.index, 0, counts[part.index], end)
-            assert muon.nth_copy(group, rank, span.index) == copies[span.index]
+            assert muon.count_earlier_copies(group, rank, span.index) == copies[span.index]
             copies[span.index] += 1
             end += span.stop
-        assert muon.num_whole(group, rank) == end
+        assert muon.count_momentum(group, rank) == end
     assert [found > 0 for found in copies] == [count > 0 for count in counts]
 
 
@@ -137,7 +137,7 @@ def test_rows_lead_to_the_bytes_of_the_right_elements(case, dp):
     for rank in range(tp):
         shape = param.rule.shard_shape("p", param.shape, tp, rank)
         shard = np.zeros(shape, np.float32)
-        for local, whole, size in param.rule.pieces(param.shape, tp, rank):
+        for local, whole, size in param.rule.box_pairs(param.shape, tp, rank):
             inside = tuple(slice(low, low + n) for low, n in zip(local, size, strict=True))
             shard[inside] = truth[tuple(slice(low, low + n) for low, n in zip(whole, size, strict=True))]
         group = flat.FlatGroup(num_elements=(shard.size,), dp=dp)
@@ -182,7 +182,9 @@ def test_rule_follows_from_the_shapes_of_the_shards(case):
         return  # no elements to tell the runs by
     found, shape = resolved(rule, shards)
     assert shape == whole
-    assert [found.pieces(whole, tp, rank) for rank in range(tp)] == [rule.pieces(whole, tp, rank) for rank in range(tp)]
+    assert [found.box_pairs(whole, tp, rank) for rank in range(tp)] == [
+        rule.box_pairs(whole, tp, rank) for rank in range(tp)
+    ]
 
 
 @given(

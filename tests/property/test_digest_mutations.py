@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checksums import crc
-from reshard.checksums.digest import box_term, finished
+from reshard.checksums.digest import digest_term, finish_digest
 from reshard.tensors import cast
 from reshard.tensors.geometry import Box, flat_interval_to_boxes, tiles, whole
 
@@ -23,8 +23,8 @@ FACTORS = (3, 5, 17, 257, 65537)
 def digest_of(full: np.ndarray, boxes: list[Box] | None = None) -> int:
     term = 0
     for box in [whole(full.shape)] if boxes is None else boxes:
-        term ^= box_term(of(full, box), box, full.shape)
-    return finished(term, full.nbytes)
+        term ^= digest_term(of(full, box), box, full.shape)
+    return finish_digest(term, full.nbytes)
 
 
 def of(full: np.ndarray, box: Box) -> np.ndarray:
@@ -90,7 +90,7 @@ def test_long_and_short_runs_far_apart_have_their_place(
 def test_a_checksum_that_is_known_gives_the_same_term(full: np.ndarray) -> None:
     box = whole(full.shape)
     known = zlib.crc32(full.tobytes())
-    assert box_term(full, box, full.shape, known_crc32=known) == box_term(full, box, full.shape)
+    assert digest_term(full, box, full.shape, known_crc32=known) == digest_term(full, box, full.shape)
 
 
 def test_parts_of_a_tensor_of_terabytes_have_their_place():
@@ -98,12 +98,14 @@ def test_parts_of_a_tensor_of_terabytes_have_their_place():
     shape, ones = (1 << 20, 1 << 21), np.ones(1, dtype=np.uint32)
     term = 0
     for row, column in ((3, 5), (3 + (1 << 19), 5)):
-        term ^= box_term(ones, Box((row, column), (1, 1)), shape)
+        term ^= digest_term(ones, Box((row, column), (1, 1)), shape)
     num_bytes = 4 << 41
     between, behind = 4 << 40, num_bytes - 4 * ((3 + (1 << 19)) * (1 << 21) + 6)
-    first = crc.combine(crc.zeros(4 * (3 * (1 << 21) + 5)), zlib.crc32(ones.tobytes()), 4)
-    second = crc.combine(crc.combine(first, crc.zeros(between - 4), between - 4), zlib.crc32(ones.tobytes()), 4)
-    assert finished(term, num_bytes) == crc.combine(second, crc.zeros(behind), behind)
+    first = crc.combine(crc.crc32_of_zeros(4 * (3 * (1 << 21) + 5)), zlib.crc32(ones.tobytes()), 4)
+    second = crc.combine(
+        crc.combine(first, crc.crc32_of_zeros(between - 4), between - 4), zlib.crc32(ones.tobytes()), 4
+    )
+    assert finish_digest(term, num_bytes) == crc.combine(second, crc.crc32_of_zeros(behind), behind)
 
 
 @given(tensors(), st.data())
@@ -170,7 +172,7 @@ def test_hundred_thousand_random_damages_of_several_elements_are_caught():
     chance = np.random.default_rng(3)
     shape = (1024,)
     bits = [
-        [box_term(np.array([1 << bit], dtype=np.uint32), Box((at,), (1,)), shape) for bit in range(32)]
+        [digest_term(np.array([1 << bit], dtype=np.uint32), Box((at,), (1,)), shape) for bit in range(32)]
         for at in range(64)
     ]
     table = np.array(bits, dtype=np.uint64)

@@ -34,8 +34,8 @@ class CountingWorld(World):
         super().operate(crash_after)
         if before != self.status:
             for sample in increments(from_wire(Status, before), from_wire(Status, self.status)):
-                self.counted[sample.family.name] += int(sample.value)
-                self.observed[sample.family.name] += 1
+                self.counted[sample.definition.name] += int(sample.value)
+                self.observed[sample.definition.name] += 1
 
     def total(self, family: MetricDefinition) -> int:
         table = self.observed if family.type == definitions.Type.HISTOGRAM else self.counted

@@ -129,8 +129,8 @@ def test_any_cut_becomes_any_other_cut_reading_and_writing_each_byte_once(
 ) -> None:
     copies, threads, band = limits
     monkeypatch.setattr(SourceReader, "may_map", mapped)
-    monkeypatch.setattr(tile, "_BAND_BYTES", band)
-    monkeypatch.setattr(tile, "_SMALLEST_PART_BYTES", 0)
+    monkeypatch.setattr(tile, "_SLICE_BYTES", band)
+    monkeypatch.setattr(tile, "_SMALLEST_BOX_BYTES", 0)
     shape, dtype, source_ranks, target_ranks = case
     full = elements(shape, dtype)
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
@@ -156,7 +156,7 @@ def test_a_run_is_a_box_of_consecutive_elements(shape: tuple[int, ...], data: st
     ends = [sorted(data.draw(st.sets(st.integers(0, size), min_size=2, max_size=2))) for size in shape]
     box = Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
     inside = flat[slices(box)].reshape(-1)
-    assert box.is_run(shape) == (inside[-1] - inside[0] + 1 == len(inside))
+    assert box.is_consecutive(shape) == (inside[-1] - inside[0] + 1 == len(inside))
 
 
 @given(shapes, st.integers(1, 40))
@@ -234,14 +234,14 @@ def test_elements_in_each_others_places_are_never_published(conversion, monkeypa
     module = tile
 
     index, layout, target = conversion
-    scatter = module.touching
+    scatter = module.find_touching
 
     def misplace(shards, rows, tile):
         """Bring the first target box the bytes of the box one row further down."""
         for row, part in scatter(shards, rows, tile):
             yield row, part.shift((1, 0)) if shards is layout.shards and part.size[0] == 10 else part
 
-    monkeypatch.setattr(module, "touching", misplace)
+    monkeypatch.setattr(module, "find_touching", misplace)
     with pytest.raises(VerificationError, match="fp32/w, copy 0: source"):
         execute(make_plan(index, layout), target)
 

@@ -127,7 +127,7 @@ def test_a_family_stands_for_its_boxes(shapes_: list[tuple[int, ...]], ranks: in
     by_file = boxes.bytes_by_file(np.full(len(boxes), 4), len(sizes))
     assert table.bytes_by_file(item, len(sizes)).tolist() == by_file.tolist()
     for number, shape in enumerate(shapes_):
-        each = list(table.each(np.array([number]), len(shape)))
+        each = list(table.iterate_boxes(np.array([number]), len(shape)))
         assert [row.box for row in each] == [row[2] for row in found if row[0] == number]
 
 
@@ -138,8 +138,8 @@ def test_a_region_touches_the_same_boxes(shape: tuple[int, ...], ranks: int, dat
     size = [data.draw(st.integers(1, length - at)) for length, at in zip(shape, low, strict=True)]
     region = Box(tuple(low), tuple(size))
     rows, boxes = np.arange(len(table)), table.boxes()
-    expected = list(boxes.within(np.arange(len(boxes)), region))
-    assert list(table.within(rows, region)) == expected
+    expected = list(boxes.boxes_touching(np.arange(len(boxes)), region))
+    assert list(table.boxes_touching(rows, region)) == expected
     assert [row for row in rows_of(boxes, [shape]) if row[2].intersect(region)] == [tuple(row) for row in expected]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reshard.planning.check import check_plan
 from reshard.planning.plan import Plan
 from reshard.tensors.geometry import Box, strides_of
-from reshard.virtual.restrict import of_files, restrict
+from reshard.virtual.restrict import restrict, select_files
 from tests.boxes import in_boxes
 from tests.property.test_shard_families import plan_of, shape_lists
 
@@ -22,7 +22,7 @@ def origins(plan: Plan) -> dict[tuple[str, int], tuple[str, int]]:
     for held, (shards, files), tensors in zip(places, sides, (plan.index.tensors, plan.target_tensors), strict=True):
         for at in range(len(shards)):
             tensor = tensors[int(shards.tensor[at])]
-            for row in shards.each(np.array([at]), len(tensor.shape)):
+            for row in shards.iterate_boxes(np.array([at]), len(tensor.shape)):
                 for element, byte in elements(row.box, row.strides, tensor.shape, tensor.item_bytes):
                     where = (files[row.file].path, row.byte_offset + byte)
                     held.setdefault((row.tensor, element), []).append(where)
@@ -64,7 +64,7 @@ def test_the_rows_of_some_files_are_the_boxes_that_lie_in_them(shapes, ranks, da
     boxes = table.boxes()
     kept = boxes.take(np.flatnonzero(np.isin(boxes.file, files)))
     kept = dataclasses.replace(kept, file=np.searchsorted(files, kept.file))
-    assert rows(of_files(table, files).boxes()) == rows(kept)
+    assert rows(select_files(table, files).boxes()) == rows(kept)
 
 
 def rows(table):

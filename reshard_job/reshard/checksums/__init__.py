@@ -1,4 +1,4 @@
-"""CRC-32 of byte ranges, digests of logical tensors, and the checksum a small file states of itself.
+"""CRC-32 of byte ranges, digests of logical tensors, and the checksum that a small file states of itself.
 
 Imports `errors` and `tensors`; imported by storage, commits and execution.
 """

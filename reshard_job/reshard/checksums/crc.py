@@ -1,7 +1,7 @@
-"""CRC-32 (that of zip and zlib) of ranges, from the CRC-32 of their parts in any order.
+"""CRC-32 (that of zip and zlib) of ranges, computed from the CRC-32 of smaller ranges in any order.
 
-CRC-32 is linear over GF(2): the checksum of a concatenation follows from the parts' checksums and the second part's
-length. ISA-L computes both five times as fast as zlib.
+CRC-32 is linear over GF(2): the checksum of A + B follows from the checksums of A and B and the length of B. ISA-L
+computes both five times as fast as zlib.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from isal import isal_zlib
 
 crc32 = isal_zlib.crc32
-"""Of a buffer of bytes."""
+"""CRC-32 of a buffer of bytes."""
 
 
-class Piece(NamedTuple):
-    """A range of a file and its checksum.
+class CrcRange(NamedTuple):
+    """A range of a file and the CRC-32 of its content.
 
     Attributes:
         start: first byte.
@@ -32,13 +32,13 @@ class Piece(NamedTuple):
 
 
 def combine(first: int, second: int, second_num_bytes: int) -> int:
-    """CRC-32 of A + B from those of A and B and B's length."""
+    """Compute the CRC-32 of A + B from the CRC-32 of A, the CRC-32 of B and the length of B."""
     return isal_zlib.crc32_combine(first, second, second_num_bytes)
 
 
 @functools.lru_cache(maxsize=4096)
-def zeros(num_bytes: int) -> int:
-    """CRC-32 of `num_bytes` zero bytes."""
+def crc32_of_zeros(num_bytes: int) -> int:
+    """Compute the CRC-32 of `num_bytes` zero bytes."""
     value, done = 0, 0
     for bit in range(num_bytes.bit_length()):
         if num_bytes >> bit & 1:
@@ -48,64 +48,67 @@ def zeros(num_bytes: int) -> int:
 
 @functools.cache
 def _zeros_of_power(bit: int) -> int:
-    """CRC-32 of 2^bit zero bytes."""
+    """Compute the CRC-32 of 2^bit zero bytes."""
     if bit == 0:
         return crc32(b"\0")
     half = _zeros_of_power(bit - 1)
     return combine(half, half, 1 << (bit - 1))
 
 
-def assemble(pieces: Iterable[tuple[int, int, int]], *, start: int, num_bytes: int) -> int:
-    """CRC-32 of a range from (position, length, crc) of disjoint pieces inside it; what no piece covers is zero."""
+def assemble(ranges: Iterable[tuple[int, int, int]], *, start: int, num_bytes: int) -> int:
+    """Compute the CRC-32 of a range from (position, length, crc32) of disjoint ranges inside it.
+
+    Bytes that none of the ranges covers are zero.
+    """
     value, position = 0, start
-    for offset, length, piece in sorted(pieces):
+    for offset, length, range_crc32 in sorted(ranges):
         if offset > position:
-            value = combine(value, zeros(offset - position), offset - position)
-        value = combine(value, piece, length)
+            value = combine(value, crc32_of_zeros(offset - position), offset - position)
+        value = combine(value, range_crc32, length)
         position = offset + length
     rest = start + num_bytes - position
-    return combine(value, zeros(rest), rest) if rest else value
+    return combine(value, crc32_of_zeros(rest), rest) if rest else value
 
 
-def join(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same ranges, with neighbours joined; pieces that are given twice count once."""
-    joined: list[Piece] = []
-    for piece in sorted(set(pieces)):
+def join(ranges: Iterable[CrcRange]) -> list[CrcRange]:
+    """Join ranges that follow each other; a range that is given twice counts once."""
+    joined: list[CrcRange] = []
+    for crc_range in sorted(set(ranges)):
         last = joined[-1] if joined else None
-        if last is not None and last.start + last.num_bytes == piece.start:
-            value = combine(last.crc32, piece.crc32, piece.num_bytes)
-            joined[-1] = Piece(last.start, last.num_bytes + piece.num_bytes, value)
+        if last is not None and last.start + last.num_bytes == crc_range.start:
+            value = combine(last.crc32, crc_range.crc32, crc_range.num_bytes)
+            joined[-1] = CrcRange(last.start, last.num_bytes + crc_range.num_bytes, value)
         else:
-            joined.append(piece)
+            joined.append(crc_range)
     return joined
 
 
-def starting_in(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
-    """Those of the sorted pieces that start in start:end."""
-    first = bisect.bisect_left(pieces, start, key=lambda piece: piece.start)
-    return list(pieces[first : bisect.bisect_left(pieces, end, key=lambda piece: piece.start)])
+def select_starting_in(ranges: Sequence[CrcRange], start: int, end: int) -> list[CrcRange]:
+    """Return those of the sorted ranges that start in start:end."""
+    first = bisect.bisect_left(ranges, start, key=lambda crc_range: crc_range.start)
+    return list(ranges[first : bisect.bisect_left(ranges, end, key=lambda crc_range: crc_range.start)])
 
 
-def disjoint(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Sorted pieces that do not overlap, and the others."""
-    taken: list[Piece] = []
-    doubled: list[Piece] = []
+def separate_overlaps(ranges: Iterable[CrcRange]) -> tuple[list[CrcRange], list[CrcRange]]:
+    """Split sorted ranges into ranges that do not overlap each other, and the remaining ones."""
+    disjoint: list[CrcRange] = []
+    overlapping: list[CrcRange] = []
     position = 0
-    for piece in pieces:
-        (taken if piece.start >= position else doubled).append(piece)
-        position = max(position, taken[-1].start + taken[-1].num_bytes)
-    return taken, doubled
+    for crc_range in ranges:
+        (disjoint if crc_range.start >= position else overlapping).append(crc_range)
+        position = max(position, disjoint[-1].start + disjoint[-1].num_bytes)
+    return disjoint, overlapping
 
 
-def gaps(pieces: Sequence[Piece], start: int, end: int) -> list[tuple[int, int]] | None:
-    """(position, length) of what sorted pieces leave out of start:end; None if pieces overlap."""
-    left_out, position = [], start
-    for piece in pieces:
-        if piece.start < position:
+def find_gaps(ranges: Sequence[CrcRange], start: int, end: int) -> list[tuple[int, int]] | None:
+    """Return (position, length) of the gaps that sorted ranges leave in start:end; None if ranges overlap."""
+    gaps, position = [], start
+    for crc_range in ranges:
+        if crc_range.start < position:
             return None
-        if piece.start > position:
-            left_out.append((position, piece.start - position))
-        position = piece.start + piece.num_bytes
+        if crc_range.start > position:
+            gaps.append((position, crc_range.start - position))
+        position = crc_range.start + crc_range.num_bytes
     if position < end:
-        left_out.append((position, end - position))
-    return left_out
+        gaps.append((position, end - position))
+    return gaps

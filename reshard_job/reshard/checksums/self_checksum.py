@@ -1,6 +1,7 @@
-"""The checksum that COMMIT.json states of itself, so that one flipped bit anywhere in it is noticed.
+"""The checksum that COMMIT.json states of itself, so that one flipped bit anywhere in it is detected.
 
-The marker protects all other files and nothing protects the marker but this. docs/checkpoint-format.md is normative.
+COMMIT.json protects all other files of a checkpoint; this checksum protects COMMIT.json. docs/checkpoint-format.md is
+normative.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ _STATED = re.compile(r"crc32:[0-9a-f]{8}")
 
 
 def with_self_checksum(value: Mapping[str, Any]) -> bytes:
-    """A JSON object as the bytes of a file, with its checksum among the fields."""
+    """Encode a JSON object as the bytes of a file, with the checksum of these bytes among its fields."""
     blank = (json.dumps({**value, FIELD: _BLANK}, indent=1, sort_keys=True) + "\n").encode()
-    line = f'\n "{FIELD}": "'.encode()  # an indent of 1 is that of the object's own fields; strings hold no line breaks
+    line = (
+        f'\n "{FIELD}": "'.encode()
+    )  # only the object's own fields have an indent of 1, and strings hold no line breaks
     stated = f"{_PREFIX}{zlib.crc32(blank):08x}"
     return blank.replace(line + _BLANK.encode(), line + stated.encode())
 
 
 def check_self_checksum(content: bytes, value: Mapping[str, Any]) -> None:
-    """Hold the bytes of a file against the checksum among its fields; older writers state none.
+    """Compare the bytes of a file with the checksum among its fields; files of older writers have no such field.
 
     Raises:
-        ValueError: they differ, or the checksum is not where it belongs.
+        ValueError: they differ, or the checksum is in another field.
     """
     astray = [key for key, item in value.items() if key != FIELD and str(item).startswith(_PREFIX)]
-    if astray:  # a damaged name of the field would otherwise pass for an older writer's file
+    if astray:  # if the field's name is damaged, the file would otherwise look like one of an older writer
         raise ValueError(f"a checksum is called {astray[0]!r:.40}, expected {FIELD}: damaged")
     if FIELD not in value:
         return

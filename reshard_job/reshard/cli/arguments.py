@@ -1,4 +1,4 @@
-"""What the values on a command line mean. All of them are judged before anything is opened."""
+"""Parse and check the values on a command line, before anything is opened."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ SMALLEST_MEMORY_BYTES = 1 << 20
 _LONGEST_NUMBER = 40
 _FOLDERS = {"path": "the path", "source": "the source", "target": "the target", "first": "A", "second": "B"}
 _FILES = ("like", "names", "patterns", "report", "svg")
-_OF_FILES = ("resume", "reread", "worker", "limit_rate", "no_sync")
-_OF_A_TARGET = ("dtype", "like", "file_size")
+_ONLY_FILES = ("resume", "reread", "worker", "limit_rate", "no_sync")
+_ONLY_WITH_TARGET = ("dtype", "like", "file_size")
 
 
 def check(options: argparse.Namespace) -> None:
     """Refuse what can be refused without looking at a checkpoint.
 
     Raises:
-        UsageError: a value that no checkpoint could make sense of, or an option that would do nothing.
+        UsageError: a value is wrong for every checkpoint, or an option would do nothing.
     """
     for name, what in _FOLDERS.items():
         if getattr(options, name, None) == "":
             raise UsageError(f"{what} is an empty string: name a folder")
     for name in (*_FOLDERS, *_FILES):
         check_path(getattr(options, name, None) or ".")
-    states(getattr(options, "states", ""))
+    parse_states(getattr(options, "states", ""))
     if options.verb in ("plan", "run", "explain"):
         _check_conversion(options)
     if options.verb in ("plan", "run"):
@@ -46,42 +46,42 @@ def check(options: argparse.Namespace) -> None:
 
 
 def _check_conversion(options: argparse.Namespace) -> None:
-    topology(options.to)
+    parse_topology(options.to)
     if options.format and options.format not in FORMATS:
         raise UsageError(f"--format {options.format}: expected one of {known_formats()}")
     if options.dtype is not None and options.dtype not in FLOATS:
         raise UsageError(f"--dtype {options.dtype}: expected one of {', '.join(FLOATS)}")
-    size("--file-size", options.file_size)
+    parse_size("--file-size", options.file_size)
     if options.to or options.format:
         return
     if options.verb != "explain":
         raise UsageError("say what the target shall be: --to TOPOLOGY, --format NAME or both")
-    _refuse_idle(options, _OF_A_TARGET, "without a target (--to, --format) it does nothing")
+    _refuse_idle(options, _ONLY_WITH_TARGET, "without a target (--to, --format) it does nothing")
 
 
 def _check_resources(options: argparse.Namespace) -> None:
     if not 0 <= options.threads <= MOST_THREADS:
         raise UsageError(f"--threads {options.threads}: expected 1 to {MOST_THREADS}, or 0 for the default")
     if options.memory != "auto":
-        memory_bytes(options.memory)
+        parse_memory_bytes(options.memory)
     if parse_loader(options.loader) is not None and options.mode != "auto":
         raise UsageError(f"--loader: only --mode auto asks for it, not {options.mode}", hint="leave it out")
     if options.target is not None:
-        new_folder(options.target)
+        parse_target(options.target)
 
 
 def _check_run(options: argparse.Namespace) -> None:
-    worker(options.worker)
-    size("--limit-rate", options.limit_rate)
+    parse_worker(options.worker)
+    parse_size("--limit-rate", options.limit_rate)
     if not 0 <= options.attempt <= MOST_ATTEMPTS:
         raise UsageError(f"--attempt {options.attempt}: expected 0 or more, at most {MOST_ATTEMPTS}")
     if options.mode == "virtual":
-        _refuse_idle(options, _OF_FILES, "--mode virtual moves no bytes, so it does nothing")
+        _refuse_idle(options, _ONLY_FILES, "--mode virtual moves no bytes, so it does nothing")
         if options.latest:
             raise UsageError("--latest: DeepSpeed does not load what --mode virtual writes", hint="leave it out")
     if options.loader is not None:
         _refuse_idle(
-            options, (*_OF_FILES, "latest"), "with --loader a manifest may be written, which knows nothing of it"
+            options, (*_ONLY_FILES, "latest"), "with --loader a manifest may be written, which knows nothing of it"
         )
     if options.latest and options.format:
         check_format(options.format)
@@ -93,37 +93,37 @@ def _refuse_idle(options: argparse.Namespace, names: tuple[str, ...], why: str) 
         raise UsageError(f"{', '.join(given)}: {why}", hint="leave it out")
 
 
-def topology(text: str | None) -> Topology | None:
-    """`--to`: degrees, or None where it is left out (an empty one names none).
+def parse_topology(text: str | None) -> Topology | None:
+    """Parse `--to`: degrees, or None if the option is left out. An empty text stands for degrees of 1.
 
     Raises:
-        UsageError: impossible, or not understood.
+        UsageError: the topology is impossible, or the text has another form.
     """
     return None if text is None else Topology.parse(text)
 
 
-def states(text: str) -> tuple[str, ...]:
-    """`--states A,B`; empty for all.
+def parse_states(text: str) -> tuple[str, ...]:
+    """Parse `--states A,B`; empty for all states.
 
     Raises:
-        UsageError: an empty name, or that of a tensor.
+        UsageError: a name is empty, or is that of a tensor.
     """
     if not text:
         return ()
-    found = tuple(part.strip() for part in text.split(","))
-    if any(not state or "/" in state for state in found):
+    names = tuple(part.strip() for part in text.split(","))
+    if any(not state or "/" in state for state in names):
         raise UsageError(
             f"--states {text}: expected names of states with commas between them, for instance weight,fp32,exp_avg",
             hint="reshard inspect lists the states that a checkpoint holds",
         )
-    return found
+    return names
 
 
-def worker(text: str | None) -> tuple[int, int] | None:
-    """`--worker I/N`: number of this worker from 0, and their number.
+def parse_worker(text: str | None) -> tuple[int, int] | None:
+    """Parse `--worker I/N`: the number of this worker, from 0, and how many workers there are.
 
     Raises:
-        UsageError: anything else.
+        UsageError: the text has another form.
     """
     if text is None:
         return None
@@ -134,11 +134,15 @@ def worker(text: str | None) -> tuple[int, int] | None:
     return int(number), int(count)
 
 
-def size(option: str, text: str | None) -> int | None:
-    """A number of bytes of at least 1, or None where the option is left out.
+def parse_size(option: str, text: str | None) -> int | None:
+    """Parse a number of bytes of at least 1; None if the option is left out.
+
+    Args:
+        option: for messages.
+        text: value of the option, or None.
 
     Raises:
-        UsageError: anything else.
+        UsageError: the text has another form.
     """
     if text is None:
         return None
@@ -151,25 +155,25 @@ def size(option: str, text: str | None) -> int | None:
     return value
 
 
-def memory_bytes(text: str) -> int:
-    """`--memory`: bytes for buffers; `auto` for what suits this machine.
+def parse_memory_bytes(text: str) -> int:
+    """Parse `--memory`: bytes for buffers; `auto` chooses them for this machine.
 
     Raises:
-        UsageError: too little, or not understood.
+        UsageError: too little memory, or the text has another form.
     """
     if text == "auto":
         return buffer_bytes()
-    value = size("--memory", text) or 0
+    value = parse_size("--memory", text) or 0
     if value < SMALLEST_MEMORY_BYTES:
         raise UsageError(f"--memory {format_bytes(value)}: at least {format_bytes(SMALLEST_MEMORY_BYTES)} are needed")
     return value
 
 
-def new_folder(text: str) -> Path:
-    """The folder to make.
+def parse_target(text: str) -> Path:
+    """Parse the target: the folder to make.
 
     Raises:
-        UsageError: it would be in an object store.
+        UsageError: the folder would be in an object store.
     """
     path = local(text)
     if path is None:

@@ -1,7 +1,7 @@
 """The command line: `reshard inspect | plan | run | verify | explain`.
 
-Data goes to stdout (`--json` for machines), log and progress to stderr, and the exit code names the class of a failure
-(`reshard.contract.ExitCode`). With `--json`, stdout holds one JSON object whatever happens.
+Data goes to stdout (`--json` for machines), log and progress go to stderr, and the exit code names the class of a
+failure (`reshard.contract.ExitCode`). With `--json`, stdout holds one JSON object, also after a failure.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from reshard.cli.arguments import check
-from reshard.cli.commands import VERBS, check_report, write_report
+from reshard.cli.commands import VERBS
 from reshard.cli.options import parse
-from reshard.cli.output import open_streams, say, tell
+from reshard.cli.output import check_report, open_streams, write_data, write_log, write_report
 from reshard.cli.render import error_value
 from reshard.contract import ExitCode
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.execution.report import failure_report
 from reshard.formats.pt.trust import trusting
-from reshard.system.exit_signals import handle_exit_signals
+from reshard.system.exit_signals import select_exit_signals
 
 
 def run(words: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     open_streams()
-    options = _before_parsing(words)
+    options = _unparsed_options(words)
     started = time.monotonic()
     try:
         options = parse(words)
-        with _endings_as_interrupt():
+        with _exit_signals_as_interrupt():
             check(options)
             with trusting(options.allow_global):
                 result = VERBS[options.verb](options)
@@ -44,35 +44,35 @@ def run(words: Sequence[str]) -> int:
     except KeyboardInterrupt as error:
         return _failed(options, error, ExitCode.INTERRUPTED, _interrupted(options, error), started)
     except Exception as error:
-        tell(_traceback(error))
+        write_log(_traceback(error))
         return _failed(options, error, ExitCode.INTERNAL, [f"a bug: {type(error).__name__}: {error}"], started)
     try:
-        say(_json(result.value) if options.json else result.lines)
+        write_data(_json(result.value) if options.json else result.lines)
     except TargetError as error:
         done = "; the conversion itself is done" if options.verb == "run" else ""
-        tell([f"reshard: {error}{done}"])
+        write_log([f"reshard: {error}{done}"])
         return int(error.exit_code)
     return int(result.exit_code)
 
 
-def _before_parsing(words: Sequence[str]) -> argparse.Namespace:
-    """What is needed to report a command line that cannot be parsed: a pod's report is all that the operator sees."""
+def _unparsed_options(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options that a report needs: also of a command line that cannot be parsed, the operator needs one."""
     report = next((after for word, after in itertools.pairwise(words) if word == "--report"), None)
     return argparse.Namespace(verb=words[0] if words else "", json="--json" in words, report=report)
 
 
 def _notes(error: BaseException) -> list[str]:
-    """What was said of an error on its way up."""
+    """Return the notes that were added to an error."""
     return list(getattr(error, "__notes__", ()))
 
 
 def _json(value: dict[str, Any]) -> list[str]:
-    """Lines of a JSON text; of what a terminal obeys, `json` leaves DEL as it is."""
+    """Return the lines of a JSON text; `json` escapes all control characters but DEL, which is escaped here."""
     return json.dumps(value, indent=1).replace("\x7f", "\\u007f").split("\n")
 
 
 def _traceback(error: BaseException) -> list[str]:
-    """Lines about an error that nobody foresaw, the cause first; its message is one line, whatever it holds."""
+    """Return lines about an unexpected error, its cause first; a message is one line, whatever it holds."""
     import traceback
 
     cause = error.__cause__ or error.__context__
@@ -92,8 +92,8 @@ def _interrupted(options: argparse.Namespace, error: BaseException) -> list[str]
 def _failed(
     options: argparse.Namespace, error: BaseException, exit_code: ExitCode, lines: list[str], started: float
 ) -> int:
-    """Say why on stderr, in the report, and as JSON."""
-    tell([f"reshard: {lines[0]}", *lines[1:]])
+    """Report an error on stderr, in the report file and as JSON, and return the exit code."""
+    write_log([f"reshard: {lines[0]}", *lines[1:]])
     message = "\n".join(lines)
     value: dict[str, Any] = {"ok": False, "exit_code": int(exit_code)}
     if options.verb == "run":
@@ -105,20 +105,20 @@ def _failed(
         value = json.loads(report.to_json())
     if options.json:
         with contextlib.suppress(TargetError):
-            say(_json({**value, "error": error_value(error, int(exit_code), message)}))
+            write_data(_json({**value, "error": error_value(error, int(exit_code), message)}))
     return int(exit_code)
 
 
 @contextlib.contextmanager
-def _endings_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM and a closed terminal unwind the stack as Ctrl-C does, so that half results are removed."""
+def _exit_signals_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM and a closed terminal unwind the stack as Ctrl-C does, so that unfinished results are removed."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in handle_exit_signals()}
+    old_handlers = {number: signal.signal(number, interrupt) for number in select_exit_signals()}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)

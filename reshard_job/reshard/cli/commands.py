@@ -1,6 +1,6 @@
-"""What each verb of the command line does: options in, a result for machines and for people out.
+"""The verbs of the command line: each takes the parsed options and returns a result for machines and for people.
 
-What only some verbs need is imported by them: a conversion of a small checkpoint takes no longer than imports do.
+A verb imports what only it needs when it runs, so that converting a small checkpoint starts without delay.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 from reshard import api
 from reshard.cli import arguments, render
-from reshard.cli.job_env import claim_target
-from reshard.cli.locate import check_source, check_target, newest, refuse_weights_beside, training_states_beside
-from reshard.cli.output import tell
+from reshard.cli.job_env import claim_checkpoint_root
+from reshard.cli.locate import check_source, check_target, find_newest, find_training_states, refuse_weights_beside
+from reshard.cli.output import check_report, write_log, write_report
 from reshard.cli.progress import ProgressLine
 from reshard.commits.commit import VIRTUAL, read_commit, source_of
-from reshard.commits.staging import Sharing, above
+from reshard.commits.staging import Sharing, nearest_folder
 from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
 from reshard.errors import (
     ReshardError,
@@ -34,24 +34,27 @@ from reshard.errors import (
     VerificationError,
 )
 from reshard.execution.resume import Resumed
-from reshard.execution.verify import digests as read_digests
-from reshard.execution.verify import total, verify_commit
+from reshard.execution.verify import read_digests, total_digest, verify_commit
+from reshard.formats import read_checkpoint
 from reshard.planning.plan import Plan
 from reshard.storage.object_store import location
 from reshard.storage.target_writer import free_bytes, target_errors
+from reshard.target import find_commit_without_source
 from reshard.tensors.layout import Index
 from reshard.tensors.views import keep_tensors
 
 if TYPE_CHECKING:
-    from reshard.cli.estimate import Estimate
+    from reshard.cli.estimate import Estimate, Rates
     from reshard.cli.explain import Explanation
     from reshard.execution.compare import Agreement
     from reshard.virtual.auto_mode import Choice
 
+_MOST_PROBLEMS = 20
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What a verb has found: for machines, for people, and how the process ends."""
+    """What a verb reports: a value for machines, lines for people, and the exit code of the process."""
 
     value: dict[str, Any]
     lines: Sequence[str]
@@ -59,207 +62,253 @@ class Result:
 
 
 def _inspect(options: argparse.Namespace) -> Result:
-    from reshard.cli import inspection
+    from reshard.cli.inspection import inspect
 
     path = location(options.path)
     check_source(path)
-    path, led = _bytes_of(path)
+    path, virtual_note = _resolve_virtual(path)
     patterns = _path(options.patterns)
-    found = inspection.inspect(path, lambda commit: api.read_source(path, commit, patterns), told=patterns is not None)
+    inspection = inspect(
+        path, lambda commit: read_checkpoint(path, commit, patterns), has_patterns=patterns is not None
+    )
     beside = [f"{name} in it holds the state of the training: these are the weights alone"
-              for name in training_states_beside(path)]  # fmt: skip
-    found = dataclasses.replace(found, notes=(*([led] if led else []), *found.notes, *beside))
-    value = {"ok": not found.problems, "exit_code": int(found.exit_code), **render.inspect_value(found)}
-    return Result(value, render.inspect_lines(found, tensors=options.tensors), found.exit_code)
+              for name in find_training_states(path)]  # fmt: skip
+    notes = (*([virtual_note] if virtual_note else []), *inspection.notes, *beside)
+    inspection = dataclasses.replace(inspection, notes=notes)
+    value = {
+        "ok": not inspection.problems,
+        "exit_code": int(inspection.exit_code),
+        **render.inspect_value(inspection),
+    }
+    return Result(value, render.inspect_lines(inspection, tensors=options.tensors), inspection.exit_code)
 
 
-def _bytes_of(path: Path) -> tuple[Path, str]:
-    """Where the bytes of a checkpoint are, and a note if that is elsewhere: a virtual commit leads to its source."""
+def _resolve_virtual(path: Path) -> tuple[Path, str]:
+    """Return the folder that holds a checkpoint's bytes, and a note if that is the source of a virtual commit."""
     try:
         commit = read_commit(path)
     except SourceError:
         return path, ""
     if commit.format != VIRTUAL:
         return path, ""
-    found = source_of(path, commit)
-    return found, f"{path} is a virtual commit for {commit.topology}: this is where its bytes are"
+    return source_of(path, commit), f"{path} is a virtual commit for {commit.topology}: this is where its bytes are"
 
 
 def _plan(options: argparse.Namespace) -> Result:
+    target = None if options.target is None else arguments.parse_target(options.target)
+    conversion = _conversion(options, target)
+    if target is not None:
+        check_target(conversion.source, target)
+    plan = _make_plan(options, conversion)
+    choice = _choose_mode(options, plan)
+    if target is None:
+        value, estimate = _price(options, plan, choice, None, None)
+        return Result({"ok": True, **value}, render.plan_lines(value, estimate))
+    return _plan_for_target(options, conversion, plan, choice)
+
+
+def _plan_for_target(options: argparse.Namespace, conversion: api.Conversion, plan: Plan, choice: Choice) -> Result:
+    """Report a plan and what a run would find at its target."""
     from reshard.cli import preflight
 
-    target = None if options.target is None else arguments.new_folder(options.target)
-    wanted = _conversion(options, target)
-    if target is not None:
-        check_target(wanted.source, target)
-    plan = api.plan_conversion(wanted, memory_bytes=arguments.memory_bytes(options.memory), num_threads=options.threads)
-    mode = _mode(options, plan)
-    refused = None if target is None else preflight.refusal(wanted, plan, mode.mode)
-    value, estimated = _priced(options, plan, mode, target, refused)
-    if target is not None:
-        value["target_free_bytes"] = free_bytes(above(target))
-        value["already_done"] = refused is None and preflight.is_done(wanted, plan, mode.mode)
-        value["refused"] = None if refused is None else render.error_value(refused, refused.exit_code, str(refused))
-    code = ExitCode.OK if refused is None else refused.exit_code
-    told = {"ok": refused is None, **({} if refused is None else {"exit_code": int(code)}), **value}
-    return Result(told, render.plan_lines(value, estimated), code)
+    refusal = preflight.find_refusal(conversion, plan, choice.mode)
+    value, estimate = _price(options, plan, choice, conversion.target, refusal)
+    value["target_free_bytes"] = free_bytes(nearest_folder(conversion.target))
+    value["already_done"] = refusal is None and preflight.is_done(conversion, plan, choice.mode)
+    if refusal is None:
+        value["refused"] = None
+        return Result({"ok": True, **value}, render.plan_lines(value, estimate))
+    code = refusal.exit_code
+    value["refused"] = render.error_value(refusal, code, str(refusal))
+    return Result({"ok": False, "exit_code": int(code), **value}, render.plan_lines(value, estimate), code)
 
 
-def _priced(
-    options: argparse.Namespace, plan: Plan, mode: Choice, target: Path | None, refused: ReshardError | None
+def _price(
+    options: argparse.Namespace, plan: Plan, choice: Choice, target: Path | None, refusal: ReshardError | None
 ) -> tuple[dict[str, Any], Estimate]:
-    """A plan's facts, and what it costs here."""
+    """Return a plan's facts and an estimate of its time on this machine."""
     from reshard.cli import estimate
-    from reshard.virtual import conversion
+    from reshard.virtual.conversion import manifest_files
 
-    rates = estimate.assumed(plan) if options.no_measure else estimate.measure(plan, None if refused else target)
-    if refused is not None and not options.no_measure:
-        nowhere = dataclasses.replace(rates.write, detail="nothing was written where the target is refused")
-        rates = dataclasses.replace(rates, write=nowhere)
-    chosen = (mode.mode, mode.reason)
-    if mode.mode == VIRTUAL and not isinstance(refused, UnsupportedError):
-        sizes = {name: len(content) for name, content in conversion.manifest_files(plan).items()}
-        estimated = estimate.estimate_manifest(sum(sizes.values()), rates)
-        return render.manifest_value(plan, estimated, sizes, chosen, files=options.files), estimated
-    estimated = estimate.estimate(plan, rates)
-    return render.plan_value(plan, estimated, estimate.count_requests(plan), chosen, files=options.files), estimated
+    rates = _rates(options, plan, target, refusal)
+    mode = (choice.mode, choice.reason)
+    if choice.mode == VIRTUAL and not isinstance(refusal, UnsupportedError):
+        sizes = {name: len(content) for name, content in manifest_files(plan).items()}
+        manifest_estimate = estimate.estimate_manifest(sum(sizes.values()), rates)
+        return render.manifest_value(plan, manifest_estimate, sizes, mode, files=options.files), manifest_estimate
+    files_estimate = estimate.estimate(plan, rates)
+    requests = estimate.count_requests(plan)
+    return render.plan_value(plan, files_estimate, requests, mode, files=options.files), files_estimate
+
+
+def _rates(options: argparse.Namespace, plan: Plan, target: Path | None, refusal: ReshardError | None) -> Rates:
+    """Measure the storage, or assume its speed with `--no-measure`; write nothing where the target is refused."""
+    from reshard.cli import estimate
+
+    if options.no_measure:
+        return estimate.assume(plan)
+    if refusal is None:
+        return estimate.measure(plan, target)
+    rates = estimate.measure(plan, None)
+    write = dataclasses.replace(rates.write, detail="nothing was written where the target is refused")
+    return dataclasses.replace(rates, write=write)
 
 
 def _run(options: argparse.Namespace) -> Result:
-    worker = arguments.worker(options.worker)
-    target = arguments.new_folder(options.target)
-    wanted = _conversion(options, target, runs=True)
-    check_target(wanted.source, target)
-    check_report(options.report, wanted.source, target)
-    sharing = Sharing.TOGETHER if worker else Sharing.RESUMABLE if options.resume else Sharing.ALONE
-    line = ProgressLine(quiet=options.quiet)
-
-    expected: list[int] = []
-
-    def note(*texts: str) -> None:
-        tell(f"reshard: note: {text}" for text in texts if not options.quiet)
-
-    def planned(plan: Plan) -> None:
-        note(*plan.summary()["notes"], *_allowed(options), *_not_compared(plan, mode))
-        expected.append(plan.bytes_to_read // (worker[1] if worker else 1))
-        line.expect(expected[0])
-
-    def resumed(before: Resumed) -> None:
-        note(f"--resume: {before}")
-        line.expect(expected[0] - before.num_bytes)
-
-    with target_errors(wanted.target, 0):
-        wanted = dataclasses.replace(wanted, owner=claim_target(wanted.source, wanted.target))
-    plan, mode = _chosen(options, wanted)
-    if plan is not None and mode.mode == VIRTUAL:
-        from reshard.virtual import conversion
-
-        memory_bytes = arguments.memory_bytes(options.memory)
-        report = conversion.prepare(wanted, memory_bytes=memory_bytes, planned=planned, plan=plan)
-        return _reported(options, report, mode)
-    try:
-        report = api.convert(
-            wanted,
-            memory_bytes=arguments.memory_bytes(options.memory),
-            num_threads=options.threads,
-            reread=options.reread,
-            sync=not options.no_sync,
-            bytes_per_second=arguments.size("--limit-rate", options.limit_rate),
-            sharing=sharing,
-            worker=worker or (0, 1),
-            latest=options.latest,
-            progress=line,
-            planned=planned,
-            resumed=resumed,
-            plan=plan,
-        )
-    finally:
-        line.close()
-    return _reported(options, report, mode)
-
-
-def _allowed(options: argparse.Namespace) -> list[str]:
-    """What to say of names that the user trusts."""
-    names = sorted(set(options.allow_global))
-    return [f"--allow-global: pickles of the result may name {', '.join(names)}, as COMMIT.json says"] if names else []
-
-
-def _not_compared(plan: Plan, mode: Choice) -> list[str]:
-    """What to say of copies that a conversion into files would compare."""
-    if mode.mode != VIRTUAL or not plan.bytes_to_compare:
-        return []
-    what = f"copies of tensors ({plan.bytes_to_compare} bytes) are not compared in a virtual commit"
-    return [f"{what}, which loads one of each: reshard verify compares them"]
-
-
-def _reported(options: argparse.Namespace, report: ReshardReport, mode: Choice) -> Result:
-    report = dataclasses.replace(report, mode_reason=mode.reason)
+    target = arguments.parse_target(options.target)
+    conversion = _conversion(options, target, is_run=True)
+    check_target(conversion.source, target)
+    check_report(options.report, conversion.source, target)
+    with target_errors(target, 0):
+        conversion = dataclasses.replace(conversion, owner=claim_checkpoint_root(conversion.source, target))
+    plan, choice = _plan_to_choose(options, conversion)
+    if plan is not None and choice.mode == VIRTUAL:
+        report = _run_virtual(options, conversion, plan, choice)
+    else:
+        report = _run_materialize(options, conversion, plan, choice)
+    report = dataclasses.replace(report, mode_reason=choice.reason)
     write_report(options.report, report)
     return Result(json.loads(report.to_json()), render.report_lines(report))
 
 
-def _mode(options: argparse.Namespace, plan: Plan) -> Choice:
-    """The mode and why."""
-    from reshard.virtual import auto_mode, conversion
-
-    if options.mode != "auto":
-        return auto_mode.Choice(mode=options.mode, reason="asked for")
-    return conversion.choose_mode(plan, auto_mode.parse_loader(options.loader))
-
-
-def _chosen(options: argparse.Namespace, wanted: api.Conversion) -> tuple[Plan | None, Choice]:
-    """The mode, and the plan if it took one to choose."""
+def _plan_to_choose(options: argparse.Namespace, conversion: api.Conversion) -> tuple[Plan | None, Choice]:
+    """Choose the mode; return the plan as well if the choice needed one."""
     from reshard.virtual.auto_mode import MATERIALIZE, Choice
 
     if options.mode == MATERIALIZE or (options.mode == "auto" and options.loader is None):
         return None, Choice(mode=MATERIALIZE, reason="")
-    memory_bytes = arguments.memory_bytes(options.memory)
-    plan = api.plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=options.threads)
-    return plan, _mode(options, plan)
+    plan = _make_plan(options, conversion)
+    return plan, _choose_mode(options, plan)
+
+
+def _choose_mode(options: argparse.Namespace, plan: Plan) -> Choice:
+    from reshard.virtual.auto_mode import Choice, parse_loader
+    from reshard.virtual.conversion import choose_mode
+
+    if options.mode != "auto":
+        return Choice(mode=options.mode, reason="asked for")
+    return choose_mode(plan, parse_loader(options.loader))
+
+
+def _make_plan(options: argparse.Namespace, conversion: api.Conversion) -> Plan:
+    memory_bytes = arguments.parse_memory_bytes(options.memory)
+    return api.plan_conversion(conversion, memory_bytes=memory_bytes, num_threads=options.threads)
+
+
+def _run_virtual(options: argparse.Namespace, conversion: api.Conversion, plan: Plan, choice: Choice) -> ReshardReport:
+    from reshard.virtual.conversion import prepare
+
+    return prepare(conversion, on_plan=lambda plan: _tell_plan_notes(options, plan, choice), plan=plan)
+
+
+def _run_materialize(
+    options: argparse.Namespace, conversion: api.Conversion, plan: Plan | None, choice: Choice
+) -> ReshardReport:
+    worker = arguments.parse_worker(options.worker)
+    run_options = api.RunOptions(
+        memory_bytes=arguments.parse_memory_bytes(options.memory),
+        num_threads=options.threads,
+        reread=options.reread,
+        sync=not options.no_sync,
+        bytes_per_second=arguments.parse_size("--limit-rate", options.limit_rate),
+        sharing=Sharing.TOGETHER if worker else Sharing.RESUMABLE if options.resume else Sharing.ALONE,
+        worker=worker or (0, 1),
+        latest=options.latest,
+    )
+    line = ProgressLine(quiet=options.quiet)
+    try:
+        return api.convert(conversion, run_options, hooks=_hooks(options, run_options, choice, line), plan=plan)
+    finally:
+        line.close()
+
+
+def _hooks(options: argparse.Namespace, run_options: api.RunOptions, choice: Choice, line: ProgressLine) -> api.Hooks:
+    """Return hooks that tell notes and drive the progress line."""
+    num_bytes_expected = 0
+
+    def on_plan(plan: Plan) -> None:
+        nonlocal num_bytes_expected
+        _tell_plan_notes(options, plan, choice)
+        num_bytes_expected = plan.bytes_to_read // run_options.worker[1]
+        line.expect(num_bytes_expected)
+
+    def on_resume(before: Resumed) -> None:
+        _tell_notes(options, [f"--resume: {before}"])
+        line.expect(num_bytes_expected - before.num_bytes)
+
+    return api.Hooks(on_plan=on_plan, on_resume=on_resume, on_progress=line)
+
+
+def _tell_plan_notes(options: argparse.Namespace, plan: Plan, choice: Choice) -> None:
+    notes = list(plan.summary()["notes"])
+    if names := sorted(set(options.allow_global)):
+        notes.append(f"--allow-global: pickles of the result may name {', '.join(names)}, as COMMIT.json says")
+    if choice.mode == VIRTUAL and plan.bytes_to_compare:
+        notes.append(
+            f"copies of tensors ({plan.bytes_to_compare} bytes) are not compared in a virtual commit, which loads one"
+            " of each: reshard verify compares them"
+        )
+    _tell_notes(options, notes)
+
+
+def _tell_notes(options: argparse.Namespace, notes: Sequence[str]) -> None:
+    write_log(f"reshard: note: {note}" for note in notes if not options.quiet)
 
 
 def _verify(options: argparse.Namespace) -> Result:
-    states, names = arguments.states(options.states), _path(options.names)
-    found = [_index(options.first, options.patterns)]
-    found += [] if options.second is None else [_index(options.second, None)]
-    if absent := sorted(set(states) - {tensor.key.state for index in found for tensor in index.tensors}):
+    states, names = arguments.parse_states(options.states), _path(options.names)
+    indexes = [_index(options.first, options.patterns)]
+    indexes += [] if options.second is None else [_index(options.second, None)]
+    if absent := sorted(set(states) - {tensor.key.state for index in indexes for tensor in index.tensors}):
         raise UsageError(f"--states {options.states}: no checkpoint holds {', '.join(absent)}")
-    seen = [_held(index, states, names if at == 0 else None) for at, index in enumerate(found)]
+    views = [_view(index, states, names if at == 0 else None) for at, index in enumerate(indexes)]
+    is_first_changed = names is not None or options.patterns is not None
     line = ProgressLine(quiet=options.quiet)
-    line.expect(sum(map(_stored_bytes, seen)))
+    line.expect(sum(map(_stored_bytes, views)))
     try:
-        told = names is not None or options.patterns is not None
-        digests = [_digests(index, line, told=at == 0 and told) for at, index in enumerate(seen)]
+        digests = [
+            _digests(view, line, only_file_checksums=at == 0 and is_first_changed) for at, view in enumerate(views)
+        ]
     finally:
         line.close()
-    value = {"ok": True, "first": options.first, "tensors": len(digests[0]), "digest": total(digests[0])}
-    if len(seen) > 1:
-        return _compared(options, value, _compare(seen, digests))
-    value["committed"] = (seen[0].root / COMMIT_FILE).exists()
-    proved = "as committed" if value["committed"] else "no COMMIT.json: copies agree, the files' own checksums hold"
-    return Result(value, [f"{options.first}: {value['tensors']} tensors, digest {value['digest']}: {proved}"])
+    value = {"ok": True, "first": options.first, "tensors": len(digests[0]), "digest": total_digest(digests[0])}
+    if len(views) > 1:
+        return _report_agreement(options, value, _compare(views, digests))
+    value["committed"] = (views[0].root / COMMIT_FILE).exists()
+    proof = "as committed" if value["committed"] else "no COMMIT.json: copies agree, the files' own checksums hold"
+    return Result(value, [f"{options.first}: {value['tensors']} tensors, digest {value['digest']}: {proof}"])
 
 
-def _held(index: Index, states: tuple[str, ...], names: Path | None) -> Index:
-    """What of a checkpoint is compared: of these states, those that it holds."""
+def _view(index: Index, states: tuple[str, ...], names: Path | None) -> Index:
+    """Return the part of a checkpoint that is compared: the states that it holds of those asked for."""
     held = tuple(state for state in states if any(tensor.key.state == state for tensor in index.tensors))
     return api.view_of(keep_tensors(index, []) if states and not held else index, states=held, names=names)
 
 
-def _compare(seen: Sequence[Index], digests: Sequence[dict[str, str]]) -> Agreement:
+def _compare(views: Sequence[Index], digests: Sequence[dict[str, str]]) -> Agreement:
     from reshard.execution import compare
     from reshard.execution.rounded_digests import rounded_digests
 
-    first, second = (compare.side(index, own) for index, own in zip(seen, digests, strict=True))
-    rounded = [rounded_digests(index, keys) for index, keys in zip(seen, compare.to_round(first, second), strict=True)]
+    first, second = (compare.make_side(view, own) for view, own in zip(views, digests, strict=True))
+    rounded = [
+        rounded_digests(view, keys)
+        for view, keys in zip(views, compare.find_types_to_round(first, second), strict=True)
+    ]
     return compare.compare_sides(
         dataclasses.replace(first, rounded=rounded[0]), dataclasses.replace(second, rounded=rounded[1])
     )
 
 
-def _digests(index: Index, line: ProgressLine, *, told: bool) -> dict[str, str]:
-    """Read everything. Told of other names or cuts, the marker's checksums of files are compared, not its digests."""
-    if not told:
+def _digests(index: Index, line: ProgressLine, *, only_file_checksums: bool) -> dict[str, str]:
+    """Read all of a checkpoint, compare it with its commit marker if it has one, and return the tensors' digests.
+
+    Args:
+        index: the checkpoint.
+        line: shows the progress.
+        only_file_checksums: compare the marker's checksums of files, not its digests of tensors: the index has other
+            names or cuts than the marker.
+    """
+    if not only_file_checksums:
         return verify_commit(index, progress=line)
     with contextlib.suppress(UncommittedError):
         return read_digests(index, commit=read_commit(index.root), progress=line)
@@ -267,29 +316,21 @@ def _digests(index: Index, line: ProgressLine, *, told: bool) -> dict[str, str]:
 
 
 def _stored_bytes(index: Index) -> int:
-    """Of all copies of all tensors."""
+    """Count the bytes of all copies of all tensors."""
     item = np.array([tensor.item_bytes for tensor in index.tensors], dtype=np.int64)
     return int((index.shards.num_elements * item[index.shards.tensor]).sum())
 
 
-def _compared(options: argparse.Namespace, value: dict[str, Any], found: Agreement) -> Result:
-    if found.different:
-        more = [f"and {len(found.different) - 20} more"] if len(found.different) > 20 else []
-        raise VerificationError(
-            f"{len(found.different)} tensors differ between {options.first} and {options.second}",
-            problems=[*found.different[:20], *more],
-            hint="verify each of the two alone, which tells a damaged one; if both are well, they are different"
-            " checkpoints (another step, another run), or the map of names is wrong: reshard explain shows each byte",
-        )
-    if not found.same:
-        raise VerificationError(
-            f"{options.first} and {options.second} have no tensor in common: nothing could be compared",
-            problems=found.not_compared[:20],
-            hint="give --names FILE where the second has other names",
-        )
-    facts = found.to_dict()
+def _report_agreement(options: argparse.Namespace, value: dict[str, Any], agreement: Agreement) -> Result:
+    """Return what two checkpoints have in common.
+
+    Raises:
+        VerificationError: tensors differ, or there is nothing to compare.
+    """
+    _check_agreement(options, agreement)
+    facts = agreement.to_dict()
     first, second, states = options.first, options.second, ", ".join(facts["states"])
-    if found.not_compared:
+    if agreement.not_compared:
         lines = [f"{first} and {second} agree in the {facts['tensors']} tensors that both hold: {states}"]
     else:
         lines = [f"{first} and {second} hold the same {facts['tensors']} tensors: {states}"]
@@ -297,76 +338,101 @@ def _compared(options: argparse.Namespace, value: dict[str, Any], found: Agreeme
         lines.append(
             f"  {len(facts['across_states'])} of them: weights on one side, master weights (fp32) on the other"
         )
-    if found.rounded:
-        lines.append(f"  {found.rounded} of them: of another type, equal when rounded to nearest even")
-    lines += [f"  not compared: {note}" for note in found.not_compared]
+    if agreement.rounded:
+        lines.append(f"  {agreement.rounded} of them: of another type, equal when rounded to nearest even")
+    lines += [f"  not compared: {note}" for note in agreement.not_compared]
     return Result({**value, "second": str(options.second), **facts}, lines)
+
+
+def _check_agreement(options: argparse.Namespace, agreement: Agreement) -> None:
+    different = agreement.different
+    if different:
+        more = [f"and {len(different) - _MOST_PROBLEMS} more"] if len(different) > _MOST_PROBLEMS else []
+        raise VerificationError(
+            f"{len(different)} tensors differ between {options.first} and {options.second}",
+            problems=[*different[:_MOST_PROBLEMS], *more],
+            hint="verify each of the two alone, which tells a damaged one; if both are well, they are different"
+            " checkpoints (another step, another run), or the map of names is wrong: reshard explain shows each byte",
+        )
+    if not agreement.same:
+        raise VerificationError(
+            f"{options.first} and {options.second} have no tensor in common: nothing could be compared",
+            problems=agreement.not_compared[:_MOST_PROBLEMS],
+            hint="give --names FILE where the second has other names",
+        )
 
 
 def _explain(options: argparse.Namespace) -> Result:
     from reshard.cli import explain
 
     source = location(options.source).absolute()
+    plan = None
     if options.to or options.format:
         plan = api.plan_conversion(_conversion(options, None), num_threads=1)
         index = plan.index
     else:
-        plan = None
         check_source(source)
         index = api.index_of(source, patterns=_path(options.patterns))
-        index = api.view_of(index, states=arguments.states(options.states), names=_path(options.names))
-    found = explain.explain(index, explain.find(index, options.tensor), plan)
+        index = api.view_of(index, states=arguments.parse_states(options.states), names=_path(options.names))
+    explanations = explain.explain(index, explain.find(index, options.tensor), plan)
     if options.svg is not None:
-        _draw(Path(options.svg), found)
-    lines = [line for item in found for line in explain.to_lines(item, index.aliases)]
-    return Result({"ok": True, "source": str(source), "tensors": [explain.to_dict(item) for item in found]}, lines)
+        _draw(Path(options.svg), explanations)
+    lines = [line for item in explanations for line in explain.to_lines(item, index.aliases)]
+    tensors = [explain.to_dict(item) for item in explanations]
+    return Result({"ok": True, "source": str(source), "tensors": tensors}, lines)
 
 
-def _draw(path: Path, found: Sequence[Explanation]) -> None:
+def _draw(path: Path, explanations: Sequence[Explanation]) -> None:
     from reshard.cli import svg
 
-    if len(found) > svg.MAX_TENSORS:
+    if len(explanations) > svg.MAX_TENSORS:
         raise UsageError(
-            f"{len(found)} tensors match: a picture shows at most {svg.MAX_TENSORS}", hint="name fewer tensors"
+            f"{len(explanations)} tensors match: a picture shows at most {svg.MAX_TENSORS}", hint="name fewer tensors"
         )
     try:
-        path.write_text(svg.draw(found), encoding="utf-8")
+        path.write_text(svg.draw(explanations), encoding="utf-8")
     except OSError as error:
         raise TargetError(f"cannot be written: {error.strerror}", path=str(path)) from error
 
 
-def _conversion(options: argparse.Namespace, target: Path | None, *, runs: bool = False) -> api.Conversion:
-    """What is asked for; a run may find its work done, and the source removed since."""
+def _conversion(options: argparse.Namespace, target: Path | None, *, is_run: bool = False) -> api.Conversion:
+    """Return the conversion that the options ask for.
+
+    Args:
+        options: of the command line.
+        target: folder to make, or None.
+        is_run: accept a source that was removed after a run converted it.
+    """
     source = location(options.source).absolute()
-    source = newest(source) if getattr(options, "newest", False) else source
-    topology = arguments.topology(options.to)
-    if topology is None or not runs:
+    source = find_newest(source) if getattr(options, "newest", False) else source
+    topology = arguments.parse_topology(options.to)
+    if topology is None or not is_run:
         check_source(source)
     like = None if options.like is None else location(options.like).absolute()
     if like is not None:
         check_source(like)
-    wanted = api.Conversion(
+    conversion = api.Conversion(
         source=source,
         target=target if target is not None else source,
         topology=topology or api.index_of(source, patterns=_path(options.patterns)).topology,
         target_format=options.format,
         weight_dtype=options.dtype,
-        states=arguments.states(options.states),
+        states=arguments.parse_states(options.states),
         like=like,
         names=_path(options.names),
         patterns=_path(options.patterns),
-        file_bytes=arguments.size("--file-size", options.file_size),
+        file_bytes=arguments.parse_size("--file-size", options.file_size),
         attempt=getattr(options, "attempt", 0),
         require_commit=getattr(options, "require_commit", False),
         keeps_stage="zero" not in (options.to or "zero"),
         allow_differences=options.allow_differences,
         allow_globals=tuple(options.allow_global),
     )
-    if runs and api.done_without_source(wanted) is None:
+    if is_run and find_commit_without_source(conversion) is None:
         check_source(source)
     if options.format != "safetensors" and options.states != "weight" and source.is_dir():
         refuse_weights_beside(source)
-    return wanted
+    return conversion
 
 
 def _index(text: str, patterns: str | None) -> Index:
@@ -379,41 +445,6 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text).absolute()
 
 
-def check_report(report: str | None, *checkpoints: Path) -> None:
-    """A report must not hurt checkpoints, and must have a place, before a byte is moved.
-
-    Raises:
-        UsageError: it lies in the source or in the target.
-        TargetError: there is no such folder.
-    """
-    if report is None:
-        return
-    path = Path(report).absolute()
-    if any(folder in path.parents for folder in checkpoints):
-        raise UsageError(f"--report {report}: lies inside of a checkpoint", hint="name a file somewhere else")
-    try:
-        has_place = path.parent.is_dir() and not path.is_dir()
-    except OSError as error:
-        raise TargetError(f"the report cannot be written: {error.strerror}", path=report) from error
-    if not has_place:
-        raise TargetError("the report cannot be written: no such folder, or a folder itself", path=report)
-
-
-def write_report(path: str | None, report: ReshardReport) -> None:
-    """Leave a report in a file, if one is named.
-
-    Raises:
-        TargetError: it cannot be written.
-    """
-    if path is None:
-        return
-    try:
-        Path(path).write_text(report.to_json(), encoding="utf-8")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise TargetError(f"the report cannot be written: {why}", path=path) from error
-
-
 VERBS: Mapping[str, Callable[[argparse.Namespace], Result]] = {
     "inspect": _inspect,
     "plan": _plan,
@@ -421,4 +452,4 @@ VERBS: Mapping[str, Callable[[argparse.Namespace], Result]] = {
     "verify": _verify,
     "explain": _explain,
 }
-"""What to call for each verb; every one may raise a `ReshardError`."""
+"""Function of each verb; every one may raise a `ReshardError`."""

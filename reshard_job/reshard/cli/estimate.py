@@ -1,7 +1,7 @@
-"""How long a conversion will take on this storage: a short measurement, and arithmetic on the plan.
+"""Estimate how long a conversion will take on this storage: a short measurement, and arithmetic on the plan.
 
-Measuring reads at most 64 MiB, spread over the source's files, and writes at most 32 MiB beside the target; either
-takes about a second at most. What was not measured is assumed, and said to be.
+The measurement reads at most 64 MiB, spread over the source's files, and writes at most 32 MiB beside the target; each
+takes at most about a second. A rate that is not measured is assumed, and the output says so.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.checksums import crc
-from reshard.checksums.digest import box_term
-from reshard.commits.staging import above
+from reshard.checksums.digest import digest_term
+from reshard.commits.staging import nearest_folder
 from reshard.planning.plan import Plan
 from reshard.storage.files import Bytes, open_file
 from reshard.storage.object_store import RemotePath
@@ -47,9 +47,9 @@ class Rate:
     """Speed of one kind of work.
 
     Attributes:
-        bytes_per_second: of it.
-        measured: here and now; else assumed.
-        detail: how it was found, in words.
+        bytes_per_second: the speed.
+        measured: True if it was measured on this machine, False if it is assumed.
+        detail: how it was measured, or why it is assumed.
     """
 
     bytes_per_second: float
@@ -59,7 +59,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a conversion's time depends on; `check` is digests and checksums of one thread."""
+    """Rates that a conversion's time depends on; `check` is the rate of digests and checksums in one thread."""
 
     read: Rate
     write: Rate
@@ -68,7 +68,7 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Seconds that a conversion will take, and what of."""
+    """Seconds that a conversion will take, in all and for each kind of work."""
 
     seconds: float
     read_seconds: float
@@ -77,7 +77,7 @@ class Estimate:
     rates: Rates
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the JSON value."""
         return {
             "seconds": round(self.seconds, 3),
             "read_seconds": round(self.read_seconds, 3),
@@ -87,7 +87,7 @@ class Estimate:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return lines for people."""
         parts = (
             ("read", self.read_seconds, self.rates.read),
             ("write", self.write_seconds, self.rates.write),
@@ -99,18 +99,18 @@ class Estimate:
                 f"{name:<6} {format_seconds(seconds):>8} at {format_bytes(rate.bytes_per_second)}/s"
                 f" ({'measured' if rate.measured else 'assumed'}: {rate.detail})"
                 for name, seconds, rate in parts
-                if seconds  # not at all, of a virtual commit
+                if seconds  # a virtual commit reads and checks nothing
             ),
         ]
 
 
 def estimate(plan: Plan, rates: Rates) -> Estimate:
-    """Seconds for a plan: storage takes turns with itself, checks run on all threads beside it."""
+    """Estimate the seconds for a plan: reads and writes take turns on the storage, all threads check meanwhile."""
     num_bytes = plan.bytes_to_read + plan.bytes_to_compare
     read = num_bytes / rates.read.bytes_per_second
     write = plan.bytes_to_write / rates.write.bytes_per_second
     check = (num_bytes + plan.bytes_to_write) / rates.check.bytes_per_second / plan.num_threads
-    # One thread reads, checks and writes in turn; with several, one's checks hide behind another's storage.
+    # One thread reads, checks and writes in turn; with several threads, one checks while another waits for storage.
     busy = read + write + check if plan.num_threads == 1 else max(read + write, check)
     return Estimate(
         seconds=_START_SECONDS + busy, read_seconds=read, write_seconds=write, check_seconds=check, rates=rates
@@ -118,7 +118,7 @@ def estimate(plan: Plan, rates: Rates) -> Estimate:
 
 
 def estimate_manifest(num_bytes: int, rates: Rates) -> Estimate:
-    """Seconds for a virtual commit of so many bytes: nothing of the source is read but metadata."""
+    """Estimate the seconds for a virtual commit of so many bytes: only metadata of the source is read."""
     write = num_bytes / rates.write.bytes_per_second
     return Estimate(
         seconds=_START_SECONDS + write, read_seconds=0.0, write_seconds=write, check_seconds=0.0, rates=rates
@@ -126,7 +126,7 @@ def estimate_manifest(num_bytes: int, rates: Rates) -> Estimate:
 
 
 def count_requests(plan: Plan) -> tuple[int, int]:
-    """Ranges of files that will be read and written: at most a tile in one piece, one for each gap in a box."""
+    """Count the ranges of files that will be read and written: one for each tile and for each gap in a box."""
     read = np.concatenate([np.zeros(0, dtype=np.int64), *plan.source_rows, *plan.copy_rows])
     write = np.concatenate([np.zeros(0, dtype=np.int64), *plan.target_rows])
     return (
@@ -143,33 +143,33 @@ def _ranges(shards: ShardTable, rows: Int64Array, tensors: Sequence[LogicalTenso
         size, stride = shards.size[rows, dim], shards.stride[rows, dim]
         dense &= (size == 1) | (stride == run)
         run = np.where(dense, run * size, run)
-    runs, parts = shards.size[rows].prod(axis=1) // np.maximum(1, run), shards.num_parts[rows]
+    runs, parts = shards.size[rows].prod(axis=1) // np.maximum(1, run), shards.num_chunks[rows]
     last = shards.num_elements[rows] - (parts - 1) * shards.chunk[rows]  # of a family; the others are longer
 
     def requests(elements: Int64Array) -> Int64Array:
-        found: Int64Array = np.maximum(1, -(-elements * item // tile_bytes))
-        return found
+        counts: Int64Array = np.maximum(1, -(-elements * item // tile_bytes))
+        return counts
 
     of_family = (parts - 1) * requests(shards.chunk[rows]) + requests(last) + shards.num_boxes[rows] - parts
     return int(np.where(shards.chunk[rows] != 0, of_family, runs * requests(run)).sum())
 
 
-def assumed(plan: Plan) -> Rates:
-    """Without a measurement of storage."""
-    told = "not measured"
+def assume(plan: Plan) -> Rates:
+    """Assume the speed of storage, and measure only that of checksums."""
+    detail = "not measured"
     return Rates(
-        read=Rate(bytes_per_second=_ASSUMED_READ, measured=False, detail=told),
-        write=Rate(bytes_per_second=_ASSUMED_WRITE, measured=False, detail=told),
-        check=measure_check(casting=casts(plan)),
+        read=Rate(bytes_per_second=_ASSUMED_READ, measured=False, detail=detail),
+        write=Rate(bytes_per_second=_ASSUMED_WRITE, measured=False, detail=detail),
+        check=measure_check(casting=has_casts(plan)),
     )
 
 
 def measure(plan: Plan, target: Path | None, *, clock: Clock = time.monotonic) -> Rates:
-    """Measure this machine and storage for a plan; writing only if a target is named, beside which it writes."""
+    """Measure this machine and its storage for a plan; measure writing beside `target`, if there is one."""
     return Rates(
         read=measure_read(plan.index.root, [(file.path, file.num_bytes) for file in plan.index.files], clock=clock),
         write=_NO_TARGET if target is None else measure_write(target, clock=clock),
-        check=measure_check(casting=casts(plan), clock=clock),
+        check=measure_check(casting=has_casts(plan), clock=clock),
     )
 
 
@@ -179,22 +179,22 @@ _NO_TARGET = Rate(
 
 
 def sample(sizes: Sequence[int], budget: int, block: int = _BLOCK_BYTES) -> list[tuple[int, int, int]]:
-    """Blocks (file, position, bytes) of at most `budget` bytes in all, spread evenly over files of these sizes."""
+    """Choose blocks (file, position, bytes) of at most `budget` bytes in all, spread evenly over the files."""
     ends = list(itertools.accumulate(sizes))
     total = ends[-1] if ends else 0
     count = max(1, min(budget // block, -(-total // block)))
-    found = []
+    blocks = []
     for at in range(count if total else 0):
         position = at * total // count
         file = bisect.bisect_right(ends, position)
         within = position - (ends[file] - sizes[file])
         stop = min(within + block, within + total // count, sizes[file])
-        found.append((file, within, stop - within))
-    return found
+        blocks.append((file, within, stop - within))
+    return blocks
 
 
 def measure_read(root: Path, files: Sequence[tuple[str, int]], *, clock: Clock = time.monotonic) -> Rate:
-    """Read a sample of the source; says how much of it the page cache gave.
+    """Measure reading with a sample of the source; the detail says how much of it the page cache held.
 
     Args:
         root: folder of the files.
@@ -210,11 +210,11 @@ def measure_read(root: Path, files: Sequence[tuple[str, int]], *, clock: Clock =
                 if file != opened:
                     stack.close()
                     read, opened = stack.enter_context(_opened(root / files[file][0])), file
-                found = read(buffer[:length], position)
-                if found.num_bytes != length:
+                result = read(buffer[:length], position)
+                if result.num_bytes != length:
                     break
                 done += length
-                cached += length if found.cached else 0
+                cached += length if result.cached else 0
                 if clock() - started > _MOST_SECONDS:
                     break
         except OSError:
@@ -228,7 +228,7 @@ def measure_read(root: Path, files: Sequence[tuple[str, int]], *, clock: Clock =
 
 
 class _Read(NamedTuple):
-    """How much was read, and whether it was in the page cache."""
+    """Number of bytes that were read, and whether they were in the page cache."""
 
     num_bytes: int
     cached: bool
@@ -240,7 +240,7 @@ def _is_remote(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Callable[[Bytes, int], _Read]]:
-    """A function that fills a buffer from a position of the file."""
+    """Open a file, and yield a function that fills a buffer from a position of it."""
     if _is_remote(path):
         with open_file(path) as file:
             yield lambda view, position: _Read(file.read_into(view, position), cached=False)
@@ -253,15 +253,15 @@ def _opened(path: Path) -> Iterator[Callable[[Bytes, int], _Read]]:
 
 
 def _read_local(descriptor: int, view: Bytes, position: int) -> _Read:
-    with contextlib.suppress(OSError):  # something is not in the page cache, or the file system cannot tell
+    with contextlib.suppress(OSError):  # a byte is not in the page cache, or the file system cannot tell
         if os.preadv(descriptor, [view.data], position, os.RWF_NOWAIT) == len(view):
             return _Read(len(view), cached=True)
     return _Read(os.preadv(descriptor, [view.data], position), cached=False)
 
 
 def measure_write(target: Path, *, clock: Clock = time.monotonic) -> Rate:
-    """Write and sync a hidden file in the nearest folder above `target` that exists, and remove it."""
-    folder = above(target)
+    """Measure writing: write and sync a hidden file in the nearest folder above `target` that exists, and remove it."""
+    folder = nearest_folder(target)
     block = os.urandom(_BLOCK_BYTES)  # some storage compresses zeros away
     done = 0
     started = clock()
@@ -279,20 +279,20 @@ def measure_write(target: Path, *, clock: Clock = time.monotonic) -> Rate:
     return Rate(bytes_per_second=done / seconds, measured=True, detail=detail)
 
 
-def casts(plan: Plan) -> bool:
-    """Some tensors change their type."""
+def has_casts(plan: Plan) -> bool:
+    """Return True if some tensors change their type."""
     pairs = zip(plan.target_tensors, plan.origins.tolist(), strict=True)
     return any(tensor.dtype != plan.index.tensors[origin].dtype for tensor, origin in pairs)
 
 
 def measure_check(*, casting: bool = False, clock: Clock = time.monotonic) -> Rate:
-    """Digest and checksum a block in memory, and with `casting` round it, too; the better of two times."""
+    """Measure digest and checksum of a block in memory, with `casting` also rounding; take the better of two times."""
     elements = np.zeros((256, 4096), dtype=np.uint32)
     best = float("inf")
     for _ in range(2):
         started = clock()
         known = crc.crc32(elements.data)  # of what is read, and again of what is written
-        box_term(elements, whole(elements.shape), elements.shape, known_crc32=known)
+        digest_term(elements, whole(elements.shape), elements.shape, known_crc32=known)
         crc.crc32(elements.data)
         if casting:  # once for the digest of what was read, once for what is written
             cast(elements, "float32", "bfloat16")

@@ -1,4 +1,4 @@
-"""Where every box of a tensor lies in the source and where it goes: for people who do not believe it. Pure."""
+"""Explain where every box of a tensor lies in the source and where it goes in the target. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reshard.tensors.shard_table import ShardRow, ShardTable
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A box of a tensor and where its bytes are.
+    """A box of a tensor and the place of its bytes.
 
     Attributes:
         label: short name in texts and pictures: `S3` in the source, `T3` in the target.
@@ -31,8 +31,8 @@ class Place:
         stop: byte behind the last.
         strides: distance in elements between neighbours in the file, `[ndim]`.
         copy: which complete copy of the tensor it belongs to, from 0.
-        used: read by the conversion; of several copies in a source only one is.
-        origins: label of each source box that it is made of and the common region; empty in a source.
+        used: True if the conversion reads the box; it reads one of several copies in a source.
+        origins: label of each source box that it is made of, and the region that both share; empty in a source.
     """
 
     label: str
@@ -46,8 +46,8 @@ class Place:
     origins: tuple[tuple[str, Box], ...] = ()
 
     @property
-    def in_one_run(self) -> bool:
-        """The box's bytes follow each other in the file without gaps, in the order of its elements."""
+    def is_contiguous(self) -> bool:
+        """True if the box's bytes follow each other in the file without gaps, in the order of its elements."""
         dense = strides_of(self.box.size)
         return all(
             size == 1 or stride == wanted
@@ -65,14 +65,14 @@ class TargetTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One tensor of the source, and what becomes of it.
+    """One tensor of the source, and the target tensors that are made of it.
 
     Attributes:
         tensor: of the source.
         places: of all its copies in the source.
-        targets: tensors that are made of it; empty if there is no target or it does not hold the tensor.
+        targets: tensors that are made of it; empty if there is no target, or if the target does not hold the tensor.
         source: the source's format and topology in words.
-        target: the target's; empty without one.
+        target: the target's format and topology in words; empty without a target.
     """
 
     tensor: LogicalTensor
@@ -83,20 +83,24 @@ class Explanation:
 
 
 def find(index: Index, pattern: str) -> list[int]:
-    """Positions of the tensors that a pattern names: a name (all its states), `state/name`, or a glob of either.
+    """Return the positions of the tensors that a pattern names.
+
+    Args:
+        index: the checkpoint.
+        pattern: a name (stands for all its states), `state/name`, or a glob of either.
 
     Raises:
-        UsageError: nothing matches; names what comes closest.
+        UsageError: nothing matches; names the closest tensors.
     """
     name = index.aliases.get(pattern, pattern)
     exact = [at for at, tensor in enumerate(index.tensors) if name in (tensor.key.name, str(tensor.key))]
-    found = exact or [
+    matching = exact or [
         at
         for at, tensor in enumerate(index.tensors)
         if fnmatch.fnmatchcase(tensor.key.name, pattern) or fnmatch.fnmatchcase(str(tensor.key), pattern)
     ]
-    if found:
-        return found
+    if matching:
+        return matching
     known = dict.fromkeys(tensor.key.name for tensor in index.tensors) | dict.fromkeys(
         str(tensor.key) for tensor in index.tensors
     )
@@ -110,7 +114,7 @@ def find(index: Index, pattern: str) -> list[int]:
 
 
 def explain(index: Index, numbers: Sequence[int], plan: Plan | None = None) -> tuple[Explanation, ...]:
-    """What is known about tensors at these positions of `index.tensors`; with a plan also where they go."""
+    """Explain the tensors at these positions of `index.tensors`; with a plan, also where they go."""
     rows = index.shards.by_tensor(len(index.tensors))
     return tuple(_explain(index, number, rows[number], plan) for number in numbers)
 
@@ -121,7 +125,7 @@ def _explain(index: Index, number: int, rows: Int64Array, plan: Plan | None) -> 
     places: list[Place] = []
     for row_number in _ordered(index.shards, rows).tolist():
         needed = used is None or row_number in used
-        for row in index.shards.each(np.array([row_number]), len(tensor.shape)):
+        for row in index.shards.iterate_boxes(np.array([row_number]), len(tensor.shape)):
             label = f"S{len(places) + 1}"
             places.append(_place(label, row, tensor, index.files[row.file].path, used=needed))
     return Explanation(
@@ -135,22 +139,22 @@ def _explain(index: Index, number: int, rows: Int64Array, plan: Plan | None) -> 
 
 def _targets(plan: Plan, number: int, sources: Sequence[Place]) -> tuple[TargetTensor, ...]:
     shards, rows = plan.layout.shards, plan.target_rows[number]
-    found, count = [], 0
+    targets, count = [], 0
     for target in np.unique(shards.tensor[rows]).tolist():
         tensor = plan.target_tensors[target]
         places = []
-        for row in shards.each(_ordered(shards, rows[shards.tensor[rows] == target]), len(tensor.shape)):
+        for row in shards.iterate_boxes(_ordered(shards, rows[shards.tensor[rows] == target]), len(tensor.shape)):
             common = ((place.label, place.box.intersect(row.box)) for place in sources if place.used)
             origins = tuple((label, box) for label, box in common if box is not None)
             count += 1
             place = _place(f"T{count}", row, tensor, plan.layout.files[row.file].path)
             places.append(dataclasses.replace(place, origins=origins))
-        found.append(TargetTensor(tensor=tensor, places=tuple(places)))
-    return tuple(found)
+        targets.append(TargetTensor(tensor=tensor, places=tuple(places)))
+    return tuple(targets)
 
 
 def _ordered(shards: ShardTable, rows: Int64Array) -> Int64Array:
-    """Rows by copy, then by the tensor's elements."""
+    """Sort rows by copy, then by the tensor's elements."""
     ordered: Int64Array = rows[np.lexsort((shards.start[rows], *shards.offset[rows].T[::-1], shards.replica[rows]))]
     return ordered
 
@@ -169,19 +173,19 @@ def _place(label: str, row: ShardRow, tensor: LogicalTensor, file: str, *, used:
     )
 
 
-def to_dict(found: Explanation) -> dict[str, Any]:
-    """As JSON."""
+def to_dict(explanation: Explanation) -> dict[str, Any]:
+    """Return the JSON value."""
     value: dict[str, Any] = {
-        **_tensor_dict(found.tensor),
-        "layout": found.source,
-        "boxes": [_place_dict(place) for place in found.places],
+        **_tensor_dict(explanation.tensor),
+        "layout": explanation.source,
+        "boxes": [_place_dict(place) for place in explanation.places],
     }
-    if found.target:
+    if explanation.target:
         value["target"] = {
-            "layout": found.target,
+            "layout": explanation.target,
             "tensors": [
                 {**_tensor_dict(item.tensor), "boxes": [_place_dict(place) for place in item.places]}
-                for item in found.targets
+                for item in explanation.targets
             ],
         }
     return value
@@ -217,21 +221,21 @@ def _place_dict(place: Place) -> dict[str, Any]:
     return value
 
 
-def to_lines(found: Explanation, aliases: Mapping[str, str]) -> list[str]:
+def to_lines(explanation: Explanation, aliases: Mapping[str, str]) -> list[str]:
     """Return lines for people; `aliases` are `Index.aliases`."""
-    names = [alias for alias, name in aliases.items() if name == found.tensor.key.name]
+    names = [alias for alias, name in aliases.items() if name == explanation.tensor.key.name]
     also = f"; also called {', '.join(names)}" if names else ""
-    lines = [f"{_describe(found.tensor)}{also}", f"  source: {found.source}"]
-    lines += _table(found.places)
-    for item in found.targets:
-        lines.append(f"  target: {found.target}")
-        if item.tensor.key != found.tensor.key or item.tensor.dtype != found.tensor.dtype:
-            cast = item.tensor.dtype != found.tensor.dtype
-            rounded = f", {found.tensor.dtype} rounded to nearest even" if cast else ""
+    lines = [f"{_describe(explanation.tensor)}{also}", f"  source: {explanation.source}"]
+    lines += _table(explanation.places)
+    for item in explanation.targets:
+        lines.append(f"  target: {explanation.target}")
+        if item.tensor.key != explanation.tensor.key or item.tensor.dtype != explanation.tensor.dtype:
+            cast = item.tensor.dtype != explanation.tensor.dtype
+            rounded = f", {explanation.tensor.dtype} rounded to nearest even" if cast else ""
             lines.append(f"    as {_describe(item.tensor)}{rounded}")
         lines += _table(item.places)
-    if found.target and not found.targets:
-        lines.append(f"  target: {found.target}: does not hold this tensor")
+    if explanation.target and not explanation.targets:
+        lines.append(f"  target: {explanation.target}: does not hold this tensor")
     return lines
 
 
@@ -240,11 +244,11 @@ def _describe(tensor: LogicalTensor) -> str:
 
 
 def _table(places: Sequence[Place]) -> list[str]:
-    """One line for each place, in columns."""
+    """Return one line for each place, in columns."""
     copies = len({place.copy for place in places}) > 1
     cells = []
     for place in places:
-        how = "" if place.in_one_run else f"strides {list(place.strides)}"
+        how = "" if place.is_contiguous else f"strides {list(place.strides)}"
         copy = f"copy {place.copy}{'' if place.used else ' (not read)'}" if copies else ""
         origins = ", ".join(label if box == place.box else f"{label} {box}" for label, box in place.origins)
         cells.append(

@@ -1,4 +1,4 @@
-"""What a folder is: as much as can be said of it, damaged or not, and everything that is wrong with it."""
+"""Inspect a folder: find out what it is, damaged or not, and list everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 from reshard.commits.commit import Commit, check_files, read_commit
 from reshard.contract import COMMIT_FILE, ExitCode
 from reshard.errors import ReshardError, UncommittedError, UnsafePickleError
-from reshard.execution.origin import with_identities
+from reshard.execution.origin import add_identities
 from reshard.execution.source_checks import mismatches
 from reshard.formats import recognise
 from reshard.formats.pt.trust import trusting
 from reshard.planning.check import cover_problems
-from reshard.storage.files import noting_opened
+from reshard.storage.files import record_opened_files
 from reshard.tensors.layout import Index
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something that is wrong.
+    """Something that is wrong with a folder.
 
     Attributes:
         kind: class of the error.
         exit_code: of that class.
-        lines: name the file or tensor, what was expected and found; what belongs to it follows line by line.
+        lines: first what is wrong (file or tensor, expected and found), then one line for each detail.
         hint: what to do.
     """
 
@@ -48,14 +48,14 @@ class Inspection:
 
     Attributes:
         path: the folder.
-        commit: its marker, if it has one that can be read.
+        commit: its marker, or None if there is none that can be read.
         committed: `absent`, `intact` (all files have their sizes) or `damaged`.
-        format: name of the format, empty where none is recognised.
-        index: the tensors, if the files can be read.
-        num_files: files in the folder, besides the marker.
+        format: name of the format; empty if none is recognised.
+        index: the tensors, or None if the files cannot be read.
+        num_files: number of files in the folder, without the marker.
         file_bytes: their size.
         problems: everything that is wrong; empty for a good checkpoint.
-        notes: what is worth knowing and no fault.
+        notes: facts that are worth knowing and no problem.
     """
 
     path: Path
@@ -74,13 +74,13 @@ class Inspection:
         return self.problems[0].exit_code if self.problems else ExitCode.OK
 
 
-def inspect(path: Path, read: Callable[[Commit | None], Index], *, told: bool = False) -> Inspection:
-    """Look at a folder; only metadata is read. Nothing that is wrong with it is raised.
+def inspect(path: Path, read: Callable[[Commit | None], Index], *, has_patterns: bool = False) -> Inspection:
+    """Inspect a folder; read only its metadata. What is wrong with it is returned, not raised.
 
     Args:
         path: the folder.
         read: indexes it, given its marker.
-        told: `read` takes from a file of patterns how tensors are cut.
+        has_patterns: `read` takes from a file of patterns how tensors are cut.
     """
     problems: list[Problem] = []
     notes: list[str] = []
@@ -88,8 +88,8 @@ def inspect(path: Path, read: Callable[[Commit | None], Index], *, told: bool = 
     index: Index | None = None
     refused: list[UnsafePickleError] = []
     try:
-        with trusting((), refused), noting_opened() as opened:
-            index = with_identities(read(commit), opened, commit)
+        with trusting((), refused), record_opened_files() as opened:
+            index = add_identities(read(commit), opened, commit)
     except ReshardError as error:
         problems.append(_problem(error))
     problems = [*map(_problem, refused), *problems]
@@ -97,7 +97,7 @@ def inspect(path: Path, read: Callable[[Commit | None], Index], *, told: bool = 
         problems += [_problem(index.unread)] if index.unread is not None else []
         problems += [_corrupt(message) for message in _cover(index)]
         if commit is not None:
-            problems += [_corrupt(message) for message in disagreements(index, commit, told=told)]
+            problems += [_corrupt(message) for message in disagreements(index, commit, has_patterns=has_patterns)]
     files = {str(item.relative_to(path)): item.lstat().st_size for item in path.rglob("*") if item.is_file()}
     files.pop(COMMIT_FILE, None)
     if commit is not None:
@@ -116,15 +116,18 @@ def inspect(path: Path, read: Callable[[Commit | None], Index], *, told: bool = 
     )
 
 
-def disagreements(index: Index, commit: Commit, *, told: bool = False) -> list[str]:
-    """Where the marker and the files tell different stories; the arguments are those of `mismatches`."""
-    known = commit.topology if index.topology.cp > 1 else dataclasses.replace(commit.topology, cp=1)  # few files tell
+def disagreements(index: Index, commit: Commit, *, has_patterns: bool = False) -> list[str]:
+    """Return where the marker contradicts the files; the arguments are those of `inspect`."""
+    # Few formats state cp.
+    known = commit.topology if index.topology.cp > 1 else dataclasses.replace(commit.topology, cp=1)
     pairs = [
         ("step", commit.step, index.step),
         ("topology", str(known), str(index.topology)),
     ]
-    found = [f"{COMMIT_FILE} says {what} {told}, the files say {real}" for what, told, real in pairs if told != real]
-    return found + mismatches(index, commit, told=told)
+    lines = [
+        f"{COMMIT_FILE} says {what} {stated}, the files say {real}" for what, stated, real in pairs if stated != real
+    ]
+    return lines + mismatches(index, commit, has_patterns=has_patterns)
 
 
 def _commit(path: Path, problems: list[Problem], notes: list[str]) -> tuple[Commit | None, str]:
@@ -145,12 +148,12 @@ def _commit(path: Path, problems: list[Problem], notes: list[str]) -> tuple[Comm
 
 
 def _cover(index: Index) -> list[str]:
-    """Copies of tensors that are not all there."""
+    """Return a line for each copy of a tensor that is not complete."""
     rows = np.arange(len(index.shards))
-    held = {index.tensors[at].key for at in np.unique(index.shards.tensor).tolist()}
-    absent = [tensor for tensor in index.tensors if tensor.key not in held and tensor.num_elements]
-    found = [f"{tensor.key}: no file holds it" for tensor in absent[:20]]
-    return found + cover_problems(index.tensors, index.shards, rows, side="source")[:20]
+    present = {index.tensors[at].key for at in np.unique(index.shards.tensor).tolist()}
+    absent = [tensor for tensor in index.tensors if tensor.key not in present and tensor.num_elements]
+    lines = [f"{tensor.key}: no file holds it" for tensor in absent[:20]]
+    return lines + cover_problems(index.tensors, index.shards, rows, side="source")[:20]
 
 
 def _problem(error: ReshardError) -> Problem:

@@ -1,4 +1,4 @@
-"""The job that a reshard pod works for, as the operator says in its environment."""
+"""The job that a reshard pod works for, from the environment variables that the operator sets."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from reshard.contract import Env
 
 _ATTEMPT = re.compile(r"a[0-9]+/")
-"""Folder of an attempt: a checkpoint elsewhere below the root says nothing about whose the attempts' folders are."""
+"""Folder of an attempt. Only a source in such a folder shows that the job resumes its own run: see `claim_root`."""
 
 
-def claim_target(source: Path, target: Path) -> str:
+def claim_checkpoint_root(source: Path, target: Path) -> str:
     """Claim the checkpoint root that the target lies in for the pod's job, and return the job's UID.
 
-    Returns an empty string where this process works for no job, or for a target outside of its checkpoint root.
+    Returns:
+        The UID; empty if this process works for no job, or if the target is outside of the job's checkpoint root.
 
     Raises:
         NotOwnerError: the root belongs to another job.
@@ -24,7 +25,7 @@ def claim_target(source: Path, target: Path) -> str:
     uid, root = os.environ.get(Env.JOB_UID, ""), Path(os.environ.get(Env.CHECKPOINT_ROOT, ""))
     if not uid or not root.is_absolute() or not target.is_relative_to(root):
         return ""
-    from reshard.commits.root_owner import claim_root  # only reshard pods need it
+    from reshard.commits.root_owner import claim_root  # only reshard pods need this import
 
     claim_root(
         root,

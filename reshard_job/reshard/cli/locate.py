@@ -1,4 +1,4 @@
-"""Is it a checkpoint at all? Paths that cannot be what the command needs, said before anything is opened."""
+"""Find checkpoints, and refuse paths that cannot be what the command needs before anything is opened."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.commits.commit import read_commit
-from reshard.commits.latest import named_in
-from reshard.commits.staging import is_unfinished, unfinished
+from reshard.commits.latest import read_names
+from reshard.commits.staging import is_unfinished, unfinished_folder
 from reshard.contract import COMMIT_FILE
 from reshard.errors import NotACheckpointError, ReshardError, SourceError, TargetError, UsageError
 from reshard.formats import FORMATS, format_of, known_formats, recognise
@@ -25,7 +25,7 @@ _MOST_PATH_BYTES = 3800  # PATH_MAX is 4096; the files of the result have names 
 
 
 def check_source(path: Path) -> None:
-    """Refuse what is no folder of one checkpoint.
+    """Refuse a path that is not the folder of one checkpoint.
 
     Raises:
         NotACheckpointError: missing, a file, unreadable, or the folder above the checkpoints; says what is there.
@@ -38,23 +38,23 @@ def check_source(path: Path) -> None:
         raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
 
 
-def training_states_beside(path: Path) -> list[str]:
-    """Checkpoints in a folder of safetensors, as trainers save weights and training state side by side."""
+def find_training_states(path: Path) -> list[str]:
+    """Find checkpoints in a folder of safetensors: trainers save weights and training state side by side."""
     if (path / COMMIT_FILE).exists() or not _is_of(path, weights=True):
         return []
     try:
-        return [name for name in checkpoints_in(path) if _is_of(path / name, weights=False)]
-    except OSError:  # a folder that is not for us, and no checkpoint of ours then
+        return [name for name in find_checkpoints(path) if _is_of(path / name, weights=False)]
+    except OSError:  # a folder that cannot be read holds no checkpoint for us
         return []
 
 
 def refuse_weights_beside(path: Path) -> None:
-    """Weights alone are not what is meant where a training state lies beside them, unless their format is asked for.
+    """Refuse a folder of weights with a training state beside them: the training state is probably what is meant.
 
     Raises:
         NotACheckpointError: names the training states.
     """
-    if tags := training_states_beside(path):
+    if tags := find_training_states(path):
         raise NotACheckpointError(
             "holds weights, and the state of the training in a folder beside them",
             path=str(path),
@@ -64,7 +64,7 @@ def refuse_weights_beside(path: Path) -> None:
 
 
 def _is_of(path: Path, *, weights: bool) -> bool:
-    # Formats that are not asked are not imported: a conversion begins sooner.
+    # Only the formats in question are imported, so that a conversion starts sooner.
     names = [name for name in FORMATS if (name == _WEIGHTS) is weights]
     return any(format_of(name).sniff(path) is None for name in names)
 
@@ -88,14 +88,14 @@ def _check_source(path: Path) -> None:
         raise NotACheckpointError("is empty", path=str(path))
     if (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
         return
-    tags = checkpoints_in(path)
+    tags = find_checkpoints(path)
     if tags:
-        newest = _latest(path, tags)
+        latest = _latest(path, tags)
         raise NotACheckpointError(
             f"holds {len(tags)} checkpoint{'s' if len(tags) > 1 else ''}, and is none itself",
             path=str(path),
             problems=[*tags[:_MOST_TAGS], *([f"and {len(tags) - _MOST_TAGS} more"] if len(tags) > _MOST_TAGS else [])],
-            hint=f"name one of them, for instance {path / newest}",
+            hint=f"name one of them, for instance {path / latest}",
         )
     raise NotACheckpointError(
         "holds no checkpoint that this version knows",
@@ -109,46 +109,47 @@ def _check_source(path: Path) -> None:
 
 
 def _nearest(path: Path) -> str:
-    """A hint that tells where in a path the first name is that is not there."""
+    """Return a hint that names the longest part of a path that exists."""
     above = next((parent for parent in path.absolute().parents if _exists(parent)), None)
     return f"of this path, {above} is there" if above is not None and above != Path(above.anchor) else ""
 
 
-def checkpoints_in(path: Path) -> list[str]:
-    """Names of the folders in `path` that hold a checkpoint, in the order of the numbers in their names."""
-    found = []
+def find_checkpoints(path: Path) -> list[str]:
+    """Return the names of the folders in `path` that hold a checkpoint, in the order of the numbers in the names."""
+    names = []
     for child in path.iterdir():
         if child.name.startswith(".") or not child.is_dir():
             continue
         if (child / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(child)):
-            found.append(child.name)
-    return sorted(found, key=_natural)
+            names.append(child.name)
+    return sorted(names, key=_natural)
 
 
 def _latest(path: Path, tags: list[str]) -> str:
-    """The folder that the framework's own file names, else the last."""
+    """Return the folder that the framework's own file names, else the last one."""
     try:
-        return next((name for name in named_in(path) if name in tags), tags[-1])
-    except (OSError, NotACheckpointError):  # this is a hint for people, and no more
+        return next((name for name in read_names(path) if name in tags), tags[-1])
+    except (OSError, NotACheckpointError):  # the result is only a hint for people
         return tags[-1]
 
 
-def newest(path: Path) -> Path:
-    """The checkpoint that a folder of several stands for; the path itself where it is one, or where nothing says it.
+def find_newest(path: Path) -> Path:
+    """Return the newest checkpoint in a folder of several, or `path` itself if it is one or none is known to be newest.
 
-    Of a training with DeepSpeed or Megatron-LM it is the one that the framework itself would load. Of a job, whose
-    folder holds `a<attempt>/step-<step>`, it is the commit of the latest step, and of those the latest attempt's.
+    For a training with DeepSpeed or Megatron-LM, it is the checkpoint that the framework would load. For a job, whose
+    folder holds `a<attempt>/step-<step>`, it is the commit of the latest step, and among those the one of the latest
+    attempt.
 
     Raises:
-        NotACheckpointError: what the framework's file names is no checkpoint, or the folder cannot be read.
+        NotACheckpointError: the framework's file names no checkpoint, or the folder cannot be read.
     """
     try:
         if not path.is_dir() or (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
             return path
-        name = next(named_in(path), None)
+        name = next(read_names(path), None)
         if name is None:
             return max(_commits(path), default=(0, 0, path))[2]
-        tags = checkpoints_in(path)
+        tags = find_checkpoints(path)
     except OSError as error:
         raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
     if name in tags:
@@ -162,12 +163,12 @@ def newest(path: Path) -> Path:
 
 
 def _commits(path: Path) -> Iterator[tuple[int, int, Path]]:
-    """(step, attempt, folder) of every commit of the job whose folder this is."""
+    """Yield (step, attempt, folder) of every commit in the folder of a job."""
     for attempt in path.iterdir():
         if (match := _ATTEMPT.match(attempt.name)) is None or not attempt.is_dir():
             continue
         for folder in attempt.iterdir():
-            with contextlib.suppress(SourceError):  # without a marker it does not exist
+            with contextlib.suppress(SourceError):  # a checkpoint without a marker does not count
                 yield read_commit(folder).step, int(match[1]), folder
 
 
@@ -177,7 +178,7 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def _exists(path: Path) -> bool:
-    """No name that is too long for the file system is there."""
+    """Return True if the path exists; a name that is too long for the file system does not exist."""
     try:
         return path.exists()
     except OSError as error:
@@ -187,22 +188,22 @@ def _exists(path: Path) -> bool:
 
 
 def _check_names(target: Path) -> None:
-    """Names that no file system takes are refused by their length; the unfinished result has a longer one."""
+    """Refuse names that are too long for file systems; the unfinished result has a longer name than the target."""
     for part in target.parts:
         most = (
             _MOST_NAME_BYTES
             if part != target.name
-            else _MOST_NAME_BYTES - len(unfinished(Path("x"), "0" * 16).name) + 1
+            else _MOST_NAME_BYTES - len(unfinished_folder(Path("x"), "0" * 16).name) + 1
         )
-        if (found := len(os.fsencode(part))) > most:
+        if (num_bytes := len(os.fsencode(part))) > most:
             raise TargetError(
-                f"a name of {found} bytes, {part[:20]}...: at most {most} fit",
+                f"a name of {num_bytes} bytes, {part[:20]}...: at most {most} fit",
                 path=f"{str(target)[:100]}...",
                 hint="choose a shorter name",
             )
-    if (found := len(os.fsencode(target.absolute()))) > _MOST_PATH_BYTES:
+    if (num_bytes := len(os.fsencode(target.absolute()))) > _MOST_PATH_BYTES:
         raise TargetError(
-            f"has {found} bytes: at most {_MOST_PATH_BYTES} fit",
+            f"has {num_bytes} bytes: at most {_MOST_PATH_BYTES} fit",
             path=f"{str(target)[:100]}...",
             hint="choose a shorter path",
         )
@@ -211,12 +212,12 @@ def _check_names(target: Path) -> None:
 def check_target(source: Path, target: Path) -> None:
     """Refuse a target that would touch the source, or that cannot become a folder.
 
-    A target folder that exists is judged when its commit is read: it may be this conversion, done before.
+    A target folder that exists is checked later, when its commit is read: it may be the result of this conversion.
 
     Raises:
         UsageError: source and target are the same, or one lies in the other.
-        TargetError: the target is a file, or below one, or a mounted volume, or its name is too long, or it may not be
-            looked at.
+        TargetError: the target is a file, lies below a file, is a mounted volume, has a name that is too long, or its
+            path cannot be read.
     """
     _check_names(target)
     try:

@@ -1,4 +1,4 @@
-"""Entry point of the command: what is done before the rest is imported, which takes a moment."""
+"""Entry point of the command: prepare the process, then import the rest, which takes a moment."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from reshard.system.exit_signals import handle_exit_signals
+from reshard.system.exit_signals import select_exit_signals
 
-_INTERRUPTED = 130  # `reshard.contract.ExitCode.INTERRUPTED`, which would have to be imported
+_INTERRUPTED = 130  # as `reshard.contract.ExitCode.INTERRUPTED`, without importing it
 _MESSAGE = b"reshard: interrupted before anything was done\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads for linear algebra: there is none
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here needs numpy's threads for linear algebra
     gc.disable()
     with _quiet_start():
         from reshard.cli.command_line import run
-    gc.freeze()  # what the imports made stays: no collection need look at it
+    gc.freeze()  # objects of modules live as long as the process: collections need not visit them
     gc.enable()
     return run(words)
 
 
 @contextlib.contextmanager
 def _quiet_start() -> Iterator[None]:
-    """Let `ENDINGS` end the process at once: in an import, an exception could come out anywhere."""
+    """Let exit signals end the process at once: an exception in the middle of an import could come out anywhere."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -40,11 +40,11 @@ def _quiet_start() -> Iterator[None]:
             os.write(2, _MESSAGE)
         os._exit(_INTERRUPTED)
 
-    before = {number: signal.signal(number, leave) for number in handle_exit_signals()}
+    old_handlers = {number: signal.signal(number, leave) for number in select_exit_signals()}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 

@@ -1,4 +1,4 @@
-"""The command line's verbs and options. docs/reshard.md lists them; a test holds the two together."""
+"""The command line's verbs and options. docs/reshard.md lists them; a test compares the two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Never
 
-from reshard.cli.output import say
+from reshard.cli.output import write_data
 from reshard.contract import ExitCode
 from reshard.errors import UsageError
 from reshard.formats import known_formats
@@ -64,7 +64,7 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what is wrong with the command line, so that it is reported like all else."""
+    """Raises what is wrong with the command line, so that it is reported like every other error."""
 
     def error(self, message: str) -> Never:
         """Raise UsageError."""
@@ -72,16 +72,16 @@ class Parser(argparse.ArgumentParser):
 
 
 class ShowVersion(argparse.Action):
-    """Finds out the version when it is asked for: that takes longer than all else that is read of a command line."""
+    """Looks up the version only when it is asked for: that takes longer than parsing the command line."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_values: object) -> Never:
-        """Say it and end."""
-        say([f"reshard {version()}"])
+        """Print the version and exit."""
+        write_data([f"reshard {version()}"])
         parser.exit()
 
 
 def version() -> str:
-    """Of the installed distribution."""
+    """Return the version of the installed distribution."""
     import importlib.metadata
 
     try:
@@ -91,10 +91,10 @@ def version() -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read a command line.
+    """Parse a command line.
 
     Raises:
-        UsageError: it makes no sense.
+        UsageError: an option or a value is wrong.
     """
     parser, verbs = _build()
     options, rest = parser.parse_known_args(arguments)
@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _unknown(verb: Parser, words: Sequence[str]) -> UsageError:
-    """What to raise for words that a verb knows nothing of."""
+    """Return the error to raise for words that a verb does not know, with the closest option that it has."""
     word = next((word for word in words if word.startswith("-")), None)
     if word is None:
         return UsageError(f"one argument too many: {words[0]!r}", hint=f"{verb.prog} --help")
@@ -119,7 +119,7 @@ def _unknown(verb: Parser, words: Sequence[str]) -> UsageError:
 
 
 def build() -> Parser:
-    """The parser of all verbs."""
+    """Build the parser of all verbs."""
     return _build()[0]
 
 

@@ -1,9 +1,10 @@
-"""What a command says, and where: nothing that happens to the listener may decide what becomes of a conversion.
+"""Write the command's data to stdout, its log to stderr, and its report to a file.
 
-A terminal is closed, the reader of a pipe leaves, a log fills its disk: stderr is then no longer written. Data that
-cannot be written to stdout is an error, unless its reader has seen enough (`| head`).
+A stderr that cannot be written does not fail a conversion: if its terminal is closed, its pipe has no reader or its
+disk is full, nothing more is written to it. Data that cannot be written to stdout is an error, unless the reader of the
+pipe has left (`| head`).
 
-All that the program says leaves it here, line by line, through `printable`: names in a checkpoint are chosen by others.
+Every line passes through `printable`, because others choose the names in a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import io
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TextIO
 
-from reshard.errors import TargetError
+from reshard.contract import ReshardReport
+from reshard.errors import TargetError, UsageError
 
 _LEGIBLE = "reshard.legible"
-_FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF  # what Python makes of bytes of a name that are no text (PEP 383)
+_FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF  # Python's code points for undecodable bytes of a file name (PEP 383)
 
 
 def open_streams() -> None:
-    """Have streams that take every text: a process may be started without (`>&-`), or with a narrow encoding."""
+    """Make stdout and stderr take every text: a process may start without them (`>&-`), or with a narrow encoding."""
     codecs.register_error(_LEGIBLE, _legible)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -33,18 +36,19 @@ def open_streams() -> None:
 
 
 def _legible(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Characters that the encoding lacks as escapes."""
+    """Replace characters that the encoding lacks by escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return codecs.backslashreplace_errors(error)
 
 
 def printable(line: str) -> str:
-    """Return one line of text with escapes for every character that a terminal, or the reader's eye, would obey.
+    """Escape every character of a line that a terminal interprets or that a reader cannot see.
 
-    These are all that Unicode does not call printable: control characters (line breaks and tabs among them), marks that
-    reverse the direction of text or have no width, separators of lines and paragraphs, and halves of surrogate pairs.
-    A byte of a file's name that is no text becomes `\\xff`. Letters of all languages stay.
+    These are the characters that Unicode does not call printable: control characters (line breaks and tabs among them),
+    marks that reverse the direction of text or have no width, separators of lines and paragraphs, and halves of
+    surrogate pairs. An undecodable byte of a file name becomes a backslash, `x` and two digits. Letters of all
+    languages stay.
     """
     if line.isprintable():
         return line
@@ -57,18 +61,18 @@ def _escape(code: int) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def overwrites(stream: TextIO) -> bool:
-    """It is a terminal on which a line can be written again."""
+def can_overwrite_line(stream: TextIO) -> bool:
+    """Return True if the stream is a terminal on which a line can be overwritten."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def tell(lines: Iterable[str], stream: TextIO | None = None) -> None:
-    """Write lines of a log, on stderr if no other stream is named; where they cannot be written, they are not."""
+def write_log(lines: Iterable[str], stream: TextIO | None = None) -> None:
+    """Write lines of the log, on stderr if no other stream is named; drop them if they cannot be written."""
     _write("".join(f"{printable(line)}\n" for line in lines), sys.stderr if stream is None else stream)
 
 
-def show(line: str, stream: TextIO) -> None:
-    """Write a line over the one that a terminal shows."""
+def overwrite_line(line: str, stream: TextIO) -> None:
+    """Write a line over the last line of a terminal."""
     _write(f"\r\x1b[K{printable(line)}", stream)
 
 
@@ -77,27 +81,27 @@ def _write(text: str, stream: TextIO) -> None:
         stream.write(text)
         stream.flush()
     except OSError:
-        _let_go(stream)
+        _discard(stream)
 
 
-def say(lines: Iterable[str]) -> None:
-    """Write lines of data, on stdout.
+def write_data(lines: Iterable[str]) -> None:
+    """Write lines of data on stdout.
 
     Raises:
-        TargetError: it cannot be written, and that is not because the reader has left.
+        TargetError: stdout cannot be written, and that is not because its reader has left.
     """
     try:
         sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
         sys.stdout.flush()
     except BrokenPipeError:
-        _let_go(sys.stdout)
+        _discard(sys.stdout)
     except OSError as error:
-        _let_go(sys.stdout)
+        _discard(sys.stdout)
         raise TargetError(f"cannot be written: {error.strerror or error}", path="standard output") from error
 
 
-def _let_go(stream: TextIO) -> None:
-    """What is still in its buffer would fail again when the process ends, and change its exit code."""
+def _discard(stream: TextIO) -> None:
+    """Send a stream to nowhere: otherwise flushing its buffer at exit would fail again, and change the exit code."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):  # not one of the process
@@ -105,3 +109,38 @@ def _let_go(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def check_report(report: str | None, *checkpoints: Path) -> None:
+    """Refuse a report file that would damage a checkpoint or has no folder, before a byte is moved.
+
+    Raises:
+        UsageError: it lies in the source or in the target.
+        TargetError: there is no such folder.
+    """
+    if report is None:
+        return
+    path = Path(report).absolute()
+    if any(folder in path.parents for folder in checkpoints):
+        raise UsageError(f"--report {report}: lies inside of a checkpoint", hint="name a file somewhere else")
+    try:
+        has_folder = path.parent.is_dir() and not path.is_dir()
+    except OSError as error:
+        raise TargetError(f"the report cannot be written: {error.strerror}", path=report) from error
+    if not has_folder:
+        raise TargetError("the report cannot be written: no such folder, or a folder itself", path=report)
+
+
+def write_report(path: str | None, report: ReshardReport) -> None:
+    """Write a report into a file; do nothing if `path` is None.
+
+    Raises:
+        TargetError: the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        Path(path).write_text(report.to_json(), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise TargetError(f"the report cannot be written: {why}", path=path) from error

@@ -1,4 +1,4 @@
-"""Progress on stderr: one living line on a terminal, a plain line every few seconds elsewhere."""
+"""Show progress on stderr: a line that is overwritten on a terminal, a new line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import threading
 import time
 from typing import TextIO
 
-from reshard.cli.output import overwrites, show, tell
+from reshard.cli.output import can_overwrite_line, overwrite_line, write_log
 from reshard.system.limits import format_bytes, format_seconds
 
-_RECENT_SECONDS = 10.0  # the rate is that of about this long, so that the time left follows a storage that slows down
+_RECENT_SECONDS = 10.0
+"""Time over which the rate is measured, so that the time left follows a storage that slows down."""
 
 
 class ProgressLine:
-    """Counts bytes and says how far, how fast and how long still.
+    """Counts bytes and shows how many are done, the rate, and the time left.
 
     Args:
-        total_bytes: to be moved, or 0 where that is not known yet; see `expect`.
-        stream: where to; stderr by default.
-        every_seconds: between lines where the stream is no terminal.
-        quiet: say nothing.
+        total_bytes: bytes to move, or 0 if that is not known yet; see `expect`.
+        stream: to write to; stderr by default.
+        every_seconds: time between lines if the stream is no terminal.
+        quiet: write nothing.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class ProgressLine:
     ) -> None:
         self._total = max(1, total_bytes)
         self._stream = stream or sys.stderr
-        self._terminal = overwrites(self._stream)
+        self._terminal = can_overwrite_line(self._stream)
         self._every = 0.2 if self._terminal else every_seconds
         self._quiet = quiet
         self._started = self._printed = time.monotonic()
@@ -45,13 +46,13 @@ class ProgressLine:
         self._lock = threading.Lock()
 
     def expect(self, total_bytes: int) -> None:
-        """There are `total_bytes` to move; the clock starts now."""
+        """Set the number of bytes to move, and start the clock."""
         self._total = max(1, total_bytes)
         self._started = self._printed = time.monotonic()
         self._marks = [(self._started, 0)]
 
     def __call__(self, num_bytes: int) -> None:
-        """`num_bytes` more have been moved."""
+        """Count `num_bytes` more bytes as moved."""
         with self._lock:
             self._done += num_bytes
             now = time.monotonic()
@@ -63,7 +64,7 @@ class ProgressLine:
                     self._marks.pop(0)
 
     def text(self, now: float) -> str:
-        """What the line says at `now` (monotonic seconds)."""
+        """Return the text of the line at `now` (monotonic seconds)."""
         then, before = self._marks[0]
         rate = (self._done - before) / max(1e-6, now - then)
         left = format_seconds(max(0, self._total - self._done) / rate) if rate else "unknown time"
@@ -71,12 +72,12 @@ class ProgressLine:
         return f"{percent:5.1f} %  {format_bytes(self._done)}  {format_bytes(rate)}/s  {left} left"
 
     def close(self) -> None:
-        """Clear the living line."""
+        """Clear the line on a terminal."""
         if self._terminal and not self._quiet:
             self._print("")
 
     def _print(self, text: str) -> None:
-        if self._terminal:  # a longer line would begin a new one, which the next could not clear
-            show(text[: shutil.get_terminal_size().columns - 1], self._stream)
+        if self._terminal:  # the next text could not overwrite a line that wraps
+            overwrite_line(text[: shutil.get_terminal_size().columns - 1], self._stream)
         else:
-            tell([f"reshard: {text}"], self._stream)
+            write_log([f"reshard: {text}"], self._stream)

@@ -1,4 +1,4 @@
-"""What the commands print: the same facts as a JSON value and as text for people. Pure."""
+"""Render the results of the verbs as a JSON value and as text for people. Pure."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _FIRST_OPTIONS = ("lr", "betas", "momentum", "eps", "weight_decay", "step")
 _MOST_OPTIONS = 6
 
 
-def inspect_value(found: Inspection) -> dict[str, Any]:
-    """`reshard inspect --json`."""
-    index, commit = found.index, found.commit
+def inspect_value(inspection: Inspection) -> dict[str, Any]:
+    """Return the JSON value of `reshard inspect`."""
+    index, commit = inspection.index, inspection.commit
     value: dict[str, Any] = {
-        "path": str(found.path),
-        "format": found.format,
-        "commit": {"state": found.committed},
-        "files": found.num_files,
-        "file_bytes": found.file_bytes,
+        "path": str(inspection.path),
+        "format": inspection.format,
+        "commit": {"state": inspection.committed},
+        "files": inspection.num_files,
+        "file_bytes": inspection.file_bytes,
         "problems": [
             {"kind": item.kind, "exit_code": int(item.exit_code), "message": item.message, "hint": item.hint}
-            for item in found.problems
+            for item in inspection.problems
         ],
-        "notes": list(found.notes),
+        "notes": list(inspection.notes),
     }
     if commit is not None:
         value["commit"] |= {
@@ -45,12 +45,12 @@ def inspect_value(found: Inspection) -> dict[str, Any]:
             "files": len(commit.files),
             "bytes": commit.num_bytes,
         }
-    told = index or commit
-    if told is not None:
+    known = index or commit
+    if known is not None:
         value |= {
-            "step": told.step,
-            "samples": told.samples,
-            "topology": told.topology.to_dict(),
+            "step": known.step,
+            "samples": known.samples,
+            "topology": known.topology.to_dict(),
         }
     return value if index is None else value | _index_value(index)
 
@@ -85,17 +85,17 @@ def _index_value(index: Index) -> dict[str, Any]:
 
 
 def _states(index: Index) -> dict[str, tuple[list[str], int, int]]:
-    """State -> types, number of tensors, bytes."""
-    found: dict[str, tuple[list[str], int, int]] = {}
+    """Return types, number of tensors and bytes of each state."""
+    states: dict[str, tuple[list[str], int, int]] = {}
     for tensor in index.tensors:
-        dtypes, count, num_bytes = found.get(tensor.key.state, ([], 0, 0))
+        dtypes, count, num_bytes = states.get(tensor.key.state, ([], 0, 0))
         dtypes = sorted({*dtypes, tensor.dtype})
-        found[tensor.key.state] = (dtypes, count + 1, num_bytes + tensor.num_bytes)
-    return dict(sorted(found.items()))
+        states[tensor.key.state] = (dtypes, count + 1, num_bytes + tensor.num_bytes)
+    return dict(sorted(states.items()))
 
 
 def _weights(index: Index) -> tuple[int, int]:
-    """Tensors of the model and their elements: some are there as master weights alone, some as weights alone."""
+    """Count the model's tensors and their elements; some exist only as master weights, some only as weights."""
     shapes = {
         tensor.key.name: tensor.num_elements
         for tensor in index.tensors
@@ -105,48 +105,53 @@ def _weights(index: Index) -> tuple[int, int]:
 
 
 def _counts(index: Index) -> tuple[list[int], list[int]]:
-    """Copies and boxes of every tensor."""
+    """Count the copies and the boxes of every tensor."""
     copies = np.zeros(len(index.tensors), dtype=np.int64)
     np.maximum.at(copies, index.shards.tensor, index.shards.replica + 1)
     return copies.tolist(), index.shards.boxes_by_tensor(len(index.tensors)).tolist()
 
 
-def inspect_lines(found: Inspection, *, tensors: bool) -> list[str]:
-    """`reshard inspect`."""
-    index, commit = found.index, found.commit
-    told = index or commit
-    lines = [str(found.path), f"  format    {found.format or 'not recognised'}"]
-    if told is not None:
-        samples = f" ({told.samples} samples)" if told.samples else ""
-        lines += [f"  topology  {told.topology}", f"  step      {told.step or '0, or not recorded'}{samples}"]
-    lines += [f"  files     {found.num_files}, {format_bytes(found.file_bytes)}", f"  commit    {_commit_text(found)}"]
+def inspect_lines(inspection: Inspection, *, tensors: bool) -> list[str]:
+    """Return the text of `reshard inspect`."""
+    index, commit = inspection.index, inspection.commit
+    known = index or commit
+    lines = [str(inspection.path), f"  format    {inspection.format or 'not recognised'}"]
+    if known is not None:
+        samples = f" ({known.samples} samples)" if known.samples else ""
+        lines += [f"  topology  {known.topology}", f"  step      {known.step or '0, or not recorded'}{samples}"]
+    lines += [
+        f"  files     {inspection.num_files}, {format_bytes(inspection.file_bytes)}",
+        f"  commit    {_commit_text(inspection)}",
+    ]
     if index is not None:
         rows = [
-            (state, ", ".join(dtypes), counted(count, "tensor"), format_bytes(num_bytes))
+            (state, ", ".join(dtypes), format_count(count, "tensor"), format_bytes(num_bytes))
             for state, (dtypes, count, num_bytes) in _states(index).items()
         ]
         count, num_elements = _weights(index)
-        lines += [f"  weights   {counted(count, 'tensor')}, {num_elements:,} element{'' if num_elements == 1 else 's'}"]
-        lines += [f"  state     {line}" for line in table(rows, right=(2, 3))] if rows else []
+        lines += [
+            f"  weights   {format_count(count, 'tensor')}, {num_elements:,} element{'' if num_elements == 1 else 's'}"
+        ]
+        lines += [f"  state     {line}" for line in format_table(rows, right=(2, 3))] if rows else []
         lines += [f"  group {at:<3} {_group_text(index, at)}" for at in range(len(index.groups))]
         lines += [f"  tied      {alias} = {name}" for alias, name in index.aliases.items()]
         lines += _tensor_table(index) if tensors else []
-    lines += [f"  note      {note}" for note in found.notes]
-    for item in found.problems:
+    lines += [f"  note      {note}" for note in inspection.notes]
+    for item in inspection.problems:
         lines += _problem_lines("problem", item.lines, int(item.exit_code), item.kind, item.hint)
     return lines
 
 
-def _problem_lines(label: str, told: Sequence[str], exit_code: int, kind: str, hint: str) -> list[str]:
-    first, *others = (*told, *([f"hint: {hint}"] if hint else []))
+def _problem_lines(label: str, problem: Sequence[str], exit_code: int, kind: str, hint: str) -> list[str]:
+    first, *others = (*problem, *([f"hint: {hint}"] if hint else []))
     return [f"  {label:<9} {kind} ({exit_code}): {first}", *(f"            {line}" for line in others)]
 
 
-def _commit_text(found: Inspection) -> str:
-    commit = found.commit
+def _commit_text(inspection: Inspection) -> str:
+    commit = inspection.commit
     if commit is None:
-        return found.committed
-    parts = [f"{found.committed}: by {commit.writer}, attempt {commit.attempt}"]
+        return inspection.committed
+    parts = [f"{inspection.committed}: by {commit.writer}, attempt {commit.attempt}"]
     parts += [f"at {commit.created}"] if commit.created else []
     parts += [f"from {commit.source}"] if commit.source else []
     return ", ".join(parts)
@@ -158,7 +163,7 @@ def _group_text(index: Index, at: int) -> str:
     plain = {key: plain[key] for key in (*_FIRST_OPTIONS, *plain) if key in plain}
     shown = [f"{key} {value}" for key, value in plain.items() if isinstance(value, int | float | str | list | tuple)]
     more = [f"{len(plain) - _MOST_OPTIONS} more with --json"] if len(plain) > _MOST_OPTIONS else []
-    return ", ".join([counted(len(group.names), "parameter"), *shown[:_MOST_OPTIONS], *more])
+    return ", ".join([format_count(len(group.names), "parameter"), *shown[:_MOST_OPTIONS], *more])
 
 
 def _tensor_table(index: Index) -> list[str]:
@@ -175,16 +180,16 @@ def _tensor_table(index: Index) -> list[str]:
         )
         for at, tensor in enumerate(index.tensors)
     ]
-    return ["  " + line for line in table(rows, right=(3, 4, 5))]
+    return ["  " + line for line in format_table(rows, right=(3, 4, 5))]
 
 
-def counted(count: int, what: str) -> str:
-    """`1 file`, `2 files`."""
+def format_count(count: int, what: str) -> str:
+    """Return a count with its noun: `1 file`, `2 files`."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def table(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...] = ()) -> list[str]:
-    """Lines of a table in columns; those in `right` are aligned to the right."""
+def format_table(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...] = ()) -> list[str]:
+    """Return the lines of a table; the columns in `right` are aligned to the right."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     return [
         "  ".join(
@@ -197,7 +202,7 @@ def table(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...] = ()) -> li
 def plan_value(
     plan: Plan, estimated: Estimate, requests: tuple[int, int], mode: tuple[str, str], *, files: bool
 ) -> dict[str, Any]:
-    """`reshard plan --json`; `mode` and why it was chosen."""
+    """Return the JSON value of `reshard plan`; `mode` is the mode and the reason for it."""
     summary = plan.summary()
     return {
         **summary,
@@ -213,7 +218,7 @@ def plan_value(
 def manifest_value(
     plan: Plan, estimated: Estimate, sizes: Mapping[str, int], mode: tuple[str, str], *, files: bool
 ) -> dict[str, Any]:
-    """`reshard plan --mode virtual --json`; `sizes` are those of the files of the manifest."""
+    """Return the JSON value of `reshard plan --mode virtual`; `sizes` are those of the manifest's files."""
     value = plan_value(plan, estimated, (0, len(sizes)), mode, files=False)
     return {
         **value,
@@ -227,7 +232,7 @@ def manifest_value(
 
 
 def plan_lines(value: Mapping[str, Any], estimated: Estimate) -> list[str]:
-    """`reshard plan`."""
+    """Return the text of `reshard plan`."""
     first, *rates = estimated.lines()
     lines = [
         f"{value['source']} (step {value['step']})",
@@ -244,44 +249,44 @@ def plan_lines(value: Mapping[str, Any], estimated: Estimate) -> list[str]:
     if value.get("already_done"):
         lines.append("  done      the target is the result of this conversion already: run would change nothing")
     if (refused := value.get("refused")) is not None:
-        told = f"{refused['path']}: {refused['message']}" if refused["path"] else refused["message"]
-        lines += _problem_lines("refused", [told], refused["exit_code"], refused["kind"], refused["hint"])
+        reason = f"{refused['path']}: {refused['message']}" if refused["path"] else refused["message"]
+        lines += _problem_lines("refused", [reason], refused["exit_code"], refused["kind"], refused["hint"])
     if "files" in value:
         lines += [f"  file      {item['path']}  {format_bytes(item['bytes'])}" for item in value["files"]]
     return [*lines, "  exact: every element of every copy is written once"]
 
 
 def _moves(value: Mapping[str, Any]) -> list[str]:
-    """What is read and written, and when."""
-    files = counted(value["files_to_write"], "file")
+    """Return the lines about what is read and written."""
+    files = format_count(value["files_to_write"], "file")
     if "bytes_to_load" in value:
         return [
             "  read      nothing but metadata",
             f"  write     {format_bytes(value['bytes_to_write'])} in {files}: where the bytes are",
             f"  load      {format_bytes(value['bytes_to_load'])} of the source, by the ranks, when they load",
         ]
-    requests = counted(value["write_requests"], "request")
+    requests = format_count(value["write_requests"], "request")
     return [
-        f"  read      {format_bytes(value['bytes_to_read'])} in {counted(value['read_requests'], 'request')}",
+        f"  read      {format_bytes(value['bytes_to_read'])} in {format_count(value['read_requests'], 'request')}",
         f"  write     {format_bytes(value['bytes_to_write'])} in {files}, {requests}",
-        f"  memory    {format_bytes(value['memory_bytes'])} of buffers, {counted(value['threads'], 'thread')}",
+        f"  memory    {format_bytes(value['memory_bytes'])} of buffers, {format_count(value['threads'], 'thread')}",
     ]
 
 
 def report_lines(report: ReshardReport) -> list[str]:
-    """`reshard run`."""
+    """Return the text of `reshard run`."""
     rate = f", {format_bytes(report.bytes_read / report.seconds)}/s" if report.seconds and report.bytes_read else ""
     return [
         f"{report.target}: {report.message}",
         f"  read {format_bytes(report.bytes_read)}, wrote {format_bytes(report.bytes_written)}",
-        f"  {counted(report.num_files, 'file')}, {report.seconds:.2f} s{rate}",
+        f"  {format_count(report.num_files, 'file')}, {report.seconds:.2f} s{rate}",
         f"  digest {report.digest or '-'}, peak memory {format_bytes(report.peak_rss_bytes)}",
         *([f"  named in {report.latest}"] if report.latest else []),
     ]
 
 
 def error_value(error: BaseException, exit_code: int, message: str) -> dict[str, Any]:
-    """What any verb says with `--json` when it fails."""
+    """Return the JSON value of an error, for any verb."""
     known = error if isinstance(error, ReshardError) else None
     return {
         "kind": type(error).__name__,

@@ -1,4 +1,4 @@
-"""A picture (SVG) of a tensor's boxes: source on the left, target on the right, one colour per file. Pure.
+"""Draw a tensor's boxes as SVG: source on the left, target on the right, one colour per file. Pure.
 
 A tensor of more than two dims is drawn as a matrix: all dims but the last are its rows, as they lie in memory.
 """
@@ -18,7 +18,7 @@ from reshard.tensors.geometry import Box
 from reshard.tensors.layout import LogicalTensor
 
 MAX_TENSORS = 12
-"""More do not fit a picture that anyone reads."""
+"""Most tensors in one picture; more would not be readable."""
 
 _WIDTH, _GAP, _MARGIN, _TOP = 340, 110, 24, 46
 _LEAST_HEIGHT, _MOST_HEIGHT = 48, 320
@@ -40,15 +40,16 @@ class Rectangle(NamedTuple):
     columns: int
 
 
-def draw(found: Sequence[Explanation]) -> str:
-    """An SVG document of these tensors below each other.
+def draw(explanations: Sequence[Explanation]) -> str:
+    """Draw these tensors below each other, and return the SVG document.
 
-    Source boxes are coloured by file, parts of target boxes by the source file that they come from. Labels are those of
-    the text (`S1`, `T1`); pointing at a box shows its file and bytes. One complete copy of each side is drawn.
+    Source boxes have the colour of their file, and parts of target boxes that of the source file which they come from.
+    Labels are those of the text (`S1`, `T1`). Pointing at a box shows its file and bytes. One complete copy of each
+    side is drawn.
     """
     parts: list[str] = []
     top = float(_MARGIN)
-    for item in found:
+    for item in explanations:
         part, height = _panel(item, top)
         parts += part
         top += height + _LINE
@@ -62,7 +63,7 @@ def draw(found: Sequence[Explanation]) -> str:
 
 
 def _panel(item: Explanation, top: float) -> tuple[list[str], float]:
-    """One tensor: its source, and its first target in the colours of the source files that its elements come from."""
+    """Draw one tensor, its source and its first target; return the elements of the picture and their height."""
     rows, columns = matrix_shape(item.tensor.shape)
     height = min(_MOST_HEIGHT, max(_LEAST_HEIGHT, _WIDTH * rows / max(1, columns)))
     frame = top + _TOP - 12
@@ -95,7 +96,7 @@ def _panel(item: Explanation, top: float) -> tuple[list[str], float]:
 def _side(
     tensor: LogicalTensor, places: Sequence[Place], fills: Mapping[str, str], corner: tuple[float, float], height: float
 ) -> list[str]:
-    """The tensor as a matrix; boxes are filled by source file and framed, whichever side they are of."""
+    """Draw the tensor as a matrix; boxes of either side are framed and filled in the colour of the source file."""
     left, top = corner
     rows, columns = matrix_shape(tensor.shape)
     x_scale, y_scale = _WIDTH / max(1, columns), height / max(1, rows)
@@ -129,12 +130,12 @@ def _area(left: float, top: float, x_scale: float, y_scale: float, cut: Rectangl
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor's matrix view; a vector and a scalar are one row."""
+    """Return the rows and columns of a tensor's matrix view; a vector or a scalar has one row."""
     return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
 
 
 def rectangles(box: Box, shape: Sequence[int]) -> Iterator[Rectangle]:
-    """The box in the matrix view: one rectangle for each run of neighbouring rows."""
+    """Yield the box in the matrix view: one rectangle for each group of neighbouring rows."""
     if not shape or 0 in shape:
         yield Rectangle(0, 0, 1, 1)
         return
@@ -146,12 +147,12 @@ def rectangles(box: Box, shape: Sequence[int]) -> Iterator[Rectangle]:
         yield Rectangle(0, column, 1, columns)
         return
     inner = math.prod(shape[dim:-1])
-    run, start = box.size[dim - 1] * inner, box.offset[dim - 1] * inner
+    num_rows, start = box.size[dim - 1] * inner, box.offset[dim - 1] * inner
     starts = [0]
     for size, low, length in zip(shape[: dim - 1], box.offset[: dim - 1], box.size[: dim - 1], strict=True):
         starts = [base * size + low + step for base in starts for step in range(length)]
     for base in starts:
-        yield Rectangle(base * shape[dim - 1] * inner + start, column, run, columns)
+        yield Rectangle(base * shape[dim - 1] * inner + start, column, num_rows, columns)
 
 
 def _one_copy(places: Sequence[Place]) -> list[Place]:
@@ -165,16 +166,20 @@ def _more(places: Sequence[Place], drawn: Sequence[Place]) -> str:
 
 
 def _legend(places: Sequence[Place], colours: Mapping[str, str], left: float, top: float) -> list[str]:
-    """Which boxes lie in which file; with the colours of source files."""
+    """Draw which boxes lie in which file, with the colours of source files."""
     parts = []
     labels: dict[str, list[str]] = {}
     for place in places:
         labels.setdefault(place.file, []).append(place.label)
-    for at, (file, held) in enumerate(itertools.islice(labels.items(), _LEGEND)):
+    for at, (file, labels_of_file) in enumerate(itertools.islice(labels.items(), _LEGEND)):
         y = top + at * _LINE
         if file in colours:
             parts.append(f'<rect x="{left - 14:.2f}" y="{y - 9:.2f}" width="10" height="10" fill="{colours[file]}"/>')
-        short = ", ".join(held) if len(held) <= 3 else f"{held[0]}, {held[1]} ... {held[-1]}"
+        short = (
+            ", ".join(labels_of_file)
+            if len(labels_of_file) <= 3
+            else f"{labels_of_file[0]}, {labels_of_file[1]} ... {labels_of_file[-1]}"
+        )
         parts.append(_text(left, y, f"{short}: {file}", "small"))
     if len(labels) > _LEGEND:
         parts.append(_text(left, top + _LEGEND * _LINE, f"and {len(labels) - _LEGEND} more files", "small"))
@@ -186,7 +191,7 @@ def _title(tensor: LogicalTensor) -> str:
 
 
 def _colour(number: int) -> str:
-    """Neighbouring numbers get hues far apart (golden angle); in hex, which every viewer of SVG knows."""
+    """Return a colour in hex, which every viewer of SVG knows; neighbouring numbers get distant hues (golden angle)."""
     red, green, blue = colorsys.hls_to_rgb(number * 137.508 % 360 / 360, (0.78, 0.68)[number // 8 % 2], 0.6)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 

@@ -1,4 +1,4 @@
 """COMMIT.json, the staging folder, OWNER.json of a checkpoint root, and the file that names the latest checkpoint.
 
-The readers of markers use the standard library only, because training pods import them.
+Modules that read COMMIT.json and OWNER.json use the standard library only, because training pods import them.
 """

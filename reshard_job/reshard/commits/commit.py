@@ -1,7 +1,7 @@
-"""COMMIT.json: the marker that makes a checkpoint exist.
+"""COMMIT.json: the marker of a committed checkpoint.
 
 A checkpoint folder is written once and never changed. Its COMMIT.json is written last, by a rename, after all files
-are on stable storage. It lists every file with its size and CRC-32, so that truncation and damage are found before a
+are on stable storage. It lists every file with its size and CRC-32, so that truncation and damage are detected before a
 byte is used. The page docs/checkpoint-format.md is normative.
 """
 
@@ -30,10 +30,10 @@ from reshard.storage.durable import file_crc32, replace_file, sync_folder
 from reshard.topology import Topology
 
 COMMIT_VERSION = 1
-"""Raised when a reader of the old version would be wrong about the new one."""
+"""Version of the format; increased when readers of the old version would misread the new one."""
 
 VIRTUAL = "virtual"
-"""Format of commits that say where the bytes are, instead of holding them."""
+"""Format of commits that refer to the bytes of another checkpoint instead of holding them."""
 
 _LONGEST_CHAIN = 8
 _MAX_MARKER_BYTES = 256 << 20  # 1 M files take 100 MB
@@ -54,9 +54,9 @@ class CommittedFile:
     """One file of a commit.
 
     Attributes:
-        path: relative to the commit's folder, with forward slashes.
+        path: path relative to the commit's folder, with forward slashes.
         num_bytes: exact size.
-        crc32: CRC-32 of the content (zlib), or None where it was not computed.
+        crc32: CRC-32 of the content (zlib), or None if it was not computed.
     """
 
     path: str
@@ -75,15 +75,15 @@ class Commit:
         topology: topology that the files are laid out for.
         attempt: attempt that the folder belongs to.
         writer: `trainer` or `reshard`.
-        files: every file of the checkpoint but COMMIT.json itself.
-        digests: logical tensor (`state/name`) to digest in hex; empty where they were not computed.
+        files: every file of the checkpoint except COMMIT.json itself.
+        digests: logical tensor (`state/name`) -> digest in hex; empty if they were not computed.
         data: position in the data, as the trainer's sampler wrote it (seed, sample index).
-        model: what the files do not say about the model and a resharder needs (pipeline layers, partition method).
-        source: folder of the commit that this one was converted from; empty for a trainer's own.
-        options: what the conversion was asked for besides the topology (`dtype`, `states`, `names`); usually empty.
+        model: data about the model that the files lack and a resharder needs (pipeline layers, partition method).
+        source: folder of the commit that this one was converted from; empty for a trainer's own commit.
+        options: options of the conversion besides the topology (`dtype`, `states`, `names`); usually empty.
         created: RFC 3339 time, UTC.
         owner: UID of the job that wrote it; empty without a cluster, and in commits of older versions.
-        origin: digests of what was converted: `identity` of the source's files, `content` of what was read of them.
+        origin: digests of the source: `identity` of its files, `content` of the ranges that were read.
     """
 
     format: str
@@ -104,11 +104,11 @@ class Commit:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(file.num_bytes for file in self.files)
 
     def ref(self, folder: str | Path) -> CommitRef:
-        """The short form that travels through Lease and status."""
+        """Return the short form that Leases and the resource's status hold."""
         return CommitRef(
             uri=str(folder),
             step=self.step,
@@ -119,7 +119,7 @@ class Commit:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Wire form."""
+        """Return the fields as COMMIT.json states them."""
         return {
             "version": COMMIT_VERSION,
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
@@ -139,8 +139,8 @@ def read_commit(folder: str | Path) -> Commit:
     """Read and validate COMMIT.json of `folder`.
 
     Raises:
-        UncommittedError: there is none.
-        CorruptSourceError: it is not what this version writes.
+        UncommittedError: there is no COMMIT.json.
+        CorruptSourceError: COMMIT.json cannot be read, or is not of the form that this version writes.
     """
     path = _as_path(folder) / COMMIT_FILE
     try:
@@ -158,27 +158,27 @@ def read_commit(folder: str | Path) -> Commit:
 
 
 def _decode(content: bytes, path: Path) -> Commit:
-    """A commit from the bytes of its marker.
+    """Decode a commit from the bytes of its marker.
 
     Raises:
-        CorruptSourceError: it is not what this version writes.
+        CorruptSourceError: the marker is not of the form that this version writes.
     """
     try:
-        value = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
-        found = _parse(value, path)
+        value = json.loads(content.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse)
+        commit = _parse(value, path)
         self_checksum.check_self_checksum(content, value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         what = f"{type(error).__name__}: {error!s:.200}"
         raise CorruptSourceError(
             f"not a commit marker: {what}",
             path=str(path),
-            hint=f"use an earlier commit (who edits a marker on purpose removes its field {self_checksum.FIELD})",
+            hint=f"use an earlier commit (if you edited the marker on purpose, remove its field {self_checksum.FIELD})",
         ) from error
-    return found
+    return commit
 
 
 def _parse(value: Any, path: Path) -> Commit:
-    """A commit from its wire form; whatever is wrong with it raises."""
+    """Parse a commit from its JSON value; several classes of error are raised for invalid values."""
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, found a {type(value).__name__}")
     if type(version := value["version"]) is not int or version != COMMIT_VERSION:
@@ -224,27 +224,32 @@ def _parse(value: Any, path: Path) -> Commit:
 
 
 def _of(kind: type[_Kind], value: Any, key: str, default: _Kind | None = None) -> _Kind:
-    """A field of one kind; one that MAY be absent has a default."""
-    found = value[key] if default is None else value.get(key, default)
-    if type(found) is not kind:
-        raise ValueError(f"{key} is {found!r:.60}, expected a {kind.__name__}")
-    if isinstance(found, str):
-        found.encode("utf-8")  # half of a surrogate pair is no text
-    return found
+    """Return a field of one type; a field that MAY be absent has a default.
+
+    Raises:
+        KeyError: the field is absent and has no default.
+        ValueError: the field has another type, or is not valid text.
+    """
+    field = value[key] if default is None else value.get(key, default)
+    if type(field) is not kind:
+        raise ValueError(f"{key} is {field!r:.60}, expected a {kind.__name__}")
+    if isinstance(field, str):
+        field.encode("utf-8")  # raises for half of a surrogate pair
+    return field
 
 
 def _source(value: Any) -> str:
-    found = _of(str, value, "source", "")
-    if "\0" in found:
+    source = _of(str, value, "source", "")
+    if "\0" in source:
         raise ValueError("source holds a zero byte")
-    return found
+    return source
 
 
 def _count(value: Any, key: str) -> int:
-    found = _of(int, value, key)
-    if not 0 <= found < 1 << 63:
-        raise ValueError(f"{key} is {found!r:.60}, expected 0 to 2^63 - 1")
-    return found
+    count = _of(int, value, key)
+    if not 0 <= count < 1 << 63:
+        raise ValueError(f"{key} is {count!r:.60}, expected 0 to 2^63 - 1")
+    return count
 
 
 def _hex(value: Any, digits: int) -> int:
@@ -253,11 +258,11 @@ def _hex(value: Any, digits: int) -> int:
     return int(value, 16)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return value
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -265,14 +270,14 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _as_path(path: str | Path) -> Path:
-    """As it is: `Path(path)` would make a path of this machine of one in an object store."""
+    """Convert text to a path; a path is returned as it is, because `Path(path)` would make a remote one local."""
     if "\0" in str(path):
         raise UsageError(f"{str(path)!r:.200} is no path: it holds a zero byte")
     return path if isinstance(path, Path) else Path(path)
 
 
 def _regular_bytes(path: Path) -> int:
-    """Size of a regular file.
+    """Return the size of a regular file.
 
     Raises:
         OSError: there is no such file, or it is a folder, a link, a pipe or a device.
@@ -284,11 +289,11 @@ def _regular_bytes(path: Path) -> int:
 
 
 def source_of(folder: Path, commit: Commit) -> Path:
-    """Folder with the bytes of a commit: its own, or that of the source that virtual commits lead to.
+    """Return the folder with the bytes of a commit: `folder`, or the source that a chain of virtual commits ends in.
 
     Raises:
-        CorruptSourceError: a virtual commit leads nowhere, or in a circle.
-        UncommittedError: a source is gone.
+        CorruptSourceError: a virtual commit names no source, or the chain is too long or a circle.
+        UncommittedError: a source does not exist any more.
     """
     for _ in range(_LONGEST_CHAIN):
         if commit.format != VIRTUAL:
@@ -299,7 +304,7 @@ def source_of(folder: Path, commit: Commit) -> Path:
         try:
             commit = read_commit(folder)
         except UncommittedError as error:
-            if folder.is_dir():  # a checkpoint that nobody committed, as frameworks write them
+            if folder.is_dir():  # a checkpoint without COMMIT.json, as frameworks write them
                 return folder
             raise UncommittedError(
                 f"is a virtual commit whose bytes are in {folder}, which is not there",
@@ -309,18 +314,18 @@ def source_of(folder: Path, commit: Commit) -> Path:
     raise CorruptSourceError(f"leads through more than {_LONGEST_CHAIN} virtual commits", path=str(folder))
 
 
-def vacant(folder: Path) -> bool:
-    """Nothing is there, or an empty folder, which a rename replaces."""
+def is_vacant(folder: Path) -> bool:
+    """Return True if the path does not exist, or is an empty folder, which a rename replaces."""
     if not os.path.lexists(folder):
         return True
     try:
         return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
-    except OSError:  # who may not look does not know
+    except OSError:  # without permission to list the folder, it may hold something
         return False
 
 
-def taken(folder: Path) -> TargetTakenError:
-    """What to raise where something else is there than the result that was asked for; says what it is."""
+def taken_error(folder: Path) -> TargetTakenError:
+    """Make the error for a target folder that holds something else than the requested result; describes what."""
     what = ""
     try:
         commit = read_commit(folder)
@@ -339,10 +344,10 @@ def taken(folder: Path) -> TargetTakenError:
 
 
 def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> None:
-    """Check every file that the commit lists: present, of the exact size and, with `crc`, of the exact content.
+    """Check that every file of the commit exists, has the exact size and, with `crc`, the committed checksum.
 
     Raises:
-        CorruptSourceError: with all problems found.
+        CorruptSourceError: files differ; the error lists the problems.
     """
     problems: list[str] = []
     root, folders = _as_path(folder), {"."}
@@ -350,25 +355,25 @@ def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> Non
         path = root / file.path
         try:
             _check_parents(root, file.path, folders)
-            found = _regular_bytes(path)
+            num_bytes = _regular_bytes(path)
         except (OSError, ValueError) as error:
             problems.append(f"{file.path}: {getattr(error, 'strerror', None) or error}")
             continue
-        if found != file.num_bytes:
-            problems.append(f"{file.path}: {file.num_bytes} bytes were committed, {found} are there")
+        if num_bytes != file.num_bytes:
+            problems.append(f"{file.path}: {file.num_bytes} bytes were committed, {num_bytes} are there")
         elif crc and file.crc32 is not None and (actual := file_crc32(path)) != file.crc32:
-            problems.append(other_content(file, actual))
+            problems.append(describe_crc32_mismatch(file, actual))
     if problems:
-        raise damaged(folder, commit, problems)
+        raise damaged_files_error(folder, commit, problems)
 
 
-def other_content(file: CommittedFile, crc32: int) -> str:
-    """What to say of a file with another checksum than was committed."""
+def describe_crc32_mismatch(file: CommittedFile, crc32: int) -> str:
+    """Describe a file whose checksum differs from the committed one."""
     return f"{file.path}: CRC-32 {file.crc32:08x} was committed, the content has {crc32:08x}"
 
 
-def damaged(folder: str | Path, commit: Commit, problems: Sequence[str]) -> CorruptSourceError:
-    """What to raise where files are not what was committed."""
+def damaged_files_error(folder: str | Path, commit: Commit, problems: Sequence[str]) -> CorruptSourceError:
+    """Make the error for files that are not what was committed."""
     return CorruptSourceError(
         f"{len(problems)} of {len(commit.files)} files {'is' if len(problems) == 1 else 'are'} damaged",
         path=str(folder),
@@ -378,10 +383,10 @@ def damaged(folder: str | Path, commit: Commit, problems: Sequence[str]) -> Corr
 
 
 def _check_parents(root: Path, name: str, known: set[str]) -> None:
-    """Folders between a commit and its file are folders of its own: a link could lead anywhere.
+    """Check that the folders between a commit and its file are no links, which could lead out of the commit.
 
     Raises:
-        OSError: one of them is not.
+        OSError: one of them is a link or not a folder.
     """
     for parent in reversed(PurePosixPath(name).parents):
         if str(parent) not in known:
@@ -397,8 +402,8 @@ def write_commit(folder: str | Path, commit: Commit, *, name: str = COMMIT_FILE)
     see `confirm_commit`.
 
     Raises:
-        TargetError: the marker would not be read back: nothing is written.
-        OSError: it cannot be written.
+        TargetError: `read_commit` would refuse the marker, so nothing is written.
+        OSError: the marker cannot be written.
     """
     path = _as_path(folder) / name
     content = self_checksum.with_self_checksum(commit.to_dict())
@@ -410,7 +415,7 @@ def write_commit(folder: str | Path, commit: Commit, *, name: str = COMMIT_FILE)
 
 
 def confirm_commit(folder: Path) -> None:
-    """Publish a folder whose marker was written as UNCONFIRMED_FILE, by a rename.
+    """Publish a folder by renaming its marker UNCONFIRMED_FILE to COMMIT_FILE.
 
     Raises:
         OSError: there is no such marker, or it cannot be renamed.
@@ -419,13 +424,13 @@ def confirm_commit(folder: Path) -> None:
     sync_folder(folder)
 
 
-def plain(path: Path) -> str:
-    """A path as text for the marker: what of it is no text is written as escapes, and then only people read it."""
+def path_to_text(path: Path) -> str:
+    """Return a path as text for the marker; bytes that are not valid text become escapes, for display only."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _inside(path: str, marker: Path) -> str:
-    """Refuse names that leave the commit's folder, or that say a file's place in two ways."""
+    """Return a file's path, after refusing paths that leave the commit's folder or are not normalized."""
     if not path or path.startswith("/") or "\0" in path or {"", ".", ".."} & set(path.split("/")):
         raise CorruptSourceError(f"file name {path!r:.200} leaves the folder", path=str(marker))
     return path

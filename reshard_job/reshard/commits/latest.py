@@ -1,7 +1,7 @@
-"""The file beside a checkpoint that names it to the framework, which looks there for the one to load.
+"""The file beside checkpoints in which a framework looks for the name of the checkpoint to load.
 
-Sources: `DeepSpeedEngine.load_checkpoint` (deepspeed/runtime/engine.py, 0.19.8), where no tag is given: the file's
-text, stripped, is the name of the folder beside it. `read_metadata` and `get_checkpoint_name` (megatron/training/
+Sources: `DeepSpeedEngine.load_checkpoint` (deepspeed/runtime/engine.py, 0.19.8) without a tag: the file's text,
+stripped, is the name of the folder beside it. `read_metadata` and `get_checkpoint_name` (megatron/training/
 checkpointing.py of Megatron-LM with Megatron-Core 0.16.1): the text is an iteration above 0, whose folder is
 `iter_<iteration, at least 7 digits>`, or `release`, whose folder has that name.
 """
@@ -20,7 +20,7 @@ from reshard.storage.files import open_file
 
 _MEGATRON = "megatron"
 FILES = {"deepspeed": "latest", "universal": "latest_universal", _MEGATRON: "latest_checkpointed_iteration.txt"}
-"""Format to name of the file."""
+"""Format -> name of the file."""
 
 _ITERATION = re.compile(r"^iter_(\d{7,})$", re.ASCII)
 _RELEASE = "release"
@@ -28,15 +28,15 @@ _MOST_BYTES = 4096
 
 
 def latest_file(target: Path, target_format: str) -> Path:
-    """The file that shall name `target`, which need not be there yet.
+    """Return the path of the file that will name `target`; the target need not exist yet.
 
     Args:
         target: folder of the checkpoint.
-        target_format: name of its format.
+        target_format: name of the checkpoint's format.
 
     Raises:
-        UsageError: nobody looks for such a file for that format, or the folder's name cannot stand in it.
-        TargetError: something else than a file has its name.
+        UsageError: the format has no such file, or the framework would not read the folder's name from it.
+        TargetError: a folder or a link has the file's name.
     """
     check_format(target_format)
     path = target.parent / FILES[target_format]
@@ -62,7 +62,7 @@ def latest_file(target: Path, target_format: str) -> Path:
 
 
 def _iteration(name: str) -> str | None:
-    """What the file says for a folder of that name; None where Megatron-LM does not look for such a folder."""
+    """Return the text that names a folder in Megatron-LM's file; None for a folder that Megatron-LM cannot find."""
     match = _ITERATION.match(name)
     if match is None:
         return name if name == _RELEASE else None
@@ -70,16 +70,16 @@ def _iteration(name: str) -> str | None:
     return str(iteration) if iteration and name == f"iter_{iteration:07d}" else None
 
 
-def named_in(folder: Path) -> Iterator[str]:
-    """Names that the files in `folder` give, whether or not there are such folders.
+def read_names(folder: Path) -> Iterator[str]:
+    """Yield the folder names that the files in `folder` state; the folders need not exist.
 
     Raises:
-        NotACheckpointError: such a file is a link that leads out of the folder.
+        NotACheckpointError: a file is a link that leads out of the folder.
     """
     for target_format, file in FILES.items():
         path = folder / file
         if path.is_file() and path.stat().st_size < _MOST_BYTES:
-            with open_file(_file_of(path)) as content:
+            with open_file(_resolve_link(path)) as content:
                 text = content.read(_MOST_BYTES, 0).decode("utf-8", "replace").strip()
             if target_format != _MEGATRON:
                 yield text
@@ -87,25 +87,29 @@ def named_in(folder: Path) -> Iterator[str]:
                 yield text if text == _RELEASE else f"iter_{text:0>7}"
 
 
-def _file_of(path: Path) -> Path:
-    """Return the file that holds the text: that of a link outside of the folder could be any, and would be told."""
+def _resolve_link(path: Path) -> Path:
+    """Return the file that a link names; a link out of its folder is refused, because its content would be printed.
+
+    Raises:
+        NotACheckpointError: the link leads out of its folder.
+    """
     if not path.is_symlink():
         return path
-    found = path.resolve()
-    if found.parent != path.parent.resolve():
+    file = path.resolve()
+    if file.parent != path.parent.resolve():
         raise NotACheckpointError(
             "is a link that leads out of its folder, expected the file that names a checkpoint",
             path=str(path),
             hint="copy what it links to into its place: cp --remove-destination",
         )
-    return found
+    return file
 
 
 def check_format(target_format: str) -> None:
-    """Refuse formats that no such file belongs to.
+    """Refuse formats whose frameworks do not look for such a file.
 
     Raises:
-        UsageError: it is one of those.
+        UsageError: the format is one of them.
     """
     if target_format not in FILES:
         raise UsageError(
@@ -114,11 +118,11 @@ def check_format(target_format: str) -> None:
         )
 
 
-def point(path: Path, target: Path) -> None:
-    """Let the file name `target`; who reads it meanwhile finds the old name or the new one.
+def write_latest(path: Path, target: Path) -> None:
+    """Write the name of `target` to the file atomically: a reader finds the old name or the new one.
 
     Raises:
-        TargetError: it cannot be written; the target itself is published.
+        TargetError: the file cannot be written; the target itself is published.
     """
     try:
         text = _iteration(target.name) if path.name == FILES[_MEGATRON] else None

@@ -1,7 +1,7 @@
-"""OWNER.json: the job that a checkpoint root belongs to.
+"""OWNER.json: the file that names the job to which a checkpoint root belongs.
 
-Attempt numbers are unique within one job only. Two jobs that write below one root, or a job that was deleted and
-created again, would use the same folder names. So the first writer claims the root with its UID, every writer checks
+Attempt numbers are unique within one job only. Two jobs that write below one root would use the same folder names, and
+so would a job that was deleted and created again. So the first writer claims the root with its UID, every writer checks
 the claim before it publishes, and a writer with another UID stops. docs/checkpoint-format.md is normative.
 """
 
@@ -41,10 +41,10 @@ class Owner:
     """Content of OWNER.json.
 
     Attributes:
-        uid: of the ElasticTrainingJob.
-        job: its `namespace/name`, for people.
+        uid: UID of the ElasticTrainingJob.
+        job: `namespace/name` of the job, for display only.
         since: RFC 3339 time of the claim.
-        previous: UIDs of earlier owners, the last one last. None of them may take the root over again.
+        previous: UIDs of earlier owners, oldest first. None of them may take the root over again.
     """
 
     uid: str
@@ -54,10 +54,10 @@ class Owner:
 
 
 def read_owner(root: Path) -> Owner | None:
-    """Read OWNER.json of a checkpoint root; None where there is none.
+    """Read OWNER.json of a checkpoint root; return None if there is none.
 
     Raises:
-        NotOwnerError: it is there and cannot be read, so nobody can tell whose the root is.
+        NotOwnerError: OWNER.json exists and cannot be read, so the owner of the root is not known.
     """
     path = root / OWNER_FILE
     try:
@@ -76,14 +76,14 @@ def read_owner(root: Path) -> Owner | None:
 
 
 def claim_root(root: Path, *, uid: str, job: str = "", take_over: bool = False, resumes: bool = False) -> Owner | None:
-    """Claim a checkpoint root for a job, or check that the job owns it already; return the owner, None for nobody.
+    """Claim a checkpoint root for a job, or check that the job owns it already; return the owner, or None.
 
     Args:
         root: folder of all attempts' checkpoints; it is made if it is missing and `uid` is given.
-        uid: of the job; empty without a cluster: then nothing is written, and the root must belong to nobody.
-        job: its `namespace/name`.
+        uid: UID of the job. It is empty without a cluster: then nothing is written, and the root must have no owner.
+        job: `namespace/name` of the job.
         take_over: replace another owner, or claim a root that holds commits of an unknown owner.
-        resumes: the job goes on from a commit below `root`, so commits of an unknown owner are its own.
+        resumes: the job resumes from a commit below `root`, so commits of an unknown owner are its own.
 
     Raises:
         NotOwnerError: the root belongs to another job.
@@ -101,7 +101,7 @@ def claim_root(root: Path, *, uid: str, job: str = "", take_over: bool = False, 
         if not (take_over or resumes) and next(root.glob(f"a*/step-*/{COMMIT_FILE}"), None) is not None:
             raise _refusal(root, None, f"job {job} (UID {uid})", _OF_ANOTHER)
         make_folder(root)
-        if take_over:  # whose commits lie here nobody knows: names must not meet theirs
+        if take_over:  # commits here may be another job's: with a previous owner, this job uses other folder names
             claim = dataclasses.replace(claim, previous=(_UNKNOWN,))
         if not _create(root / OWNER_FILE, claim):  # another writer was faster
             return claim_root(root, uid=uid, job=job, take_over=take_over, resumes=resumes)
@@ -124,7 +124,7 @@ def _refusal(root: Path, owner: Owner | None, who: str, hint: str) -> NotOwnerEr
 
 
 def _create(path: Path, owner: Owner) -> bool:
-    """Create OWNER.json with its whole content; False if it exists."""
+    """Create OWNER.json with its whole content; return False if it exists."""
     draft = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         with open(draft, "xb") as stream:
@@ -136,7 +136,7 @@ def _create(path: Path, owner: Owner) -> bool:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            draft.rename(path)  # no hard links here: the check that follows each claim finds who came last
+            draft.rename(path)  # no hard links here: every writer checks the claim again and finds the last one
     except FileExistsError:
         return False
     finally:

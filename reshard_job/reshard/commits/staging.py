@@ -1,4 +1,4 @@
-"""The hidden folder beside a target in which it grows, until it appears complete or not at all."""
+"""The hidden staging folder beside a target: a result is written there and published whole by a rename."""
 
 from __future__ import annotations
 
@@ -33,61 +33,64 @@ _NUMBER = re.compile(r"[0-9a-f]{1,16}")
 
 
 class Sharing(enum.Enum):
-    """Who may work on an unfinished result, and what becomes of it after a failure."""
+    """Who may work on an unfinished result, and whether a failure removes it."""
 
     ALONE = "alone"
-    """This run; a failure removes it."""
+    """Only this run works on it; a failure removes it."""
     RESUMABLE = "resumable"
-    """One run at a time; a failure leaves it for the next run of the same conversion."""
+    """One run at a time works on it; a failure leaves it for the next run of the same conversion."""
     TOGETHER = "together"
-    """Any number of workers at a time; likewise."""
+    """Any number of workers work on it at a time; a failure leaves it for the other workers."""
 
 
-def unfinished(target: Path, name: str) -> Path:
-    """The hidden folder of an unfinished result, by a name of its own (at most 16 characters)."""
+def unfinished_folder(target: Path, name: str) -> Path:
+    """Return the path of the hidden folder of an unfinished result; `name` has at most 16 characters."""
     return target.parent / f".{target.name}.partial-{name}"
 
 
 def is_unfinished(path: Path) -> bool:
-    """It has the name of such a folder: what lies in it looks like a checkpoint, and holes in it look like zeros."""
+    """Return True if a path has the name of an unfinished result's folder.
+
+    Such a folder looks like a checkpoint, but bytes that were not written yet are zero.
+    """
     return _UNFINISHED.fullmatch(path.absolute().name) is not None
 
 
 @contextlib.contextmanager
 def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) -> Iterator[Path]:
-    """A folder for the unfinished result; what killed runs of other conversions left for this target is removed.
+    """Make the folder for an unfinished result and lock it; remove those that killed runs left for this target.
 
-    The folder is locked while its runs live. File systems without locks on folders (some NFS) cannot tell: there the
-    later run of the same conversion wins, and the earlier one fails without harm.
+    The folder is locked while runs work on it. Some file systems (some NFS) cannot lock folders. There the later run of
+    the same conversion wins, and the earlier one fails without harm.
 
     Args:
-        target: folder that the result will be.
-        fingerprint: of the conversion.
-        num_bytes: that the result will have.
-        sharing: who may work on it.
+        target: folder of the result.
+        fingerprint: fingerprint of the conversion.
+        num_bytes: bytes that the result will have.
+        sharing: who may work on the result.
 
     Raises:
         StorageFullError: the result would not fit.
-        TargetError: the folder cannot be made, or somebody else works on it.
+        TargetError: the folder cannot be made, or another run works on it.
     """
     parent = target.parent
-    folder = unfinished(target, os.urandom(4).hex() if sharing is Sharing.ALONE else fingerprint)
+    folder = unfinished_folder(target, os.urandom(4).hex() if sharing is Sharing.ALONE else fingerprint)
     keep = sharing is not Sharing.ALONE
     descriptor = None
-    try:  # from before the folder is made: a signal may come at once
+    try:  # begins before the folder is made, because a signal may arrive at any time
         with _permission(target), target_errors(target, num_bytes):
             make_folder(parent)
-            for stale in _left_behind(target):
+            for stale in _unfinished_folders(target):
                 if stale != folder:
                     _remove_unless_locked(stale)
             check_free(parent, num_bytes - _allocated_bytes(folder))
-            descriptor = _own(folder)
+            descriptor = _make_and_open(folder)
         _lock(descriptor, folder, shared=sharing is Sharing.TOGETHER)
         yield folder
     except (VerificationError, CorruptSourceError, SourceChangedError):
         keep = sharing is Sharing.TOGETHER
         raise
-    except TargetTakenError:  # it can never be published
+    except TargetTakenError:  # the result can never be published
         keep = False
         raise
     finally:
@@ -99,22 +102,22 @@ def staging(target: Path, fingerprint: str, num_bytes: int, sharing: Sharing) ->
 
 @contextlib.contextmanager
 def _permission(target: Path) -> Iterator[None]:
-    """Say which folder it is that may not be written."""
+    """Replace an error for missing permission by one that names the folder that must be writable."""
     try:
         yield
     except TargetError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise forbidden(above(target)) from error
+            raise no_permission_error(nearest_folder(target)) from error
         raise
 
 
-def above(path: Path) -> Path:
-    """The nearest folder above a path that exists."""
+def nearest_folder(path: Path) -> Path:
+    """Return the nearest existing folder above a path."""
     return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 
-def forbidden(folder: Path) -> TargetError:
-    """What to raise where no folder can be made for want of permission."""
+def no_permission_error(folder: Path) -> TargetError:
+    """Make the error for a folder in which no folder can be made, for lack of permission."""
     return TargetError(
         "no folder may be made here: no permission, or a read-only file system",
         path=str(folder),
@@ -122,11 +125,11 @@ def forbidden(folder: Path) -> TargetError:
     )
 
 
-def _own(folder: Path) -> int:
-    """Make the folder unless it is there, and open it; no link is followed: what is written would lie elsewhere.
+def _make_and_open(folder: Path) -> int:
+    """Make the folder unless it exists, and open it; a link is not followed, because it could lead anywhere.
 
     Raises:
-        TargetError: a link or something else has its name.
+        TargetError: a link or a file has the folder's name.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
@@ -154,10 +157,10 @@ def _lock(descriptor: int, folder: Path, *, shared: bool) -> None:
 
 
 def check_free(parent: Path, num_bytes: int) -> None:
-    """There is space for so many bytes on the file system of a folder.
+    """Check that the file system of a folder has space for `num_bytes`.
 
     Raises:
-        StorageFullError: there is not.
+        StorageFullError: it does not.
     """
     free = free_bytes(parent)
     if free < num_bytes:
@@ -168,22 +171,22 @@ def check_free(parent: Path, num_bytes: int) -> None:
         )
 
 
-def _left_behind(target: Path) -> list[Path]:
-    """Return the folders of unfinished results of this very target: its name is text, and no pattern."""
-    stem = unfinished(target, "").name
-    found = [path for path in target.parent.iterdir() if path.name.startswith(stem)]
-    return [path for path in found if _NUMBER.fullmatch(path.name, len(stem))]
+def _unfinished_folders(target: Path) -> list[Path]:
+    """Return the folders of unfinished results of this target; its name is compared as text, not as a pattern."""
+    stem = unfinished_folder(target, "").name
+    folders = [path for path in target.parent.iterdir() if path.name.startswith(stem)]
+    return [path for path in folders if _NUMBER.fullmatch(path.name, len(stem))]
 
 
 def _allocated_bytes(folder: Path) -> int:
-    """Bytes that an unfinished result occupies already."""
+    """Return the bytes that an unfinished result occupies already."""
     if folder.is_symlink():
         return 0
-    found = 0
+    num_bytes = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
-            found += path.lstat().st_blocks * 512
-    return found
+            num_bytes += path.lstat().st_blocks * 512
+    return num_bytes
 
 
 def _remove_unless_locked(folder: Path) -> None:
@@ -204,8 +207,12 @@ def _remove_unless_locked(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Of all workers on an unfinished result, one at a time; the folder may be gone when it is one's turn."""
+def hold_finish_lock(folder: Path) -> Iterator[None]:
+    """Let one worker at a time complete an unfinished result; it may be published when this worker gets the lock.
+
+    Raises:
+        TargetError: the lock file cannot be opened.
+    """
     try:
         descriptor = os.open(folder / FINISH_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except FileNotFoundError:

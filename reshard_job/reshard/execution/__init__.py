@@ -1,4 +1,4 @@
-"""Move the bytes of a plan, resume, verify and compare: executor, journal, unit records, read-back.
+"""Move the bytes of a plan, resume conversions, verify and compare checkpoints.
 
 Imports all packages below it, formats for reading results back; imported by `api`, `virtual` and `cli`.
 """

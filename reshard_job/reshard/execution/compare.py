@@ -1,7 +1,7 @@
-"""Do two checkpoints, in whatever layouts and formats, hold the same tensors? Pure: digests in, answer out.
+"""Compare the tensors of two checkpoints of any layouts and formats by their digests. Pure.
 
-Tensors are compared under one key. A format that keeps no master weights has none to compare; there, a float32 `weight`
-is compared with the other side's `fp32`, which training in fp32 keeps equal.
+Tensors of the same key are compared. Some formats keep no master weights. Then a float32 `weight` is compared with the
+other side's `fp32`, because training in fp32 keeps both equal.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _COUNTERPART = {"weight": "fp32", "fp32": "weight"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One checkpoint.
+    """One of the two checkpoints.
 
     Attributes:
-        tensors: by key.
-        digests: by key.
-        aliases: second name of a tied weight -> name of the tensor that it is.
-        rounded: digests of tensors rounded to a narrower type, by key; see `to_round`.
+        tensors: tensors by key.
+        digests: digests by key.
+        aliases: second name of a tied weight -> name of the tensor that holds it.
+        rounded: digests of tensors rounded to a narrower type, by key; see `find_types_to_round`.
     """
 
     tensors: Mapping[TensorKey, LogicalTensor]
@@ -36,14 +36,14 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
-        same: keys of equal tensors, in the first and in the second.
-        different: sentences about tensors that both hold and that differ, or that one side lacks though it holds others
-            of that state. Empty if the two agree.
-        not_compared: sentences about what only one side can tell.
-        rounded: how many of `same` are of different types, and equal when the wider is rounded.
+        same: keys of equal tensors, in the first and in the second checkpoint.
+        different: sentences about tensors that differ, and about tensors that one side lacks although it holds others
+            of the same state. Empty if the checkpoints are equal.
+        not_compared: sentences about tensors that could not be compared.
+        rounded: number of pairs in `same` that have different types and are equal after rounding the wider one.
     """
 
     same: tuple[tuple[TensorKey, TensorKey], ...]
@@ -52,7 +52,7 @@ class Agreement:
     rounded: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the result as values for JSON."""
         across = [[str(left), str(right)] for left, right in self.same if left.state != right.state]
         return {
             "tensors": len({left for left, _ in self.same}),
@@ -64,8 +64,8 @@ class Agreement:
         }
 
 
-def side(index: Index, digests: Mapping[str, str]) -> Side:
-    """One checkpoint, from its index and the digests that were read, by `state/name`."""
+def make_side(index: Index, digests: Mapping[str, str]) -> Side:
+    """Make a side from a checkpoint's index and its digests by `state/name`."""
     return Side(
         tensors={tensor.key: tensor for tensor in index.tensors},
         digests={tensor.key: digests[str(tensor.key)] for tensor in index.tensors if str(tensor.key) in digests},
@@ -104,7 +104,7 @@ def compare_sides(first: Side, second: Side) -> Agreement:
 
 
 def _difference(first: Side, second: Side, pair: tuple[TensorKey, TensorKey]) -> str:
-    """How two tensors differ; empty if they do not."""
+    """Describe how two tensors differ; empty if they are equal."""
     left, right = first.tensors[pair[0]], second.tensors[pair[1]]
     names = str(pair[0]) if pair[0] == pair[1] else f"{pair[0]} and {pair[1]}"
     if left.shape != right.shape and PADDING not in pair[0].name:
@@ -112,31 +112,31 @@ def _difference(first: Side, second: Side, pair: tuple[TensorKey, TensorKey]) ->
     if left.dtype != right.dtype:
         here = first.rounded.get(pair[0], first.digests[pair[0]])
         there = second.rounded.get(pair[1], second.digests[pair[1]])
-        told = f"{names}: {left.dtype} in the first and {right.dtype} in the second differ by more than rounding"
-        return "" if here == there else told
+        problem = f"{names}: {left.dtype} in the first and {right.dtype} in the second differ by more than rounding"
+        return "" if here == there else problem
     here, there = first.digests[pair[0]], second.digests[pair[1]]
     return "" if here == there else f"{names}: {here} in the first, {there} in the second"
 
 
-def to_round(first: Side, second: Side) -> tuple[dict[TensorKey, str], dict[TensorKey, str]]:
-    """Tensors of either side that can be compared only if they are rounded, and to which type.
+def find_types_to_round(first: Side, second: Side) -> tuple[dict[TensorKey, str], dict[TensorKey, str]]:
+    """Find the tensors of each side that must be rounded to be compared, and the types to round them to.
 
-    That is where no tensor of the same type is there to compare with: weights in bfloat16 that were made of master
-    weights alone.
+    A tensor must be rounded if the other side has no tensor of the same type to compare it with, for instance weights
+    in bfloat16 that were made of master weights alone.
     """
     pairs, _ = _pairs(first, second)
     types = [(first.tensors[left].dtype, second.tensors[right].dtype) for left, right in pairs]
     equal = [pair for pair, (left, right) in zip(pairs, types, strict=True) if left == right]
     done = ({left for left, _ in equal}, {right for _, right in equal})
-    found: tuple[dict[TensorKey, str], dict[TensorKey, str]] = ({}, {})
+    to_round: tuple[dict[TensorKey, str], dict[TensorKey, str]] = ({}, {})
     for (left, right), (here, there) in zip(pairs, types, strict=True):
         if here == there or left in done[0] or right in done[1] or not can_cast(here, there):
             continue
         if ITEM_BYTES[here] > ITEM_BYTES[there]:
-            found[0][left] = there
+            to_round[0][left] = there
         elif ITEM_BYTES[here] < ITEM_BYTES[there]:
-            found[1][right] = here
-    return found
+            to_round[1][right] = here
+    return to_round
 
 
 def _tensors(count: int) -> str:
@@ -144,7 +144,7 @@ def _tensors(count: int) -> str:
 
 
 def _pairs(first: Side, second: Side) -> tuple[list[tuple[TensorKey, TensorKey]], list[tuple[str, TensorKey]]]:
-    """Keys that belong together, of both sides; and those that only one side has."""
+    """Match the keys of both sides; return the pairs, and the keys without a partner with their side."""
     pairs: list[tuple[TensorKey, TensorKey]] = []
     alone: list[tuple[str, TensorKey]] = []
     for key in first.digests:
@@ -165,7 +165,7 @@ def _pairs(first: Side, second: Side) -> tuple[list[tuple[TensorKey, TensorKey]]
 
 
 def _partner(key: TensorKey, own: Side, other: Side) -> TensorKey | None:
-    """The tensor of the other side that should be equal to this one: of the same state, else its counterpart."""
+    """Find the tensor of the other side to compare with: one of the same state, else one of the counterpart state."""
     names = [key.name]
     names += [name for alias, name in other.aliases.items() if alias == key.name]
     names += [alias for alias, name in own.aliases.items() if name == key.name]

@@ -1,9 +1,9 @@
 """Move the bytes: every source byte is read once, every target byte written once, in bounded memory.
 
-A unit of the plan is cut into tiles, parts of one logical tensor that fit the memory budget. A tile is gathered from
-the source boxes that touch it and scattered to the target boxes that touch it; both sides are digested with their own
-coordinates, so that equal digests mean that every element arrived in every copy exactly once. What a unit did is a
-record; records of all units, whoever did them, add up to the proof.
+A unit of the plan is cut into tiles: boxes of one logical tensor that fit the memory budget. A tile is gathered from
+the source boxes that touch it and scattered to the target boxes that touch it. Both sides are digested with their own
+coordinates, so that equal digests prove that every element arrived in every copy exactly once. Each unit has a record
+of the ranges and digests. The records of all units, from any number of workers, together prove the conversion.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pathlib import Path
 import numpy as np
 
 from reshard.checksums import crc
-from reshard.checksums.crc import Piece
+from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import to_hex
 from reshard.errors import VerificationError
 from reshard.execution import source_checks, unit_records
 from reshard.execution.masters import check_masters
-from reshard.execution.tile import Carrier, touching
+from reshard.execution.tile import Carrier, find_touching
 from reshard.execution.unit_records import UnitRecord
 from reshard.planning.plan import Plan
-from reshard.storage.source_reader import SourceReader, changed
+from reshard.storage.source_reader import SourceReader, source_changed_error
 from reshard.storage.target_writer import TargetWriter
 from reshard.tensors.geometry import tiles
 from reshard.tensors.intervals import Int64Array
 
 FORK_BYTES = 64 << 20
-"""What is smaller is done before processes would pay."""
+"""Smallest number of bytes that processes move faster than threads, because starting them takes time."""
 
-_POLL_SECONDS = 0.1  # before units are asked for again where there was none for now
+_POLL_SECONDS = 0.1  # time before `units` is asked again after it had no unit for now
 _END = -1
 
 Progress = Callable[[int], None]
@@ -44,15 +44,15 @@ Progress = Callable[[int], None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What happened.
+    """Result of a conversion.
 
     Attributes:
-        digests: target tensor to digest in hex; source and target agree.
+        digests: target tensor -> digest in hex; source and target have the same digests.
         file_crc32: CRC-32 of every target file, in the layout's order.
-        bytes_read: from the source.
-        bytes_written: to the target.
-        content: `source_checks.content_digest` of what was read.
-        touched: source files whose identity is another one at the end, and what was read of them the same.
+        bytes_read: bytes read from the source.
+        bytes_written: bytes written to the target.
+        content: `source_checks.content_digest` of the ranges that were read.
+        touched: source files whose identity changed while the ranges that were read stayed the same.
     """
 
     digests: dict[str, str]
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def execute(plan: Plan, folder: Path, *, progress: Progress | None = None, sync: bool = True) -> Outcome:
-    """Convert into `folder`, which exists, is empty, and is published by the caller afterwards.
+    """Convert into `folder`, which must exist and be empty; the caller publishes it afterwards.
 
     Raises:
         CorruptSourceError: the source ended early or does not match its own checksums, or those of its commit.
@@ -79,7 +79,7 @@ def execute(plan: Plan, folder: Path, *, progress: Progress | None = None, sync:
 
 
 class Mover:
-    """Open files of a conversion, and the threads that work on them."""
+    """Open files of a conversion, and the threads or processes that move its units."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Mover:
         self._sync = sync
         self._progress = progress
         self._stop = threading.Event()
-        self._is_local = not plan.remote and bytes_per_second is None  # connections and a pace are shared by threads
+        self._is_local = not plan.is_remote and bytes_per_second is None  # only threads share connections and a pace
 
     def __enter__(self) -> Mover:
         try:
@@ -111,45 +111,50 @@ class Mover:
         self._target.close()
 
     def do(self, units: Iterable[int | None], done: Callable[[UnitRecord], None] | None = None) -> list[UnitRecord]:
-        """Do units, as many at a time as the plan says; `units` is asked for the next one when one is done.
+        """Move units, as many at the same time as the plan's number of threads.
 
-        Where `units` has none for now (None) it is asked again soon, while what was begun goes on.
-        `done` is told about each unit when its bytes are on stable storage, from another thread.
+        Args:
+            units: numbers of the units. None means that there is no unit for now: `units` is asked again soon, and
+                units that were begun go on.
+            done: is called from another thread with each record, when the unit's bytes are on stable storage.
+
+        Returns:
+            The records of all units.
 
         Raises:
-            ReshardError: the first failure; no further unit is begun.
+            ReshardError: a unit failed; the first failure is raised and no further unit is begun.
         """
         records: list[UnitRecord] = []
         flushes: list[Future[None]] = []
 
-        def took(record: UnitRecord) -> None:
+        def collect(record: UnitRecord) -> None:
             records.append(record)
             flushes.append(flusher.submit(self._settle, record, done))  # while the next unit is read
 
         with ThreadPoolExecutor(1) as flusher:
-            if self._is_local and pays_to_fork(self.plan.bytes_to_read):
-                self._do_in_processes(iter(units), took)
+            if self._is_local and is_worth_forking(self.plan.bytes_to_read):
+                self._do_in_processes(iter(units), collect)
             else:
-                self._do_in_threads(iter(units), took)
+                self._do_in_threads(iter(units), collect)
             for flush in flushes:
                 flush.result()
         return records
 
-    def _do_in_processes(self, units: Iterator[int | None], took: Callable[[UnitRecord], None]) -> None:
+    def _do_in_processes(self, units: Iterator[int | None], collect: Callable[[UnitRecord], None]) -> None:
         from reshard.system.process_pool import map_in_processes
 
         carrier = Carrier(self.plan, self._source, self._target)
-        self._source.may_map = True  # a file that becomes shorter ends a child only
+        self._source.may_map = True  # a file that becomes shorter ends a child, not this process
 
-        def told(record: UnitRecord) -> None:
-            took(record)
+        def on_result(record: UnitRecord) -> None:
+            collect(record)
             if self._progress is not None:
                 self._progress(self.plan.units[record.unit].num_bytes)
 
-        map_in_processes(units, self.plan.num_threads, lambda unit: self._do_unit(unit, carrier, None), told)
+        map_in_processes(units, self.plan.num_threads, lambda unit: self._do_unit(unit, carrier, None), on_result)
         self._source.may_map = False
 
-    def _do_in_threads(self, units: Iterator[int | None], took: Callable[[UnitRecord], None]) -> None:
+    def _do_in_threads(self, units: Iterator[int | None], collect: Callable[[UnitRecord], None]) -> None:
         lock = threading.Lock()
 
         def work() -> None:
@@ -165,7 +170,7 @@ class Mover:
                 record = self._do_unit(unit, carrier, self._progress)
                 if self._stop.is_set():  # another thread has failed: the record may be incomplete
                     return
-                took(record)
+                collect(record)
 
         with ThreadPoolExecutor(self.plan.num_threads) as pool:
             try:
@@ -178,27 +183,28 @@ class Mover:
         self._stop.clear()
 
     def _settle(self, record: UnitRecord, done: Callable[[UnitRecord], None] | None) -> None:
-        """What is said to be done is on stable storage; where nothing is said, it is on its way there."""
-        for file, pieces in record.written.items() if self._sync else ():
+        """Bring a unit's bytes to stable storage and report its record; without `done` only begin to write them."""
+        for file, ranges in record.written.items() if self._sync else ():
             if done is not None:
                 self._target.flush(file)
             else:
-                self._target.begin_flush(file, pieces)
+                self._target.begin_flush(file, ranges)
         if done is not None:
             done(record)
 
-    def intact(self, record: UnitRecord, *, reread: bool) -> bool:
-        """The files that the record speaks of were there when this began, and with `reread` hold what it says."""
+    def is_intact(self, record: UnitRecord, *, reread: bool) -> bool:
+        """Return True if the record's files existed before this run and, with `reread`, hold the recorded content."""
         if self._target.created & record.written.keys():
             return False
-        every = ((file, piece) for file, pieces in record.written.items() for piece in pieces)
-        return not reread or all(self._target.holds(file, piece) for file, piece in every)
+        every = ((file, crc_range) for file, ranges in record.written.items() for crc_range in ranges)
+        return not reread or all(self._target.has_content(file, crc_range) for file, crc_range in every)
 
     def sync(self) -> None:
-        """Wait until all that was written is on stable storage, where this run was asked for that.
+        """Wait until all written bytes are on stable storage, if this run was made with `sync`.
 
         Raises:
-            StorageFullError, TargetError: the storage refuses.
+            StorageFullError: no space left.
+            TargetError: any other failure.
         """
         if self._sync:
             self._target.sync()
@@ -207,16 +213,17 @@ class Mover:
         """Compare digests and checksums, and complete the files.
 
         Args:
-            records: of all units.
+            records: records of all units.
             fresh: this run made the files.
-            touched: source files that other runs, which made some of the records, knew with another identity.
+            touched: source files that had another identity in other runs, which made some of the records.
 
         Raises:
             VerificationError: digests differ, a unit is missing, weights are not their masters rounded, or a byte of a
                 file is not accounted for.
             CorruptSourceError: the source does not match its own checksums, or those of its commit.
             SourceChangedError: the source is not the one that was indexed.
-            StorageFullError, TargetError: the files cannot be completed.
+            StorageFullError: no space left to complete the files.
+            TargetError: the files cannot be completed.
         """
         every = {record.unit: record for record in records}
         if missing := set(range(len(self.plan.units))) - every.keys():
@@ -239,95 +246,108 @@ class Mover:
             touched=frozenset(touched_now),
         )
 
-    def _check_source(self, read: source_checks.Ranges, touched: Collection[str]) -> tuple[int, Collection[str]]:
-        """(Bytes read for it, files that somebody touched meanwhile); raises as `finish` does."""
+    def _check_source(self, read: source_checks.ReadRanges, touched: Collection[str]) -> tuple[int, Collection[str]]:
+        """Compare the source with its checksums and identities; raises as `finish` does.
+
+        Returns:
+            Bytes that were read for it, and the files whose identity changed during the conversion.
+        """
         index = self.plan.index
         whole, more = source_checks.check_committed(self._source, index, read, self.plan.num_threads)
         more += self._source.check_sums(read, without=whole)
-        now = source_checks.touched_files(index)
+        now = source_checks.find_touched_files(index)
         proved = {index.files[number].path for number in whole}
         if doubted := (now.keys() | set(touched)) - proved:
             more += source_checks.check_again(self._source, index, read, doubted)
-            if later := [path for path, found in source_checks.touched_files(index).items() if now.get(path) != found]:
-                raise changed([f"{path}: was touched while it was compared" for path in later], str(index.root))
+            later = source_checks.find_touched_files(index)
+            if problems := [
+                f"{path}: was touched while it was compared"
+                for path, identity in later.items()
+                if now.get(path) != identity
+            ]:
+                raise source_changed_error(problems, str(index.root))
         return more, now.keys()
 
     def _do_unit(self, unit: int, carrier: Carrier, progress: Progress | None) -> UnitRecord:
         record = UnitRecord(unit=unit)
-        self._source.expect(_extents(self.plan, unit))
-        for number, region in self.plan.units[unit].regions:
+        self._source.prefetch(_source_ranges(self.plan, unit))
+        for number, box in self.plan.units[unit].boxes:
             item_bytes = self.plan.index.tensors[number].item_bytes
-            source = self.plan.index.shards.touching(self.plan.source_rows[number], region)
-            target = self.plan.layout.shards.touching(self.plan.target_rows[number], region)
-            copies = self.plan.index.shards.touching(copy_rows_of(self.plan, number), region)
-            for tile in tiles(region.size, max(1, self.plan.tile_bytes // item_bytes)):
+            source = self.plan.index.shards.rows_touching(self.plan.source_rows[number], box)
+            target = self.plan.layout.shards.rows_touching(self.plan.target_rows[number], box)
+            copies = self.plan.index.shards.rows_touching(copy_rows_of(self.plan, number), box)
+            for tile in tiles(box.size, max(1, self.plan.tile_bytes // item_bytes)):
                 if self._stop.is_set():
                     return record
-                carrier.move(record, number, tile.shift(region.offset), (source, target, copies))
+                carrier.move(record, number, tile.shift(box.offset), (source, target, copies))
                 if progress is not None:
                     progress(tile.num_elements * item_bytes)
-        for file, piece in self._source.between():
-            record.read[file].append(piece)
-        if any(len(set(pieces)) != len(pieces) for pieces in record.written.values()):
+        for file, crc_range in self._source.fetched_gaps():
+            record.read[file].append(crc_range)
+        if any(len(set(ranges)) != len(ranges) for ranges in record.written.values()):
             raise VerificationError(f"unit {unit} of the plan wrote bytes twice: nothing was published")
-        for pieces in (*record.read.values(), *record.written.values()):
-            pieces[:] = crc.join(pieces)
+        for ranges in (*record.read.values(), *record.written.values()):
+            ranges[:] = crc.join(ranges)
         return record
 
 
 def copy_rows_of(plan: Plan, number: int) -> Int64Array:
-    """Rows of a source tensor that hold other copies, to be compared with the one that is converted."""
+    """Return the rows of a source tensor that hold other copies, to compare with the copy that is converted."""
     return plan.copy_rows[number] if plan.copy_rows else plan.source_rows[number][:0]
 
 
-def pays_to_fork(num_bytes: int) -> bool:
-    """So many bytes of local files are better moved by processes, and this one can have them."""
+def is_worth_forking(num_bytes: int) -> bool:
+    """Return True if processes move so many bytes of local files faster than threads, and this process can fork."""
     return num_bytes >= FORK_BYTES and can_fork()
 
 
 def can_fork() -> bool:
-    """This process can be copied: on Linux, and where no other thread, of whatever library, may hold a lock meanwhile.
+    """Return True if this process can be forked safely: on Linux, if it has no other thread that may hold a lock.
 
-    So it is for the command. A program that uses the library has threads as a rule: numpy starts some, torch many.
+    The command line has no other threads. Programs that use the library usually have some: numpy starts a few, torch
+    starts many.
     """
     tasks = Path("/proc/self/task")
-    started = sys.modules.get("multiprocessing")  # whose daemons may have no children
-    return tasks.is_dir() and len(list(tasks.iterdir())) == 1 and not (started and started.current_process().daemon)
+    processes = sys.modules.get("multiprocessing")  # daemonic processes of this module may not have children
+    is_daemon = processes is not None and processes.current_process().daemon
+    return tasks.is_dir() and len(list(tasks.iterdir())) == 1 and not is_daemon
 
 
-def content_now(plan: Plan) -> str:
-    """Read what a conversion reads, and return the `content_digest` of it.
+def read_content_digest(plan: Plan) -> str:
+    """Read the ranges that a conversion reads, and return their `content_digest`.
 
     Raises:
         SourceError: the source cannot be read.
     """
     index = plan.index
     source = SourceReader(index.root, index.files)
-    found: list[dict[int, list[Piece]]] = []
+    by_unit: list[dict[int, list[CrcRange]]] = []
     try:
         for unit in range(len(plan.units)):
-            pieces: dict[int, list[Piece]] = defaultdict(list)
-            source.expect(_extents(plan, unit))
-            for number, region in plan.units[unit].regions:
-                rows = index.shards.touching(plan.source_rows[number], region)
-                for row, part in touching(index.shards, rows, region):
-                    positions, num_bytes = row.runs(part, index.tensors[number].item_bytes)
-                    pieces[row.file] += [source.checksum(row.file, position, num_bytes) for position in positions]
-            for file, piece in source.between():
-                pieces[file].append(piece)
-            found.append({file: crc.join(every) for file, every in pieces.items()})
+            ranges: dict[int, list[CrcRange]] = defaultdict(list)
+            source.prefetch(_source_ranges(plan, unit))
+            for number, box in plan.units[unit].boxes:
+                rows = index.shards.rows_touching(plan.source_rows[number], box)
+                for row, common in find_touching(index.shards, rows, box):
+                    positions, num_bytes = row.byte_ranges(common, index.tensors[number].item_bytes)
+                    ranges[row.file] += [source.checksum(row.file, position, num_bytes) for position in positions]
+            for file, crc_range in source.fetched_gaps():
+                ranges[file].append(crc_range)
+            by_unit.append({file: crc.join(every) for file, every in ranges.items()})
     finally:
         source.close()
-    return source_checks.content_digest(index, unit_records.merge(found))
+    return source_checks.content_digest(index, unit_records.merge(by_unit))
 
 
-def _extents(plan: Plan, unit: int) -> Iterator[tuple[int, int, int]]:
-    """(file, first byte, first byte behind) of what a unit reads of every source box."""
-    for number, region in plan.units[unit].regions:
+def _source_ranges(plan: Plan, unit: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (file, first byte, first byte behind the range) of what a unit reads of every source box."""
+    for number, box in plan.units[unit].boxes:
         item_bytes = plan.index.tensors[number].item_bytes
         rows = np.concatenate([plan.source_rows[number], copy_rows_of(plan, number)])
-        for row, part in touching(plan.index.shards, rows, region):
-            first = sum((p - b) * s for p, b, s in zip(part.offset, row.box.offset, row.strides, strict=True))
-            last = first + sum((size - 1) * stride for size, stride in zip(part.size, row.strides, strict=True))
+        for row, common in find_touching(plan.index.shards, rows, box):
+            first = sum(
+                (low - base) * s for low, base, s in zip(common.offset, row.box.offset, row.strides, strict=True)
+            )
+            last = first + sum((size - 1) * stride for size, stride in zip(common.size, row.strides, strict=True))
             start = row.byte_offset + first * item_bytes
             yield row.file, start, start + (last - first + 1) * item_bytes

@@ -1,8 +1,9 @@
-"""What of a conversion is done, beside its unfinished result: for resuming, and for several workers on one result.
+"""The journal of a conversion: which units are done, and which worker has claimed which unit.
 
-Every unit that is done leaves a record, written under another name and renamed. A unit that is taken leaves a claim, a
-file that only one worker can create. Nobody waits for a worker that died: units that stay claimed without a record are
-done once more by whoever has nothing else to do, which is harmless, for the same bytes go to the same places.
+The journal is a folder in the unfinished result. Runs read it to resume, and several workers share it. Every unit that
+is done has a record, a file that is written under another name and renamed. Every unit that a worker has claimed has a
+claim, a file that only one worker can create. If a worker dies, its claimed units have no record. Workers that have
+done everything else then do these units again, which is harmless, because they write the same bytes to the same ranges.
 """
 
 from __future__ import annotations
@@ -15,65 +16,65 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.checksums.crc import Piece
+from reshard.checksums.crc import CrcRange
 from reshard.execution.unit_records import UnitRecord
 
 FOLDER = ".journal"
 _RECORDS = "[0-9]" * 8 + ".json"
 _PATIENCE_SECONDS = 2.0
-_PATIENCE_UNITS = 3.0  # a unit that takes this many times as long as one's own is a straggler's
+_PATIENCE_UNITS = 3.0  # a worker waits this many times the mean time of its own units before it does a missing unit
 
 
 class Journal:
-    """Records and claims in folder `.journal` of an unfinished result."""
+    """Reads and writes records and claims in folder `.journal` of an unfinished result."""
 
     def __init__(self, staging: Path) -> None:
         self._folder = staging / FOLDER
-        with contextlib.suppress(FileNotFoundError):  # published meanwhile: there is nothing left to do
+        with contextlib.suppress(FileNotFoundError):  # another worker has published the result: nothing is left to do
             self._folder.mkdir(exist_ok=True)
 
     def record(self, record: UnitRecord) -> None:
-        """Leave the record of a unit."""
+        """Write the record of a unit."""
         self.note(f"{record.unit:08d}.json", to_json(record))
 
     def note(self, name: str, content: str) -> None:
-        """Leave a file, whole or not at all."""
+        """Write a file of the journal atomically; do nothing if the result was published."""
         draft = self._folder / f".{name.removesuffix('.json')}.{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):  # published meanwhile: others did this too
+        with contextlib.suppress(FileNotFoundError):  # published meanwhile: another worker did this unit, too
             draft.write_text(content, encoding="utf-8")
             draft.rename(self._folder / name)
 
     def done(self) -> set[int]:
-        """Units that have a record."""
+        """Return the units that have a record."""
         return {int(path.stem) for path in self._paths()}
 
     def _paths(self) -> list[Path]:
-        with contextlib.suppress(FileNotFoundError):  # published between two looks of `glob`
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed while `glob` was reading it
             return sorted(self._folder.glob(_RECORDS))
         return []
 
     def records(self) -> list[UnitRecord]:
-        """All records; one that cannot be read is as good as none."""
-        found = []
+        """Read all records, and remove those that cannot be read."""
+        records = []
         for path in self._paths():
             try:
                 record = from_json(path.read_text(encoding="utf-8"))
                 if record.unit != int(path.stem):
-                    raise ValueError(f"is the record of unit {record.unit}")
-                found.append(record)
+                    raise ValueError(f"expected the record of unit {int(path.stem)}, found that of {record.unit}")
+                records.append(record)
             except FileNotFoundError:  # published meanwhile
                 continue
             except (ValueError, KeyError, TypeError, RecursionError):
                 path.unlink(missing_ok=True)
-        return found
+        return records
 
     def forget(self, unit: int) -> None:
-        """Take back the record and the claim of a unit."""
+        """Remove the record and the claim of a unit."""
         (self._folder / f"{unit:08d}.json").unlink(missing_ok=True)
         (self._folder / f"{unit:08d}.claim").unlink(missing_ok=True)
 
     def claim(self, unit: int) -> bool:
-        """Take a unit; False if somebody else has it."""
+        """Claim a unit; return False if another worker has claimed it before."""
         try:
             descriptor = os.open(self._folder / f"{unit:08d}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except (FileExistsError, FileNotFoundError):
@@ -82,19 +83,24 @@ class Journal:
         return True
 
     def remove(self) -> None:
-        """The result is complete: nobody needs the journal any more."""
+        """Remove the journal of a complete result."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def exists(self) -> bool:
-        """The result is not published yet."""
+        """Return True as long as the result is not published."""
         return self._folder.exists()
 
     def share(self, num_units: int, worker: int, num_workers: int) -> Iterator[int | None]:
-        """Units for one of several workers: first its own share, then what others have not begun, then stragglers'.
+        """Yield the units for one of several workers: its own share, then unclaimed units, then units of slow workers.
 
-        None while others may still do theirs: whoever asks leaves the records of what it has done meanwhile, or two
-        workers would wait for each other's.
+        None is yielded while other workers may still do their units. The caller must then write the records of its own
+        units; otherwise two workers would wait for each other's records.
+
+        Args:
+            num_units: number of units of the conversion.
+            worker: number of this worker, from 0.
+            num_workers: number of workers.
         """
         first = worker * num_units // num_workers
         started, own = time.monotonic(), set[int]()
@@ -116,24 +122,24 @@ class Journal:
 
 
 def to_json(record: UnitRecord) -> str:
-    """One line."""
+    """Encode a record as one line of JSON."""
     return json.dumps(
         {
             "unit": record.unit,
             "source": [[number, f"{value:08x}"] for number, value in record.source.items()],
             "target": [[number, replica, f"{value:08x}"] for (number, replica), value in record.target.items()],
-            "read": [[file, *piece] for file, pieces in record.read.items() for piece in pieces],
-            "written": [[file, *piece] for file, pieces in record.written.items() for piece in pieces],
+            "read": [[file, *crc_range] for file, ranges in record.read.items() for crc_range in ranges],
+            "written": [[file, *crc_range] for file, ranges in record.written.items() for crc_range in ranges],
             "rounded": [[number, f"{value:08x}"] for number, value in record.rounded.items()],
         }
     )
 
 
 def from_json(text: str) -> UnitRecord:
-    """Inverse of `to_json`.
+    """Decode a record from the output of `to_json`.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not such a line.
+        ValueError, KeyError, TypeError: the text is not such a line.
     """
     value = json.loads(text)
     record = UnitRecord(unit=_count(value["unit"]))
@@ -141,11 +147,11 @@ def from_json(text: str) -> UnitRecord:
         record.source[_count(number)] = _term(term)
     for number, replica, term in value["target"]:
         record.target[_count(number), _count(replica)] = _term(term)
-    for number, term in value.get("rounded", ()):  # records of older versions have none: compared by reading
+    for number, term in value.get("rounded", ()):  # absent in records of older versions: masters are then read again
         record.rounded[_count(number)] = _term(term)
-    for name, pieces in (("read", record.read), ("written", record.written)):
+    for name, ranges in (("read", record.read), ("written", record.written)):
         for file, start, num_bytes, crc32 in value[name]:
-            pieces[_count(file)].append(Piece(_count(start), _count(num_bytes), _count(crc32)))
+            ranges[_count(file)].append(CrcRange(_count(start), _count(num_bytes), _count(crc32)))
     return record
 
 

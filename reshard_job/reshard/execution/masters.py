@@ -1,8 +1,8 @@
-"""Weights and master weights: where a framework rounds one from the other, a source that holds both must agree.
+"""Compare weights with the master weights that a framework rounds them from.
 
-The digest of the rounded masters is taken while they are moved, and costs no further read. Where it is not that of the
-weights, both are read once more and compared element by element, because equal numbers can have other bits: processors
-write different patterns for a NaN, and some flush numbers that are too small for float32's exponent to zero.
+The digest of the rounded masters is computed while they are moved, without another read. If it differs from the digest
+of the weights, both are read again and compared element by element, because equal numbers can have different bits:
+processors write different patterns for a NaN, and some replace numbers below float32's smallest normal by zero.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import VerificationError
-from reshard.execution.tile import gather, touching
+from reshard.execution.tile import find_touching, gather
 from reshard.planning.plan import Plan, Rounding
 from reshard.storage.source_reader import SourceReader
 from reshard.tensors.cast import UNSIGNED, Bits, cast
@@ -25,11 +25,11 @@ _SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 class Difference(NamedTuple):
-    """How weights differ from their masters.
+    """Elements of a weight that differ from its rounded master.
 
     Attributes:
-        num_elements: that differ.
-        first: the first of them.
+        num_elements: number of elements that differ.
+        first: index of the first element that differs.
     """
 
     num_elements: int
@@ -41,20 +41,21 @@ def check_masters(plan: Plan, source: SourceReader, unequal: Iterable[Rounding])
 
     Args:
         plan: the conversion.
-        source: its files.
-        unequal: tensors to compare.
+        source: files of the source.
+        unequal: weights to compare with their masters.
 
     Raises:
-        VerificationError: with every weight that is not its master rounded.
+        VerificationError: weights are not their masters rounded; the error lists them.
     """
     problems = []
     for pair in unequal:
-        found = _difference(plan, source, pair)
-        if found is not None:
+        difference = _find_difference(plan, source, pair)
+        if difference is not None:
             weight, master = plan.index.tensors[pair.weight], plan.index.tensors[pair.master]
-            elements = f"{found.num_elements} of {weight.num_elements} elements"
-            wanted = f"{master.key} rounded to {weight.dtype}"
-            problems.append(f"{weight.key}: {elements} are not those of {wanted}, the first at {list(found.first)}")
+            elements = f"{difference.num_elements} of {weight.num_elements} elements"
+            expected = f"{master.key} rounded to {weight.dtype}"
+            first = list(difference.first)
+            problems.append(f"{weight.key}: {elements} are not those of {expected}, the first at {first}")
     if problems:
         raise VerificationError(
             f"{len(problems)} weights are not their master weights rounded: nothing was published",
@@ -65,13 +66,14 @@ def check_masters(plan: Plan, source: SourceReader, unequal: Iterable[Rounding])
         )
 
 
-def _difference(plan: Plan, source: SourceReader, pair: Rounding) -> Difference | None:
-    """Where a weight is not its master rounded; None if it is, but for patterns of NaN and for tiny numbers."""
+def _find_difference(plan: Plan, source: SourceReader, pair: Rounding) -> Difference | None:
+    """Find elements of a weight that are not its master rounded; None if only NaN patterns and tiny numbers differ."""
     weight, master = plan.index.tensors[pair.weight], plan.index.tensors[pair.master]
     count, first = 0, None
     for tile in tiles(weight.shape, _TILE_BYTES // master.item_bytes):
-        held, wide = _elements(plan, source, pair.weight, tile), _elements(plan, source, pair.master, tile)
-        unequal = unexplained(held, wide, weight.dtype, master.dtype)
+        narrow = _read_elements(plan, source, pair.weight, tile)
+        wide = _read_elements(plan, source, pair.master, tile)
+        unequal = find_unexplained(narrow, wide, weight.dtype, master.dtype)
         if first is None and unequal.any():
             inside = np.unravel_index(int(unequal.reshape(-1).argmax()), unequal.shape)
             first = tuple(int(at) + low for at, low in zip(inside, tile.offset, strict=True))
@@ -79,8 +81,11 @@ def _difference(plan: Plan, source: SourceReader, pair: Rounding) -> Difference 
     return None if first is None else Difference(count, first)
 
 
-def unexplained(weights: Bits, masters: Bits, weight_type: str, master_type: str) -> npt.NDArray[np.bool_]:
-    """Which weights are not their masters rounded, [...] as both: no two NaN, and no tiny number that became zero."""
+def find_unexplained(weights: Bits, masters: Bits, weight_type: str, master_type: str) -> npt.NDArray[np.bool_]:
+    """Mark the weights that are not their masters rounded; all arrays have one shape.
+
+    A weight is not marked if it and its master are both NaN, or if it is zero and its master is a tiny number.
+    """
     unequal: npt.NDArray[np.bool_] = cast(masters, master_type, weight_type) != weights
     if unequal.any():
         narrow = cast(weights, weight_type, "float32").view(np.float32)
@@ -90,13 +95,13 @@ def unexplained(weights: Bits, masters: Bits, weight_type: str, master_type: str
     return unequal
 
 
-def _elements(plan: Plan, source: SourceReader, number: int, tile: Box) -> Bits:
-    """Read a part of a source tensor."""
+def _read_elements(plan: Plan, source: SourceReader, number: int, tile: Box) -> Bits:
+    """Read a tile of a source tensor."""
     item_bytes = plan.index.tensors[number].item_bytes
-    found: Bits = np.empty(tile.size, dtype=UNSIGNED[item_bytes])
-    for row, part in touching(plan.index.shards, plan.source_rows[number], tile):
-        elements: Bits = np.empty(part.size, dtype=found.dtype)
-        gather(source, row, part, elements)
-        low = [at - base for at, base in zip(part.offset, tile.offset, strict=True)]
-        found[tuple(slice(at, at + size) for at, size in zip(low, part.size, strict=True))] = elements
-    return found
+    tile_elements: Bits = np.empty(tile.size, dtype=UNSIGNED[item_bytes])
+    for row, box in find_touching(plan.index.shards, plan.source_rows[number], tile):
+        elements: Bits = np.empty(box.size, dtype=tile_elements.dtype)
+        gather(source, row, box, elements)
+        low = [at - base for at, base in zip(box.offset, tile.offset, strict=True)]
+        tile_elements[tuple(slice(at, at + size) for at, size in zip(low, box.size, strict=True))] = elements
+    return tile_elements

@@ -1,7 +1,8 @@
-"""Which source a result was made of: to go on with an unfinished one, and to say that a finished one is there.
+"""Identify the source that a result was made of.
 
-Every run that shares an unfinished result leaves in its journal what identified the source's files when they were
-indexed. A finished result keeps digests of that and of the content in COMMIT.json (`Commit.origin`).
+A run checks this before it resumes an unfinished result, and before it reports that a finished result exists. Every run
+that shares an unfinished result writes the identities of the source's files at indexing time to the journal. The
+COMMIT.json of a finished result holds a digest of the identities and one of the content (`Commit.origin`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from reshard.commits.commit import Commit
-from reshard.commits.staging import Sharing, is_unfinished, unfinished
+from reshard.commits.staging import Sharing, is_unfinished, unfinished_folder
 from reshard.errors import SourceChangedError
-from reshard.execution.executor import Outcome, content_now
+from reshard.execution.executor import Outcome, read_content_digest
 from reshard.execution.journal import FOLDER, Journal
 from reshard.file_identity import FileIdentity
 from reshard.planning.plan import Plan
@@ -30,35 +31,37 @@ _IDENTITY, _CONTENT = "identity", "content"
 """Keys of `Commit.origin`."""
 
 
-def with_identities(index: Index, opened: Mapping[str, FileIdentity], commit: Commit | None) -> Index:
-    """Return the index with what identifies its files, and what the commit states about them.
+def add_identities(index: Index, opened: Mapping[str, FileIdentity], commit: Commit | None) -> Index:
+    """Return the index with the identities of its files and their checksums from the commit.
 
     Args:
-        index: just made.
-        opened: files that were opened for it, by path.
-        commit: of the source, if it has one.
+        index: an index that was just made.
+        opened: identities of the files that were opened to make the index, by path.
+        commit: commit of the source, if it has one.
     """
     stated = {} if commit is None else {file.path: file.crc32 for file in commit.files}
     root = f"{index.root}/"
 
-    def known(file: SourceFile) -> SourceFile:
+    def identify(file: SourceFile) -> SourceFile:
         identity = opened.get(root + file.path)
         if identity is None:
             try:
                 identity = identity_at(index.root / file.path)
-            except OSError:  # said when it is read
+            except OSError:  # the error is raised when the file is read
                 identity = None
         return dataclasses.replace(file, identity=identity, crc32=stated.get(file.path))
 
-    files = tuple(known(file) for file in index.files)
+    files = tuple(identify(file) for file in index.files)
     named = {file.path for file in files}
-    metadata = [(path.removeprefix(root), found) for path, found in sorted(opened.items()) if path.startswith(root)]
+    metadata = [
+        (path.removeprefix(root), identity) for path, identity in sorted(opened.items()) if path.startswith(root)
+    ]
     return dataclasses.replace(
         index,
         files=files,
         metadata=tuple(
-            SourceFile(path=path, num_bytes=found.num_bytes, crc32=stated.get(path), identity=found)
-            for path, found in metadata
+            SourceFile(path=path, num_bytes=identity.num_bytes, crc32=stated.get(path), identity=identity)
+            for path, identity in metadata
             if path not in named
         ),
     )
@@ -66,10 +69,10 @@ def with_identities(index: Index, opened: Mapping[str, FileIdentity], commit: Co
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a run works on.
+    """Identity of the source that a run converts.
 
     Attributes:
-        request: hash of what was asked for, the source's path included.
+        request: hash of the run's arguments, including the source's path.
         files: identities of the source's files, by path.
         stated: files whose content the source's commit states.
     """
@@ -80,7 +83,7 @@ class Origin:
 
     @classmethod
     def of(cls, index: Index, request: str) -> Origin:
-        """Return that of a run."""
+        """Make the origin of a run."""
         every = (*index.files, *index.metadata)
         return cls(
             request=hashlib.sha256(request.encode(errors="surrogateescape")).hexdigest()[:16],
@@ -89,7 +92,11 @@ class Origin:
         )
 
     def compare(self, before: Origin) -> tuple[list[str], set[str]]:
-        """(What shows that files were changed, files that may have been) since another run indexed the source."""
+        """Compare with the origin of an earlier run.
+
+        Returns:
+            Sentences about files that changed since then, and paths of files that may have changed.
+        """
         problems = [f"{path}: is gone" for path in sorted(before.files.keys() - self.files.keys())]
         problems += [f"{path}: was not there before" for path in sorted(self.files.keys() - before.files.keys())]
         doubted = set[str]()
@@ -102,16 +109,16 @@ class Origin:
         return problems, doubted
 
     def to_json(self) -> str:
-        """One line."""
-        files = [[path, *dataclasses.astuple(found)] for path, found in sorted(self.files.items())]
+        """Encode as one line of JSON, without `stated`."""
+        files = [[path, *dataclasses.astuple(identity)] for path, identity in sorted(self.files.items())]
         return json.dumps({"request": self.request, "files": files})
 
     @classmethod
     def from_json(cls, text: str) -> Origin:
-        """Inverse of `to_json`, without `stated`.
+        """Decode the output of `to_json`; `stated` is empty.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not such a line.
+            ValueError, KeyError, TypeError: the text is not such a line.
         """
         value = json.loads(text)
         files = {}
@@ -122,35 +129,35 @@ class Origin:
                 or not isinstance(version, str)
                 or any(type(item) is not int for item in numbers)
             ):
-                raise ValueError(f"{path!r:.60} is not described as a file")
+                raise ValueError(f"{path!r:.60}: expected a path, four integers and a version")
             files[path] = FileIdentity(*numbers, version)
         return cls(request=str(value["request"]), files=files)
 
 
 def refuse_changed(origin: Origin, source: Path, target: Path) -> None:
-    """Refuse to go on with unfinished results of the same request whose source was another one.
+    """Refuse to continue unfinished results of the same request if their source was different.
 
     Raises:
-        SourceChangedError: with every file that was changed.
+        SourceChangedError: files of the source changed; the error lists them.
     """
-    for folder in _unfinished(target):
-        for before in _recorded(folder):
+    for folder in _unfinished_folders(target):
+        for before in _read_origins(folder):
             problems = origin.compare(before)[0] if before.request == origin.request else []
             if problems:
                 raise _other_source(problems, source, folder)
 
 
-def _unfinished(target: Path) -> Iterator[Path]:
-    prefix = unfinished(target, "").name
+def _unfinished_folders(target: Path) -> Iterator[Path]:
+    prefix = unfinished_folder(target, "").name
     try:
-        found = sorted(path for path in target.parent.iterdir() if path.name.startswith(prefix))
-    except OSError:  # no such folder, or none of ours
+        folders = sorted(path for path in target.parent.iterdir() if path.name.startswith(prefix))
+    except OSError:  # there is no such folder, or it may not be read
         return
-    yield from (path for path in found if is_unfinished(path))
+    yield from (path for path in folders if is_unfinished(path))
 
 
-def _recorded(folder: Path) -> Iterator[Origin]:
-    """What the journal of an unfinished result says of sources; what cannot be read is as good as nothing."""
+def _read_origins(folder: Path) -> Iterator[Origin]:
+    """Yield the origins that runs wrote to the journal of an unfinished result; unreadable ones are left out."""
     try:
         paths = sorted((folder / FOLDER).iterdir())
     except OSError:
@@ -174,98 +181,101 @@ def _other_source(problems: list[str], source: Path, folder: Path) -> SourceChan
     )
 
 
-def join(origin: Origin, source: Path, folder: Path, sharing: Sharing) -> set[str]:
-    """Say in the journal what this run works on, and return the files that other runs may have read otherwise.
+def register_run(origin: Origin, source: Path, folder: Path, sharing: Sharing) -> set[str]:
+    """Write this run's origin to the journal, and return the files that may have changed since other runs.
 
     Raises:
-        SourceChangedError: other runs of this conversion have read another source.
+        SourceChangedError: other runs of this conversion have read a different source.
     """
     if sharing is Sharing.ALONE:
         return set()
     journal = Journal(folder)
-    others = list(_recorded(folder))
-    if sharing is Sharing.RESUMABLE and not others:  # of units whose source nobody knows
+    others = list(_read_origins(folder))
+    if sharing is Sharing.RESUMABLE and not others:  # without an origin, nobody knows the source of the units
         for unit in journal.done():
             journal.forget(unit)
     content = origin.to_json()
     journal.note(f"{_PREFIX}{hashlib.sha256(content.encode()).hexdigest()[:16]}{_SUFFIX}", content)
     doubted = set[str]()
-    for before in _recorded(folder):  # read again: each run sees all that were there before it
-        problems, found = origin.compare(before)
+    for before in _read_origins(folder):  # read after writing, so that of two runs at least one sees the other
+        problems, may_differ = origin.compare(before)
         if problems:
             raise _other_source(problems, source, folder)
-        doubted |= found
+        doubted |= may_differ
     return doubted
 
 
 def origin_of(plan: Plan, outcome: Outcome) -> dict[str, str]:
-    """Return `Commit.origin` of a result."""
+    """Return the value of `Commit.origin` for a result."""
     return {_IDENTITY: identity_digest(plan.index), _CONTENT: outcome.content}
 
 
 def identity_digest(index: Index, *, attributes: bool = True) -> str:
-    """Digest of what identifies the files of a source; without `attributes`, mode and owner do not matter."""
-    found = hashlib.sha256()
+    """Compute a digest of the identities of a source's files; without `attributes`, mode and owner do not matter."""
+    sha256 = hashlib.sha256()
     for path, identity in sorted(Origin.of(index, "").files.items()):
-        known = identity if attributes else dataclasses.replace(identity, ctime_ns=0)
-        found.update(f"{os.fsencode(path)!r} {dataclasses.astuple(known)}\n".encode())
-    return found.hexdigest()[:32]
+        compared = identity if attributes else dataclasses.replace(identity, ctime_ns=0)
+        sha256.update(f"{os.fsencode(path)!r} {dataclasses.astuple(compared)}\n".encode())
+    return sha256.hexdigest()[:32]
 
 
 def check_origin(commit: Commit, plan: Plan, target: Path) -> None:
-    """A result that is there was made of the source that is there now.
+    """Check that an existing result was made of the present source.
 
-    Where its files are not those that were read, they are read again: a source that was put back from a copy will do.
+    If the identities of the source's files differ, the files are read again. So a source that was restored from a copy
+    passes.
 
     Raises:
-        SourceChangedError: it was not.
+        SourceChangedError: the result was made of different content.
         SourceError: the source cannot be read.
     """
-    if not commit.origin:  # of an older version, which did not say
-        problems = list(_later(commit, plan.index))
-    elif commit.origin.get(_IDENTITY) == identity_digest(plan.index) or content_now(plan) == commit.origin.get(
+    if not commit.origin:  # an older version wrote the commit, without an origin
+        problems = list(_files_written_later(commit, plan.index))
+    elif commit.origin.get(_IDENTITY) == identity_digest(plan.index) or read_content_digest(plan) == commit.origin.get(
         _CONTENT
     ):
         return
     else:
-        problems = list(_later(commit, plan.index)) or ["its files hold other bytes than were converted"]
+        problems = list(_files_written_later(commit, plan.index)) or ["its files hold other bytes than were converted"]
     if problems:
-        raise other_result(problems, plan.index.root, target)
+        raise other_result_error(problems, plan.index.root, target)
 
 
 def unread_origin(index: Index) -> dict[str, str]:
-    """Return `Commit.origin` of a virtual commit, whose bytes are read when it is loaded.
+    """Return the value of `Commit.origin` for a virtual commit, whose bytes are read when it is loaded.
 
-    Mode and owner of the files do not matter, since no content is known that could prove that it is the same.
+    It ignores mode and owner of the files: if they change, no digest of the content could prove that nothing else did.
     """
     return {_IDENTITY: identity_digest(index, attributes=False)}
 
 
 def check_unread_origin(commit: Commit, index: Index, target: Path) -> None:
-    """A virtual commit that is there describes the source that is there now.
+    """Check that an existing virtual commit describes the present source.
 
     Raises:
         SourceChangedError: it does not.
     """
     if commit.origin and dict(commit.origin) != unread_origin(index):
-        raise other_result(["its files are not those that the virtual commit describes"], index.root, target)
+        raise other_result_error(["its files are not those that the virtual commit describes"], index.root, target)
 
 
 def refuse_other_content(commit: Commit, plan: Plan, target: Path) -> None:
-    """Where a result is not of this plan though it is of this command, say so if the source has another content.
+    """Refuse an existing result of the same command but another plan, if the source's content has changed.
 
     Raises:
-        SourceChangedError: it has.
+        SourceChangedError: the content has changed.
     """
     if _CONTENT not in commit.origin or commit.origin.get(_IDENTITY) == identity_digest(plan.index):
         return
-    if content_now(plan) != commit.origin[_CONTENT]:
-        problems = list(_later(commit, plan.index)) or ["its files say or hold something else than was converted"]
-        raise other_result(problems, plan.index.root, target)
+    if read_content_digest(plan) != commit.origin[_CONTENT]:
+        problems = list(_files_written_later(commit, plan.index))
+        raise other_result_error(
+            problems or ["its files say or hold something else than was converted"], plan.index.root, target
+        )
 
 
-def other_result(problems: list[str], source: Path, target: Path) -> SourceChangedError:
-    """What to raise where a result is of what the source was before."""
+def other_result_error(problems: list[str], source: Path, target: Path) -> SourceChangedError:
+    """Make the error for a result that was made of earlier content of the source."""
     return SourceChangedError(
         f"the source changed since it was converted: {target} holds what it was",
         path=str(source),
@@ -274,8 +284,8 @@ def other_result(problems: list[str], source: Path, target: Path) -> SourceChang
     )
 
 
-def _later(commit: Commit, index: Index) -> Iterator[str]:
-    """Files that were written after the result was made."""
+def _files_written_later(commit: Commit, index: Index) -> Iterator[str]:
+    """Describe files of the source that were written after the result was made."""
     try:
         made = datetime.datetime.fromisoformat(commit.created).timestamp()
     except ValueError:

@@ -1,9 +1,9 @@
-"""Was everything written where a reader of the target's format will look for it?
+"""Check that a reader of the target's format finds every tensor where the layout has put it.
 
-The digests prove that every element that was read was written, to the place that the layout names. Whether that is the
-right place is asked of the finished files themselves: the format's reader, which knows nothing of the plan, indexes
-them, and each box that it finds must be where the layout has put the elements of that very tensor. This costs the
-metadata of the target and none of its tensors.
+The digests prove that every element that was read was written to the position that the layout names. They do not prove
+that this is the position where the format's reader looks. So the reader, which does not know the plan, indexes the
+finished files, and each box that it finds must be where the layout has put these elements of this tensor. The check
+reads the metadata of the target and none of its tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from reshard.tensors.shard_table import ShardRow, ShardTable
 
 
 class _Side(NamedTuple):
-    """Boxes of one side, in numbers that both sides share.
+    """Boxes as the layout wrote them, or as the reader finds them.
 
     Attributes:
-        tensors: by the number that the table has.
-        paths: of files, likewise.
+        tensors: tensors, by their number in the table.
+        paths: paths of files, by their number in the table.
         table: the boxes.
     """
 
@@ -35,35 +35,35 @@ class _Side(NamedTuple):
     table: ShardTable
 
 
-def check_placement(plan: Plan, found: Index) -> None:
+def check_placement(plan: Plan, index: Index) -> None:
     """Compare where the layout put tensors with where the format's reader finds them.
 
-    Padding rows of a vocabulary that the source does not hold are found by the reader, and stay zero.
+    The reader may find padding rows of a vocabulary that the source does not hold; they were not written and are zero.
 
     Args:
-        plan: what was written.
-        found: index of the target's files as they are.
+        plan: plan of the conversion.
+        index: the reader's index of the finished target files.
 
     Raises:
-        VerificationError: with every tensor that is not where it is looked for.
+        VerificationError: the reader does not find tensors where they were written; the error lists them.
     """
     written = _Side(plan.target_tensors, [file.path for file in plan.layout.files], plan.layout.shards)
-    problems = _tensor_problems(written.tensors, found.tensors)
+    problems = _tensor_problems(written.tensors, index.tensors)
     if not problems:
-        read = _Side(found.tensors, [file.path for file in found.files], found.shards)
+        read = _Side(index.tensors, [file.path for file in index.files], index.shards)
         problems = _place_problems(written, _renumbered(read, written))
     if problems:
         raise VerificationError(
             f"{len(problems)} tensors are not where a reader looks for them: nothing was published",
-            path=str(found.root),
+            path=str(index.root),
             problems=problems[:20],
             hint="this is a bug of reshard: please report it with the command",
         )
 
 
-def _tensor_problems(written: Sequence[LogicalTensor], found: Sequence[LogicalTensor]) -> list[str]:
-    """Tensors that only one side has, or that differ in shape or type."""
-    ours, theirs = ({tensor.key: tensor for tensor in side} for side in (written, found))
+def _tensor_problems(written: Sequence[LogicalTensor], read: Sequence[LogicalTensor]) -> list[str]:
+    """Describe tensors that only one side has, or that differ in shape or type."""
+    ours, theirs = ({tensor.key: tensor for tensor in side} for side in (written, read))
     problems = [
         f"{key}: was written, and is not found" for key, item in ours.items() if key not in theirs and item.num_elements
     ]
@@ -79,7 +79,7 @@ def _tensor_problems(written: Sequence[LogicalTensor], found: Sequence[LogicalTe
 
 
 def _renumbered(side: _Side, like: _Side) -> _Side:
-    """The same boxes with the other side's numbers of tensors and files; what that lacks follows behind."""
+    """Renumber tensors and files of `side` as in `like`; those that `like` lacks get the next numbers."""
     numbers = {tensor.key: at for at, tensor in enumerate(like.tensors)}
     tensors = list(like.tensors)
     for tensor in side.tensors:
@@ -94,18 +94,18 @@ def _renumbered(side: _Side, like: _Side) -> _Side:
             paths.append(path)
     tensor_map = np.array([numbers[tensor.key] for tensor in side.tensors], dtype=np.int64)
     file_map = np.array([files[path] for path in side.paths], dtype=np.int64)
-    table = _consecutive(side.table, file_map)
+    table = _split_families(side.table, file_map)
     return _Side(tensors, paths, dataclasses.replace(table, tensor=tensor_map[table.tensor], file=file_map[table.file]))
 
 
-def _consecutive(table: ShardTable, file_map: Int64Array) -> ShardTable:
-    """The table with single boxes in the place of families, where files are in another order than on the other side."""
+def _split_families(table: ShardTable, file_map: Int64Array) -> ShardTable:
+    """Replace families by their boxes if the other side numbers the files in another order."""
     is_shifted = len(file_map) > 1 and bool((np.diff(file_map) != 1).any())
     return table.boxes() if is_shifted and table.has_families else table
 
 
 def _place_problems(written: _Side, read: _Side) -> list[str]:
-    """Boxes that the reader finds where their tensor was not written, and those that it does not find."""
+    """Describe boxes that the reader finds where their tensor was not written, and boxes that it does not find."""
     unfound, unwritten = _only_in(written.table, read.table)
     if not len(unfound) and not len(unwritten):
         return []
@@ -115,7 +115,7 @@ def _place_problems(written: _Side, read: _Side) -> list[str]:
 
 
 def _outside(boxes: ShardTable, others: ShardTable, side: _Side) -> Iterator[str]:
-    """Boxes that are not covered by those of the other side, at the same bytes of the same tensor."""
+    """Describe boxes that the other side's boxes do not cover with the same bytes of the same tensor."""
     by_place: dict[tuple[int, int], list[int]] = {}
     for at, place in enumerate(zip(others.tensor.tolist(), others.file.tolist(), strict=True)):
         by_place.setdefault(place, []).append(at)
@@ -130,21 +130,20 @@ def _outside(boxes: ShardTable, others: ShardTable, side: _Side) -> Iterator[str
 
 
 def _is_free_padding(tensor: LogicalTensor, candidates: Sequence[int]) -> bool:
-    """Padding rows that were not written, of which the layout says that they are zero."""
+    """Return True for padding rows that were not written, which the layout declares to be zero."""
     return PADDING in tensor.key.name and not candidates
 
 
 def _common(one: ShardRow, other: ShardRow, item_bytes: int) -> int:
-    """Elements that two boxes of a tensor have at the same bytes of a file."""
-    part = one.box.intersect(other.box)
-    if part is None:
+    """Count the elements that two boxes of a tensor hold in the same bytes of a file."""
+    box = one.box.intersect(other.box)
+    if box is None:
         return 0
-    (first, length), (second, other_length) = one.runs(part, item_bytes), other.runs(part, item_bytes)
-    return part.num_elements if (first, length) == (second, other_length) else 0
+    return box.num_elements if one.byte_ranges(box, item_bytes) == other.byte_ranges(box, item_bytes) else 0
 
 
 def _only_in(one: ShardTable, other: ShardTable) -> tuple[Int64Array, Int64Array]:
-    """Rows of either table that the other lacks, whatever the numbers of their copies."""
+    """Return the rows of each table that the other lacks, ignoring replica numbers."""
     dims = max(one.offset.shape[1], other.offset.shape[1])
     keys = [_keys(table, dims) for table in (one, other)]
     known = [set(own) for own in keys]
@@ -155,13 +154,13 @@ def _only_in(one: ShardTable, other: ShardTable) -> tuple[Int64Array, Int64Array
 
 
 def _keys(table: ShardTable, dims: int) -> list[bytes]:
-    """What each row says, as bytes; the stride of a dim of one element means nothing."""
+    """Encode each row as bytes without its replica number; the stride of a dim of one element does not matter."""
     columns: list[Any] = [table.tensor, table.file, table.byte_offset, table.start, table.stop, table.chunk]
-    parts = [np.stack(columns, axis=1)]
+    matrices = [np.stack(columns, axis=1)]
     missing = dims - table.offset.shape[1]
     stride = np.where((table.size == 1) | (table.chunk[:, None] != 0), 0, table.stride)
     for matrix, filler in ((table.offset, 0), (table.size, 1), (stride, 0)):
-        parts.append(np.pad(matrix, ((0, 0), (0, missing)), constant_values=filler))
-    whole = np.ascontiguousarray(np.concatenate(parts, axis=1), dtype=np.int64)
+        matrices.append(np.pad(matrix, ((0, 0), (0, missing)), constant_values=filler))
+    whole = np.ascontiguousarray(np.concatenate(matrices, axis=1), dtype=np.int64)
     data, width = whole.tobytes(), whole.shape[1] * 8
     return [data[at : at + width] for at in range(0, len(data), width)]

@@ -1,27 +1,29 @@
-"""Read a finished result back before it is published: where its tensors are, and all of it where that is asked for."""
+"""Read a finished result back before it is published: the positions of its tensors, and on request all tensors."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.checksums.digest import finished, to_hex
+from reshard.checksums.digest import finish_digest, to_hex
 from reshard.commits.commit import Commit
 from reshard.errors import SourceError, VerificationError
 from reshard.execution.placement import check_placement
-from reshard.execution.verify import compare_digests, digests
+from reshard.execution.verify import compare_digests, read_digests
 from reshard.formats import read_checkpoint
 from reshard.planning.plan import Plan
 from reshard.tensors.layout import PADDING
 
 
 def read_back(staging: Path, plan: Plan, commit: Commit, *, reread: bool) -> None:
-    """Read a result as any reader would; what is wrong with it is the target's fault, never the source's.
+    """Read a result through its format's reader and compare it with the plan.
+
+    Every failure is raised as a VerificationError, because it is a fault of the target and not of the source.
 
     Args:
         staging: folder of the finished files.
-        plan: what was written.
-        commit: that would be published.
-        reread: read all tensors, and not only where they are.
+        plan: plan of the conversion.
+        commit: commit that will be published.
+        reread: read all tensors too, not only their positions.
 
     Raises:
         VerificationError: a tensor is not where a reader looks for it, or reads back differently.
@@ -31,11 +33,13 @@ def read_back(staging: Path, plan: Plan, commit: Commit, *, reread: bool) -> Non
         check_placement(plan, index)
         if not reread:
             return
-        found = digests(index, commit=commit)
-        # Another amount of padding than the source's was not converted: it is zero.
+        actual = read_digests(index, commit=commit)
+        # Padding of another size than the source's was not converted: it is zero and has no committed digest.
         padding = {str(tensor.key): tensor.num_bytes for tensor in index.tensors if tensor.key.name.endswith(PADDING)}
-        zero = {key for key, count in padding.items() if found[key] == to_hex(finished(0, count))}
-        compare_digests(commit.digests, {key: found[key] for key in found if key in commit.digests or key not in zero})
+        zero = {key for key, count in padding.items() if actual[key] == to_hex(finish_digest(0, count))}
+        compare_digests(
+            commit.digests, {key: actual[key] for key in actual if key in commit.digests or key not in zero}
+        )
     except SourceError as error:
         raise VerificationError(
             f"what was written reads back differently: nothing was published ({error.message})",

@@ -1,4 +1,4 @@
-"""What a run says at its end, for the operator and for `--json`."""
+"""Make the report of a run, for the operator and for `--json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from reshard.commits.commit import Commit
 from reshard.contract import ExitCode, ReshardReport
 from reshard.execution.resume import NOTHING, Moved
-from reshard.execution.verify import total
+from reshard.execution.verify import total_digest
 
 
 def done_report(
@@ -22,7 +22,17 @@ def done_report(
     moved: Moved = NOTHING,
     latest: str = "",
 ) -> ReshardReport:
-    """The report of a conversion whose result is there; `started` is a reading of the monotonic clock, in seconds."""
+    """Make the report of a conversion whose result exists.
+
+    Args:
+        commit: commit of the result.
+        source: folder of the source.
+        target: folder of the result.
+        started: start of the run, by the monotonic clock in seconds.
+        message: sentence for the user.
+        moved: bytes that this run has read and written.
+        latest: file that now names the result; empty if none was written.
+    """
     return ReshardReport(
         ok=True,
         exit_code=ExitCode.OK,
@@ -37,14 +47,14 @@ def done_report(
         seconds=round(time.monotonic() - started, 3),
         peak_rss_bytes=peak_rss_bytes(),
         num_tensors=len(commit.digests),
-        digest=total(commit.digests),
+        digest=total_digest(commit.digests),
         verified=True,
         latest=latest,
     )
 
 
 def failure_report(exit_code: ExitCode, message: str, source: Path, target: Path, seconds: float) -> ReshardReport:
-    """The report of a conversion that failed."""
+    """Make the report of a conversion that failed."""
     return ReshardReport(
         ok=False,
         exit_code=exit_code,
@@ -57,6 +67,6 @@ def failure_report(exit_code: ExitCode, message: str, source: Path, target: Path
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident set of this process, or of one that it forked and that has ended (KiB on Linux)."""
+    """Return the largest resident set of this process or of any child that has ended, in bytes."""
     whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return max(resource.getrusage(who).ru_maxrss for who in whose) * 1024
+    return max(resource.getrusage(who).ru_maxrss for who in whose) * 1024  # Linux reports KiB

@@ -1,4 +1,4 @@
-"""Which units a run does, what it says of those that others did, and what is kept when it ends before its time."""
+"""Choose the units of a run, reuse the units of earlier runs, and report what is kept when a run fails."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from reshard.system.limits import format_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """Bytes that one process has read and written."""
+    """Bytes that one run has read and written."""
 
     bytes_read: int
     bytes_written: int
 
     def less(self, other: Moved) -> Moved:
-        """Without what another has moved."""
+        """Return the difference of both numbers to those of another one."""
         return Moved(self.bytes_read - other.bytes_read, self.bytes_written - other.bytes_written)
 
 
@@ -34,13 +34,13 @@ NOTHING = Moved(0, 0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What an earlier run of the same conversion had done.
+    """Summary of what earlier runs of the same conversion have done.
 
     Attributes:
-        units: that are intact and are not done again.
-        damaged: units that had been done, are not intact, and are done again.
-        num_units: of the whole conversion.
-        num_bytes: source bytes of `units`.
+        units: number of units that are intact and are not done again.
+        damaged: number of units that were done but are not intact, and are done again.
+        num_units: number of units of the whole conversion.
+        num_bytes: source bytes of the intact units.
     """
 
     units: int
@@ -58,12 +58,12 @@ class Resumed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one run did.
+    """Units that one run has done.
 
     Attributes:
-        records: of the units that it did.
-        before: bytes that an earlier run had moved for it.
-        resumed: what the report says about that, to follow a sentence; empty if there was none.
+        records: records of these units.
+        before: bytes that earlier runs have moved for units that this run kept.
+        resumed: end of the report's sentence, about the earlier runs; empty if there were none.
     """
 
     records: Sequence[UnitRecord] = ()
@@ -72,59 +72,59 @@ class Work:
 
     @property
     def moved(self) -> Moved:
-        """Bytes of its units."""
+        """Return the bytes that this run has read and written."""
         return _moved(self.records)
 
     def share(self, plan: Plan) -> str:
-        """Its part of the whole, in words."""
+        """Describe the share of the conversion's units that this run has done."""
         return f"{len(self.records)} of {len(plan.units)} units"
 
 
-def do(
+def do_units(
     mover: Mover,
     folder: Path,
     sharing: Sharing,
     worker: tuple[int, int],
     resumed: Callable[[Resumed], None] | None = None,
 ) -> Work:
-    """Do all units, those that an earlier run left, or this worker's.
+    """Move the units of a run: all units, those that an earlier run has not done, or this worker's share.
 
     Args:
-        mover: of the conversion.
-        folder: the unfinished result.
-        sharing: which of the three.
-        worker: which of how many workers, from 0.
-        resumed: told about the earlier run, where this one may go on.
+        mover: mover of the conversion.
+        folder: folder of the unfinished result.
+        sharing: who may work on the result.
+        worker: number of this worker, from 0, and number of workers.
+        resumed: called with a summary of earlier runs, if this run may resume.
     """
     plan = mover.plan
-    order = striped(len(plan.units), plan.num_threads)
+    order = interleave(len(plan.units), plan.num_threads)
     if sharing is Sharing.ALONE:
         return Work(records=mover.do(order))
     journal = Journal(folder)
-    found = journal.records()
-    intact = [record for record in found if mover.intact(record, reread=sharing is Sharing.RESUMABLE)]
-    for unit in {record.unit for record in found} - {record.unit for record in intact}:
+    earlier = journal.records()
+    intact = [record for record in earlier if mover.is_intact(record, reread=sharing is Sharing.RESUMABLE)]
+    for unit in {record.unit for record in earlier} - {record.unit for record in intact}:
         journal.forget(unit)
     if sharing is Sharing.TOGETHER:
         return Work(records=mover.do(journal.share(len(plan.units), *worker), journal.record))
     done = {record.unit for record in intact}
     before = Resumed(
         units=len(done),
-        damaged=len(found) - len(intact),
+        damaged=len(earlier) - len(intact),
         num_units=len(plan.units),
         num_bytes=sum(plan.units[unit].num_bytes for unit in done),
     )
     if resumed is not None:
         resumed(before)
     records = mover.do((unit for unit in order if unit not in done), journal.record)
-    return Work(records=records, before=_moved(intact), resumed=f"; {before}" if found else "")
+    return Work(records=records, before=_moved(intact), resumed=f"; {before}" if earlier else "")
 
 
-def striped(count: int, num_stripes: int) -> list[int]:
-    """0 to `count - 1`, one of each stripe of neighbours in turn.
+def interleave(count: int, num_stripes: int) -> list[int]:
+    """Return the numbers 0 to `count - 1` in an order that takes one number of each stripe in turn.
 
-    Threads that take the next one when they are free then work in different parts of the checkpoint, so on different
-    files of the target mostly: the kernel lets one thread at a time write to a file.
+    A stripe is a sequence of neighbouring numbers. Threads that take the next unit when they are free then mostly work
+    on different files of the target. That is faster, because the kernel lets only one thread at a time write to a file.
     """
     bounds = [count * at // num_stripes for at in range(num_stripes + 1)]
     stripes = [range(first, last) for first, last in itertools.pairwise(bounds)]
@@ -132,31 +132,31 @@ def striped(count: int, num_stripes: int) -> list[int]:
 
 
 def _moved(records: Iterable[UnitRecord]) -> Moved:
-    """Bytes of units."""
+    """Add up the bytes of units."""
     read = written = 0
     for record in records:
-        read += sum(piece.num_bytes for pieces in record.read.values() for piece in pieces)
-        written += sum(piece.num_bytes for pieces in record.written.values() for piece in pieces)
+        read += sum(crc_range.num_bytes for ranges in record.read.values() for crc_range in ranges)
+        written += sum(crc_range.num_bytes for ranges in record.written.values() for crc_range in ranges)
     return Moved(read, written)
 
 
 @contextlib.contextmanager
-def kept(folder: Path, plan: Plan, sharing: Sharing) -> Iterator[None]:
-    """Whatever ends a run that can go on: its message says what is kept, where, and how to go on."""
+def note_kept_work(folder: Path, plan: Plan, sharing: Sharing) -> Iterator[None]:
+    """Add a note to any error that ends the run: which units are kept, where, and how to continue."""
     try:
         yield
     except BaseException as error:
-        removed = isinstance(error, TargetTakenError) or (
+        is_removed = isinstance(error, TargetTakenError) or (
             sharing is Sharing.RESUMABLE
             and isinstance(error, VerificationError | CorruptSourceError | SourceChangedError)
         )
-        if sharing is not Sharing.ALONE and not removed:
+        if sharing is not Sharing.ALONE and not is_removed:
             with contextlib.suppress(OSError):
-                error.add_note(_kept(folder, plan, sharing))
+                error.add_note(_describe_kept_work(folder, plan, sharing))
         raise
 
 
-def _kept(folder: Path, plan: Plan, sharing: Sharing) -> str:
+def _describe_kept_work(folder: Path, plan: Plan, sharing: Sharing) -> str:
     done = Journal(folder).done()
     num_bytes = sum(plan.units[unit].num_bytes for unit in done if unit < len(plan.units))
     again = "with --resume" if sharing is Sharing.RESUMABLE else "for each worker"

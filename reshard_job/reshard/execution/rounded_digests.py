@@ -1,19 +1,19 @@
-"""Digests of tensors in a narrower type: how weights are compared with the master weights that they round."""
+"""Digests of tensors rounded to a narrower type, to compare weights with the master weights they are rounded from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reshard.checksums.digest import finished, to_hex
-from reshard.execution.scan import term_of
+from reshard.checksums.digest import finish_digest, to_hex
+from reshard.execution.scan import read_term
 from reshard.storage.source_reader import SourceReader
 from reshard.tensors.layout import ITEM_BYTES, Index, TensorKey
 
 
 def rounded_digests(index: Index, wanted: Mapping[TensorKey, str]) -> dict[TensorKey, str]:
-    """Read tensors, and digest them rounded to nearest even.
+    """Read tensors and compute their digests after rounding to nearest even.
 
-    One copy of each is read: that all copies agree was found when they were digested as they are.
+    One copy of each tensor is read. The caller has already compared all copies by their unrounded digests.
 
     Args:
         index: the checkpoint.
@@ -24,16 +24,16 @@ def rounded_digests(index: Index, wanted: Mapping[TensorKey, str]) -> dict[Tenso
     """
     rows = index.shards.by_tensor(len(index.tensors)) if wanted else []
     source = SourceReader(index.root, index.files)
-    found: dict[TensorKey, str] = {}
+    digests: dict[TensorKey, str] = {}
     try:
         for tensor, own in zip(index.tensors if wanted else (), rows, strict=True):
             if tensor.key not in wanted or not len(own):
                 continue
             term, types = 0, (tensor.dtype, wanted[tensor.key])
             copy = own[index.shards.replica[own] == index.shards.replica[own].min()]
-            for row in index.shards.each(copy, len(tensor.shape)):
-                term ^= term_of(source, row, row.box, tensor.shape, tensor.item_bytes, types=types).term
-            found[tensor.key] = to_hex(finished(term, tensor.num_elements * ITEM_BYTES[types[1]]))
+            for row in index.shards.iterate_boxes(copy, len(tensor.shape)):
+                term ^= read_term(source, row, row.box, tensor.shape, tensor.item_bytes, types=types).term
+            digests[tensor.key] = to_hex(finish_digest(term, tensor.num_elements * ITEM_BYTES[types[1]]))
     finally:
         source.close()
-    return found
+    return digests

@@ -1,7 +1,8 @@
-"""Is a source what its commit states, and still what was indexed? Answered from what a conversion has read anyway.
+"""Check that a source is what its commit states, and that it did not change since it was indexed.
 
-The CRC-32 of a file follows from those of the ranges that the units have read and of the rest, which alone is read
-here. Where a conversion needs little of a file whose container states checksums of its own, those are enough.
+The checks use the ranges that a conversion reads anyway. The CRC-32 of a file is computed from the ranges that the
+units have read and from the remaining ranges, which are read here. If a conversion needs little of a file whose
+container states checksums, the ranges are compared with these checksums instead.
 """
 
 from __future__ import annotations
@@ -16,50 +17,50 @@ from pathlib import Path
 import numpy as np
 
 from reshard.checksums import crc
-from reshard.checksums.crc import Piece
+from reshard.checksums.crc import CrcRange
 from reshard.commits.commit import Commit, read_commit
 from reshard.contract import COMMIT_FILE
 from reshard.errors import CorruptSourceError, PlanError, SourceError, UnsupportedError
 from reshard.file_identity import FileIdentity
 from reshard.planning.plan import Plan
-from reshard.storage.files import identity_at, noting_opened
+from reshard.storage.files import identity_at, record_opened_files
 from reshard.storage.object_store import RemotePath, location
-from reshard.storage.source_reader import SourceReader, changed
+from reshard.storage.source_reader import SourceReader, source_changed_error
 from reshard.tensors.layout import PADDING, Index, SourceFile
 
-Ranges = Mapping[int, Sequence[Piece]]
-"""What was read of each source file, with checksums, in order."""
+ReadRanges = Mapping[int, Sequence[CrcRange]]
+"""Sorted ranges that were read of each source file."""
 
 _MAX_LINES = 20
 _MAX_NAME = 200
 _SMALL_BYTES = 1 << 20
-_SMALL_PART = 8
+_SMALL_SHARE = 8
 _BLAMED_BYTES = 1 << 30
 _THREADS = 16
 """Files that are opened at the same time, where each may be a request over a network."""
 
 
 def check_metadata(index: Index) -> int:
-    """Compare files without tensors with the commit's checksums, and return how many bytes that has read.
+    """Compare files without tensors with the commit's checksums, and return the number of bytes read.
 
     Raises:
-        CorruptSourceError: with every file that is damaged.
+        CorruptSourceError: files are damaged; the error lists them.
     """
     return check_files(index.root, index.metadata)
 
 
-def check_matches_commit(index: Index, commit: Commit, *, told: bool = False) -> None:
-    """Compare what the files of a checkpoint say of themselves with what its commit says of them.
+def check_matches_commit(index: Index, commit: Commit, *, has_patterns: bool = False) -> None:
+    """Compare the format, files and tensors of a checkpoint with those that its commit lists.
 
     Args:
-        index: with `metadata`, so that files without tensors are compared too.
-        commit: of the same folder.
-        told: see `mismatches`.
+        index: index of the checkpoint, with `metadata`, so that files without tensors are compared too.
+        commit: commit of the same folder.
+        has_patterns: see `mismatches`.
 
     Raises:
-        CorruptSourceError: with everything that differs.
+        CorruptSourceError: they differ; the error lists the differences.
     """
-    if problems := mismatches(index, commit, told=told):
+    if problems := mismatches(index, commit, has_patterns=has_patterns):
         raise CorruptSourceError(
             f"its files are not those that {COMMIT_FILE} describes",
             path=str(index.root),
@@ -68,33 +69,34 @@ def check_matches_commit(index: Index, commit: Commit, *, told: bool = False) ->
         )
 
 
-def mismatches(index: Index, commit: Commit, *, told: bool = False) -> list[str]:
-    """Return where a commit contradicts its files in format, files or tensors, in at most 20 lines.
+def mismatches(index: Index, commit: Commit, *, has_patterns: bool = False) -> list[str]:
+    """Describe differences in format, files and tensors between a checkpoint and its commit, in at most 20 lines.
 
     Args:
-        index: what the files say.
-        commit: of the same folder.
-        told: by a file of patterns, which need not tell padding rows of a vocabulary apart as the commit does.
+        index: index of the checkpoint.
+        commit: commit of the same folder.
+        has_patterns: the index was made with a file of patterns, which may split padding rows off a vocabulary
+            differently than the commit does.
     """
-    found = []
+    lines = []
     if commit.format != index.format:
-        found.append(f"{COMMIT_FILE} says format {commit.format:.{_MAX_NAME}}, the files say {index.format}")
+        lines.append(f"{COMMIT_FILE} says format {commit.format:.{_MAX_NAME}}, the files say {index.format}")
     listed = {file.path for file in commit.files} | {COMMIT_FILE}
-    read = sorted({file.path for file in (*index.files, *index.metadata)} - listed)
-    found += [f"{path:.{_MAX_NAME}}: is read, {COMMIT_FILE} does not list it" for path in read]
-    absent = _absent_tensors(index, commit, told=told)
-    found += [
+    unlisted = sorted({file.path for file in (*index.files, *index.metadata)} - listed)
+    lines += [f"{path:.{_MAX_NAME}}: is read, {COMMIT_FILE} does not list it" for path in unlisted]
+    absent = _absent_tensors(index, commit, has_patterns=has_patterns)
+    lines += [
         f"{name:.{_MAX_NAME}}: digest {commit.digests[name]} was committed, no file holds the tensor" for name in absent
     ]
-    return found if len(found) <= _MAX_LINES else [*found[: _MAX_LINES - 1], f"and {len(found) - _MAX_LINES + 1} more"]
+    return lines if len(lines) <= _MAX_LINES else [*lines[: _MAX_LINES - 1], f"and {len(lines) - _MAX_LINES + 1} more"]
 
 
-def _absent_tensors(index: Index, commit: Commit, *, told: bool) -> list[str]:
-    """Names of tensors with a digest in the commit that the files do not hold, of the states that were read."""
+def _absent_tensors(index: Index, commit: Commit, *, has_patterns: bool) -> list[str]:
+    """List tensors that have a digest in the commit and are not in the index, of the states that the reader reads."""
     if not commit.digests:
         return []
     absent = commit.digests.keys() - {str(tensor.key) for tensor in index.tensors}
-    if told:
+    if has_patterns:
         absent = {name for name in absent if not name.endswith(PADDING)}
     if index.unread is not None:
         states = {tensor.key.state for tensor in index.tensors}
@@ -102,18 +104,19 @@ def _absent_tensors(index: Index, commit: Commit, *, told: bool) -> list[str]:
     return sorted(absent)
 
 
-def check_digests(plan: Plan, digests: Mapping[str, str], *, told: bool) -> None:
-    """Compare what was read with the digests of the source's own commit, where the tensor kept its state and type.
+def check_digests(plan: Plan, digests: Mapping[str, str], *, has_patterns: bool) -> None:
+    """Compare digests with those of the source's own commit, for all tensors that kept their state and type.
 
-    A tensor that only got another name is looked up by the name that it has in the source.
+    A tensor that was renamed is looked up by the name that it has in the source.
 
     Args:
-        plan: what was done.
-        digests: of the target's tensors, by `state/name`.
-        told: by a file of patterns, which may tell padding rows of a vocabulary apart that the commit does not.
+        plan: plan of the conversion.
+        digests: digests of the target's tensors, by `state/name`.
+        has_patterns: the index was made with a file of patterns, which may split padding rows off a vocabulary where
+            the commit does not.
 
     Raises:
-        CorruptSourceError: with every tensor that is not what was committed.
+        CorruptSourceError: tensors are not what was committed; the error lists them.
     """
     index = plan.index
     try:
@@ -121,18 +124,18 @@ def check_digests(plan: Plan, digests: Mapping[str, str], *, told: bool) -> None
     except SourceError:
         return
     own = [index.own_key(tensor.key) for tensor in index.tensors]
-    if told:
+    if has_patterns:
         padding = {str(key) for key in own if key is not None and key.name.endswith(PADDING)}
-        apart = {key.removesuffix(PADDING) for key in padding - committed.keys()}
-        committed = {key: value for key, value in committed.items() if key not in apart}
+        split = {key.removesuffix(PADDING) for key in padding - committed.keys()}
+        committed = {key: value for key, value in committed.items() if key not in split}
     problems = []
     for tensor, origin in zip(plan.target_tensors, plan.origins.tolist(), strict=True):
         source, key = index.tensors[origin], own[origin]
         if key is None or (source.key, source.dtype) != (tensor.key, tensor.dtype):
             continue
-        expected, found = committed.get(str(key)), digests.get(str(tensor.key))
-        if expected is not None and found is not None and found != expected:
-            problems.append(f"{key}: {expected} was committed, {found} is there")
+        expected, actual = committed.get(str(key)), digests.get(str(tensor.key))
+        if expected is not None and actual is not None and actual != expected:
+            problems.append(f"{key}: {expected} was committed, {actual} is there")
     if problems:
         raise CorruptSourceError(
             "tensors are not what was committed: nothing was published",
@@ -143,18 +146,18 @@ def check_digests(plan: Plan, digests: Mapping[str, str], *, told: bool) -> None
 
 
 def check_settings(index: Index, *, is_loaded_later: bool = False) -> int:
-    """Compare all files that settings are taken from, where only the commit proves them; the bytes that this has read.
+    """Compare files that hold settings with the commit's checksums, and return the number of bytes read.
 
-    Settings lie in pickles beside tensors too. Containers that state checksums state one of the pickle, which was
-    compared when it was read; the others are read whole.
+    Pickles beside tensors hold settings, too. A container that states checksums also states one of its pickle, and the
+    reader has compared it. Files of other containers are read whole here.
 
     Args:
-        index: whose settings are used, though not all of its tensors are read now.
-        is_loaded_later: what is read of tensors then proves their files, see `reshard.virtual.load`. Files of
-            safetensors hold nothing else, so they are left to that.
+        index: index whose settings are used, though not all of its tensors are read now.
+        is_loaded_later: the tensors will be read later, which checks the files that hold only tensors, see
+            `reshard.virtual.load`. Files of safetensors are therefore not read here.
 
     Raises:
-        CorruptSourceError: with every file that is damaged.
+        CorruptSourceError: files are damaged; the error lists them.
     """
     bare = [file for file in index.files if not file.checksums]
     if is_loaded_later:
@@ -163,31 +166,32 @@ def check_settings(index: Index, *, is_loaded_later: bool = False) -> int:
 
 
 def check_files(root: Path, files: Sequence[SourceFile]) -> int:
-    """Read files of which the commit states a checksum, and return how many bytes that has read.
+    """Read files whose checksum the commit states, compare them, and return the number of bytes read.
 
     Raises:
-        CorruptSourceError: with every file that is damaged.
+        CorruptSourceError: files are damaged; the error lists them.
     """
     files = [file for file in files if file.crc32 is not None]
     source = SourceReader(root, files)
     try:
-        found = [source.checksum(number, 0, file.num_bytes).crc32 for number, file in enumerate(files)]
+        sums = [source.checksum(number, 0, file.num_bytes).crc32 for number, file in enumerate(files)]
     finally:
         source.close()
-    _refuse_damaged(root, [(file, value) for file, value in zip(files, found, strict=True) if value != file.crc32])
+    _refuse_damaged(root, [(file, value) for file, value in zip(files, sums, strict=True) if value != file.crc32])
     return sum(file.num_bytes for file in files)
 
 
 @contextlib.contextmanager
-def damage_first() -> Iterator[None]:
-    """Where a source is refused, say so if a file that was opened for it is not what its commit states.
+def report_damage_first() -> Iterator[None]:
+    """Raise CorruptSourceError instead of another error if an opened file is not what its commit states.
 
-    Damaged metadata may look like something that this version does not support, and nobody would try an earlier commit.
+    Damaged metadata may look like a feature that this version does not support. Without this check, users would not
+    know that they can try an earlier commit.
 
     Raises:
-        CorruptSourceError: in the place of an error that damage may have caused.
+        CorruptSourceError: a file that was opened is damaged, which may have caused the other error.
     """
-    with noting_opened() as opened:
+    with record_opened_files() as opened:
         try:
             yield
         except (UnsupportedError, PlanError):
@@ -197,7 +201,7 @@ def damage_first() -> Iterator[None]:
 
 
 def _refuse_damaged_of(root: Path, opened: Sequence[str]) -> None:
-    """Compare the files that were opened last, which are those that a reader complained of."""
+    """Compare the files that were opened last with the commit; the reader failed on one of them."""
     try:
         stated = {f"{root}/{file.path}": file for file in read_commit(root).files}
     except SourceError:
@@ -211,17 +215,20 @@ def _refuse_damaged_of(root: Path, opened: Sequence[str]) -> None:
     check_files(root, files)
 
 
-def check_committed(source: SourceReader, index: Index, read: Ranges, num_threads: int) -> tuple[set[int], int]:
-    """Compare files with the commit's checksums, and return which of them, and how many bytes that has read.
+def check_committed(source: SourceReader, index: Index, read: ReadRanges, num_threads: int) -> tuple[set[int], int]:
+    """Compare files with the commit's checksums.
 
     Args:
         source: open files of the index.
         index: the source.
-        read: of all units together.
-        num_threads: that may read at the same time.
+        read: ranges that all units together have read.
+        num_threads: number of threads that read.
+
+    Returns:
+        Numbers of the files that were compared, and the number of bytes read for it.
 
     Raises:
-        CorruptSourceError: with every file that is damaged.
+        CorruptSourceError: files are damaged; the error lists them.
         SourceChangedError: a range that was read twice had two contents.
     """
     whole = [number for number, file in enumerate(index.files) if _is_compared(file, read.get(number, ()))]
@@ -230,39 +237,39 @@ def check_committed(source: SourceReader, index: Index, read: Ranges, num_thread
         return source.complete(number, read.get(number, ()), 0, index.files[number].num_bytes)
 
     with ThreadPoolExecutor(num_threads) as pool:
-        found = list(pool.map(complete, whole))
-    sums = [(index.files[number], value) for number, (value, _) in zip(whole, found, strict=True)]
+        completed = list(pool.map(complete, whole))
+    sums = [(index.files[number], value) for number, (value, _) in zip(whole, completed, strict=True)]
     _refuse_damaged(index.root, [(file, value) for file, value in sums if value != file.crc32])
-    return set(whole), sum(more for _, more in found)
+    return set(whole), sum(more for _, more in completed)
 
 
-def _is_compared(file: SourceFile, pieces: Sequence[Piece]) -> bool:
-    """True if the file's own checksum is needed, or costs little."""
+def _is_compared(file: SourceFile, ranges: Sequence[CrcRange]) -> bool:
+    """Return True if the checksum of the whole file is needed to prove its ranges, or if it costs little."""
     if file.crc32 is None:
         return False
-    if not pieces:  # its metadata was read: containers that state checksums state one of that too
+    if not ranges:  # only metadata was read, of which containers that state checksums state one, too
         return not file.checksums or file.num_bytes <= _SMALL_BYTES
-    rest = file.num_bytes - sum(piece.num_bytes for piece in crc.disjoint(pieces)[0])
-    return rest <= max(_SMALL_BYTES, file.num_bytes // _SMALL_PART) or not _are_stated(file, pieces)
+    rest = file.num_bytes - sum(crc_range.num_bytes for crc_range in crc.separate_overlaps(ranges)[0])
+    return rest <= max(_SMALL_BYTES, file.num_bytes // _SMALL_SHARE) or not _are_stated(file, ranges)
 
 
-def _are_stated(file: SourceFile, pieces: Sequence[Piece]) -> bool:
-    """True if each of the sorted pieces lies in a range whose checksum the container states."""
+def _are_stated(file: SourceFile, ranges: Sequence[CrcRange]) -> bool:
+    """Return True if each of the sorted ranges lies in a range whose checksum the container states."""
     stated = iter(file.checksums)
     current = next(stated, None)
-    for piece in pieces:
-        while current is not None and current.start + current.num_bytes < piece.start + piece.num_bytes:
+    for crc_range in ranges:
+        while current is not None and current.start + current.num_bytes < crc_range.start + crc_range.num_bytes:
             current = next(stated, None)
-        if current is None or piece.start < current.start:
+        if current is None or crc_range.start < current.start:
             return False
     return True
 
 
-def _refuse_damaged(root: Path, found: Sequence[tuple[SourceFile, int]]) -> None:
-    if not found:
+def _refuse_damaged(root: Path, damaged: Sequence[tuple[SourceFile, int]]) -> None:
+    if not damaged:
         return
     problems = [
-        f"{file.path}: CRC-32 {file.crc32:08x} was committed, the content has {crc32:08x}" for file, crc32 in found
+        f"{file.path}: CRC-32 {file.crc32:08x} was committed, the content has {crc32:08x}" for file, crc32 in damaged
     ]
     raise CorruptSourceError(
         f"{'1 file is' if len(problems) == 1 else f'{len(problems)} files are'} not what was committed",
@@ -272,28 +279,28 @@ def _refuse_damaged(root: Path, found: Sequence[tuple[SourceFile, int]]) -> None
     )
 
 
-def touched_files(index: Index) -> dict[str, FileIdentity]:
-    """Files with another identity than when they were indexed that does not prove another content.
+def find_touched_files(index: Index) -> dict[str, FileIdentity]:
+    """Find files whose identity changed since they were indexed, though the change does not prove other content.
 
     Raises:
-        SourceChangedError: with every file whose identity proves that it was changed, or that is gone.
+        SourceChangedError: files changed for certain, or are gone; the error lists them.
     """
     files = [file for file in (*index.files, *index.metadata) if file.identity is not None]
     if isinstance(index.root, RemotePath):
         index.root.forget({(index.root / file.path).parent for file in files})
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda file: _look(index, file), files))
-    if problems := [f"{file.path}: {now}" for file, now in zip(files, found, strict=True) if isinstance(now, str)]:
-        raise changed(problems, str(index.root))
+        results = list(pool.map(lambda file: _identity_or_change(index, file), files))
+    if problems := [f"{file.path}: {now}" for file, now in zip(files, results, strict=True) if isinstance(now, str)]:
+        raise source_changed_error(problems, str(index.root))
     return {
         file.path: now
-        for file, now in zip(files, found, strict=True)
+        for file, now in zip(files, results, strict=True)
         if isinstance(now, FileIdentity) and now != file.identity
     }
 
 
-def _look(index: Index, file: SourceFile) -> FileIdentity | str:
-    """The file's identity now, or what shows that it was changed."""
+def _identity_or_change(index: Index, file: SourceFile) -> FileIdentity | str:
+    """Return the file's present identity, or a text that describes how the file changed for certain."""
     try:
         now = identity_at(index.root / file.path)
     except FileNotFoundError:
@@ -304,38 +311,41 @@ def _look(index: Index, file: SourceFile) -> FileIdentity | str:
     return before.difference(now, is_stated=is_stated) or now
 
 
-def check_again(source: SourceReader, index: Index, read: Ranges, paths: Collection[str]) -> int:
-    """Read ranges of files once more, which must be what they were, and return how many bytes these are.
+def check_again(source: SourceReader, index: Index, read: ReadRanges, paths: Collection[str]) -> int:
+    """Read ranges of files again, compare them with their checksums, and return the number of bytes read.
 
     Raises:
-        SourceChangedError: with every file that is not.
+        SourceChangedError: files have another content; the error lists them.
     """
     problems, more = [], 0
     for number, file in enumerate(index.files):
-        pieces = read.get(number, ()) if file.path in paths else ()
-        more += sum(piece.num_bytes for piece in pieces)
-        if any(source.checksum(number, piece.start, piece.num_bytes) != piece for piece in pieces):
+        ranges = read.get(number, ()) if file.path in paths else ()
+        more += sum(crc_range.num_bytes for crc_range in ranges)
+        if any(source.checksum(number, crc_range.start, crc_range.num_bytes) != crc_range for crc_range in ranges):
             problems.append(f"{file.path}: has another content, though size and time of writing are the same")
     if problems:
-        raise changed(problems, str(index.root))
+        raise source_changed_error(problems, str(index.root))
     return more
 
 
 def places_digest(index: Index) -> bytes:
-    """Digest of which bytes of the files are which tensor's."""
-    found = hashlib.sha256()
+    """Compute a digest of the index's tensors and of the files and positions of their boxes."""
+    sha256 = hashlib.sha256()
     for tensor in index.tensors:
-        found.update(f"{tensor.key!a} {tensor.shape} {tensor.dtype}\n".encode())
+        sha256.update(f"{tensor.key!a} {tensor.shape} {tensor.dtype}\n".encode())
     for field in dataclasses.fields(index.shards):
-        found.update(np.ascontiguousarray(getattr(index.shards, field.name)).data)
-    return found.digest()
+        sha256.update(np.ascontiguousarray(getattr(index.shards, field.name)).data)
+    return sha256.digest()
 
 
-def content_digest(index: Index, read: Ranges) -> str:
-    """Digest of all ranges that were read, and of what they hold: equal for equal sources, whoever read what."""
-    found = hashlib.sha256(places_digest(index))
+def content_digest(index: Index, read: ReadRanges) -> str:
+    """Compute a digest of all ranges that were read and of their content.
+
+    It is equal for equal sources, however the units were shared among workers.
+    """
+    sha256 = hashlib.sha256(places_digest(index))
     for number in sorted(read):
-        found.update(f"{index.files[number].path!a}\n".encode())
-        for piece in read[number]:
-            found.update(f"{piece.start} {piece.num_bytes} {piece.crc32:08x}\n".encode())
-    return found.hexdigest()[:32]
+        sha256.update(f"{index.files[number].path!a}\n".encode())
+        for crc_range in read[number]:
+            sha256.update(f"{crc_range.start} {crc_range.num_bytes} {crc_range.crc32:08x}\n".encode())
+    return sha256.hexdigest()[:32]

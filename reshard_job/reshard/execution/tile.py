@@ -1,7 +1,7 @@
-"""Move one tile: from the source boxes that touch it to the target boxes that touch it, both sides digested.
+"""Move one tile from the source boxes that touch it to the target boxes that touch it, and digest both sides.
 
-A tile that is one run of a source file is not read but looked at where the kernel holds it. It passes in bands that the
-processor's cache holds, so that checksums, copies and writes of the same bytes fetch them from memory once.
+A tile that is one range of a source file is used directly from the page cache, without a copy. A tile is processed in
+slices that fit the processor's cache, so that checksum, copy and write of the same bytes load them from memory once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from reshard.checksums import crc
-from reshard.checksums.crc import Piece
-from reshard.checksums.digest import Tally, box_term
+from reshard.checksums.crc import CrcRange
+from reshard.checksums.digest import Tally, digest_term
 from reshard.errors import CorruptSourceError
 from reshard.execution.unit_records import UnitRecord
 from reshard.planning.plan import Plan
@@ -29,93 +29,96 @@ from reshard.tensors.intervals import Int64Array
 from reshard.tensors.layout import ITEM_BYTES, LogicalTensor
 from reshard.tensors.shard_table import ShardRow, ShardTable
 
-_BAND_BYTES = 1 << 20
-_SMALLEST_PART_BYTES = 256 << 10
-"""Shorter parts are cheaper to put together than to map."""
+_SLICE_BYTES = 1 << 20
+_SMALLEST_BOX_BYTES = 256 << 10
+"""Smallest mean size of boxes that are moved as tiles of their own; smaller boxes are faster to copy into one tile."""
 
 _GATHER_BYTES = 4 << 20
-"""Of a file are mapped at a time to copy runs out of them."""
+"""Bytes of a file that are mapped at a time to copy ranges from the mapping."""
 
 _LARGEST_SPAN = 64
-"""Times the bytes that are wanted of it may be mapped."""
+"""Largest ratio of mapped bytes to copied bytes."""
 
-_Part = tuple[ShardRow, Box]
-"""A box of a table, and what of it lies in a tile."""
-
-
-def touching(shards: ShardTable, rows: Int64Array, tile: Box) -> Iterator[tuple[ShardRow, Box]]:
-    """Boxes of rows that touch the tile, each with the common region."""
-    for row in shards.within(rows, tile):
-        part = row.box.intersect(tile)
-        if part is not None:
-            yield row, part
+_RowBox = tuple[ShardRow, Box]
+"""A row of a table, and the box that the row and a tile have in common."""
 
 
-def cut(row: ShardRow, part: Box, elements: Bits) -> Iterator[tuple[int, Bytes]]:
-    """Pieces of a part of a row's box that are consecutive in the file: position there, and the bytes in `elements`."""
+def find_touching(shards: ShardTable, rows: Int64Array, tile: Box) -> Iterator[tuple[ShardRow, Box]]:
+    """Yield the boxes of rows that touch a tile, each with the box that it has in common with the tile."""
+    for row in shards.boxes_touching(rows, tile):
+        box = row.box.intersect(tile)
+        if box is not None:
+            yield row, box
+
+
+def split_into_ranges(row: ShardRow, box: Box, elements: Bits) -> Iterator[tuple[int, Bytes]]:
+    """Yield the file's ranges that hold a box of a row: position in the file, and the bytes in `elements`."""
     flat = elements.reshape(-1).view(np.uint8)
-    positions, length = row.runs(part, elements.dtype.itemsize)
+    positions, length = row.byte_ranges(box, elements.dtype.itemsize)
     for number, position in enumerate(positions):
         yield position, flat[number * length : (number + 1) * length]
 
 
-def gather(source: SourceReader, row: ShardRow, part: Box, elements: Bits) -> list[Piece]:
-    """Fill `elements` with a part of a row: runs that lie close together are copied out of one mapping."""
-    pieces = list(cut(row, part, elements))
-    if len(pieces) < 2:
-        return [source.read_into(row.file, position, piece) for position, piece in pieces]
-    step = max(1, _GATHER_BYTES * len(pieces) // _extent(pieces)[1])
-    found: list[Piece] = []
-    for first in range(0, len(pieces), step):
-        some = pieces[first : first + step]
-        low, num_bytes = _extent(some)
-        near = len(some) > 1 and num_bytes <= min(2 * _GATHER_BYTES, _LARGEST_SPAN * len(some) * len(some[0][1]))
-        window = source.view(row.file, low, num_bytes) if near else None
-        for position, piece in some:
-            if window is None:
-                found.append(source.read_into(row.file, position, piece))
-            else:
-                piece[:] = window[position - low : position - low + len(piece)]
-                found.append(Piece(position, len(piece), crc.crc32(piece.data)))
-    return found
+def gather(source: SourceReader, row: ShardRow, box: Box, elements: Bits) -> list[CrcRange]:
+    """Fill `elements` with a box of a row, and return the ranges that were read with their checksums.
 
-
-def _extent(pieces: Sequence[tuple[int, Bytes]]) -> tuple[int, int]:
-    """First byte and number of bytes from there to the last end; pieces have one length."""
-    positions = [position for position, _ in pieces]
-    low = min(positions)
-    return low, max(positions) - low + len(pieces[0][1])
-
-
-def look(source: SourceReader, row: ShardRow, part: Box, item_bytes: int) -> tuple[int, Bits] | None:
-    """A part of a row that is one run of its file: position there, and the elements where they are, not copied.
-
-    None where it must be read.
+    Ranges that are close together in the file are copied from one mapping.
     """
-    positions, num_bytes = row.runs(part, item_bytes)
-    found = source.view(row.file, positions[0], num_bytes) if len(positions) == 1 else None
-    return None if found is None else (positions[0], found.view(UNSIGNED[item_bytes]).reshape(part.size))
+    ranges = list(split_into_ranges(row, box, elements))
+    if len(ranges) < 2:
+        return [source.read_into(row.file, position, content) for position, content in ranges]
+    step = max(1, _GATHER_BYTES * len(ranges) // _span(ranges)[1])
+    read: list[CrcRange] = []
+    for first in range(0, len(ranges), step):
+        some = ranges[first : first + step]
+        low, num_bytes = _span(some)
+        is_near = len(some) > 1 and num_bytes <= min(2 * _GATHER_BYTES, _LARGEST_SPAN * len(some) * len(some[0][1]))
+        window = source.view(row.file, low, num_bytes) if is_near else None
+        for position, content in some:
+            if window is None:
+                read.append(source.read_into(row.file, position, content))
+            else:
+                content[:] = window[position - low : position - low + len(content)]
+                read.append(CrcRange(position, len(content), crc.crc32(content.data)))
+    return read
+
+
+def _span(ranges: Sequence[tuple[int, Bytes]]) -> tuple[int, int]:
+    """Return the first byte of ranges of equal length, and the number of bytes up to the end of the last one."""
+    positions = [position for position, _ in ranges]
+    low = min(positions)
+    return low, max(positions) - low + len(ranges[0][1])
+
+
+def view_elements(source: SourceReader, row: ShardRow, box: Box, item_bytes: int) -> tuple[int, Bits] | None:
+    """Return a box of a row that is one range of its file, without a copy: position in the file, and the elements.
+
+    Return None if the box is several ranges, or if it must be read instead.
+    """
+    positions, num_bytes = row.byte_ranges(box, item_bytes)
+    content = source.view(row.file, positions[0], num_bytes) if len(positions) == 1 else None
+    return None if content is None else (positions[0], content.view(UNSIGNED[item_bytes]).reshape(box.size))
 
 
 @dataclasses.dataclass(slots=True)
-class _Parcel:
-    """A part of a target box on its way.
+class _TargetBox:
+    """The box that a target row and a tile have in common, while it is written.
 
     Attributes:
-        row: the target box.
-        index: of the part in the tile, without the tile's first dims of one element.
-        positions: where its runs begin in the file.
-        run_bytes: of each of them.
-        tally: of what has been sent.
-        sent_bytes: so far.
+        row: row of the target's table.
+        index: index of the box in the tile's array, without the tile's first dims of one element.
+        positions: first byte of each of its ranges in the file.
+        range_bytes: bytes of each range.
+        tally: term of the elements that were written.
+        written_bytes: bytes that were written.
     """
 
     row: ShardRow
     index: tuple[slice, ...]
     positions: list[int]
-    run_bytes: int
+    range_bytes: int
     tally: Tally
-    sent_bytes: int = 0
+    written_bytes: int = 0
 
 
 class Carrier:
@@ -126,62 +129,71 @@ class Carrier:
         self._scratch: Bytes = np.empty(0, dtype=np.uint8)
 
     def move(self, record: UnitRecord, number: int, tile: Box, rows: tuple[Int64Array, Int64Array, Int64Array]) -> None:
-        """Move a tile, and note what was read and written and the terms of both sides.
+        """Move a tile, and record the ranges that were read and written and the terms of both sides.
 
         Args:
-            record: of the unit.
-            number: of the tensor, its position in `Index.tensors`.
-            tile: in that tensor.
-            rows: of source, target, and other copies in the source that may touch the tile.
+            record: record of the unit.
+            number: position of the tensor in `Index.tensors`.
+            tile: box of that tensor.
+            rows: rows of the source, of the target, and of other copies in the source that may touch the tile.
 
         Raises:
-            CorruptSourceError: it cannot be read, or another copy in the source differs.
-            StorageFullError, TargetError: it cannot be written.
+            CorruptSourceError: the source cannot be read, or another copy in it differs.
+            StorageFullError: no space left for the target.
+            TargetError: the target cannot be written.
             VerificationError: a target box did not get all of its elements.
         """
         tensor = self._plan.index.tensors[number]
-        sources = list(touching(self._plan.index.shards, rows[0], tile))
-        for part, own in self._apart(sources, tile, tensor):
-            elements = self._pass(record, number, part, own, rows[1])
+        sources = list(find_touching(self._plan.index.shards, rows[0], tile))
+        for box, own in self._split(sources, tile, tensor):
+            elements = self._move_from(record, number, box, own, rows[1])
             if elements is not None and len(rows[2]):
-                self._compare(record, tensor, (part, elements), own, rows[2])
+                self._compare(record, tensor, (box, elements), own, rows[2])
 
-    def _apart(self, sources: Sequence[_Part], tile: Box, tensor: LogicalTensor) -> list[tuple[Box, Sequence[_Part]]]:
-        """The parts of a tile that can each be looked at, as tiles of their own; else the tile, to be put together."""
-        long = len(sources) * _SMALLEST_PART_BYTES <= tile.num_elements * tensor.item_bytes
-        if len(sources) > 1 and long and self._source.may_map and all(part.is_run(tensor.shape) for _, part in sources):
-            return [(part, [(row, part)]) for row, part in sources]
+    def _split(
+        self, sources: Sequence[_RowBox], tile: Box, tensor: LogicalTensor
+    ) -> list[tuple[Box, Sequence[_RowBox]]]:
+        """Split a tile into the boxes of its sources if each can be used without a copy; else return it whole."""
+        is_large = len(sources) * _SMALLEST_BOX_BYTES <= tile.num_elements * tensor.item_bytes
+        if (
+            len(sources) > 1
+            and is_large
+            and self._source.may_map
+            and all(box.is_consecutive(tensor.shape) for _, box in sources)
+        ):
+            return [(box, [(row, box)]) for row, box in sources]
         return [(tile, sources)]
 
-    def _pass(
-        self, record: UnitRecord, number: int, tile: Box, sources: Sequence[_Part], target_rows: Int64Array
+    def _move_from(
+        self, record: UnitRecord, number: int, tile: Box, sources: Sequence[_RowBox], target_rows: Int64Array
     ) -> Bits | None:
-        """Move a tile that is made of these sources; its elements, or None if the target has none of it."""
+        """Move a tile that these sources cover; return its elements, or None if no target box touches it."""
         tensor = self._plan.index.tensors[number]
-        parcels: dict[str, list[_Parcel]] = defaultdict(list)
-        for row, part in touching(self._plan.layout.shards, target_rows, tile):
-            wanted = self._plan.target_tensors[row.tensor]
-            parcels[wanted.dtype].append(_parcel(row, part, tile, tensor.shape, wanted.item_bytes))
-        if not parcels:
+        targets: dict[str, list[_TargetBox]] = defaultdict(list)
+        for row, box in find_touching(self._plan.layout.shards, target_rows, tile):
+            target_tensor = self._plan.target_tensors[row.tensor]
+            targets[target_tensor.dtype].append(_target_box(row, box, tile, tensor.shape, target_tensor.item_bytes))
+        if not targets:
             return None
         rounded = self._plan.rounded_types.get(number)
         if rounded is not None:
-            parcels[rounded] += ()  # nothing to send, and the term in that type
-        row, part = sources[0]
-        found = look(self._source, row, tile, tensor.item_bytes) if part == tile else None
-        if found is not None:
-            position, elements = found
-            came = {dtype: Tally(tile, tensor.shape, ITEM_BYTES[dtype]) for dtype in parcels}
-            crc32 = self._send(record, elements, tensor.dtype, parcels, came)
-            record.read[row.file].append(Piece(position, elements.nbytes, crc32))
-            terms = {dtype: tally.term for dtype, tally in came.items()}
+            targets[rounded] += ()  # without boxes to write, so that only the term in that type is computed
+        row, box = sources[0]
+        mapped = view_elements(self._source, row, tile, tensor.item_bytes) if box == tile else None
+        if mapped is not None:
+            position, elements = mapped
+            tallies = {dtype: Tally(tile, tensor.shape, ITEM_BYTES[dtype]) for dtype in targets}
+            crc32 = self._write(record, elements, tensor.dtype, targets, tallies)
+            record.read[row.file].append(CrcRange(position, elements.nbytes, crc32))
+            terms = {dtype: tally.term for dtype, tally in tallies.items()}
         else:
-            elements, terms = self._collect(record, sources, tile, tensor, tuple(parcels))
-            self._send(record, elements, tensor.dtype, parcels, {})
-        for parcel in itertools.chain(*parcels.values()):
-            record.target[parcel.row.tensor, parcel.row.replica] ^= parcel.tally.term
-        for target, dtype in {parcel.row.tensor: dtype for dtype, found in parcels.items() for parcel in found}.items():
-            record.source[target] ^= terms[dtype]
+            elements, terms = self._collect(record, sources, tile, tensor, tuple(targets))
+            self._write(record, elements, tensor.dtype, targets, {})
+        for target in itertools.chain(*targets.values()):
+            record.target[target.row.tensor, target.row.replica] ^= target.tally.term
+        dtypes = {target.row.tensor: dtype for dtype, boxes in targets.items() for target in boxes}
+        for target_number, dtype in dtypes.items():
+            record.source[target_number] ^= terms[dtype]
         if rounded is not None:
             record.rounded[number] ^= terms[rounded]
         return elements
@@ -191,39 +203,39 @@ class Carrier:
         record: UnitRecord,
         tensor: LogicalTensor,
         tile: tuple[Box, Bits],
-        sources: Sequence[_Part],
+        sources: Sequence[_RowBox],
         copy_rows: Int64Array,
     ) -> None:
         """Read the other copies of a tile, and compare them with its elements.
 
         Raises:
-            CorruptSourceError: one differs, with the tensor and the files of both.
+            CorruptSourceError: a copy differs; the error names the tensor and the files of both copies.
         """
-        region, elements = tile
-        for row, part in touching(self._plan.index.shards, copy_rows, region):
-            found = look(self._source, row, part, tensor.item_bytes)
-            if found is not None:
-                position, other = found
-                record.read[row.file].append(Piece(position, other.nbytes, crc.crc32(_flat(other).data)))
+        tile_box, elements = tile
+        for row, box in find_touching(self._plan.index.shards, copy_rows, tile_box):
+            mapped = view_elements(self._source, row, box, tensor.item_bytes)
+            if mapped is not None:
+                position, other = mapped
+                record.read[row.file].append(CrcRange(position, other.nbytes, crc.crc32(_flat(other).data)))
             else:
-                other = np.empty(part.size, dtype=elements.dtype)
-                record.read[row.file] += gather(self._source, row, part, other)
-            inside: tuple[Any, ...] = (*_slices(part, region), ...)
+                other = np.empty(box.size, dtype=elements.dtype)
+                record.read[row.file] += gather(self._source, row, box, other)
+            inside: tuple[Any, ...] = (*_index_in(box, tile_box), ...)
             expected = np.ascontiguousarray(elements[inside])
             if np.array_equal(_flat(expected), _flat(other)):
                 continue
             unequal = (_flat(expected) != _flat(other)).reshape(-1, tensor.item_bytes).any(axis=1)
-            place = np.unravel_index(int(unequal.argmax()), part.size)
-            first = tuple(int(at) + low for at, low in zip(place, part.offset, strict=True))
-            raise self._differs(tensor, first, int(unequal.sum()), sources, row)
+            place = np.unravel_index(int(unequal.argmax()), box.size)
+            first = tuple(int(at) + low for at, low in zip(place, box.offset, strict=True))
+            raise self._copies_differ_error(tensor, first, int(unequal.sum()), sources, row)
 
-    def _differs(
-        self, tensor: LogicalTensor, first: tuple[int, ...], count: int, sources: Sequence[_Part], other: ShardRow
+    def _copies_differ_error(
+        self, tensor: LogicalTensor, first: tuple[int, ...], count: int, sources: Sequence[_RowBox], other: ShardRow
     ) -> CorruptSourceError:
-        """What to raise where copies differ: element `first` is in one of the sources and in another copy."""
+        """Make the error for copies that differ; `first` is the first element that differs."""
         element, files = Box(first, (1,) * len(first)), self._plan.index.files
-        own = next((row.file for row, part in sources if part.contains(element)), sources[0][0].file)
-        elements = f"{count} element{'' if count == 1 else 's'} of a part"
+        own = next((row.file for row, box in sources if box.contains(element)), sources[0][0].file)
+        elements = f"{count} element{'' if count == 1 else 's'} of a box"
         where = f"{files[own].path} and {files[other.file].path} differ in {elements}, the first at {list(first)}"
         return CorruptSourceError(
             "copies of one tensor differ: nothing was published",
@@ -236,103 +248,121 @@ class Carrier:
     def _collect(
         self,
         record: UnitRecord,
-        sources: Sequence[_Part],
+        sources: Sequence[_RowBox],
         tile: Box,
         tensor: LogicalTensor,
         dtypes: Sequence[str],
     ) -> tuple[Bits, dict[str, int]]:
-        """The elements of a tile, put together from its sources, and their terms as elements of each type."""
+        """Read a tile from its sources, and return its elements and their terms in each type."""
         num_bytes = tile.num_elements * tensor.item_bytes
         if len(self._scratch) < num_bytes:
             self._scratch = np.empty(max(num_bytes, self._plan.tile_bytes), dtype=np.uint8)
         buffer: Bits = self._scratch[:num_bytes].view(UNSIGNED[tensor.item_bytes]).reshape(tile.size)
         terms = dict.fromkeys(dtypes, 0)
-        for row, part in sources:
-            index: tuple[Any, ...] = (*_slices(part, tile), ...)  # with the dots a view, of scalars too
+        for row, box in sources:
+            index: tuple[Any, ...] = (*_index_in(box, tile), ...)  # the dots make a view, of a scalar too
             view = buffer[index]
-            elements: Bits = view if view.flags.c_contiguous else np.empty(part.size, dtype=view.dtype)
-            pieces = gather(self._source, row, part, elements)
-            record.read[row.file] += pieces
+            elements: Bits = view if view.flags.c_contiguous else np.empty(box.size, dtype=view.dtype)
+            ranges = gather(self._source, row, box, elements)
+            record.read[row.file] += ranges
             if elements is not view:
                 view[...] = elements
             for dtype in dtypes:
-                known = pieces[0].crc32 if len(pieces) == 1 and dtype == tensor.dtype else None
-                terms[dtype] ^= box_term(cast(elements, tensor.dtype, dtype), part, tensor.shape, known_crc32=known)
+                known = ranges[0].crc32 if len(ranges) == 1 and dtype == tensor.dtype else None
+                terms[dtype] ^= digest_term(cast(elements, tensor.dtype, dtype), box, tensor.shape, known_crc32=known)
         return buffer, terms
 
-    def _send(
+    def _write(
         self,
         record: UnitRecord,
         elements: Bits,
         source_dtype: str,
-        parcels: Mapping[str, Sequence[_Parcel]],
-        came: Mapping[str, Tally],
+        targets: Mapping[str, Sequence[_TargetBox]],
+        tallies: Mapping[str, Tally],
     ) -> int:
-        """Send all parts of a tile on their way, band by band; with `came`, tally the tile and return its CRC-32."""
+        """Write a tile to its target boxes, slice by slice; with `tallies`, digest the tile and return its CRC-32.
+
+        Args:
+            record: record of the unit.
+            elements: elements of the tile.
+            source_dtype: type of the elements.
+            targets: target boxes by their type.
+            tallies: tallies of the tile by type; empty if its terms are known.
+        """
         lead = _num_ones(elements.shape)
         rows = elements.reshape(elements.shape[lead:] or (1,))
-        step = max(1, _BAND_BYTES * len(rows) // max(1, rows.nbytes))
+        step = max(1, _SLICE_BYTES * len(rows) // max(1, rows.nbytes))
         crc32 = 0
         for first in range(0, len(rows), step):
-            band = rows[first : first + step]
-            own = crc.crc32(band.reshape(-1).view(np.uint8).data) if came else None
+            tile_slice = rows[first : first + step]
+            own = crc.crc32(tile_slice.reshape(-1).view(np.uint8).data) if tallies else None
             if own is not None:
-                crc32 = crc.combine(crc32, own, band.nbytes)
-            for dtype, found in parcels.items():
-                if not found and not came:  # the term is known
+                crc32 = crc.combine(crc32, own, tile_slice.nbytes)
+            for dtype, boxes in targets.items():
+                if not boxes and not tallies:  # nothing to write, and the term is known
                     continue
-                converted = cast(band, source_dtype, dtype)
+                converted = cast(tile_slice, source_dtype, dtype)
                 known = own if dtype == source_dtype else None
-                if came:
-                    came[dtype].add(converted, known)
-                for parcel in found:
-                    self._send_band(record, parcel, converted, first, known)
+                if tallies:
+                    tallies[dtype].add(converted, known)
+                for target in boxes:
+                    self._write_slice(record, target, converted, first, known)
         return crc32
 
-    def _send_band(self, record: UnitRecord, parcel: _Parcel, band: Bits, first: int, known: int | None) -> None:
-        """Send what a parcel wants of a band of rows from `first`, whose CRC-32 may be known."""
-        low, high = max(first, parcel.index[0].start), min(first + len(band), parcel.index[0].stop)
+    def _write_slice(
+        self, record: UnitRecord, target: _TargetBox, tile_slice: Bits, first: int, known: int | None
+    ) -> None:
+        """Write the elements of a slice that lie in a target box.
+
+        Args:
+            record: record of the unit.
+            target: the target box.
+            tile_slice: rows of the tile, in the target's type.
+            first: number of the first row.
+            known: CRC-32 of the slice, if it is known.
+        """
+        low, high = max(first, target.index[0].start), min(first + len(tile_slice), target.index[0].stop)
         if low >= high:
             return
-        wanted = band[(slice(low - first, high - first), *parcel.index[1:])]
-        crc32 = known if wanted.size == band.size else None
-        piece = band if wanted.size == band.size else np.ascontiguousarray(wanted)
-        flat: Bytes = piece.reshape(-1).view(np.uint8)
-        if len(parcel.positions) == 1:
-            written = [self._target.write(parcel.row.file, parcel.positions[0] + parcel.sent_bytes, flat, crc32)]
+        common = tile_slice[(slice(low - first, high - first), *target.index[1:])]
+        crc32 = known if common.size == tile_slice.size else None
+        elements = tile_slice if common.size == tile_slice.size else np.ascontiguousarray(common)
+        flat: Bytes = elements.reshape(-1).view(np.uint8)
+        if len(target.positions) == 1:
+            written = [self._target.write(target.row.file, target.positions[0] + target.written_bytes, flat, crc32)]
             crc32 = written[0].crc32
         else:
-            at = parcel.sent_bytes // parcel.run_bytes
-            positions = parcel.positions[at : at + len(flat) // parcel.run_bytes]
-            runs = zip(positions, flat.reshape(-1, parcel.run_bytes), strict=True)
-            written = [self._target.write(parcel.row.file, position, run) for position, run in runs]
-        record.written[parcel.row.file] += written
-        parcel.tally.add(piece, crc32)
-        parcel.sent_bytes += len(flat)
+            at = target.written_bytes // target.range_bytes
+            positions = target.positions[at : at + len(flat) // target.range_bytes]
+            ranges = zip(positions, flat.reshape(-1, target.range_bytes), strict=True)
+            written = [self._target.write(target.row.file, position, content) for position, content in ranges]
+        record.written[target.row.file] += written
+        target.tally.add(elements, crc32)
+        target.written_bytes += len(flat)
 
 
-def _parcel(row: ShardRow, part: Box, tile: Box, shape: tuple[int, ...], item_bytes: int) -> _Parcel:
-    positions, run_bytes = row.runs(part, item_bytes)
-    return _Parcel(
+def _target_box(row: ShardRow, box: Box, tile: Box, shape: tuple[int, ...], item_bytes: int) -> _TargetBox:
+    positions, range_bytes = row.byte_ranges(box, item_bytes)
+    return _TargetBox(
         row=row,
-        index=_slices(part, tile)[_num_ones(tile.size) :] or (slice(0, 1),),
+        index=_index_in(box, tile)[_num_ones(tile.size) :] or (slice(0, 1),),
         positions=positions,
-        run_bytes=run_bytes,
-        tally=Tally(part, shape, item_bytes),
+        range_bytes=range_bytes,
+        tally=Tally(box, shape, item_bytes),
     )
 
 
 def _flat(elements: Bits) -> Bytes:
-    """Bytes of contiguous elements."""
+    """Return the bytes of contiguous elements."""
     return elements.reshape(-1).view(np.uint8)
 
 
 def _num_ones(size: Sequence[int]) -> int:
-    """First dims of one element."""
+    """Count the leading dims of one element."""
     return sum(1 for _ in itertools.takewhile(lambda count: count == 1, size))
 
 
-def _slices(part: Box, tile: Box) -> tuple[slice, ...]:
-    """Index of a part in its tile's array, [ndim]."""
-    within = (low - base for low, base in zip(part.offset, tile.offset, strict=True))
-    return tuple(slice(low, low + size) for low, size in zip(within, part.size, strict=True))
+def _index_in(box: Box, tile: Box) -> tuple[slice, ...]:
+    """Return the index of a box in its tile's array, [ndim]."""
+    within = (low - base for low, base in zip(box.offset, tile.offset, strict=True))
+    return tuple(slice(low, low + size) for low, size in zip(within, box.size, strict=True))

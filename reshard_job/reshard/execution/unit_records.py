@@ -1,7 +1,7 @@
-"""The proof of a conversion: what each unit did, added up.
+"""Records of units, and the proof of a conversion that is computed from them.
 
-A unit's record says which ranges were read and written, and the terms of the digests on both sides. Records of all
-units, whoever did them, must cover the plan, and both sides must have the same digest of every tensor.
+A unit's record holds the ranges that were read and written, and the terms of the digests of both sides. The records of
+all units, from any number of workers, must cover the plan, and both sides must have the same digest of every tensor.
 """
 
 from __future__ import annotations
@@ -14,65 +14,67 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from reshard.checksums import crc
-from reshard.checksums.crc import Piece
-from reshard.checksums.digest import finished, to_hex
+from reshard.checksums.crc import CrcRange
+from reshard.checksums.digest import finish_digest, to_hex
 from reshard.errors import VerificationError
 from reshard.planning.plan import Plan, Rounding
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class UnitRecord:
-    """What was done for one unit of the plan.
+    """Ranges and digest terms of one unit of the plan.
 
     Attributes:
-        unit: its position in `Plan.units`.
-        source: target tensor -> term of its digest of what was read for it (converted, if it is of another type).
-        target: (target tensor, replica) -> term of what was written.
-        read: source file -> ranges.
-        written: target file -> ranges.
+        unit: position of the unit in `Plan.units`.
+        source: target tensor -> term of the elements that were read for it, in the target tensor's type.
+        target: (target tensor, replica) -> term of the elements that were written.
+        read: source file -> ranges that were read.
+        written: target file -> ranges that were written.
         rounded: source tensor of `Plan.rounded_types` -> term of its digest in that type.
     """
 
     unit: int
     source: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
     target: dict[tuple[int, int], int] = dataclasses.field(default_factory=lambda: defaultdict(int))
-    read: dict[int, list[Piece]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    written: dict[int, list[Piece]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    read: dict[int, list[CrcRange]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    written: dict[int, list[CrcRange]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     rounded: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
 
 
-def merge(parts: Iterable[Mapping[int, list[Piece]]]) -> dict[int, list[Piece]]:
-    """Ranges by file, of all records, with neighbours joined."""
-    merged: dict[int, list[Piece]] = defaultdict(list)
-    for part in parts:
-        for file, pieces in part.items():
-            merged[file] += pieces
-    return {file: crc.join(pieces) for file, pieces in merged.items()}
+def merge(by_record: Iterable[Mapping[int, list[CrcRange]]]) -> dict[int, list[CrcRange]]:
+    """Merge the ranges of all records by file, and join ranges that follow each other."""
+    merged: dict[int, list[CrcRange]] = defaultdict(list)
+    for by_file in by_record:
+        for file, ranges in by_file.items():
+            merged[file] += ranges
+    return {file: crc.join(ranges) for file, ranges in merged.items()}
 
 
-def num_bytes(pieces: Mapping[int, list[Piece]]) -> int:
-    """Of all ranges together."""
-    return sum(piece.num_bytes for every in pieces.values() for piece in every)
+def num_bytes(ranges: Mapping[int, list[CrcRange]]) -> int:
+    """Return the bytes of all ranges together."""
+    return sum(crc_range.num_bytes for every in ranges.values() for crc_range in every)
 
 
-def check_written(plan: Plan, written: Mapping[int, list[Piece]]) -> None:
-    """Every target byte was written once: what neither was read nor written is not missed by sums over both.
+def check_written(plan: Plan, written: Mapping[int, list[CrcRange]]) -> None:
+    """Check that every target byte of a tensor was written once.
+
+    The comparison of digests cannot detect elements that were neither read nor written, so the ranges are checked too.
 
     Raises:
-        VerificationError: with every file that is not as planned.
+        VerificationError: files were not written as planned; the error lists them.
     """
     shards, files = plan.layout.shards, plan.layout.files
     item = np.array([tensor.item_bytes for tensor in plan.target_tensors], dtype=np.int64)[shards.tensor]
     expected = shards.bytes_by_file(item, len(files))
     problems = []
     for number, file in enumerate(files):
-        pieces = written.get(number, [])
-        found = sum(piece.num_bytes for piece in pieces)
-        if found != expected[number]:
-            problems.append(f"{file.path}: {found} of {expected[number]} bytes of tensors were written")
-        elif any(second.start < first.start + first.num_bytes for first, second in itertools.pairwise(pieces)):
+        ranges = written.get(number, [])
+        actual = sum(crc_range.num_bytes for crc_range in ranges)
+        if actual != expected[number]:
+            problems.append(f"{file.path}: {actual} of {expected[number]} bytes of tensors were written")
+        elif any(second.start < first.start + first.num_bytes for first, second in itertools.pairwise(ranges)):
             problems.append(f"{file.path}: bytes were written twice")
-        elif pieces and pieces[-1].start + pieces[-1].num_bytes > file.num_bytes:
+        elif ranges and ranges[-1].start + ranges[-1].num_bytes > file.num_bytes:
             problems.append(f"{file.path}: bytes behind its end were written")
     if problems:
         raise VerificationError(
@@ -81,7 +83,7 @@ def check_written(plan: Plan, written: Mapping[int, list[Piece]]) -> None:
 
 
 def unequal_roundings(plan: Plan, records: Iterable[UnitRecord]) -> list[Rounding]:
-    """Weights whose digest is not that of their masters, rounded."""
+    """Return the weights whose digest differs from that of their rounded masters."""
     terms: dict[int, int] = defaultdict(int)
     for record in records:
         for number, term in record.rounded.items():
@@ -90,10 +92,10 @@ def unequal_roundings(plan: Plan, records: Iterable[UnitRecord]) -> list[Roundin
 
 
 def compare_copies(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:
-    """Digest of every target tensor; every replica must have the source's.
+    """Return the digest of every target tensor, after comparing every replica in the target with the source.
 
     Raises:
-        VerificationError: with every tensor that has another.
+        VerificationError: digests differ; the error lists the tensors.
     """
     sources: dict[int, int] = defaultdict(int)
     targets: dict[tuple[int, int], int] = defaultdict(int)
@@ -102,13 +104,13 @@ def compare_copies(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:
             sources[number] ^= term
         for key, term in record.target.items():
             targets[key] ^= term
-    digests = {number: finished(term, plan.target_tensors[number].num_bytes) for number, term in sources.items()}
+    digests = {number: finish_digest(term, plan.target_tensors[number].num_bytes) for number, term in sources.items()}
     problems = []
     for (number, replica), term in sorted(targets.items()):
         if term != sources[number]:
             tensor = plan.target_tensors[number]
-            expected, found = to_hex(digests[number]), to_hex(finished(term, tensor.num_bytes))
-            problems.append(f"{tensor.key}, copy {replica}: source {expected}, target {found}")
+            expected, actual = to_hex(digests[number]), to_hex(finish_digest(term, tensor.num_bytes))
+            problems.append(f"{tensor.key}, copy {replica}: source {expected}, target {actual}")
     if problems:
         raise VerificationError(
             f"{len(problems)} tensors did not arrive as they were: nothing was published", problems=problems[:20]

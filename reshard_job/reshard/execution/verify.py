@@ -1,4 +1,4 @@
-"""Read checkpoints to their last byte and compare: with their own commit, or with each other in another layout."""
+"""Read whole checkpoints and compare them with their own commits, or with each other in different layouts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.checksums import crc
-from reshard.checksums.crc import Piece
-from reshard.checksums.digest import finished, to_hex
-from reshard.commits.commit import Commit, check_files, damaged, other_content, read_commit
+from reshard.checksums.crc import CrcRange
+from reshard.checksums.digest import finish_digest, to_hex
+from reshard.commits.commit import Commit, check_files, damaged_files_error, describe_crc32_mismatch, read_commit
 from reshard.errors import CorruptSourceError, UncommittedError, VerificationError
-from reshard.execution.executor import Progress, pays_to_fork
-from reshard.execution.scan import Term, term_of
+from reshard.execution.executor import Progress, is_worth_forking
+from reshard.execution.scan import Term, read_term
 from reshard.storage.durable import file_crc32
 from reshard.storage.object_store import RemotePath
 from reshard.storage.source_reader import SourceReader
@@ -24,81 +24,81 @@ from reshard.tensors.shard_table import ShardRow
 _TASK_BYTES = 64 << 20
 
 
-def digests(index: Index, *, commit: Commit | None = None, progress: Progress | None = None) -> dict[str, str]:
-    """Digest of every logical tensor, by reading every copy of it through the format's reader.
+def read_digests(index: Index, *, commit: Commit | None = None, progress: Progress | None = None) -> dict[str, str]:
+    """Read every copy of every logical tensor, and return the tensors' digests.
 
     Args:
         index: the checkpoint.
-        commit: whose files it is made of: their checksums are compared too, without reading anything twice.
-        progress: told about bytes read.
+        commit: commit of the checkpoint: the checksums of its files are compared too, without reading a byte twice.
+        progress: called with the number of bytes read since the last call.
 
     Raises:
         CorruptSourceError: files are not what was committed, copies of one tensor differ, or bytes do not match the
             container's checksums.
     """
     terms: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    read: dict[int, list[Piece]] = defaultdict(list)
+    read: dict[int, list[CrcRange]] = defaultdict(list)
 
-    def took(seen: Sequence[_Seen]) -> None:
-        for part in seen:
-            terms[part.tensor][part.replica] ^= part.found.term
-            read[part.file] += part.found.pieces
+    def collect(boxes: Sequence[_BoxTerm]) -> None:
+        for box in boxes:
+            terms[box.tensor][box.replica] ^= box.term.term
+            read[box.file] += box.term.ranges
             if progress is not None:
-                progress(part.num_bytes)
+                progress(box.num_bytes)
 
     if commit is not None:
         check_files(index.root, commit)
     source = SourceReader(index.root, index.files)
     try:
-        _look(index, source, took)
+        _read_boxes(index, source, collect)
         if commit is not None:
             _check_contents(index, source, commit, read)
         source.check_sums(read)
     finally:
         source.close()
-    return _agreed(index, terms)
+    return _compare_copies(index, terms)
 
 
-class _Seen(NamedTuple):
-    """A part that was read."""
+class _BoxTerm(NamedTuple):
+    """A box that was read, and its term."""
 
     tensor: int
     replica: int
     file: int
     num_bytes: int
-    found: Term
+    term: Term
 
 
-def _look(index: Index, source: SourceReader, took: Callable[[Sequence[_Seen]], None]) -> None:
-    """Read every part of every copy, by all processors where that pays."""
+def _read_boxes(index: Index, source: SourceReader, collect: Callable[[Sequence[_BoxTerm]], None]) -> None:
+    """Read all boxes of all copies, in several processes if that is faster."""
 
-    def look(task: Sequence[tuple[ShardRow, Box]]) -> list[_Seen]:
-        found = []
-        for row, part in task:
+    def read(task: Sequence[tuple[ShardRow, Box]]) -> list[_BoxTerm]:
+        boxes = []
+        for row, box in task:
             tensor = index.tensors[row.tensor]
-            term = term_of(source, row, part, tensor.shape, tensor.item_bytes)
-            found.append(_Seen(row.tensor, row.replica, row.file, part.num_elements * tensor.item_bytes, term))
-        return found
+            term = read_term(source, row, box, tensor.shape, tensor.item_bytes)
+            boxes.append(_BoxTerm(row.tensor, row.replica, row.file, box.num_elements * tensor.item_bytes, term))
+        return boxes
 
     tasks = _tasks(index)
     num_bytes = sum(file.num_bytes for file in index.files)
-    if not isinstance(index.root, RemotePath) and pays_to_fork(num_bytes):
+    if not isinstance(index.root, RemotePath) and is_worth_forking(num_bytes):
         from reshard.system.process_pool import map_in_processes
 
         source.may_map = True
-        map_in_processes(tasks, default_num_threads(), look, took)
+        map_in_processes(tasks, default_num_threads(), read, collect)
     else:
         for task in tasks:
-            took(look(task))
+            collect(read(task))
 
 
 def _tasks(index: Index) -> Iterator[list[tuple[ShardRow, Box]]]:
-    """All boxes, cut and collected to about `_TASK_BYTES`."""
+    """Yield all boxes in tasks of about `_TASK_BYTES`; larger boxes are cut."""
     task: list[tuple[ShardRow, Box]] = []
     held = 0
     for number, rows in enumerate(index.shards.by_tensor(len(index.tensors))):
         tensor = index.tensors[number]
-        for row in index.shards.each(rows, len(tensor.shape)):
+        for row in index.shards.iterate_boxes(rows, len(tensor.shape)):
             for tile in tiles(row.box.size, _TASK_BYTES // tensor.item_bytes):
                 task.append((row, tile.shift(row.box.offset)))
                 held += tile.num_elements * tensor.item_bytes
@@ -109,11 +109,11 @@ def _tasks(index: Index) -> Iterator[list[tuple[ShardRow, Box]]]:
         yield task
 
 
-def _check_contents(index: Index, source: SourceReader, commit: Commit, read: Mapping[int, list[Piece]]) -> None:
-    """Compare the checksums of files, from those of what was read of them; only the rest is read here.
+def _check_contents(index: Index, source: SourceReader, commit: Commit, read: Mapping[int, list[CrcRange]]) -> None:
+    """Compare files with the checksums of their commit; only ranges that were not read before are read here.
 
     Raises:
-        CorruptSourceError: with every file that is not what was committed.
+        CorruptSourceError: files are not what was committed; the error lists them.
     """
     numbers = {file.path: number for number, file in enumerate(index.files)}
     problems = []
@@ -121,34 +121,36 @@ def _check_contents(index: Index, source: SourceReader, commit: Commit, read: Ma
         if file.crc32 is None:
             continue
         number = numbers.get(file.path)
-        pieces = [] if number is None else crc.join(read.get(number, ()))
-        gaps = crc.gaps(pieces, 0, file.num_bytes)
-        if number is None or gaps is None:  # not of tensors, or a part is shared by several
-            found = file_crc32(index.root / file.path)
+        ranges = [] if number is None else crc.join(read.get(number, ()))
+        gaps = crc.find_gaps(ranges, 0, file.num_bytes)
+        if number is None or gaps is None:  # a file without tensors, or tensors share some bytes of the file
+            actual = file_crc32(index.root / file.path)
         else:
             rest = [source.checksum(number, start, length) for start, length in gaps]
-            found = crc.assemble([*pieces, *rest], start=0, num_bytes=file.num_bytes)
-        if found != file.crc32:
-            problems.append(other_content(file, found))
+            actual = crc.assemble([*ranges, *rest], start=0, num_bytes=file.num_bytes)
+        if actual != file.crc32:
+            problems.append(describe_crc32_mismatch(file, actual))
     if problems:
-        raise damaged(index.root, commit, problems)
+        raise damaged_files_error(index.root, commit, problems)
 
 
-def _agreed(index: Index, terms: Mapping[int, Mapping[int, int]]) -> dict[str, str]:
-    """Digests of all tensors, in the index's order.
+def _compare_copies(index: Index, terms: Mapping[int, Mapping[int, int]]) -> dict[str, str]:
+    """Return the digests of all tensors, in the index's order, after comparing all copies of each tensor.
 
     Raises:
-        CorruptSourceError: with every tensor whose copies differ.
+        CorruptSourceError: copies of tensors differ; the error lists the tensors.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     problems = []
     for number, tensor in enumerate(index.tensors):
-        sums = {replica: finished(term, tensor.num_bytes) for replica, term in sorted(terms.get(number, {}).items())}
+        sums = {
+            replica: finish_digest(term, tensor.num_bytes) for replica, term in sorted(terms.get(number, {}).items())
+        }
         if len(set(sums.values())) > 1:
             copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sums.items())
             problems.append(f"{tensor.key}: its copies differ ({copies})")
         if sums:
-            found[str(tensor.key)] = to_hex(sums[min(sums)])
+            digests[str(tensor.key)] = to_hex(sums[min(sums)])
     if problems:
         raise CorruptSourceError(
             "copies of one tensor differ",
@@ -156,11 +158,11 @@ def _agreed(index: Index, terms: Mapping[int, Mapping[int, int]]) -> dict[str, s
             problems=problems[:20],
             hint="ranks wrote different values, or a file is damaged: use an earlier checkpoint",
         )
-    return found
+    return digests
 
 
 def verify_commit(index: Index, *, progress: Progress | None = None) -> dict[str, str]:
-    """Check a checkpoint against its own commit marker, if it has one; returns the digests.
+    """Compare a checkpoint with its own commit, if it has one, and return the digests.
 
     Raises:
         CorruptSourceError: files or tensors are not what was committed.
@@ -169,11 +171,11 @@ def verify_commit(index: Index, *, progress: Progress | None = None) -> dict[str
     try:
         commit = read_commit(folder)
     except UncommittedError:
-        return digests(index, progress=progress)
-    found = digests(index, commit=commit, progress=progress)
+        return read_digests(index, progress=progress)
+    digests = read_digests(index, commit=commit, progress=progress)
     problems = [
         f"{name}: {commit.digests[name]} was committed, {value} is there"
-        for name, value in found.items()
+        for name, value in digests.items()
         if name in commit.digests and commit.digests[name] != value
     ]
     if problems:
@@ -183,14 +185,14 @@ def verify_commit(index: Index, *, progress: Progress | None = None) -> dict[str
             problems=problems[:20],
             hint="use an earlier commit, or convert its source again",
         )
-    return found
+    return digests
 
 
 def compare_digests(first: Mapping[str, str], second: Mapping[str, str]) -> None:
     """Check that two checkpoints hold the same tensors.
 
     Raises:
-        VerificationError: with every tensor that differs or exists on one side only.
+        VerificationError: tensors differ or exist on one side only; the error lists them.
     """
     problems = [f"{name}: only in the first" for name in sorted(first.keys() - second.keys())]
     problems += [f"{name}: only in the second" for name in sorted(second.keys() - first.keys())]
@@ -203,10 +205,10 @@ def compare_digests(first: Mapping[str, str], second: Mapping[str, str]) -> None
         raise VerificationError(f"{len(problems)} tensors differ", problems=problems[:20])
 
 
-def total(values: Mapping[str, str]) -> str:
-    """CRC-32 of a line for each tensor, `name digest`, in the order of the names' code points; empty for none.
+def total_digest(values: Mapping[str, str]) -> str:
+    """Compute one digest for all tensors: the CRC-32 of lines `name digest`, sorted by name; empty for no tensors.
 
-    Two tensors of one shape in each other's places change it: the lines say which digest is whose.
+    Names are sorted by code points. The lines hold the names, so that two tensors that are swapped change the digest.
     """
     lines = "".join(f"{name} {values[name]}\n" for name in sorted(values))
     return to_hex(crc.crc32(lines.encode("utf-8", "surrogatepass"))) if values else ""

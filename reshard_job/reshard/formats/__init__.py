@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.commits.commit import Commit
-from reshard.errors import NotACheckpointError, UnsupportedError
+from reshard.errors import NotACheckpointError, UnsupportedError, UsageError
 from reshard.formats.base import Format
 from reshard.tensors.layout import Index
 
@@ -21,7 +21,7 @@ def known_formats() -> str:
 
 
 def format_of(name: str) -> Format:
-    """The format called `name`.
+    """Return the format called `name`.
 
     Raises:
         UnsupportedError: this version does not know it.
@@ -38,17 +38,36 @@ def recognise(path: Path) -> Iterator[tuple[str, str | None]]:
         yield name, format_of(name).sniff(path)
 
 
-def read_checkpoint(path: Path, commit: Commit | None) -> Index:
+def read_checkpoint(path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
     """Index the checkpoint in folder `path`, whatever its format.
 
+    Args:
+        path: folder of one checkpoint.
+        commit: its commit marker, if it has one.
+        patterns: file that says how tensor parallelism cut the checkpoint; only formats that take patterns are tried.
+
     Raises:
+        UsageError: the patterns cannot be read, or no format that takes patterns recognises the folder.
         NotACheckpointError: no format recognises it; says why each said no.
         SourceError: recognised, but damaged.
         UnsupportedError: recognised, but not read by this version.
     """
+    if patterns is not None:
+        return _read_with_patterns(path, commit, patterns)
     reasons = []
     for name, reason in recognise(path):
         if reason is None:
             return format_of(name).read(path, commit)
         reasons.append(f"{name}: {reason}")
     raise NotACheckpointError("no known checkpoint format", path=str(path), problems=reasons)
+
+
+def _read_with_patterns(path: Path, commit: Commit | None, patterns: Path) -> Index:
+    reason: str | None = None
+    for candidate in map(format_of, FORMATS):
+        if not candidate.takes_patterns:
+            continue
+        reason = candidate.sniff(path)
+        if reason is None:
+            return candidate.read(path, commit, patterns)
+    raise UsageError(f"patterns are for DeepSpeed's checkpoints: {reason}", path=str(path))

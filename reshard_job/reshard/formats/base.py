@@ -55,18 +55,30 @@ class Format(Protocol):
         """Name in commands and in COMMIT.json."""
         ...
 
+    @property
+    def takes_patterns(self) -> bool:
+        """True if a file of patterns may say how tensor parallelism cut a checkpoint of this format."""
+        ...
+
+    @property
+    def keeps_zero_stage(self) -> bool:
+        """True if a checkpoint of this format has a ZeRO stage, which a conversion keeps unless it names another."""
+        ...
+
     def sniff(self, path: Path) -> str | None:
         """Why `path` is not of this format, or None if it is."""
         ...
 
-    def read(self, path: Path, commit: Commit | None) -> Index:
+    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
         """Index the checkpoint in folder `path`.
 
         Args:
             path: folder of one checkpoint (for DeepSpeed: of the tag).
             commit: its commit marker, if it has one.
+            patterns: file that says how tensor parallelism cut the checkpoint; None where `takes_patterns` is False.
 
         Raises:
+            UsageError: the file of patterns cannot be read.
             CorruptSourceError: truncated, missing or mixed files.
             UnsafePickleError: a pickle wants more than data.
             UnsupportedError: understood, but not read by this version.

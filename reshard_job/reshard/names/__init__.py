@@ -1,6 +1,7 @@
-"""Name maps: a checkpoint's tensors under the names, and in the parts, that another program wants.
+"""Name maps: give a checkpoint's tensors the names, and the parts, that another program expects.
 
-`load` reads a map from YAML, `rename` expresses an index in its names. Docs: docs/name-maps.md.
+`load` reads a map from YAML, `rename` applies it to an index. Imports `tensors`, `storage` and what is below them;
+imported by `api`. Docs: docs/name-maps.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint's index in other names. Only the table changes: parts of tensors are boxes, and no byte moves."""
+"""Apply a name map to a checkpoint's index. Only the shard table changes: parts of tensors are boxes, no byte moves."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from reshard.errors import UnsupportedError
 from reshard.names import boxes
 from reshard.names.match import Job, check_targets, match
 from reshard.names.rules import NameMap
-from reshard.names.tensors import Piece, cut, put_together
+from reshard.names.tensors import TensorRows, cut, put_together
 from reshard.tensors.layout import Index, LogicalTensor, ParamGroup, TensorKey
 from reshard.tensors.shard_table import ShardTable
 
 MARK = "#"
-"""What follows it in a name (`#padding`) is no part of the parameter's name and goes along with it."""
+"""Begins a suffix of a tensor's name, such as `#padding`. A renamed parameter keeps its suffix."""
 
 
 def rename(index: Index, name_map: NameMap) -> Index:
-    """Express a checkpoint in other names.
+    """Return a checkpoint's index with the names that a map gives.
 
-    All states of a parameter (weight, master weight, moments) go the same way, and so do the optimizer's groups and the
-    second names of tied weights. `extra`, which speaks of the old names, is left out.
+    The map applies to all states of a parameter (weight, master weight, moments), to the optimizer's groups and to the
+    second names of tied weights. `extra` is left out, because it refers to the old names.
 
     Raises:
-        UnsupportedError: the map is no bijection for this checkpoint: with every name that no rule or several rules
+        UnsupportedError: the map is no bijection for this checkpoint. Lists every name that no rule or several rules
             match, that two tensors would have, whose parts are missing, or whose sizes do not add up.
     """
     problems: list[str] = []
@@ -63,14 +63,14 @@ def _parameter(key: TensorKey) -> str:
 def _tensors(
     index: Index, jobs: Mapping[str, Job], problems: list[str]
 ) -> tuple[tuple[LogicalTensor, ...], ShardTable, dict[TensorKey, TensorKey | None]]:
-    """All tensors after, their rows, and `Index.renamed`."""
-    pieces = _Pieces(index)
+    """Return the renamed tensors, their rows, and `Index.renamed`."""
+    lookup = _TensorLookup(index)
     tensors: list[LogicalTensor] = []
     tables: list[ShardTable] = []
     renamed: dict[TensorKey, TensorKey | None] = {}
-    number = np.full(len(index.tensors), -1, dtype=np.int64)  # of those that only get another name
+    number = np.full(len(index.tensors), -1, dtype=np.int64)  # new number of tensors that only get another name
     done: set[tuple[str, str]] = set()
-    wrong = _PerState()
+    wrong = _ProblemsByState()
     for at, tensor in enumerate(index.tensors):
         name, mark, suffix = tensor.key.name.partition(MARK)
         job = jobs.get(name)
@@ -85,37 +85,37 @@ def _tensors(
             wrong.add(tensor.key.state, f"{tensor.key}: padding of a tensor that {job.rule} cuts or puts together")
         elif (tensor.key.state, job.sources[0]) not in done:
             done.add((tensor.key.state, job.sources[0]))
-            for piece in pieces.make(job, tensor.key.state, wrong):
-                tables.append(boxes.renumber(piece.rows, len(tensors)))
-                tensors.append(piece.tensor)
-                renamed[piece.tensor.key] = None
-    problems += wrong.told()
-    kept = boxes.rows_of(index.shards, np.flatnonzero(number[index.shards.tensor] >= 0))
+            for made in lookup.make(job, tensor.key.state, wrong):
+                tables.append(boxes.renumber(made.rows, len(tensors)))
+                tensors.append(made.tensor)
+                renamed[made.tensor.key] = None
+    problems += wrong.to_lines()
+    kept = boxes.select_rows(index.shards, np.flatnonzero(number[index.shards.tensor] >= 0))
     kept = dataclasses.replace(kept, tensor=number[kept.tensor])
     num_dims = max([1, *(len(tensor.shape) for tensor in tensors)])
     return tuple(tensors), boxes.join([kept, *tables], num_dims), renamed
 
 
-class _PerState:
-    """Problems of tensors: a rule that does not fit a parameter is wrong about all its states, and is told once."""
+class _ProblemsByState:
+    """Problems of tensors. A rule that does not fit a parameter fits none of its states, and is reported once."""
 
     def __init__(self) -> None:
-        self._found: dict[str, dict[str, str]] = {}
+        self._problems: dict[str, dict[str, str]] = {}
 
     def add(self, state: str, problem: str) -> None:
-        """One problem of a tensor of this state."""
-        self._found.setdefault(problem.replace(f"{state}/", ""), {})[state] = problem
+        """Add a problem of a tensor of this state."""
+        self._problems.setdefault(problem.replace(f"{state}/", ""), {})[state] = problem
 
-    def told(self) -> list[str]:
-        """All of them, in the order in which they were found."""
+    def to_lines(self) -> list[str]:
+        """Return one line for each problem, in the order in which they were added."""
         return [
-            next(iter(found.values())) if len(found) == 1 else f"{problem} ({', '.join(found)})"
-            for problem, found in self._found.items()
+            next(iter(by_state.values())) if len(by_state) == 1 else f"{problem} ({', '.join(by_state)})"
+            for problem, by_state in self._problems.items()
         ]
 
 
-class _Pieces:
-    """Looks tensors up by state and name, with their rows."""
+class _TensorLookup:
+    """Looks up tensors by state and name, with their rows."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -125,33 +125,33 @@ class _Pieces:
         for tensor in index.tensors:
             self._ndim[tensor.key.name] = max(len(tensor.shape), self._ndim.get(tensor.key.name, 0))
 
-    def make(self, job: Job, state: str, wrong: _PerState) -> list[Piece]:
-        """The targets' tensors of one state."""
+    def make(self, job: Job, state: str, wrong: _ProblemsByState) -> list[TensorRows]:
+        """Make the target tensors of a job for one state; add what does not fit to `wrong`."""
         missing = [name for name in job.sources if TensorKey(state, name) not in self._at]
         if missing:
             present = next(name for name in job.sources if name not in missing)
             wrong.add(state, f"{state}/{missing[0]}: not there, {state}/{present} is: {job.rule} needs both")
             return []
-        found = [self._piece(TensorKey(state, name)) for name in job.sources]
-        # A number for each parameter (`step`) belongs to every part of it, and every part has the same.
-        scalar = all(not piece.tensor.shape for piece in found) and all(self._ndim[name] for name in job.sources)
+        sources = [self._find(TensorKey(state, name)) for name in job.sources]
+        # A scalar state of a parameter with dims (`step`) belongs to every part of it, and every part has the same.
+        scalar = all(not source.tensor.shape for source in sources) and all(self._ndim[name] for name in job.sources)
         keys = [TensorKey(state, name) for name in job.targets]
         try:
             make = put_together if job.rule.joins else cut
-            return make(job.rule, found, keys, scalar=scalar)
+            return make(job.rule, sources, keys, scalar=scalar)
         except ValueError as error:
             wrong.add(state, str(error))
             return []
 
-    def _piece(self, key: TensorKey) -> Piece:
+    def _find(self, key: TensorKey) -> TensorRows:
         at = self._at[key]
-        return Piece(self._index.tensors[at], boxes.rows_of(self._index.shards, self._rows[at]).boxes())
+        return TensorRows(self._index.tensors[at], boxes.select_rows(self._index.shards, self._rows[at]).boxes())
 
 
 def _aliases(
     index: Index, name_map: NameMap, jobs: Mapping[str, Job], targets: Mapping[str, Job], problems: list[str]
 ) -> dict[str, str]:
-    """Second names after."""
+    """Return the second names of tied weights after the map: second name to name."""
     untied = dict(name_map.untied)
     problems += [
         f"{second}: the map unties it from {untied[second]}, it is {name}"
@@ -160,7 +160,7 @@ def _aliases(
     ]
     kept = {second: name for second, name in index.aliases.items() if second not in untied}
     second_jobs = match(kept, name_map, problems)
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for second, name in kept.items():
         job, of = second_jobs.get(second), jobs.get(name)
         if job is None or of is None or not job.targets:
@@ -168,24 +168,26 @@ def _aliases(
         if not (job.rule.is_rename and of.rule.is_rename):
             problems.append(f"{second} is {name}: of tied weights, neither may be cut, put together or dropped alone")
             continue
-        _add_alias(found, job.targets[0], of.targets[0], targets, problems)
+        _add_alias(aliases, job.targets[0], of.targets[0], targets, problems)
     for second, name in name_map.tied:
         if name not in targets:
             problems.append(f"{second}: the map ties it to {name}, which is no tensor after the map")
         else:
-            _add_alias(found, second, name, targets, problems)
-    return found
+            _add_alias(aliases, second, name, targets, problems)
+    return aliases
 
 
-def _add_alias(found: dict[str, str], second: str, name: str, targets: Mapping[str, Job], problems: list[str]) -> None:
-    if second in targets or found.setdefault(second, name) != name:
-        other = ", ".join(targets[second].sources) if second in targets else found[second]
+def _add_alias(
+    aliases: dict[str, str], second: str, name: str, targets: Mapping[str, Job], problems: list[str]
+) -> None:
+    if second in targets or aliases.setdefault(second, name) != name:
+        other = ", ".join(targets[second].sources) if second in targets else aliases[second]
         problems.append(f"{second}: second name of {name}, and made of {other}")
 
 
 def _group(group: ParamGroup, jobs: Mapping[str, Job], problems: list[str]) -> ParamGroup:
-    """The group in names after; parts that are put together take the place of the first of them."""
-    after: dict[str, None] = {}
+    """Return a parameter group in the new names; joined parts take the place of the first of them."""
+    names: dict[str, None] = {}
     own = set(group.names)
     for name in group.names:
         job = jobs.get(name)
@@ -193,5 +195,5 @@ def _group(group: ParamGroup, jobs: Mapping[str, Job], problems: list[str]) -> P
             continue
         if apart := [other for other in job.sources if other not in own]:
             problems.append(f"{apart[0]} and {name}: in different parameter groups, {job.rule} puts them together")
-        after |= dict.fromkeys(job.targets)
-    return dataclasses.replace(group, names=tuple(after))
+        names |= dict.fromkeys(job.targets)
+    return dataclasses.replace(group, names=tuple(names))

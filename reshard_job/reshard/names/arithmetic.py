@@ -1,4 +1,4 @@
-"""Whole-number arithmetic in name maps: `heads * head`, `layers + 1`. Parsed by Python's grammar, never executed."""
+"""Whole-number arithmetic in name maps: `heads * head`, `layers + 1`. Python's parser reads it; nothing is executed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LARGEST = 2**48  # more elements than any dim has
 
 
 def evaluate(text: str | int, constants: Mapping[str, int]) -> int:
-    """The value of an expression of numbers, constants, `+`, `-`, `*`, `//` and brackets.
+    """Evaluate an expression of numbers, constants, `+`, `-`, `*`, `//` and brackets.
 
     Raises:
         ValueError: anything else, a constant that is not defined, or a value out of range.

@@ -1,4 +1,4 @@
-"""Which rule speaks of which name: every name has exactly one, and no two give the same name."""
+"""Match names with rules: exactly one rule matches a name, and no two tensors get the same name."""
 
 from __future__ import annotations
 
@@ -32,33 +32,39 @@ class _Match:
 
 
 def match(names: Iterable[str], name_map: NameMap, problems: list[str]) -> dict[str, Job]:
-    """The job of every name that has one; what is wrong is added to `problems`."""
+    """Find the rule of each name, and return the job of each name that has one.
+
+    Args:
+        names: of parameters.
+        name_map: its rules.
+        problems: what is wrong is added here: names without a rule or with several, and parts that are missing.
+    """
     parts: dict[tuple[int, frozenset[tuple[str, int | str]]], dict[int, str]] = {}
     for name in names:
-        found = _find(name, name_map.rules)
-        if len(found) != 1:
-            several = "; ".join(str(name_map.rules[one.rule]) for one in found)
-            problems.append(f"{name}: {f'several rules match: {several}' if found else 'no rule matches'}")
+        matches = _find(name, name_map.rules)
+        if len(matches) != 1:
+            several = "; ".join(str(name_map.rules[one.rule]) for one in matches)
+            problems.append(f"{name}: {f'several rules match: {several}' if matches else 'no rule matches'}")
             continue
-        key = found[0].rule, frozenset(found[0].bindings.items())
-        parts.setdefault(key, {})[found[0].part] = name
+        key = matches[0].rule, frozenset(matches[0].bindings.items())
+        parts.setdefault(key, {})[matches[0].part] = name
     jobs: dict[str, Job] = {}
-    for (number, bindings), held in parts.items():
-        job = _job(name_map.rules[number], dict(bindings), held, problems)
+    for (number, bindings), names_by_part in parts.items():
+        job = _job(name_map.rules[number], dict(bindings), names_by_part, problems)
         if job is not None:
             jobs |= dict.fromkeys(job.sources, job)
     return jobs
 
 
 def check_targets(jobs: Iterable[Job], problems: list[str]) -> dict[str, Job]:
-    """The job that each name after comes from."""
-    found: dict[str, Job] = {}
+    """Return the job that makes each new name; add names that are made twice to `problems`."""
+    job_of: dict[str, Job] = {}
     for job in {id(job): job for job in jobs}.values():
         for target in job.targets:
-            other = found.setdefault(target, job)
+            other = job_of.setdefault(target, job)
             if other is not job or job.targets.count(target) > 1:
                 problems.append(f"{target}: made of {_names(other.sources)} and of {_names(job.sources)}")
-    return found
+    return job_of
 
 
 def _find(name: str, rules: Sequence[Rule]) -> list[_Match]:
@@ -70,15 +76,17 @@ def _find(name: str, rules: Sequence[Rule]) -> list[_Match]:
     ]
 
 
-def _job(rule: Rule, bindings: Bindings, held: Mapping[int, str], problems: list[str]) -> Job | None:
+def _job(rule: Rule, bindings: Bindings, names_by_part: Mapping[int, str], problems: list[str]) -> Job | None:
     try:
         sources = tuple(template.render(bindings) for template in rule.sources)
         targets = tuple(template.render(bindings) for template in rule.targets)
     except ValueError as error:
-        problems.append(f"{_names(tuple(held.values()))}: {error}")
+        problems.append(f"{_names(tuple(names_by_part.values()))}: {error}")
         return None
-    if missing := [name for at, name in enumerate(sources) if at not in held]:
-        problems.append(f"{_names(tuple(held.values()))}: {rule} wants {_names(missing)} besides, which is not there")
+    if missing := [name for at, name in enumerate(sources) if at not in names_by_part]:
+        problems.append(
+            f"{_names(tuple(names_by_part.values()))}: {rule} wants {_names(missing)} besides, which is not there"
+        )
         return None
     return Job(rule, sources, targets)
 

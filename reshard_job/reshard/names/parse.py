@@ -1,4 +1,4 @@
-"""Name maps as YAML files. The form is described in docs/name-maps.md."""
+"""Read name maps from YAML files. docs/name-maps.md describes the form."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(path: str | Path, constants: Mapping[str, int] | None = None) -> NameMa
 
 
 def build(value: Any, constants: Mapping[str, int] | None = None, *, path: str = "") -> NameMap:
-    """The name map that a YAML document describes; see `load`."""
+    """Build the name map that a YAML document describes; see `load`."""
     if not isinstance(value, dict) or value.get("version") != VERSION:
         raise UsageError(f"is no name map: expected version: {VERSION} and rules", hint="see docs/name-maps.md")
     if unknown := sorted(str(key) for key in value.keys() - _TOP):
@@ -60,7 +60,7 @@ def build(value: Any, constants: Mapping[str, int] | None = None, *, path: str =
 
 
 def _constants(value: Any, replaced: Mapping[str, int], problems: list[str]) -> dict[str, int]:
-    """Each may use those before it."""
+    """Evaluate the constants in order: each may use those before it."""
     if not isinstance(value, dict):
         problems.append(f"constants: expected a map from names to numbers, found {str(value)[:80]}")
         return dict(replaced)
@@ -87,19 +87,19 @@ def _list(value: Any, key: str, problems: list[str]) -> list[Any]:
 
 
 def _pairs(value: Any, key: str, known: Mapping[str, int], problems: list[str]) -> tuple[tuple[str, str], ...]:
-    """Whole names on both sides: second name and name."""
+    """Read pairs of a second name and a name; both are whole names without fields."""
     if value is None:
         return ()
     if not isinstance(value, dict):
         problems.append(f"{key}: expected a map from second names to names, found {str(value)[:80]}")
         return ()
-    found = []
+    pairs = []
     for second, name in value.items():
         try:
             pair = read_template(second, known), read_template(name, known)
             if pair[0].fields or pair[1].fields:
                 raise ValueError(f"{second!r}: whole names are expected here, without fields")
-            found.append((str(pair[0]), str(pair[1])))
+            pairs.append((str(pair[0]), str(pair[1])))
         except ValueError as error:
             problems.append(f"{key}: {error}")
-    return tuple(found)
+    return tuple(pairs)

@@ -11,7 +11,7 @@ from reshard.names.template import Template
 
 
 class Cut(NamedTuple):
-    """A part of the whole tensor of a rule, along its dim, and where it is in the tensor of one part.
+    """A box of a rule's whole tensor, along its dim, and its place in the tensor of one part.
 
     Attributes:
         part: which of the parts.
@@ -28,10 +28,10 @@ class Cut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What becomes of the tensors of some names.
+    """A rule of a name map.
 
-    One source and one target: another name. Several targets: the source is cut into them. Several sources: they are
-    put together. No target: dropped.
+    One source and one target: the tensor gets another name. Several targets: the source is cut into them. Several
+    sources: they are put together. No target: the tensor is dropped.
 
     Attributes:
         sources: names before.
@@ -56,19 +56,19 @@ class Rule:
 
     @property
     def is_rename(self) -> bool:
-        """Nothing is cut, put together or dropped."""
+        """True if the rule only changes the name: it cuts, joins and drops nothing."""
         return len(self.sources) == len(self.targets) == 1 and not self.stacked
 
     @property
     def parts(self) -> int:
-        """Tensors that the whole is made of."""
+        """Number of tensors that the whole is made of."""
         return max(len(self.sources), len(self.targets))
 
     def inverse(self) -> Rule:
-        """The rule that undoes this one.
+        """Return the rule that undoes this one.
 
         Raises:
-            UnsupportedError: what was dropped is gone, or sizes are not said.
+            UnsupportedError: the rule drops tensors, or does not give the sizes of its parts.
         """
         if not self.targets:
             raise UnsupportedError(f"{self} has no inverse: what is dropped cannot be had back")
@@ -79,14 +79,14 @@ class Rule:
         return dataclasses.replace(self, sources=self.targets, targets=self.sources, joins=not self.joins)
 
     def cuts(self, sizes: Sequence[int]) -> list[Cut]:
-        """All pieces of the whole in order, for parts of these sizes in each group, `[parts]`."""
-        found: list[Cut] = []
+        """Return all cuts of the whole in order, for parts of these sizes in each group, `[parts]`."""
+        cuts: list[Cut] = []
         whole = 0
         for group in range(self.groups):
             for part, size in enumerate(sizes):
-                found.append(Cut(part, whole, group * size, size))
+                cuts.append(Cut(part, whole, group * size, size))
                 whole += size
-        return found
+        return cuts
 
     def __str__(self) -> str:
         left, right = (", ".join(map(str, names[:4])) for names in (self.sources, self.targets))
@@ -95,12 +95,12 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NameMap:
-    """How a checkpoint's tensors are called elsewhere.
+    """The names of a checkpoint's tensors in another program.
 
     Attributes:
         rules: each tensor must be matched by exactly one.
-        tied: (second name, name): names after, that the target knows a tensor by besides.
-        untied: (second name, name): names before, second names of the source that are left out.
+        tied: (second name, name) after the map: second names that the target gives to a tensor.
+        untied: (second name, name) before the map: second names of the source that are left out.
         path: file that it was read from, for messages.
     """
 
@@ -110,7 +110,7 @@ class NameMap:
     path: str = ""
 
     def inverse(self) -> NameMap:
-        """The map that undoes this one.
+        """Return the map that undoes this one.
 
         Raises:
             UnsupportedError: naming the rules that cannot be undone.

@@ -1,4 +1,4 @@
-"""One rule of a name map, as YAML gives it: `{from: ..., to: ..., sizes: ...}`."""
+"""Read one rule of a name map from its YAML form: `{from: ..., to: ..., sizes: ...}`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEYS = {"from", "to", "dim", "groups", "sizes", "over", "stack"}
 
 
 def read_template(value: Any, known: Mapping[str, int]) -> Template:
-    """A template as YAML gives it.
+    """Read a template from YAML.
 
     Raises:
         ValueError: what is wrong with it.
@@ -26,7 +26,7 @@ def read_template(value: Any, known: Mapping[str, int]) -> Template:
 
 
 def read_rule(entry: Any, known: Mapping[str, int]) -> Rule:
-    """A rule as YAML gives it.
+    """Read a rule from YAML.
 
     Raises:
         ValueError: what is wrong with it.
@@ -43,8 +43,8 @@ def read_rule(entry: Any, known: Mapping[str, int]) -> Rule:
         sources, targets, joins = _over(entry["over"], sources, targets, known)
     elif stacked:
         raise ValueError("stack needs over: a field that counts the parts")
-    same = {frozenset(template.fields.items()) for template in (*sources, *targets)}
-    if len(same) > 1:
+    fields = {frozenset(template.fields.items()) for template in (*sources, *targets)}
+    if len(fields) > 1:
         raise ValueError(f"{entry['from']} and {entry['to']} do not have the same fields: names would be lost")
     rule = Rule(
         sources=sources,
@@ -68,10 +68,10 @@ def _with_sizes(rule: Rule, entry: Mapping[str, Any], known: Mapping[str, int]) 
             raise ValueError("stack: each part is one step along dim, sizes and groups make no sense")
         return rule
     if isinstance(sizes, list):
-        found = tuple(_at_least(evaluate(size, known), 1, "sizes") for size in sizes)
-        if len(found) != rule.parts:
-            raise ValueError(f"{len(found)} sizes for {rule.parts} parts")
-        return dataclasses.replace(rule, sizes=found)
+        part_sizes = tuple(_at_least(evaluate(size, known), 1, "sizes") for size in sizes)
+        if len(part_sizes) != rule.parts:
+            raise ValueError(f"{len(part_sizes)} sizes for {rule.parts} parts")
+        return dataclasses.replace(rule, sizes=part_sizes)
     if sizes == "equal" or (sizes is None and "over" in entry):
         return dataclasses.replace(rule, equal=True)
     if sizes is None and rule.joins:
@@ -89,10 +89,10 @@ def _templates(value: Any, known: Mapping[str, int]) -> tuple[Template, ...]:
 def _agree(
     sources: tuple[Template, ...], targets: tuple[Template, ...]
 ) -> tuple[tuple[Template, ...], tuple[Template, ...]]:
-    """A field whose kind is said in one place is of that kind in all."""
+    """Give a field the same kind in all templates: the one that any of them states."""
     kinds = {name: kind for item in (*sources, *targets) for name, kind in item.fields.items() if kind != "int"}
 
-    def same(template: Template) -> Template:
+    def with_kinds(template: Template) -> Template:
         parts = [
             dataclasses.replace(part, kind=kinds.get(part.name, part.kind))
             if isinstance(part, Field) and part.kind == "int" and not part.offset
@@ -101,13 +101,13 @@ def _agree(
         ]
         return Template(tuple(parts))
 
-    return tuple(map(same, sources)), tuple(map(same, targets))
+    return tuple(map(with_kinds, sources)), tuple(map(with_kinds, targets))
 
 
 def _over(
     value: Any, sources: tuple[Template, ...], targets: tuple[Template, ...], known: Mapping[str, int]
 ) -> tuple[tuple[Template, ...], tuple[Template, ...], bool]:
-    """One name with a field that counts: as many parts as it says."""
+    """Replace the name whose field counts the parts by one name for each part; return whether the parts are sources."""
     if not isinstance(value, dict) or len(value) != 1 or len(sources) != 1 or len(targets) != 1:
         raise ValueError("over: expected one field and its count, and one name on each side")
     ((field, text),) = value.items()

@@ -14,15 +14,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.names.arithmetic import evaluate
-from reshard.names.split import Ends, number, one_of, split, text_without
+from reshard.names.split import FindEnd, find_end_of_number, find_end_of_text, find_end_of_word, split
 
 Bindings = Mapping[str, int | str]
-"""What the fields of a template stand for in one name."""
+"""Value of each field of a template in one name."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _CHOICE = re.compile(r"([A-Za-z_]\w*)\s*:\s*(.+)")
 _NUMBER = re.compile(r"^\s*([A-Za-z_]\w*)\s*([+-].*)?$")
-_ENDS: Mapping[str, Ends] = {"int": number, "word": text_without("."), "any": text_without("\n")}
+_ENDS: Mapping[str, FindEnd] = {"int": find_end_of_number, "word": find_end_of_text("."), "any": find_end_of_text("\n")}
 _PATTERNS = {"int": r"0|[1-9]\d{0,17}", "word": r"[^.]+", "any": r".+"}
 
 
@@ -42,18 +42,18 @@ class Field:
 
     @property
     def pattern(self) -> str:
-        """Regular expression of what it stands for."""
+        """Regular expression of the field's text."""
         return _PATTERNS.get(self.kind) or "|".join(re.escape(word) for word in self.words)
 
     @property
     def words(self) -> list[str]:
-        """The words to choose from; empty of the other kinds."""
+        """The words to choose from; empty for the other kinds."""
         return [] if self.kind in _PATTERNS else self.kind.split("|")
 
     @property
-    def ends(self) -> Ends:
-        """How it finds its end in a name."""
-        return one_of(self.words) if self.words else _ENDS[self.kind]
+    def find_end(self) -> FindEnd:
+        """The function that finds the field's end in a name."""
+        return find_end_of_word(self.words) if self.words else _ENDS[self.kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +80,17 @@ class Template:
         return re.compile("".join(texts), re.ASCII)
 
     @functools.cached_property
-    def _splitting(self) -> tuple[str | Ends, ...]:
-        return tuple(part if isinstance(part, str) else part.ends for part in self.parts)
+    def _splitting(self) -> tuple[str | FindEnd, ...]:
+        return tuple(part if isinstance(part, str) else part.find_end for part in self.parts)
 
     def _split(self, name: str) -> Sequence[str] | None:
         if self._pattern is None:
             return split(name, self._splitting)
-        found = self._pattern.fullmatch(name)
-        return None if found is None else found.groups()
+        fit = self._pattern.fullmatch(name)
+        return None if fit is None else fit.groups()
 
     def match(self, name: str) -> Bindings | None:
-        """What the fields stand for in `name`, or None if it is no such name."""
+        """Return the value of each field in `name`, or None if the name does not fit."""
         texts = self._split(name)
         if texts is None:
             return None
@@ -103,7 +103,7 @@ class Template:
         return bindings
 
     def render(self, bindings: Bindings) -> str:
-        """The name for these values.
+        """Return the name for these values.
 
         Raises:
             ValueError: a number would be negative.
@@ -124,7 +124,7 @@ class Template:
         return "".join(texts)
 
     def bind(self, name: str, value: int) -> Template:
-        """The template with a number in place of one of its fields."""
+        """Return the template with a number in place of one of its fields."""
         return _merged(
             str(value + part.offset) if isinstance(part, Field) and part.name == name else part for part in self.parts
         )
@@ -134,7 +134,10 @@ class Template:
 
 
 def _ends_in_one_way(part: str | Field, behind: str | Field) -> bool:
-    """A field's end is known wherever it begins: what is behind it cannot be a part of it, and no word of another."""
+    """Return True if a field's start determines its end.
+
+    Then the text after the field cannot belong to it, and none of its words begins with another.
+    """
     if isinstance(part, str) or not isinstance(behind, str):
         return isinstance(part, str)
     if part.kind == "int":
@@ -159,9 +162,9 @@ def parse(text: str, constants: Mapping[str, int]) -> Template:
     """
     parts: list[str | Field] = []
     position = 0
-    for found in _BRACES.finditer(text):
-        parts += [text[position : found.start()], _field(found[1], text, constants)]
-        position = found.end()
+    for braces in _BRACES.finditer(text):
+        parts += [text[position : braces.start()], _field(braces[1], text, constants)]
+        position = braces.end()
     parts.append(text[position:])
     template = _merged(parts)
     _check(template.parts, text)
@@ -169,7 +172,7 @@ def parse(text: str, constants: Mapping[str, int]) -> Template:
 
 
 def _merged(parts: Iterable[str | Field]) -> Template:
-    """Neighbouring texts become one."""
+    """Return a template in which neighbouring texts are one."""
     merged: list[str | Field] = []
     for part in parts:
         if isinstance(part, str) and merged and isinstance(merged[-1], str):

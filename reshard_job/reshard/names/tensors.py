@@ -1,4 +1,4 @@
-"""Tensors cut into parts, and parts put together: shapes, types and rows."""
+"""Cut tensors into parts and put parts together: shapes, types and rows."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from reshard.tensors.shard_table import ShardTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor and its rows, whatever tensor number they have."""
+class TensorRows:
+    """A tensor and its rows; the tensor number in the rows does not matter."""
 
     tensor: LogicalTensor
     rows: ShardTable
 
 
-def cut(rule: Rule, found: Sequence[Piece], keys: Sequence[TensorKey], *, scalar: bool) -> list[Piece]:
+def cut(rule: Rule, sources: Sequence[TensorRows], keys: Sequence[TensorKey], *, scalar: bool) -> list[TensorRows]:
     """Cut one tensor into those called `keys`.
 
     Args:
         rule: how.
-        found: the tensor.
+        sources: the one tensor to cut.
         keys: of the parts, `[parts]`.
-        scalar: it is a number that every part has.
+        scalar: the tensor is a number that every part has.
 
     Raises:
         ValueError: the rule does not fit the tensor's shape.
     """
-    (whole,) = found
+    (whole,) = sources
     if scalar:
-        return [Piece(dataclasses.replace(whole.tensor, key=key), whole.rows) for key in keys]
+        return [TensorRows(dataclasses.replace(whole.tensor, key=key), whole.rows) for key in keys]
     shape, dim, item_bytes = whole.tensor.shape, rule.dim, whole.tensor.item_bytes
     sizes = _sizes_of_cut(rule, whole.tensor)
     parts: list[list[ShardTable]] = [[] for _ in keys]
     for one in rule.cuts(sizes):
         parts[one.part].append(boxes.narrow(whole.rows, one, dim, item_bytes))
-    pieces = []
+    targets = []
     for key, tables, size in zip(keys, parts, sizes, strict=True):
         rows = boxes.join(tables, whole.rows.size.shape[1])
         own = (*shape[:dim], size * rule.groups, *shape[dim + 1 :])
         if rule.stacked:
             rows, own = boxes.unstack(rows, dim), (*shape[:dim], *shape[dim + 1 :])
-        pieces.append(Piece(LogicalTensor(key=key, shape=own, dtype=whole.tensor.dtype), rows))
-    return pieces
+        targets.append(TensorRows(LogicalTensor(key=key, shape=own, dtype=whole.tensor.dtype), rows))
+    return targets
 
 
 def _sizes_of_cut(rule: Rule, tensor: LogicalTensor) -> tuple[int, ...]:
-    """Size of each part in one group."""
+    """Return the size of each part in one group of a tensor that is cut."""
     total = _size(rule, tensor, len(tensor.shape))
     if rule.stacked:
         if total != rule.parts:
@@ -74,43 +74,45 @@ def _sizes_of_cut(rule: Rule, tensor: LogicalTensor) -> tuple[int, ...]:
     return rule.sizes
 
 
-def put_together(rule: Rule, found: Sequence[Piece], keys: Sequence[TensorKey], *, scalar: bool) -> list[Piece]:
+def put_together(
+    rule: Rule, sources: Sequence[TensorRows], keys: Sequence[TensorKey], *, scalar: bool
+) -> list[TensorRows]:
     """Put tensors together to the one called `keys[0]`; the arguments are those of `cut`.
 
     Raises:
         ValueError: the parts do not fit each other or the rule.
     """
     (key,) = keys
-    first = found[0].tensor
-    for piece in found:
-        if piece.tensor.dtype != first.dtype:
-            raise ValueError(f"{piece.tensor.key} is {piece.tensor.dtype}, {first.key} is {first.dtype}: {rule}")
+    first = sources[0].tensor
+    for source in sources:
+        if source.tensor.dtype != first.dtype:
+            raise ValueError(f"{source.tensor.key} is {source.tensor.dtype}, {first.key} is {first.dtype}: {rule}")
     if scalar:
-        return [Piece(dataclasses.replace(first, key=key), _same(found))]
-    sizes = _sizes_of_parts(rule, found)
+        return [TensorRows(dataclasses.replace(first, key=key), _scalar_rows(sources))]
+    sizes = _sizes_of_parts(rule, sources)
     dim, shape = rule.dim, first.shape
-    copies = min((len(np.unique(piece.rows.replica)) for piece in found if piece.tensor.num_elements), default=0)
-    tables = [_copies(piece.rows, copies) for piece in found]
+    copies = min((len(np.unique(source.rows.replica)) for source in sources if source.tensor.num_elements), default=0)
+    tables = [_copies(source.rows, copies) for source in sources]
     if rule.stacked:
         tables = [boxes.stack(table, dim) for table in tables]
-        whole = (*shape[:dim], len(found), *shape[dim:])
+        whole = (*shape[:dim], len(sources), *shape[dim:])
     else:
         whole = (*shape[:dim], sum(sizes) * rule.groups, *shape[dim + 1 :])
     rows = [boxes.widen(tables[one.part], one, dim, first.item_bytes) for one in rule.cuts(sizes)]
     return [
-        Piece(
+        TensorRows(
             LogicalTensor(key=key, shape=whole, dtype=first.dtype),
             boxes.join(rows, max(table.size.shape[1] for table in rows)),
         )
     ]
 
 
-def _sizes_of_parts(rule: Rule, found: Sequence[Piece]) -> tuple[int, ...]:
-    """Size of each part in one group."""
-    first = found[0].tensor
+def _sizes_of_parts(rule: Rule, sources: Sequence[TensorRows]) -> tuple[int, ...]:
+    """Return the size of each part in one group of parts that are put together."""
+    first = sources[0].tensor
     sizes: list[int] = []
-    for piece in found:
-        tensor = piece.tensor
+    for source in sources:
+        tensor = source.tensor
         total = _size(rule, tensor, len(tensor.shape) + rule.stacked)
         outer = tensor.shape if rule.stacked else (*tensor.shape[: rule.dim], *tensor.shape[rule.dim + 1 :])
         if outer != (first.shape if rule.stacked else (*first.shape[: rule.dim], *first.shape[rule.dim + 1 :])):
@@ -130,25 +132,25 @@ def _sizes_of_parts(rule: Rule, found: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def _size(rule: Rule, tensor: LogicalTensor, num_dims: int) -> int:
-    """Elements along the rule's dim."""
+    """Return the number of elements along the rule's dim."""
     if rule.dim >= num_dims:
         raise ValueError(f"{tensor.key} {list(tensor.shape)} has no dim {rule.dim}: {rule}")
     return 1 if rule.stacked and rule.joins else tensor.shape[rule.dim]
 
 
 def _copies(rows: ShardTable, count: int) -> ShardTable:
-    """The first `count` copies, numbered from 0."""
+    """Return the rows of the first `count` copies, numbered from 0."""
     numbers, position = np.unique(rows.replica, return_inverse=True)
     if len(numbers) == count and count and int(numbers[-1]) == count - 1:
         return rows
-    kept = boxes.rows_of(rows, np.flatnonzero(position < count))
+    kept = boxes.select_rows(rows, np.flatnonzero(position < count))
     return dataclasses.replace(kept, replica=np.searchsorted(numbers, kept.replica).astype(np.int64))
 
 
-def _same(found: Sequence[Piece]) -> ShardTable:
-    """A number that every part holds: each a copy of its own, unless it is the same bytes."""
-    table = boxes.join([piece.rows for piece in found], found[0].rows.size.shape[1])
+def _scalar_rows(sources: Sequence[TensorRows]) -> ShardTable:
+    """Return the rows of a number that every part holds: one copy for each place where its bytes are."""
+    table = boxes.join([source.rows for source in sources], sources[0].rows.size.shape[1])
     places = np.stack([table.file, table.byte_offset], axis=1)
     _, first = np.unique(places, axis=0, return_index=True)
-    kept = boxes.rows_of(table, np.sort(first))
+    kept = boxes.select_rows(table, np.sort(first))
     return dataclasses.replace(kept, replica=np.arange(len(kept), dtype=np.int64))

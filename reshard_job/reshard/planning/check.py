@@ -1,12 +1,12 @@
-"""Proof that a plan is exact, before a byte moves: every copy covers its tensor, no hole, no overlap, no stray byte.
+"""Prove that a plan is exact before a byte moves: every copy covers its tensor without holes, overlaps or stray bytes.
 
 Exact cover is proved for all tensors at once, in time linear in the rows. With a random number `r(d, x)` for every dim
-`d` and coordinate `x`, a box has the value `prod_d (r(d, end_d) - r(d, start_d))`. The value is additive: boxes that
-are put together exactly have the sum of their values. So the boxes of a copy cover the tensor exactly once if their
-values add up to the value of the whole tensor: both sides are polynomials in the random numbers, of degree `ndim`,
-that are the same polynomial only if every element is covered once (write the box's value as the sum of its elements').
-Different polynomials agree at a random point modulo p with probability at most `ndim / p` (Schwartz 1980, Zippel
-1979). Two draws modulo 2^31 - 1 make that less than 2^-55 for tensors of up to 8 dims, for each tensor.
+`d` and coordinate `x`, a box has the value `prod_d (r(d, end_d) - r(d, start_d))`. The value is additive: a box that is
+cut into boxes has the sum of their values. So the boxes of a copy are taken to cover the tensor exactly once if their
+values add up to the value of the whole tensor. Both sides are polynomials in the random numbers, of degree `ndim`. They
+are the same polynomial only if every element is covered once (write the value of a box as the sum of the values of its
+elements). Different polynomials agree at a random point modulo p with probability at most `ndim / p` (Schwartz 1980,
+Zippel 1979). Two draws modulo 2^31 - 1 make that less than 2^-55 for each tensor of up to 8 dims.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import PlanError
-from reshard.planning.constant_bytes import places, same_places
+from reshard.planning.constant_bytes import have_same_positions, list_positions
 from reshard.planning.plan import Plan
 from reshard.tensors.cast import can_cast
 from reshard.tensors.intervals import Int64Array
@@ -37,7 +37,7 @@ def check_plan(plan: Plan) -> None:
     """Check source cover, target cover, types, names, and that every byte of the target files is accounted for.
 
     Raises:
-        PlanError: with every problem found, each naming the tensor or file.
+        PlanError: the plan is not exact; the error lists the problems with their tensor or file.
     """
     index, layout = plan.index, plan.layout
     problems = _type_problems(plan)
@@ -50,14 +50,14 @@ def check_plan(plan: Plan) -> None:
             problems += cover_problems(plan.index.tensors, plan.index.shards, rows, side="source")
         target = plan.layout.shards
         problems += cover_problems(plan.target_tensors, target, np.arange(len(target)), side="target")
-        problems += _absent(plan)
+        problems += _absent_tensors(plan)
         problems += _file_problems(plan)
     if problems:
         raise PlanError(f"{len(problems)} problems: nothing was written", problems=problems[:20])
 
 
 def _type_problems(plan: Plan) -> list[str]:
-    """Tensors that are made of another name, shape or type than can become theirs."""
+    """Describe target tensors whose name, shape or type cannot be made from those of their source tensor."""
     names = _FirstNames(plan.index.aliases, plan.layout.aliases)
     problems = []
     for tensor, origin in zip(plan.target_tensors, plan.origins.tolist(), strict=True):
@@ -72,7 +72,7 @@ def _type_problems(plan: Plan) -> list[str]:
 
 
 class _FirstNames:
-    """Names of tied weights, all of which are of one tensor."""
+    """Maps all names of a tied weight to one of them."""
 
     def __init__(self, *aliases: Mapping[str, str]) -> None:
         self._first: dict[str, str] = {}
@@ -87,7 +87,7 @@ class _FirstNames:
         return name
 
     def may_become(self, source: TensorKey, target: TensorKey) -> bool:
-        """A tensor can be made of another: the same state of the same parameter, or a weight and its master."""
+        """Return True if `target` can be made of `source`: the same parameter and state, or a weight and its master."""
         states = {source.state, target.state}
         return (len(states) == 1 or states == _ROUNDED) and self._name(source) == self._name(target)
 
@@ -95,8 +95,8 @@ class _FirstNames:
         return self._of(key.name.removesuffix(PADDING)), key.name.endswith(PADDING)
 
 
-def _absent(plan: Plan) -> list[str]:
-    """Target tensors that no row speaks of."""
+def _absent_tensors(plan: Plan) -> list[str]:
+    """Describe target tensors that no row of the layout writes."""
     present = np.zeros(len(plan.target_tensors), dtype=np.bool_)
     present[plan.layout.shards.tensor] = True
     return [
@@ -107,17 +107,17 @@ def _absent(plan: Plan) -> list[str]:
 
 
 def cover_problems(tensors: Sequence[LogicalTensor], shards: ShardTable, rows: Int64Array, *, side: str) -> list[str]:
-    """What is wrong with the cover of each tensor and copy that the rows speak of."""
+    """Describe each copy of a tensor that its rows do not cover exactly once."""
     if not len(rows):
         return []
-    found = shards.take(rows).covers()  # the parts of a family are put together exactly, whatever their number
-    order = np.lexsort((found.replica, found.tensor))
-    tensor, replica = found.tensor[order], found.replica[order]
+    boxes = shards.take(rows).covers()  # a family counts as one interval, because its chunks always cover it exactly
+    order = np.lexsort((boxes.replica, boxes.tensor))
+    tensor, replica = boxes.tensor[order], boxes.replica[order]
     first = np.flatnonzero(np.r_[True, (np.diff(tensor) != 0) | (np.diff(replica) != 0)])
-    shape = np.ones((len(tensors), found.size.shape[1]), dtype=np.int64)
+    shape = np.ones((len(tensors), boxes.size.shape[1]), dtype=np.int64)
     for number, item in enumerate(tensors):
         shape[number, : len(item.shape)] = item.shape[: shape.shape[1]]
-    low, high, limit = found.offset[order], found.offset[order] + found.size[order], shape[tensor]
+    low, high, limit = boxes.offset[order], boxes.offset[order] + boxes.size[order], shape[tensor]
     bad = np.add.reduceat((high > limit).any(axis=1).astype(np.int64), first) > 0
     for _ in range(_DRAWS):
         seed = np.uint64(int.from_bytes(os.urandom(8), "little"))
@@ -127,28 +127,28 @@ def cover_problems(tensors: Sequence[LogicalTensor], shards: ShardTable, rows: I
     problems: list[str] = []
     for group in np.flatnonzero(bad)[:20]:
         own = order[bounds[group] : bounds[group + 1]]
-        problems.append(_explain(tensors[int(tensor[bounds[group]])], found, own, side))
+        problems.append(_explain(tensors[int(tensor[bounds[group]])], boxes, own, side))
     return problems
 
 
 def _family_problems(tensors: Sequence[LogicalTensor], shards: ShardTable, num_files: int, *, side: str) -> list[str]:
-    """Families that are none: other elements than their box has, of another type, or in files that are not there."""
+    """Describe families whose elements are not in their box, have another type, or are in files that do not exist."""
     at = np.flatnonzero(shards.chunk != 0)
     if not len(at):
         return []
     item = np.array([tensor.item_bytes for tensor in tensors], dtype=np.int64)
     few = shards.take(at)
     good = (few.chunk > 0) & (few.start >= 0) & (few.start < few.stop) & (few.stop <= few.size.prod(axis=1))
-    good &= (few.item_bytes == item[few.tensor]) & (few.file >= 0) & (few.file + few.num_parts <= num_files)
+    good &= (few.item_bytes == item[few.tensor]) & (few.file >= 0) & (few.file + few.num_chunks <= num_files)
     return [
         f"{side} {tensors[few.tensor[row]].key}: elements {few.start[row]}:{few.stop[row]} of {few.item_bytes[row]}"
-        f" bytes in parts of {few.chunk[row]}, in file {few.file[row]} and the next of {num_files}"
+        f" bytes in chunks of {few.chunk[row]}, in file {few.file[row]} and the next of {num_files}"
         for row in np.flatnonzero(~good)[:20].tolist()
     ]
 
 
 def _values(low: Int64Array, high: Int64Array, seed: np.uint64) -> UInt64Array:
-    """Values of boxes modulo the prime; `low` and `high` are [boxes, ndim], the result [boxes]."""
+    """Compute the values of boxes modulo the prime; `low` and `high` are [boxes, ndim], the result [boxes]."""
     value = np.ones(len(low), dtype=np.uint64)
     for dim in range(low.shape[1]):
         side = (_random(high[:, dim], dim, seed) + _PRIME - _random(low[:, dim], dim, seed)) % _PRIME
@@ -157,7 +157,7 @@ def _values(low: Int64Array, high: Int64Array, seed: np.uint64) -> UInt64Array:
 
 
 def _random(coordinate: Int64Array, dim: int, seed: np.uint64) -> UInt64Array:
-    """`r(dim, coordinate)` modulo the prime: splitmix64 (Steele et al. 2014) of both and a secret seed."""
+    """Compute `r(dim, coordinate)` modulo the prime: splitmix64 (Steele et al. 2014) of both and a secret seed."""
     with np.errstate(over="ignore"):
         value = coordinate.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + seed
         value ^= np.uint64(dim + 1) * np.uint64(0xD1B54A32D192ED03)
@@ -167,7 +167,7 @@ def _random(coordinate: Int64Array, dim: int, seed: np.uint64) -> UInt64Array:
 
 
 def _explain(tensor: LogicalTensor, shards: ShardTable, own: Int64Array, side: str) -> str:
-    """Name what is wrong with a copy that is known to be wrong."""
+    """Describe why a copy that failed the check does not cover its tensor exactly."""
     ndim = len(tensor.shape)
     where = f"{side} {tensor.key} {list(tensor.shape)}, copy {shards.replica[own[0]]}"
     shape = np.ones(shards.size.shape[1], dtype=np.int64)
@@ -184,13 +184,13 @@ def _explain(tensor: LogicalTensor, shards: ShardTable, own: Int64Array, side: s
 
 
 def _overlap(offset: Int64Array, size: Int64Array) -> tuple[int, int] | None:
-    """Positions of two boxes that overlap, or None; offset and size are [boxes, ndim]."""
+    """Find the positions of two boxes that overlap, or None; offset and size are [boxes, ndim]."""
     count = len(offset)
     if count < 2:
         return None
     order = np.lexsort(offset.T[::-1])
     low, high = offset[order], (offset + size)[order]
-    # Boxes that start behind the end of box i in the first dim cannot overlap it: compare with those before only.
+    # A box that starts behind the end of box i in the first dim cannot overlap it, so only earlier ones are compared.
     reach = np.searchsorted(low[:, 0], high[:, 0], side="left")
     step = max(1, _PAIRS_AT_ONCE // count)
     for first in range(0, count, step):
@@ -208,9 +208,9 @@ def _overlap(offset: Int64Array, size: Int64Array) -> tuple[int, int] | None:
 
 
 def _file_problems(plan: Plan) -> list[str]:
-    """Ranges of target files that lie outside, are written twice, or are not accounted for.
+    """Describe bytes of target files that are written behind the end, written twice, or not accounted for.
 
-    Files are looked at in groups of consecutive ones that hold the same ranges, as the ranks of ZeRO-3 do.
+    Consecutive files that hold the same ranges, such as those of ZeRO-3's ranks, are checked together as one group.
     """
     shards, files = plan.layout.shards, plan.layout.files
     item = np.array([tensor.item_bytes for tensor in plan.target_tensors], dtype=np.int64)[shards.tensor]
@@ -232,8 +232,8 @@ def _file_problems(plan: Plan) -> list[str]:
         for at in twice[:20].tolist()
     ]
     behind = np.zeros(len(border), dtype=np.int64)
-    extent = (((shards.size[gaps] - 1) * shards.stride[gaps]).sum(axis=1) + 1) * item[gaps]
-    np.maximum.at(behind, np.searchsorted(border, shards.file[gaps]), shards.byte_offset[gaps] + extent)
+    spanned = (((shards.size[gaps] - 1) * shards.stride[gaps]).sum(axis=1) + 1) * item[gaps]
+    np.maximum.at(behind, np.searchsorted(border, shards.file[gaps]), shards.byte_offset[gaps] + spanned)
     np.maximum.at(behind, group, end)
     last = np.repeat(behind[:-1], np.diff(border))
     problems += [
@@ -241,23 +241,23 @@ def _file_problems(plan: Plan) -> list[str]:
         for at in np.flatnonzero(last > sizes)[:20].tolist()
     ]
     if not problems and plan.layout.zeros is not None:
-        found = shards.bytes_by_file(item, len(files)) + bytes_by_file(fixed, len(files))
-        found += bytes_by_file(zeros, len(files))
+        known = shards.bytes_by_file(item, len(files)) + bytes_by_file(fixed, len(files))
+        known += bytes_by_file(zeros, len(files))
         problems = [
-            f"target file {files[at].path}: {sizes[at] - found[at]} of {sizes[at]} bytes are neither of a tensor, nor"
+            f"target file {files[at].path}: {sizes[at] - known[at]} of {sizes[at]} bytes are neither of a tensor, nor"
             " constant, nor padding"
-            for at in np.flatnonzero(found != sizes)[:20].tolist()
+            for at in np.flatnonzero(known != sizes)[:20].tolist()
         ]
     return problems
 
 
 def layout_zeros(plan: Plan) -> Ranges:
-    """Bytes of the target that stay zero on purpose; none where that is not known."""
+    """Return the ranges of the target that stay zero on purpose; no ranges if they are not known."""
     return ranges_of(()) if plan.layout.zeros is None else plan.layout.zeros
 
 
 def bytes_by_file(ranges: Ranges, num_files: int) -> Int64Array:
-    """Bytes of ranges in each file, [num_files]."""
+    """Return the bytes of ranges in each file, [num_files]."""
     step = np.zeros(num_files + 1, dtype=np.int64)
     np.add.at(step, ranges.first, ranges.stop - ranges.start)
     np.add.at(step, ranges.last, ranges.start - ranges.stop)
@@ -265,14 +265,16 @@ def bytes_by_file(ranges: Ranges, num_files: int) -> Int64Array:
 
 
 def _fixed_ranges(files: Sequence[TargetFile]) -> Ranges:
-    """Where content lies that is known already, by runs of consecutive files that have theirs at the same places."""
-    found: list[tuple[int, int, int, int]] = []
+    """Return the ranges of fixed bytes, once for consecutive files that have them at the same positions."""
+    rows: list[tuple[int, int, int, int]] = []
     first = 0
     for at in range(1, len(files) + 1):
-        if at == len(files) or not same_places(files[first].fixed, files[at].fixed):
-            found += [(first, at, start, start + length) for start, length in places(files[first].fixed) if length]
+        if at == len(files) or not have_same_positions(files[first].fixed, files[at].fixed):
+            rows += [
+                (first, at, start, start + length) for start, length in list_positions(files[first].fixed) if length
+            ]
             first = at
-    return ranges_of(found)
+    return ranges_of(rows)
 
 
 def _concatenate(one: Ranges, other: Ranges) -> Ranges:

@@ -1,8 +1,8 @@
 """Bytes of target files that are known before a tensor is read; thousands of files may differ only in their names.
 
-The ranks of ZeRO-3 write model files of a hundred kilobytes each that are equal but for the name of their archive.
-Such files share a `Stencil`, and their bytes are made when somebody looks at them. The ranks' files of a DCP checkpoint
-have no names inside: they are `Shared`.
+The ranks of ZeRO-3 write model files of a hundred kilobytes each that are equal except for the name of their archive.
+Such files share a `BytesTemplate`, and their bytes are made on access. The files of a DCP checkpoint's ranks hold no
+names: they share the same bytes as `SharedRanges`.
 """
 
 from __future__ import annotations
@@ -17,69 +17,73 @@ import numpy as np
 
 from reshard.tensors.intervals import Int64Array
 
-Piece = tuple[int, bytes]
+FixedRange = tuple[int, bytes]
 """Position in the file, and the bytes from there."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stencil:
-    """Bytes with gaps for a text.
+class BytesTemplate:
+    """Fixed bytes with gaps for a text.
 
     Attributes:
-        pieces: position in the file and bytes; the gaps hold anything.
-        gaps: positions in the file of the gaps, [gaps], each inside of one piece.
+        ranges: position in the file and bytes; the bytes in the gaps have no meaning.
+        gaps: positions of the gaps in the file, [gaps], each inside one of the ranges.
         num_bytes: length of the text.
     """
 
-    pieces: tuple[Piece, ...]
+    ranges: tuple[FixedRange, ...]
     gaps: Int64Array
     num_bytes: int
 
     @functools.cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """Position and length of every piece."""
-        return tuple((position, len(content)) for position, content in self.pieces)
+    def positions(self) -> tuple[tuple[int, int], ...]:
+        """Return position and length of every range."""
+        return tuple((position, len(content)) for position, content in self.ranges)
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """SHA-256 of pieces and gaps."""
-        return _digest(self.gaps.astype("<i8").tobytes(), self.pieces)
+        """Compute the SHA-256 of ranges and gaps."""
+        return _digest(self.gaps.astype("<i8").tobytes(), self.ranges)
 
-    def stamped(self, text: bytes) -> tuple[Piece, ...]:
-        """The pieces with a text of the right length in all gaps."""
+    def fill(self, text: bytes) -> tuple[FixedRange, ...]:
+        """Return the ranges with a text in all gaps.
+
+        Raises:
+            ValueError: the text does not have the length of the gaps.
+        """
         if len(text) != self.num_bytes:
-            raise ValueError(f"a text of {len(text)} bytes for gaps of {self.num_bytes}")
+            raise ValueError(f"expected a text of {self.num_bytes} bytes for the gaps, found {len(text)} bytes")
         letters, steps = np.frombuffer(text, dtype=np.uint8), np.arange(len(text))
-        found: list[Piece] = []
-        for position, content in self.pieces:
+        filled: list[FixedRange] = []
+        for position, content in self.ranges:
             own = self.gaps[(self.gaps >= position) & (self.gaps < position + len(content))] - position
             changed = np.frombuffer(content, dtype=np.uint8).copy()
             changed[own[:, None] + steps] = letters
-            found.append((position, changed.tobytes()))
-        return tuple(found)
+            filled.append((position, changed.tobytes()))
+        return tuple(filled)
 
 
-class Stamped(Sequence[Piece]):
-    """The pieces of a stencil with a text; made anew whenever they are asked for."""
+class FilledTemplate(Sequence[FixedRange]):
+    """The ranges of a template with a text in its gaps; they are made anew on every access."""
 
-    __slots__ = ("stencil", "text")
+    __slots__ = ("template", "text")
 
-    def __init__(self, stencil: Stencil, text: bytes) -> None:
-        self.stencil = stencil
+    def __init__(self, template: BytesTemplate, text: bytes) -> None:
+        self.template = template
         self.text = text
 
     @overload
-    def __getitem__(self, at: int) -> Piece: ...
+    def __getitem__(self, at: int) -> FixedRange: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[Piece, ...]: ...
-    def __getitem__(self, at: int | slice) -> Piece | tuple[Piece, ...]:
-        return self.stencil.stamped(self.text)[at]
+    def __getitem__(self, at: slice) -> tuple[FixedRange, ...]: ...
+    def __getitem__(self, at: int | slice) -> FixedRange | tuple[FixedRange, ...]:
+        return self.template.fill(self.text)[at]
 
-    def __iter__(self) -> Iterator[Piece]:
-        return iter(self.stencil.stamped(self.text))
+    def __iter__(self) -> Iterator[FixedRange]:
+        return iter(self.template.fill(self.text))
 
     def __len__(self) -> int:
-        return len(self.stencil.pieces)
+        return len(self.template.ranges)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -88,45 +92,45 @@ class Stamped(Sequence[Piece]):
         return hash(tuple(self))
 
 
-class Shared(tuple[Piece, ...]):
-    """Pieces that many files have in common, as one object."""
+class SharedRanges(tuple[FixedRange, ...]):
+    """Fixed ranges that many files have in common, as one object."""
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """SHA-256 of positions, lengths and bytes."""
+        """Compute the SHA-256 of positions, lengths and bytes."""
         return _digest(b"", self)
 
 
-def _digest(head: bytes, pieces: Sequence[Piece]) -> bytes:
-    found = hashlib.sha256(head)
-    for position, content in pieces:
-        found.update(position.to_bytes(8, "little") + len(content).to_bytes(8, "little") + content)
-    return found.digest()
+def _digest(head: bytes, ranges: Sequence[FixedRange]) -> bytes:
+    sha256 = hashlib.sha256(head)
+    for position, content in ranges:
+        sha256.update(position.to_bytes(8, "little") + len(content).to_bytes(8, "little") + content)
+    return sha256.digest()
 
 
-def identity(fixed: Sequence[Piece]) -> Iterator[bytes]:
-    """Bytes that tell these pieces from others; of a stencil and a text without making the pieces."""
-    if isinstance(fixed, Shared):
+def identity_bytes(fixed: Sequence[FixedRange]) -> Iterator[bytes]:
+    """Yield bytes that tell these ranges from others; a filled template yields its digest and text only."""
+    if isinstance(fixed, SharedRanges):
         yield fixed.digest
         return
-    if isinstance(fixed, Stamped):
-        yield fixed.stencil.digest + fixed.text
+    if isinstance(fixed, FilledTemplate):
+        yield fixed.template.digest + fixed.text
         return
     for position, content in fixed:
         yield position.to_bytes(8, "little") + content
 
 
-def places(fixed: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
-    """Position and length of every piece."""
-    if isinstance(fixed, Stamped):
-        return fixed.stencil.places
+def list_positions(fixed: Sequence[FixedRange]) -> tuple[tuple[int, int], ...]:
+    """Return position and length of every range."""
+    if isinstance(fixed, FilledTemplate):
+        return fixed.template.positions
     return tuple((position, len(content)) for position, content in fixed)
 
 
-def same_places(one: Sequence[Piece], other: Sequence[Piece]) -> bool:
-    """Both have pieces at the same positions, of the same lengths."""
+def have_same_positions(one: Sequence[FixedRange], other: Sequence[FixedRange]) -> bool:
+    """Return True if both have ranges at the same positions and of the same lengths."""
     if one is other:
         return True
-    if isinstance(one, Stamped) and isinstance(other, Stamped) and one.stencil is other.stencil:
+    if isinstance(one, FilledTemplate) and isinstance(other, FilledTemplate) and one.template is other.template:
         return True
-    return places(one) == places(other)
+    return list_positions(one) == list_positions(other)

@@ -1,4 +1,4 @@
-"""The plan: which bytes go where. Data that prints well; nothing is opened here."""
+"""The plan of a conversion: which source bytes go to which target bytes. Pure data; no file is opened here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.planning.constant_bytes import identity
+from reshard.planning.constant_bytes import identity_bytes
 from reshard.planning.replicas import copies_to_compare
 from reshard.storage.object_store import RemotePath
 from reshard.system.limits import DEFAULT_MEMORY_BYTES
@@ -22,39 +22,39 @@ from reshard.tensors.layout import Index, LogicalTensor, TargetLayout, TensorKey
 from reshard.tensors.shard_table import ShardTable
 
 _LARGEST_UNIT_BYTES = 64 << 20
-_LARGEST_REMOTE_UNIT_BYTES = 8 << 20  # every thread holds one
+_LARGEST_REMOTE_UNIT_BYTES = 8 << 20  # every thread holds a whole remote unit in memory
 _SMALLEST_UNIT_BYTES = 1 << 20
 _UNITS = 64
 
 _PLACES = ("tensor", "replica", "offset", "size", "file", "byte_offset", "start", "stop", "chunk")
-"""Columns of a `ShardTable` that say what goes where; the last three of families only."""
+"""Columns of a `ShardTable` that enter a plan's fingerprint; the last three only if there are families."""
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
-_BUFFERS_PER_THREAD = 4  # assembled tile, one piece on its way in, one on its way out, and digest scratch
+_BUFFERS_PER_THREAD = 4  # the tile, a box that is being read, a slice that is being written, and the digest's memory
 _LARGEST_TILE_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """Work that is done by one worker at a time.
+    """Work that one worker claims at a time.
 
     Attributes:
-        regions: parts of source tensors: position in `Index.tensors`, and the box.
-        num_bytes: of source elements.
+        boxes: (position in `Index.tensors`, box of that tensor) of all boxes to move.
+        num_bytes: bytes of the source elements in the boxes.
     """
 
-    regions: tuple[tuple[int, Box], ...]
+    boxes: tuple[tuple[int, Box], ...]
     num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rounding:
-    """A tensor that must be another one, rounded.
+    """A weight that must equal its master weight, rounded to the weight's type.
 
     Attributes:
-        weight: position in `Index.tensors` of the rounded tensor.
-        master: position of the tensor that it was rounded from.
+        weight: position of the weight in `Index.tensors`.
+        master: position of its master weight.
         dtype: type of the weight.
     """
 
@@ -65,22 +65,22 @@ class Rounding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that `execute` needs to know.
+    """Everything that `execute` needs to convert a source into a target.
 
     Attributes:
         index: the source.
         layout: the target.
         source_rows: rows of `index.shards` to read, by source tensor: one complete replica each, [tensors][rows].
         target_rows: rows of `layout.shards` to write, by source tensor, [tensors][rows].
-        bytes_to_read: tensor bytes; metadata and gaps come on top (a fraction of a percent).
+        bytes_to_read: tensor bytes to read; metadata and gaps add a fraction of a percent.
         bytes_to_write: size of all target files.
-        memory_bytes: for buffers, all threads together.
-        num_threads: that read and write at the same time.
-        copy_rows: rows of `index.shards` that must hold the same elements as those of `source_rows`, by source tensor:
-            copies of which it is not known that they are equal; empty where copies are not compared.
-        bytes_to_compare: tensor bytes of `copy_rows`, which are read besides `bytes_to_read`.
-        roundings: which source tensors must be others, rounded.
-        notes: what was found about copies, in words for the user.
+        memory_bytes: memory for the buffers of all threads together.
+        num_threads: number of threads that read and write.
+        copy_rows: rows of `index.shards` that hold other copies of the elements in `source_rows`, by source tensor.
+            They are read and compared, because no checksum proves them equal. Empty if copies are not compared.
+        bytes_to_compare: tensor bytes of `copy_rows`, which are read in addition to `bytes_to_read`.
+        roundings: weights that are compared with their master weights.
+        notes: sentences for the user about copies that differ.
     """
 
     index: Index
@@ -98,27 +98,27 @@ class Plan:
 
     @functools.cached_property
     def rounded_types(self) -> Mapping[int, str]:
-        """Source tensors whose digest is taken in a type, to compare weights with masters: position -> type."""
+        """Map weights and master weights of `roundings` to the type in which their digests are compared."""
         return {at: pair.dtype for pair in self.roundings for at in (pair.weight, pair.master)}
 
     @property
     def target_tensors(self) -> tuple[LogicalTensor, ...]:
-        """The target's tensors; `layout.shards` refers to them."""
+        """Return the target's tensors; `layout.shards` refers to them."""
         return self.layout.tensors or self.index.tensors
 
     @functools.cached_property
     def origins(self) -> Int64Array:
-        """Source tensor of every target tensor, [target tensors]."""
+        """Return the position of the source tensor of every target tensor, [target tensors]."""
         return _origins(self.index, self.layout)
 
     @property
     def tile_bytes(self) -> int:
-        """Largest part of a tensor that is in memory at once, per thread."""
+        """Return the largest size of a tile, the box that one thread holds in memory at once."""
         return max(1 << 16, min(_LARGEST_TILE_BYTES, self.memory_bytes // (self.num_threads * _BUFFERS_PER_THREAD)))
 
     @property
     def needed(self) -> list[int]:
-        """Source tensors that the target is made of, in the order in which they lie in the source's files."""
+        """List the source tensors that the target is made of, in the order of the source's files."""
         shards = self.index.shards
         numbers = [number for number, rows in enumerate(self.target_rows) if len(rows)]
         first = {number: self.source_rows[number][0] for number in numbers}
@@ -126,58 +126,58 @@ class Plan:
 
     @property
     def unit_bytes(self) -> int:
-        """Work is handed out, recorded and resumed in units of about this many source bytes.
+        """Return the approximate number of source bytes of a unit.
 
-        The same on every machine, so that workers with different memory agree about the units.
+        It does not depend on the machine, so that workers with different memory agree about the units.
         """
-        largest = _LARGEST_REMOTE_UNIT_BYTES if self.remote else _LARGEST_UNIT_BYTES
+        largest = _LARGEST_REMOTE_UNIT_BYTES if self.is_remote else _LARGEST_UNIT_BYTES
         return max(_SMALLEST_UNIT_BYTES, min(largest, self.bytes_to_read // _UNITS))
 
     @property
-    def remote(self) -> bool:
-        """The source is in an object store: a unit is fetched whole, in few requests."""
+    def is_remote(self) -> bool:
+        """Return True if the source is in an object store, so that a unit is fetched whole, in few requests."""
         return isinstance(self.index.root, RemotePath)
 
     @functools.cached_property
     def units(self) -> tuple[Unit, ...]:
-        """The work: every region of every needed tensor once, in the order of the source's files."""
+        """Cut all needed tensors into units, in the order of the source's files."""
         units: list[Unit] = []
-        regions: list[tuple[int, Box]] = []
+        boxes: list[tuple[int, Box]] = []
         held = 0
         for number in self.needed:
             tensor = self.index.tensors[number]
             for box in tiles(tensor.shape, self.unit_bytes // tensor.item_bytes):
                 num_bytes = box.num_elements * tensor.item_bytes
-                if regions and held + num_bytes > self.unit_bytes:
-                    units.append(Unit(tuple(regions), held))
-                    regions, held = [], 0
-                regions.append((number, box))
+                if boxes and held + num_bytes > self.unit_bytes:
+                    units.append(Unit(tuple(boxes), held))
+                    boxes, held = [], 0
+                boxes.append((number, box))
                 held += num_bytes
-        if regions:
-            units.append(Unit(tuple(regions), held))
+        if boxes:
+            units.append(Unit(tuple(boxes), held))
         return tuple(units)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that tell this conversion from any other: source files, target files, and what goes where."""
-        found = hashlib.sha256(
+        """Return 16 hex digits that identify this conversion: source files, target files, and all target boxes."""
+        sha256 = hashlib.sha256(
             f"{self.index.root} {self.index.step} {self.unit_bytes}".encode(errors="surrogateescape")
         )
         for source in self.index.files:
-            found.update(f"{source.path} {source.num_bytes} {source.checksums}".encode(errors="surrogateescape"))
+            sha256.update(f"{source.path} {source.num_bytes} {source.checksums}".encode(errors="surrogateescape"))
         for target in self.layout.files:
-            found.update(f"{target.path} {target.num_bytes}".encode())
-            for part in identity(target.fixed):
-                found.update(part)
+            sha256.update(f"{target.path} {target.num_bytes}".encode())
+            for content in identity_bytes(target.fixed):
+                sha256.update(content)
         for tensor in self.target_tensors:
-            found.update(f"{tensor.key} {tensor.shape} {tensor.dtype}".encode())
+            sha256.update(f"{tensor.key} {tensor.shape} {tensor.dtype}".encode())
         shards = self.layout.shards
         for name in _PLACES if shards.has_families else _PLACES[:6]:
-            found.update(np.ascontiguousarray(getattr(shards, name)).data)
-        return found.hexdigest()[:16]
+            sha256.update(np.ascontiguousarray(getattr(shards, name)).data)
+        return sha256.hexdigest()[:16]
 
     def summary(self) -> dict[str, Any]:
-        """What `reshard plan` prints."""
+        """Return the plan's numbers as `reshard plan` prints them."""
         return {
             "source": str(self.index.root),
             "source_format": self.index.format,
@@ -212,17 +212,17 @@ def make_plan(
     num_threads: int = 1,
     agreement: bool = False,
 ) -> Plan:
-    """Match a source with a target.
+    """Make the plan that converts a source into a target.
 
     Args:
         index: the source.
         layout: the target.
-        memory_bytes: for buffers.
-        num_threads: that read and write at the same time.
-        agreement: compare what the source holds twice: copies of a tensor, and weights with their masters.
+        memory_bytes: memory for buffers.
+        num_threads: number of threads that read and write.
+        agreement: compare data that the source holds twice: copies of a tensor, and weights with their masters.
 
     Raises:
-        PlanError: the target wants a tensor that the source does not hold.
+        PlanError: the target needs a tensor that the source does not hold.
     """
     target_rows = _target_rows(index, layout)
     all_rows = index.shards.by_tensor(len(index.tensors))
@@ -255,17 +255,17 @@ def make_plan(
 
 
 def _roundings(index: Index, source_rows: Sequence[Int64Array]) -> tuple[Rounding, ...]:
-    """Weights and masters of one name that are both read."""
+    """Find the weights that are read together with their master weights."""
     read = {tensor.key: at for at, tensor in enumerate(index.tensors) if len(source_rows[at])}
-    found = []
+    roundings = []
     for (state, name), weight in read.items():
         master = read.get(TensorKey("fp32", name)) if state == "weight" else None
         if master is None or index.tensors[weight].shape != index.tensors[master].shape:
             continue
         dtype = index.tensors[weight].dtype
         if can_cast(index.tensors[master].dtype, dtype):
-            found.append(Rounding(weight, master, dtype))
-    return tuple(found)
+            roundings.append(Rounding(weight, master, dtype))
+    return tuple(roundings)
 
 
 def _origins(index: Index, layout: TargetLayout) -> Int64Array:
@@ -277,7 +277,7 @@ def _origins(index: Index, layout: TargetLayout) -> Int64Array:
 
 
 def _target_rows(index: Index, layout: TargetLayout) -> list[Int64Array]:
-    """Rows of the target by the source tensor that they are made of."""
+    """Group the target's rows by the source tensor that they are made of."""
     origin = _origins(index, layout)[layout.shards.tensor]
     order = np.argsort(origin, kind="stable")
     bounds = np.searchsorted(origin[order], np.arange(len(index.tensors) + 1))
@@ -285,7 +285,7 @@ def _target_rows(index: Index, layout: TargetLayout) -> list[Int64Array]:
 
 
 def _one_replica(shards: ShardTable, rows: Int64Array) -> Int64Array:
-    """Rows of the first replica, in the order of the tensor's elements."""
+    """Return the rows of the first replica, in the order of the tensor's elements."""
     if not len(rows):
         return rows
     chosen = rows[shards.replica[rows] == shards.replica[rows].min()]
@@ -294,7 +294,7 @@ def _one_replica(shards: ShardTable, rows: Int64Array) -> Int64Array:
 
 
 def _num_bytes(index: Index, rows: Sequence[Int64Array]) -> int:
-    """Bytes of rows by tensor."""
+    """Return the bytes of all rows, given by tensor."""
     num_elements = index.shards.num_elements
     return sum(
         int(num_elements[own].sum()) * tensor.item_bytes for own, tensor in zip(rows, index.tensors, strict=True)

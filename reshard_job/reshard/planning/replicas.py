@@ -1,9 +1,9 @@
-"""Which copies of a tensor must be read to know that all copies in a source are equal.
+"""Find the copies of tensors that must be read to prove that all copies in a source are equal.
 
-A source that was written by several ranks holds some tensors several times: what tensor parallelism replicates, tied
-weights of several pipeline stages, buffers. A conversion takes one copy. The others are compared with it, bit by bit:
-by the checksums that the containers state where those are of the very same elements, which costs nothing, and else by
-reading them.
+A source that several ranks wrote holds some tensors several times: weights that tensor parallelism replicates, tied
+weights of several pipeline stages, buffers. A conversion takes one copy, and the others must equal it bit by bit. Where
+the containers state checksums of exactly the same elements, the checksums are compared, which costs nothing. Other
+copies are read.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from reshard.tensors.shard_table import ShardTable
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 _Content = frozenset[tuple[object, ...]]
-"""What a copy holds: boxes, with the checksum of their bytes or the place of these."""
+"""Boxes of a copy, each with the checksum of its bytes or with their file and position."""
 
 
 class Copies(NamedTuple):
-    """Copies of the tensors of a source besides those that are converted.
+    """Copies of the tensors of a source that must be compared with the copies that are converted.
 
     Attributes:
-        rows: rows of the source's table to compare with the copy that is converted, by tensor, [tensors][rows].
-        notes: which tensors have copies that differ, and may, in words for the user.
+        rows: rows of the source's table to compare, by tensor, [tensors][rows].
+        notes: sentences for the user about tensors whose copies may differ, and do.
     """
 
     rows: tuple[Int64Array, ...]
@@ -40,69 +40,69 @@ def copies_to_compare(index: Index, rows: Sequence[Int64Array], chosen: Sequence
 
     Args:
         index: the source.
-        rows: of each tensor, [tensors][rows].
-        chosen: those of the copy that is converted; none where the tensor is not needed, [tensors][rows].
+        rows: all rows of each tensor, [tensors][rows].
+        chosen: rows of the copy that is converted; no rows if the tensor is not needed, [tensors][rows].
     """
-    stated = _Stated(index.files)
-    found: list[Int64Array] = []
+    stated = _StatedChecksums(index.files)
+    to_compare: list[Int64Array] = []
     differing: list[str] = []
     for tensor, own, taken in zip(index.tensors, rows, chosen, strict=True):
         if len(taken) == len(own) or not len(taken):
-            found.append(_NO_ROWS)
+            to_compare.append(_NO_ROWS)
             continue
         groups = _by_replica(index.shards, own)
         first = groups.pop(int(index.shards.replica[taken[0]]))
-        differ = [other for other in groups.values() if not stated.agree(index.shards, tensor, first, other)]
+        unproved = [other for other in groups.values() if not stated.are_equal(index.shards, tensor, first, other)]
         if tensor.key in index.rank_local:
-            if any(stated.disagree(index.shards, tensor, first, other) for other in differ):
+            if any(stated.are_different(index.shards, tensor, first, other) for other in unproved):
                 differing.append(tensor.key.name)
-            differ = []
-        found.append(np.concatenate([_NO_ROWS, *differ]))
+            unproved = []
+        to_compare.append(np.concatenate([_NO_ROWS, *unproved]))
     few = ", ".join(differing[:5]) + (", ..." if len(differing) > 5 else "")
     note = f"buffers differ between data-parallel ranks: the first rank's are taken ({few})"
-    return Copies(tuple(found), (note,) if differing else ())
+    return Copies(tuple(to_compare), (note,) if differing else ())
 
 
 def _by_replica(shards: ShardTable, rows: Int64Array) -> dict[int, Int64Array]:
-    """Rows of one tensor by the copy that they are of."""
+    """Group rows of one tensor by the copy that they belong to."""
     order = rows[np.argsort(shards.replica[rows], kind="stable")]
     replica = shards.replica[order]
     borders = np.flatnonzero(np.diff(replica)) + 1
-    parts = np.split(order, borders)
-    return {int(shards.replica[part[0]]): part for part in parts}
+    groups = np.split(order, borders)
+    return {int(shards.replica[group[0]]): group for group in groups}
 
 
-class _Stated:
+class _StatedChecksums:
     """Checksums that containers state, by file and first byte."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
-        self._known: dict[int, Mapping[int, tuple[int, int]]] = {}  # files of alike ranks hold the same object
+        self._known: dict[int, Mapping[int, tuple[int, int]]] = {}  # by id: files of equal ranks share one sequence
 
-    def agree(self, shards: ShardTable, tensor: LogicalTensor, one: Int64Array, other: Int64Array) -> bool:
-        """Two copies are known to be equal: they are the same bytes, or the same checksums are stated of them."""
+    def are_equal(self, shards: ShardTable, tensor: LogicalTensor, one: Int64Array, other: Int64Array) -> bool:
+        """Return True if two copies are proved equal: they are the same bytes, or have the same stated checksums."""
         if _places(shards, one) == _places(shards, other):
             return True
-        found = self._content(shards, tensor, one)
-        return found is not None and found == self._content(shards, tensor, other)
+        content = self._content(shards, tensor, one)
+        return content is not None and content == self._content(shards, tensor, other)
 
-    def disagree(self, shards: ShardTable, tensor: LogicalTensor, one: Int64Array, other: Int64Array) -> bool:
-        """Two copies are known to differ: other checksums are stated of them."""
-        found = self._content(shards, tensor, one), self._content(shards, tensor, other)
-        return None not in found and found[0] != found[1]
+    def are_different(self, shards: ShardTable, tensor: LogicalTensor, one: Int64Array, other: Int64Array) -> bool:
+        """Return True if two copies are proved different: both have stated checksums, and these differ."""
+        first, second = self._content(shards, tensor, one), self._content(shards, tensor, other)
+        return first is not None and second is not None and first != second
 
     def _content(self, shards: ShardTable, tensor: LogicalTensor, rows: Int64Array) -> _Content | None:
-        """The boxes of a copy and the checksums of their bytes; None where one of them has none of its own."""
-        found = set()
+        """Return the boxes of a copy with their stated checksums; None if a box has no checksum of its own."""
+        content = set()
         for at in rows.tolist():
             box = _box(shards, at)
             num_bytes = int(shards.size[at].prod()) * tensor.item_bytes
-            extent = (int(((shards.size[at] - 1) * shards.stride[at]).sum()) + 1) * tensor.item_bytes
+            spanned = (int(((shards.size[at] - 1) * shards.stride[at]).sum()) + 1) * tensor.item_bytes
             stated = self._of(int(shards.file[at])).get(int(shards.byte_offset[at]))
-            if shards.chunk[at] or stated is None or stated[0] != num_bytes or extent != num_bytes:
+            if shards.chunk[at] or stated is None or stated[0] != num_bytes or spanned != num_bytes:
                 return None
-            found.add((*box, stated[1]))
-        return frozenset(found)
+            content.add((*box, stated[1]))
+        return frozenset(content)
 
     def _of(self, file: int) -> Mapping[int, tuple[int, int]]:
         checksums = self._files[file].checksums
@@ -117,12 +117,12 @@ class _Stated:
 
 
 def _places(shards: ShardTable, rows: Int64Array) -> _Content:
-    """The boxes of a copy and where they lie."""
+    """Return the boxes of a copy with their files and positions."""
     places = ((*_box(shards, at), int(shards.file[at]), int(shards.byte_offset[at])) for at in rows.tolist())
     return frozenset((*place, int(shards.chunk[at])) for place, at in zip(places, rows.tolist(), strict=True))
 
 
 def _box(shards: ShardTable, at: int) -> tuple[object, ...]:
-    """What of its tensor a row holds, in which order; of a family the elements."""
+    """Return offset, size and stride of a row's box, and the interval of its elements if it is a family."""
     dims = (shards.offset[at], shards.size[at], shards.stride[at])
     return (*(tuple(column.tolist()) for column in dims), int(shards.start[at]), int(shards.stop[at]))

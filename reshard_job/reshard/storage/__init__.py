@@ -1,4 +1,4 @@
-"""Files on this machine and in object stores: ranged reads, writes, and durable names.
+"""Files on this machine and in object stores: reads of ranges, writes, and durable file names.
 
 Imports `system`, `checksums` and `tensors`; imported by commits, planning, formats and execution.
 """

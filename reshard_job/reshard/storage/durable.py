@@ -1,4 +1,4 @@
-"""Write small files and make names durable, on this machine's file systems. Standard library only."""
+"""Write small files and make file names durable, on this machine's file systems. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _BLOCK_BYTES = 4 << 20
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file: who reads it meanwhile, or after a crash, finds the old content or the new one, whole.
+    """Write a small file atomically: a reader finds the whole old content or the whole new one, also after a crash.
 
     Raises:
-        OSError: it cannot be written; nothing is left beside it.
+        OSError: the file cannot be written; the draft beside it is removed.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -41,10 +41,10 @@ def sync_folder(folder: str | Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing, and sync the name of each in the folder above it.
+    """Make a folder and its missing parents, and make the name of each durable.
 
     Raises:
-        OSError: one cannot be made.
+        OSError: a folder cannot be made.
     """
     missing = [folder, *folder.parents]
     missing = missing[: next((at for at, path in enumerate(missing) if path.is_dir()), len(missing))]
@@ -57,7 +57,7 @@ def sync_folders(folder: Path) -> None:
     """Make all names in `folder` and in the folders below it durable, the deepest first; links are not followed.
 
     Raises:
-        OSError: one cannot be synced.
+        OSError: a folder cannot be synced.
     """
     for root, _, _ in os.walk(folder, topdown=False, onerror=_raise):
         sync_folder(root)
@@ -68,7 +68,7 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def file_crc32(path: str | Path) -> int:
-    """CRC-32 (zlib) of a file, in blocks of 4 MiB."""
+    """Compute the CRC-32 (zlib) of a file, reading blocks of 4 MiB."""
     crc = 0
     with (path if isinstance(path, Path) else Path(path)).open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):

@@ -1,6 +1,6 @@
 """Positioned reads of files, on this machine's file systems or in an object store.
 
-Readers of formats open what they read through `open_file`, so that they need not know where a checkpoint is.
+Readers of formats open files with `open_file`, so that they work for local and for remote checkpoints alike.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ class File(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Size when it was opened."""
+        """Return the size when the file was opened."""
         ...
 
     @property
-    def slow_to_ask(self) -> bool:
-        """Every read is a request over a network: better few large ones."""
+    def is_remote(self) -> bool:
+        """Return True if every read is a request over a network, so that few large reads are faster than many."""
         ...
 
     @property
     def identity(self) -> FileIdentity:
-        """What tells it from another file of its name."""
+        """Return what tells the file from another file of the same name."""
         ...
 
     def read(self, num_bytes: int, position: int) -> bytes:
-        """Up to `num_bytes` from `position`; fewer at the end of the file.
+        """Read up to `num_bytes` from `position`; fewer at the end of the file.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         ...
 
     def read_into(self, target: Bytes, position: int) -> int:
-        """Fill `target` ([num_bytes], contiguous) from `position`; number of bytes read, fewer at the file's end.
+        """Fill `target` ([num_bytes], contiguous) from `position` and return the number of bytes read.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         ...
 
     def close(self) -> None:
-        """Done."""
+        """Close the file."""
         ...
 
     def __enter__(self) -> File: ...
@@ -78,58 +78,65 @@ class File(Protocol):
 
 
 class LocalFile:
-    """A file that the operating system knows."""
+    """A file on a file system of this machine."""
 
-    slow_to_ask = False
+    is_remote = False
 
     def __init__(self, path: Path, *, follow: bool = False, root: Path | None = None) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
         self._descriptor = os.open(path, flags) if root is None else _open_below(root, path, flags)
         mode = os.fstat(self._descriptor).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # devices never end; of a folder, reading says what it is
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # devices never end; reading a folder raises EISDIR
             os.close(self._descriptor)
             raise OSError(errno.EINVAL, "is a pipe or device, expected a file", str(path))
 
     @property
     def num_bytes(self) -> int:
-        """Size now."""
+        """Return the current size."""
         return os.fstat(self._descriptor).st_size
 
     @property
     def identity(self) -> FileIdentity:
-        """What tells it now from another file of its name."""
+        """Return what tells the file now from another file of the same name."""
         return FileIdentity.of_status(os.fstat(self._descriptor))
 
     def read(self, num_bytes: int, position: int) -> bytes:
-        """See `File`."""
+        """Read up to `num_bytes` from `position`, see `File.read`."""
         return os.pread(self._descriptor, num_bytes, position)
 
     def read_into(self, target: Bytes, position: int) -> int:
-        """See `File`."""
+        """Fill `target` from `position`, see `File.read_into`."""
         return os.preadv(self._descriptor, [target.data], position)
 
     def view(self, start: int, num_bytes: int) -> Bytes | None:
-        """A range as the kernel holds it, not copied ([num_bytes], read-only), or None where it cannot be had so.
+        """Map a range into memory without a copy ([num_bytes], read-only); return None if that is not possible.
 
-        All of it is in memory when this returns. So what is truncated or cannot be read is found here, where it is
-        None and reading says why, and does not end the process by a signal when the memory is looked at.
+        The whole range is in memory when this method returns. If the file is truncated or cannot be read, the mapping
+        fails here and returns None, and a read then raises the reason. Otherwise a later access to the mapping would
+        raise SIGBUS, which ends the process.
         """
         offset = start - start % mmap.ALLOCATIONGRANULARITY
-        if not num_bytes:  # mmap would take that as all there is
+        if not num_bytes:  # mmap would map the whole file
             return None
         try:
             mapping = mmap.mmap(self._descriptor, start - offset + num_bytes, prot=mmap.PROT_READ, offset=offset)
             mapping.madvise(_MADV_POPULATE_READ)
-        except (OSError, ValueError):  # no mappings here, an old kernel, or a bad range; ValueError: behind the end
+        except (
+            OSError,
+            ValueError,
+        ):  # no mappings here, an old kernel, a bad range, or (ValueError) one behind the end
             return None
         return np.frombuffer(mapping, dtype=np.uint8)[start - offset :]
 
-    def holds(self, start: int, num_bytes: int) -> bool:
-        """The kernel has all of a range in memory (mincore(2): it says so of any file to whoever may not write it)."""
-        ask = c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    def is_cached(self, start: int, num_bytes: int) -> bool:
+        """Return True if the whole range is in the page cache.
+
+        mincore(2) reports every page as cached if the caller may not write the file.
+        """
+        mincore = c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         offset = start - start % mmap.ALLOCATIONGRANULARITY
         length = start - offset + num_bytes
-        if ask is None or not num_bytes:
+        if mincore is None or not num_bytes:
             return False
         try:
             mapped = np.frombuffer(
@@ -138,14 +145,14 @@ class LocalFile:
         except (OSError, ValueError):
             return False
         pages = np.zeros(-(-length // mmap.PAGESIZE), dtype=np.uint8)
-        return ask(mapped.ctypes.data, length, pages.ctypes.data) == 0 and bool((pages & 1).all())
+        return mincore(mapped.ctypes.data, length, pages.ctypes.data) == 0 and bool((pages & 1).all())
 
-    def expect(self, start: int, num_bytes: int) -> None:
-        """A range will be read soon: the kernel begins to fetch what it does not hold."""
+    def prefetch(self, start: int, num_bytes: int) -> None:
+        """Let the kernel begin to read a range into the page cache, because it will be read soon."""
         os.posix_fadvise(self._descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        """See `File`."""
+        """Close the file."""
         os.close(self._descriptor)
 
     def __enter__(self) -> LocalFile:
@@ -157,26 +164,25 @@ class LocalFile:
 
 @functools.cache
 def c_function(name: str, *types: Any) -> Callable[..., int] | None:
-    """A function of Linux' C library that Python does not offer, or None elsewhere."""
+    """Return a function of Linux' C library that Python does not offer, or None on other systems."""
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
     function.argtypes = types
-    found: Callable[..., int] = function
-    return found
+    typed: Callable[..., int] = function
+    return typed
 
 
 def _open_below(root: Path, path: Path, flags: int) -> int:
-    """Open a file without following a link in any folder between it and `root`, which may be a link itself.
+    """Open a file below `root` without following links in the folders between; `root` itself may be a link.
 
     Raises:
-        OSError: it cannot be opened, or one of the folders is a link.
+        OSError: the file cannot be opened, or one of the folders is a link.
     """
     folders = path.relative_to(root).parts[:-1]
-    if (
-        not folders or ".." in folders
-    ):  # the latter is a link of a download cache that was judged before it was followed
+    # A path with ".." is the target of a link in a download cache; the reader checked that link before.
+    if not folders or ".." in folders:
         return os.open(path, flags)
     here = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -184,7 +190,7 @@ def _open_below(root: Path, path: Path, flags: int) -> int:
             try:
                 inner = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
             except NotADirectoryError as error:
-                raise OSError(errno.ELOOP, f"{folder} is a link or no folder", str(path)) from error
+                raise OSError(errno.ELOOP, f"{folder} is a link or not a folder", str(path)) from error
             os.close(here)
             here = inner
         return os.open(path.name, flags, dir_fd=here)
@@ -196,23 +202,23 @@ def open_file(path: str | Path, *, follow: bool = False, root: Path | None = Non
     """Open a file for reading.
 
     Args:
-        path: of this machine, or a URL.
-        follow: a symbolic link is followed, not refused.
-        root: folder of the checkpoint that the file belongs to: folders in it that are links are refused, too.
+        path: path on this machine, or a URL.
+        follow: follow a symbolic link instead of refusing it.
+        root: folder of the checkpoint that the file belongs to; folders below it that are links are refused, too.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
-    found = path if isinstance(path, Path) else location(path)
-    file: File = found.open_remote() if isinstance(found, RemotePath) else LocalFile(found, follow=follow, root=root)
+    place = path if isinstance(path, Path) else location(path)
+    file: File = place.open_remote() if isinstance(place, RemotePath) else LocalFile(place, follow=follow, root=root)
     if (opened := _opened.get()) is not None:
-        opened.setdefault(str(found), file.identity)
+        opened.setdefault(str(place), file.identity)
     return file
 
 
 @contextlib.contextmanager
-def noting_opened() -> Iterator[dict[str, FileIdentity]]:
-    """Collect path and identity of every file that this thread opens with `open_file`, as it was when first opened."""
+def record_opened_files() -> Iterator[dict[str, FileIdentity]]:
+    """Record path and identity of every file that this thread opens with `open_file`, as of its first opening."""
     opened: dict[str, FileIdentity] = {}
     token = _opened.set(opened)
     try:
@@ -220,13 +226,13 @@ def noting_opened() -> Iterator[dict[str, FileIdentity]]:
     finally:
         _opened.reset(token)
         if (outer := _opened.get()) is not None:
-            outer.update({path: outer.get(path, found) for path, found in opened.items()})
+            outer.update({path: outer.get(path, identity) for path, identity in opened.items()})
 
 
 def identity_at(path: Path) -> FileIdentity:
-    """Return the identity of the file that has a path now.
+    """Return the identity of the file that is at a path now.
 
-    A local file is opened, because a network file system asks its server then, and may answer from memory else.
+    A local file is opened, because only then does a network file system ask its server instead of its cache.
 
     Raises:
         OSError: there is no such file.
@@ -238,48 +244,49 @@ def identity_at(path: Path) -> FileIdentity:
 
 
 def read_all(file: File) -> bytes:
-    """Return the whole content of a file, which one read gives at most 2 GiB of.
+    """Return the whole content of a file; several reads are needed above 2 GiB.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
-    parts: list[bytes] = []
+    blocks: list[bytes] = []
     position, num_bytes = 0, file.num_bytes
-    while position < num_bytes and (part := file.read(num_bytes - position, position)):
-        parts.append(part)
-        position += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    while position < num_bytes and (block := file.read(num_bytes - position, position)):
+        blocks.append(block)
+        position += len(block)
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
 class Stream(io.RawIOBase):
-    """A file as a seekable stream, for libraries that want one."""
+    """A seekable stream that reads a `File`, for libraries that need one."""
 
     def __init__(self, file: File) -> None:
         self._file = file
         self._position = 0
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move."""
+        """Move to a position and return it, see `io.IOBase.seek`.
+
+        Raises:
+            OSError: the position would be negative.
+        """
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.num_bytes}[whence]
         if base + offset < 0:
-            raise OSError(f"cannot seek to byte {base + offset}")
+            raise OSError(f"cannot seek to byte {base + offset}: expected at least 0")
         self._position = base + offset
         return self._position
 
     def tell(self) -> int:
-        """Position."""
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes from here, or all."""
+        """Read up to `size` bytes from the current position; all remaining bytes if `size` is negative."""
         left = max(0, self._file.num_bytes - self._position)
         content = self._file.read(left if size < 0 else min(size, left), self._position)
         self._position += len(content)

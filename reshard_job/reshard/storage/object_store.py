@@ -1,7 +1,7 @@
-"""Checkpoints in object stores, by fsspec: `s3://bucket/folder`, `gs://...`, `memory://...`.
+"""Checkpoints in object stores, through fsspec: `s3://bucket/folder`, `gs://...`, `memory://...`.
 
-A `RemotePath` answers what the readers of formats ask a path (its name, its children, its size), and gives files that
-are read by ranges. What lies in a folder is asked once and remembered by most libraries, until `RemotePath.forget`.
+A `RemotePath` has the methods of a path that readers of formats use (name, children, size), and opens objects that are
+read by ranges. Most fsspec libraries cache the list of a folder until `RemotePath.forget` is called.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _VERSIONS = (
     *("ETag", "etag", "generation", "VersionId", "version_id"),
     *("LastModified", "last_modified", "updated", "mtime", "modified", "created"),
 )
-"""Keys under which stores of fsspec name the content of an object; the first that there is tells it from others."""
+"""Keys under which fsspec's stores state the version of an object; the first key that is present is used."""
 
-_BLOCK_BYTES = 64 << 10  # a reader of metadata asks for neighbouring bits: one request for all of them
+_BLOCK_BYTES = 64 << 10  # readers of metadata read small neighbouring ranges: one request fetches all of them
 
 
 class Requests:
-    """How many requests for data were made, of how many bytes together."""
+    """Counts requests for data and the bytes that they ask for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,21 +55,21 @@ class Requests:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """One more."""
+        """Count a request of `num_bytes`."""
         with self._lock:
             self.count += 1
             self.num_bytes += num_bytes
 
 
 REQUESTS = Requests()
-"""Of this process."""
+"""Requests of this process."""
 
 
 def location(text: str) -> Path:
-    """The path that a user names: a folder of this machine (also as `file:///folder`), or a URL.
+    """Return the path for a user's text: a folder of this machine (also as `file:///folder`), or a URL.
 
     Raises:
-        UsageError: a URL that names no bucket, or of a store for which no library is installed; or it can be no path.
+        UsageError: the URL names no bucket, no library for its store is installed, or the text cannot be a path.
     """
     path = local(text)
     if path is not None:
@@ -82,10 +82,10 @@ def location(text: str) -> Path:
 
 
 def local(text: str) -> Path | None:
-    """The path of this machine that a user names, or None for a URL of a store.
+    """Return the path on this machine for a user's text, or None if the text is a URL of a store.
 
     Raises:
-        UsageError: a URL of another machine's file, or what can be no path.
+        UsageError: the URL is of a file on another machine, or the text cannot be a path.
     """
     check_path(text)
     match = _URL.match(text)
@@ -104,10 +104,10 @@ def local(text: str) -> Path | None:
 
 
 def check_path(text: str) -> None:
-    """Refuse what the operating system takes for no path at all.
+    """Refuse text that the operating system does not accept as a path.
 
     Raises:
-        UsageError: it holds a zero byte, or half of a surrogate pair.
+        UsageError: the text holds a zero byte, or half of a surrogate pair.
     """
     try:
         name = os.fsencode(text)
@@ -126,7 +126,7 @@ def _filesystem(scheme: str) -> Any:
             f"{scheme}:// needs a library that is not installed: {error}",
             hint=f"pip install {_LIBRARIES.get(scheme, 'the fsspec implementation of that store')}",
         ) from error
-    except Exception as error:  # implementations raise what they like
+    except Exception as error:  # implementations raise any class of error
         raise UsageError(
             f"{scheme}:// is of no store that can be opened by its URL alone: {error}",
             hint=f"name a folder of this machine, or a URL such as {', '.join(f'{known}://' for known in _LIBRARIES)}",
@@ -134,7 +134,7 @@ def _filesystem(scheme: str) -> Any:
 
 
 class RemotePath(PosixPath):
-    """A folder or an object in a store that fsspec knows."""
+    """A folder or an object in a store that fsspec supports."""
 
     __slots__ = ()
 
@@ -142,10 +142,10 @@ class RemotePath(PosixPath):
         return _COLLAPSED.sub(r"\1://", super().__str__())
 
     def filesystem(self) -> Any:
-        """The fsspec file system.
+        """Return the fsspec file system for this path's scheme.
 
         Raises:
-            UsageError: there is none for this scheme.
+            UsageError: no library for the scheme is installed.
         """
         return _filesystem(str(self).partition("://")[0])
 
@@ -153,27 +153,27 @@ class RemotePath(PosixPath):
         if "://" not in str(self):  # the parent of a bucket
             raise FileNotFoundError(errno.ENOENT, "no bucket is named", str(self))
         try:
-            found: dict[str, Any] = self.filesystem().info(str(self))
+            info: dict[str, Any] = self.filesystem().info(str(self))
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, "no such object or folder", str(self)) from error
-        except Exception as error:  # stores raise what they like
+        except Exception as error:  # stores raise any class of error
             raise _as_oserror(error, self) from error
-        return found
+        return info
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
-        """There is such an object or folder."""
+        """Return True if there is an object or a folder of this name."""
         return self._kind() is not None
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """It is a folder."""
+        """Return True if the path is a folder."""
         return self._kind() == "directory"
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """It is an object."""
+        """Return True if the path is an object."""
         return self._kind() == "file"
 
     def is_symlink(self) -> bool:
-        """There are no links."""
+        """Return False, because object stores have no links."""
         return False
 
     def _kind(self) -> str | None:
@@ -183,35 +183,35 @@ class RemotePath(PosixPath):
             return None
 
     def absolute(self) -> RemotePath:
-        """URLs are absolute."""
+        """Return the path itself, because URLs are absolute."""
         return self
 
     def resolve(self, strict: bool = False) -> RemotePath:
-        """There are no links."""
+        """Return the path itself, because object stores have no links."""
         return self
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Kind and size."""
+        """Return a status with kind and size; other fields are 0."""
         info = self._info()
         kind = stat.S_IFDIR | 0o755 if info["type"] == "directory" else stat.S_IFREG | 0o644
         return os.stat_result((kind, 0, 0, 1, 0, 0, int(info.get("size") or 0), 0, 0, 0))
 
     def lstat(self) -> os.stat_result:
-        """The same: there are no links."""
+        """Return the same as `stat`, because object stores have no links."""
         return self.stat()
 
     def iterdir(self) -> Generator[RemotePath, None, None]:
-        """What lies in the folder."""
+        """Yield the objects and folders in this folder."""
         try:
             names = self.filesystem().ls(str(self), detail=False)
-        except Exception as error:  # stores raise what they like
+        except Exception as error:  # stores raise any class of error
             raise _as_oserror(error, self) from error
         for name in sorted(names):
             if (child := PurePosixPath(name).name) != self.name:
                 yield self / child
 
     def rglob(self, pattern: str) -> Generator[RemotePath, None, None]:
-        """Everything below, for the pattern `*` alone."""
+        """Yield all objects and folders below this folder; supports the pattern `*` only."""
         if pattern != "*":
             raise NotImplementedError(pattern)
         for child in self.iterdir():
@@ -220,16 +220,16 @@ class RemotePath(PosixPath):
                 yield from child.rglob(pattern)
 
     def read_bytes(self) -> bytes:
-        """The whole object."""
+        """Read the whole object."""
         with self.open_remote() as file:
             return file.read(file.num_bytes, 0)
 
     def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
-        """The whole object as text."""
+        """Read the whole object as text."""
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     def open(self, mode: str = "r", *_options: Any, **_named: Any) -> Any:
-        """For reading from front to back."""
+        """Open the object as a stream for reading."""
         if mode == "rb":
             return self.filesystem().open(str(self), "rb")
         if mode == "r":
@@ -237,14 +237,14 @@ class RemotePath(PosixPath):
         raise OSError(f"{self}: object stores are read only here")
 
     def open_remote(self) -> RemoteFile:
-        """For positioned reads."""
+        """Open the object for positioned reads."""
         info = self._info()
         if info["type"] == "directory":
             raise IsADirectoryError(f"{self}: is a folder")
         return RemoteFile(self, int(info["size"]), _identity(info))
 
     def identity(self) -> FileIdentity:
-        """Return what tells the object from another of its name.
+        """Return what tells the object from another one of the same name.
 
         Raises:
             OSError: there is no such object.
@@ -252,9 +252,10 @@ class RemotePath(PosixPath):
         return _identity(self._info())
 
     def forget(self, folders: Iterable[RemotePath] = ()) -> None:
-        """Ask the store anew from now on, where its library remembers what there is; first about some folders.
+        """Drop the library's cached lists, and list some folders again.
 
-        To list a folder is one request for many objects, and most libraries then answer from the list.
+        One request lists a folder of many objects, and most libraries then answer questions about each object from
+        that list.
         """
         self.filesystem().invalidate_cache()
         for folder in sorted(folders):
@@ -268,7 +269,7 @@ def _identity(info: dict[str, Any]) -> FileIdentity:
 
 
 def _as_oserror(error: Exception, path: RemotePath) -> OSError:
-    """Another object than the one asked for may be named in a store's own message: name ours."""
+    """Convert a store's error to an OSError that names `path`; the store's own message may name another object."""
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "no such object or folder", str(path))
     return StoreError(
@@ -281,7 +282,7 @@ def _as_oserror(error: Exception, path: RemotePath) -> OSError:
 class RemoteFile:
     """An object that is read by ranges."""
 
-    slow_to_ask = True
+    is_remote = True
 
     def __init__(self, path: RemotePath, num_bytes: int, identity: FileIdentity) -> None:
         self._path = path
@@ -291,13 +292,13 @@ class RemoteFile:
         self._block: tuple[int, bytes] = (0, b"")
 
     def read(self, num_bytes: int, position: int) -> bytes:
-        """See `reshard.storage.files.File`; small reads are served from one larger one."""
+        """Read up to `num_bytes`, see `reshard.storage.files.File.read`; one larger request serves many small reads."""
         num_bytes = max(0, min(num_bytes, self.num_bytes - position))
         if num_bytes >= _BLOCK_BYTES:
             return self._fetch(position, position + num_bytes)
         start, block = self._block
         if not start <= position <= position + num_bytes <= start + len(block):
-            # The directory of an archive is read from its end, everything else forwards.
+            # The directory of an archive is read backwards from the end of the file, everything else forwards.
             tail = self.num_bytes - position <= _BLOCK_BYTES
             start = max(0, self.num_bytes - _BLOCK_BYTES) if tail else position
             block = self._fetch(start, min(self.num_bytes, start + _BLOCK_BYTES))
@@ -305,7 +306,7 @@ class RemoteFile:
         return block[position - start : position - start + num_bytes]
 
     def read_into(self, target: npt.NDArray[np.uint8], position: int) -> int:
-        """See `reshard.storage.files.File`."""
+        """Fill `target` from `position`, see `reshard.storage.files.File.read_into`."""
         content = self._fetch(position, min(self.num_bytes, position + len(target)))
         target[: len(content)] = np.frombuffer(content, dtype=np.uint8)
         return len(content)
@@ -316,12 +317,12 @@ class RemoteFile:
         REQUESTS.add(end - start)
         try:
             content: bytes = self._filesystem.cat_file(str(self._path), start=start, end=end)
-        except Exception as error:  # stores raise what they like
+        except Exception as error:  # stores raise any class of error
             raise _as_oserror(error, self._path) from error
         return content
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because no connection is kept open."""
 
     def __enter__(self) -> RemoteFile:
         return self

@@ -1,6 +1,6 @@
-"""Reading ranges of source files, with checksums of what passed.
+"""Read ranges of source files and compute their checksums.
 
-Positioned reads on shared descriptors, so any number of threads may read one file.
+Reads are positioned reads on shared descriptors, so any number of threads may read one file.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from pathlib import Path
 import numpy as np
 
 from reshard.checksums import crc
-from reshard.checksums.crc import Piece
+from reshard.checksums.crc import CrcRange
 from reshard.errors import CorruptSourceError, SourceChangedError
 from reshard.storage.files import Bytes, File, LocalFile, open_file
 from reshard.system.file_handles import Handles
 from reshard.tensors.layout import Checksum, SourceFile
 
 GAP_BYTES = 256 << 10
-"""Bytes that may be read for nothing to save a request: about what a store sends in the time that it takes to answer
-one (10 ms at 25 MB/s for a single stream)."""
+"""Largest gap between two ranges that are fetched in one request. A store sends about as many bytes in the time that it
+needs to answer a request (10 ms at 25 MB/s for a single stream)."""
 
 _BLOCK_BYTES = 4 << 20
 
 
 class SourceReader:
-    """Files of a source checkpoint, opened read-only when first needed."""
+    """Files of a source checkpoint, opened read-only when they are first needed."""
 
     may_map = False
-    """Local files may be looked at in mappings: in a process that may be ended by what happens to them."""
+    """True if local files may be read through memory mappings. A file that becomes shorter then ends the process by
+    SIGBUS, so this is set in child processes only."""
 
     def __init__(self, root: Path, files: Sequence[SourceFile], *, bytes_per_second: float | None = None) -> None:
         self._root = root
@@ -40,17 +41,21 @@ class SourceReader:
         self._fetched = threading.local()
         self._pace = None if bytes_per_second is None else Pace(bytes_per_second)
 
-    def read_into(self, file: int, position: int, target: Bytes) -> Piece:
+    def read_into(self, file: int, position: int, target: Bytes) -> CrcRange:
         """Fill `target` ([num_bytes], contiguous) from a file.
 
         Raises:
             CorruptSourceError: the file is shorter than it was, or cannot be read.
         """
         self.fill(file, position, target)
-        return Piece(position, len(target), crc.crc32(target.data))
+        return CrcRange(position, len(target), crc.crc32(target.data))
 
     def fill(self, file: int, position: int, target: Bytes) -> None:
-        """The same without the checksum."""
+        """Fill `target` ([num_bytes], contiguous) from a file without computing a checksum.
+
+        Raises:
+            CorruptSourceError: the file is shorter than it was, or cannot be read.
+        """
         block = self._block_with(file, position, len(target))
         if block is not None:
             target[:] = block
@@ -61,23 +66,23 @@ class SourceReader:
             self._fill(source, file, position, target)
 
     def view(self, file: int, position: int, num_bytes: int) -> Bytes | None:
-        """A range where it is, not copied ([num_bytes], read-only); None where it must be read.
+        """Return a range in memory without a copy ([num_bytes], read-only); None if it must be read instead.
 
-        What has just come from the disk is read: in virtual machines, to look at it first through a mapping was seen to
-        cost three times as much as to let the kernel copy it.
+        A range that `prefetch` requested from the disk is read: in virtual machines the first access to fresh pages
+        through a mapping took three times as long as a copy by the kernel.
 
         Raises:
             CorruptSourceError: the file cannot be opened.
         """
-        found = self._block_with(file, position, num_bytes)
-        if found is None and self.may_map and not self._is_awaited(file, position):
+        content = self._block_with(file, position, num_bytes)
+        if content is None and self.may_map and not self._is_awaited(file, position):
             with self._open_files.borrow(file) as source:
-                if isinstance(source, LocalFile) and source.holds(position, num_bytes):
-                    found = source.view(position, num_bytes)
-        return found
+                if isinstance(source, LocalFile) and source.is_cached(position, num_bytes):
+                    content = source.view(position, num_bytes)
+        return content
 
     def _is_awaited(self, file: int, position: int) -> bool:
-        """The disk was asked for it by `expect`."""
+        """Return True if the last `prefetch` of this thread requested this position from the disk."""
         ranges = getattr(self._fetched, "awaited", {}).get(file, ())
         at = bisect.bisect_right(ranges, position, key=lambda item: item[0]) - 1
         return at >= 0 and position < ranges[at][1]
@@ -99,15 +104,16 @@ class SourceReader:
                 )
             done += count
 
-    def expect(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """This thread will read these ranges next: let the disk begin, so that it works while the first are moved.
+    def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Prepare the ranges that this thread will read next.
 
-        Where every read is a request over a network they are fetched now: few large requests, not many small ones.
+        The kernel begins to read local files, so that the disk works while the first ranges are moved. Remote files are
+        fetched now, in few large requests.
 
         Args:
-            ranges: (file, first byte, first byte behind) of what will be read.
+            ranges: (file, first byte, first byte behind the range) of each range.
         """
-        self._fetched.blocks, self._fetched.between = {}, []
+        self._fetched.blocks, self._fetched.gaps = {}, []
         awaited: dict[int, list[tuple[int, int]]] = {}
         blocks: dict[int, list[tuple[int, Bytes]]] = {}
         wanted = sorted(ranges)
@@ -115,32 +121,32 @@ class SourceReader:
             with self._open_files.borrow(file) as source:
                 if isinstance(source, LocalFile):
                     if self._pace is None:
-                        held = self.may_map and source.holds(start, end - start)
-                        source.expect(start, end - start)
-                        if not held:
+                        is_cached = self.may_map and source.is_cached(start, end - start)
+                        source.prefetch(start, end - start)
+                        if not is_cached:
                             awaited.setdefault(file, []).append((start, end))
                     continue
             block: Bytes = np.empty(end - start, dtype=np.uint8)
             self.fill(file, start, block)
             blocks.setdefault(file, []).append((start, block))
             if self._files[file].crc32 is not None:
-                self._note_between(file, wanted, start, block)
+                self._record_gaps(file, wanted, start, block)
         self._fetched.blocks, self._fetched.awaited = blocks, awaited
 
-    def _note_between(self, file: int, wanted: Sequence[tuple[int, int, int]], start: int, block: Bytes) -> None:
-        """Keep the checksums of what was fetched between the ranges: it would be fetched again for that of the file."""
+    def _record_gaps(self, file: int, wanted: Sequence[tuple[int, int, int]], start: int, block: Bytes) -> None:
+        """Record the checksums of fetched gaps, so that the file's checksum needs no second request for them."""
         first, last = (bisect.bisect_left(wanted, (file, at, 0)) for at in (start, start + len(block)))
         position = start
         for _, low, high in wanted[first:last]:
             if low > position:
                 content = block[position - start : low - start]
-                self._fetched.between.append((file, Piece(position, len(content), crc.crc32(content.data))))
+                self._fetched.gaps.append((file, CrcRange(position, len(content), crc.crc32(content.data))))
             position = max(position, high)
 
-    def between(self) -> Sequence[tuple[int, Piece]]:
-        """(File, range) of what the last `expect` of this thread fetched between the ranges that it was given."""
-        found: Sequence[tuple[int, Piece]] = getattr(self._fetched, "between", ())
-        return found
+    def fetched_gaps(self) -> Sequence[tuple[int, CrcRange]]:
+        """Return (file, range) of the gaps that the last `prefetch` of this thread fetched between its ranges."""
+        gaps: Sequence[tuple[int, CrcRange]] = getattr(self._fetched, "gaps", ())
+        return gaps
 
     def _block_with(self, file: int, position: int, num_bytes: int) -> Bytes | None:
         blocks = getattr(self._fetched, "blocks", {}).get(file)
@@ -151,38 +157,40 @@ class SourceReader:
         inside = at >= 0 and position + num_bytes <= start + len(block)
         return block[position - start : position - start + num_bytes] if inside else None
 
-    def check_sums(self, read: Mapping[int, Sequence[Piece]], without: Collection[int] = ()) -> int:
-        """Compare what was read with the checksums that the containers state, reading what completes a range.
+    def check_sums(self, read: Mapping[int, Sequence[CrcRange]], without: Collection[int] = ()) -> int:
+        """Compare the ranges that were read with the checksums that the containers state.
+
+        If only some bytes of a range with a checksum were read, the others are read here.
 
         Args:
-            read: ranges by file.
-            without: files to leave out.
+            read: ranges that were read, by file.
+            without: files that are not compared.
 
         Returns:
-            Bytes that were read to complete ranges.
+            Number of bytes that were read here.
 
         Raises:
-            CorruptSourceError: with every range that is damaged.
+            CorruptSourceError: ranges are damaged; the error lists them.
         """
         problems: list[str] = []
         more = 0
-        for number, pieces in sorted(read.items()):
+        for number, ranges in sorted(read.items()):
             file = self._files[number]
-            ordered = sorted(set(pieces)) if file.checksums and number not in without else []
+            ordered = sorted(set(ranges)) if file.checksums and number not in without else []
             for stated in file.checksums if ordered else ():
-                found = self._checksum(number, ordered, stated)
-                if found is None:
+                completed = self._complete_stated(number, ordered, stated)
+                if completed is None:
                     continue
-                actual, num_bytes = found
+                actual, num_bytes = completed
                 more += num_bytes
                 if actual != stated.crc32:
-                    problems.append(differs(file, stated, actual))
+                    problems.append(describe_mismatch(file, stated, actual))
         if problems:
-            raise damaged(problems, str(self._root))
+            raise damaged_ranges_error(problems, str(self._root))
         return more
 
-    def checksum(self, file: int, position: int, num_bytes: int) -> Piece:
-        """A range and its checksum, read in blocks.
+    def checksum(self, file: int, position: int, num_bytes: int) -> CrcRange:
+        """Read a range in blocks and compute its checksum.
 
         Raises:
             CorruptSourceError: the file is shorter than it was, or cannot be read.
@@ -192,32 +200,38 @@ class SourceReader:
             block = np.empty(min(_BLOCK_BYTES, position + num_bytes - at), dtype=np.uint8)
             self.fill(file, at, block)
             value = crc.crc32(block.data, value)
-        return Piece(position, num_bytes, value)
+        return CrcRange(position, num_bytes, value)
 
-    def _checksum(self, file: int, pieces: Sequence[Piece], stated: Checksum) -> tuple[int, int] | None:
-        """(CRC-32 of the range, bytes read to complete it), or None where nothing of the range was needed."""
+    def _complete_stated(self, file: int, ranges: Sequence[CrcRange], stated: Checksum) -> tuple[int, int] | None:
+        """Return (CRC-32 of the stated range, bytes read to complete it), or None if nothing of it was read before."""
         end = stated.start + stated.num_bytes
-        inside = [piece for piece in crc.starting_in(pieces, stated.start, end) if piece.start + piece.num_bytes <= end]
+        inside = [
+            crc_range
+            for crc_range in crc.select_starting_in(ranges, stated.start, end)
+            if crc_range.start + crc_range.num_bytes <= end
+        ]
         return self.complete(file, inside, stated.start, stated.num_bytes) if inside else None
 
-    def complete(self, file: int, pieces: Sequence[Piece], start: int, num_bytes: int) -> tuple[int, int]:
-        """Return the CRC-32 of a range of which sorted pieces inside it are known, and how many bytes this has read.
+    def complete(self, file: int, ranges: Sequence[CrcRange], start: int, num_bytes: int) -> tuple[int, int]:
+        """Return the CRC-32 of a range of which sorted inner ranges are known, and the number of bytes read for it.
 
-        Of pieces that overlap one is taken, and the other is read again: it must still be what it was.
+        Bytes that no inner range covers are read here. Of inner ranges that overlap, one is used. The others are read
+        again and compared with their checksums.
 
         Raises:
-            SourceChangedError: it is not.
+            SourceChangedError: an overlapping range has another content than before.
             CorruptSourceError: the file cannot be read.
         """
-        taken, doubled = crc.disjoint(pieces)
-        for piece in doubled:
-            if self.checksum(file, piece.start, piece.num_bytes) != piece:
-                raise changed([f"{self._files[file].path}: was read twice with another content"], str(self._root))
-        more = sum(piece.num_bytes for piece in doubled)
-        for at, length in crc.gaps(taken, start, start + num_bytes) or ():
-            taken.append(self.checksum(file, at, length))
+        known, overlapping = crc.separate_overlaps(ranges)
+        for crc_range in overlapping:
+            if self.checksum(file, crc_range.start, crc_range.num_bytes) != crc_range:
+                problem = f"{self._files[file].path}: was read twice with another content"
+                raise source_changed_error([problem], str(self._root))
+        more = sum(crc_range.num_bytes for crc_range in overlapping)
+        for at, length in crc.find_gaps(known, start, start + num_bytes) or ():
+            known.append(self.checksum(file, at, length))
             more += length
-        return crc.assemble(taken, start=start, num_bytes=num_bytes), more
+        return crc.assemble(known, start=start, num_bytes=num_bytes), more
 
     def close(self) -> None:
         """Close all files."""
@@ -228,33 +242,33 @@ class SourceReader:
 
     def _open(self, file: int) -> File:
         try:
-            found = open_file(self._root / self._files[file].path, root=self._root)
+            source = open_file(self._root / self._files[file].path, root=self._root)
         except OSError as error:
             raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=self._path(file)) from error
         expected = self._files[file].identity
         is_stated = self._files[file].crc32 is not None
-        if expected is not None and (why := expected.difference(found.identity, is_stated=is_stated)):
-            found.close()
-            raise changed([f"{self._files[file].path}: {why}"], str(self._root))
-        return found
+        if expected is not None and (why := expected.difference(source.identity, is_stated=is_stated)):
+            source.close()
+            raise source_changed_error([f"{self._files[file].path}: {why}"], str(self._root))
+        return source
 
 
-def differs(file: SourceFile, stated: Checksum, actual: int) -> str:
-    """What to say of a range with another checksum than its file states, or of a file with another than its commit."""
+def describe_mismatch(file: SourceFile, stated: Checksum, actual: int) -> str:
+    """Describe a range whose checksum differs from the one that its file states, or a file's from its commit's."""
     if stated.start == 0 and stated.num_bytes == file.num_bytes:
         return f"{file.path}: CRC-32 {stated.crc32:08x} was committed, the content has {actual:08x}"
     where = f"{file.path}: bytes {stated.start}:{stated.start + stated.num_bytes}"
     return f"{where} have CRC-32 {actual:08x}, the file itself states {stated.crc32:08x}"
 
 
-def damaged(problems: Sequence[str], path: str | None) -> CorruptSourceError:
-    """What to raise where ranges of a source differ from their checksums."""
+def damaged_ranges_error(problems: Sequence[str], path: str | None) -> CorruptSourceError:
+    """Make the error for ranges of a source that differ from their checksums."""
     what = "1 tensor is damaged" if len(problems) == 1 else f"{len(problems)} tensors are damaged"
     return CorruptSourceError(what, path=path, problems=problems[:20], hint="use an earlier commit")
 
 
-def changed(problems: Sequence[str], path: str) -> SourceChangedError:
-    """What to raise where files are not those that were indexed."""
+def source_changed_error(problems: Sequence[str], path: str) -> SourceChangedError:
+    """Make the error for files that changed after they were indexed."""
     return SourceChangedError(
         "the source changed while it was converted: nothing was published",
         path=path,
@@ -264,7 +278,7 @@ def changed(problems: Sequence[str], path: str) -> SourceChangedError:
 
 
 def coalesce(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Join sorted ranges (file, start, end) whose gaps cost less than another request."""
+    """Join sorted ranges (file, start, end) that are at most `GAP_BYTES` apart."""
     current: tuple[int, int, int] | None = None
     for file, start, end in ranges:
         if current is not None and current[0] == file and start - current[2] <= GAP_BYTES:
@@ -278,7 +292,7 @@ def coalesce(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int,
 
 
 class Pace:
-    """Keeps all threads together at a number of bytes per second, so that others get their share of the storage."""
+    """Limits the bytes per second of all threads together, so that other users of the storage get their share."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._seconds_per_byte = 1 / bytes_per_second
@@ -286,7 +300,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> None:
-        """Wait until it is time for `num_bytes` more."""
+        """Wait until the limit allows `num_bytes` more."""
         with self._lock:
             now = time.monotonic()
             start = max(now, self._free_at)

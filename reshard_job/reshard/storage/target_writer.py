@@ -1,6 +1,6 @@
-"""Writing ranges of target files, with checksums of what passed.
+"""Write ranges of target files and compute their checksums.
 
-Positioned writes on shared descriptors, so any number of threads, and of processes, may fill one file.
+Writes are positioned writes on shared descriptors, so any number of threads and processes may fill one file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from reshard.checksums import crc
-from reshard.checksums.crc import Piece
+from reshard.checksums.crc import CrcRange
 from reshard.errors import StorageFullError, TargetError, VerificationError
 from reshard.storage.durable import sync_folders
 from reshard.storage.files import Bytes, c_function
@@ -27,45 +27,52 @@ from reshard.tensors.shard_table import Ranges
 
 _BLOCK_BYTES = 4 << 20
 _WRITE_BYTES = 1 << 20
-"""The page cache takes memory in pieces as large as a write, up to some MiB. Where a virtual machine gives free memory
-back to its host (balloon, free page reporting), large pieces are those that the host must provide anew: 4 MiB at once
-took 12 times as long as 1 MiB, which elsewhere is as fast."""
+"""Bytes of one write. The page cache allocates memory in blocks as large as a write, up to some MiB. Where a virtual
+machine gives free memory back to its host (balloon, free page reporting), the host must provide large blocks anew:
+writes of 4 MiB took 12 times as long as writes of 1 MiB. Elsewhere 1 MiB is as fast."""
 
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _SYNC_THREADS = 16
-"""Files that are synced at the same time: a journalling file system writes one transaction for many of them."""
+"""Files that are synced at the same time, because a journalling file system syncs many of them in one transaction."""
 
 
 class TargetWriter:
     """Files of a target checkpoint in a folder that no reader sees yet. Several processes may fill the same folder."""
 
     def __init__(self, folder: Path, files: Sequence[TargetFile], zeros: Ranges | None = None) -> None:
-        """Nothing is opened or made yet.
+        """Store what to write; no file is opened or made yet.
 
         Args:
-            folder: of the target.
-            files: all of them.
-            zeros: bytes that stay zero on purpose; None where that is not known.
+            folder: folder of the target.
+            files: all files of the target.
+            zeros: ranges that stay zero on purpose; None if they are not known.
         """
         self._folder = folder
         self._files = files
         self._zeros = None if zeros is None else _Zeros(zeros)
         self._descriptors = Handles(self._open, os.close)
         self.created: set[int] = set()
-        """Files that were not there in their final size."""
+        """Numbers of files that did not exist in their final size before."""
 
     def create(self) -> None:
-        """Make all files in their final sizes; what they hold already is kept.
+        """Make all files in their final sizes; content that they already hold is kept.
 
         Raises:
-            StorageFullError, TargetError: that cannot be done.
+            StorageFullError: no space left.
+            TargetError: a file cannot be made.
         """
         for number in range(len(self._files)):
             with self._descriptors.borrow(number):
                 pass
 
-    def write(self, file: int, position: int, content: Bytes, crc32: int | None = None) -> Piece:
-        """Write tensor bytes ([num_bytes], contiguous), whose CRC-32 may be known.
+    def write(self, file: int, position: int, content: Bytes, crc32: int | None = None) -> CrcRange:
+        """Write tensor bytes to a file.
+
+        Args:
+            file: number of the file.
+            position: first byte in the file.
+            content: bytes, [num_bytes], contiguous.
+            crc32: CRC-32 of `content`, if it is known.
 
         Raises:
             StorageFullError: no space left.
@@ -75,36 +82,36 @@ class TargetWriter:
         with self._descriptors.borrow(file) as descriptor, self._errors(file, len(content)):
             while done < len(content):
                 done += os.pwrite(descriptor, content.data[done : done + _WRITE_BYTES], position + done)
-        return Piece(position, len(content), crc.crc32(content.data) if crc32 is None else crc32)
+        return CrcRange(position, len(content), crc.crc32(content.data) if crc32 is None else crc32)
 
-    def holds(self, file: int, piece: Piece) -> bool:
-        """The range has the content that it was written with; reads it."""
+    def has_content(self, file: int, crc_range: CrcRange) -> bool:
+        """Read a range and return True if its content has the range's CRC-32."""
         value = 0
-        with self._descriptors.borrow(file) as descriptor, self._errors(file, piece.num_bytes):
-            for position in range(piece.start, piece.start + piece.num_bytes, _BLOCK_BYTES):
-                length = min(_BLOCK_BYTES, piece.start + piece.num_bytes - position)
+        with self._descriptors.borrow(file) as descriptor, self._errors(file, crc_range.num_bytes):
+            for position in range(crc_range.start, crc_range.start + crc_range.num_bytes, _BLOCK_BYTES):
+                length = min(_BLOCK_BYTES, crc_range.start + crc_range.num_bytes - position)
                 value = crc.crc32(os.pread(descriptor, length, position), value)
-        return value == piece.crc32
+        return value == crc_range.crc32
 
-    def begin_flush(self, file: int, pieces: Sequence[Piece]) -> None:
-        """Let the kernel begin to write ranges to the disk, without waiting: what comes later finds less to do."""
+    def begin_flush(self, file: int, ranges: Sequence[CrcRange]) -> None:
+        """Let the kernel begin to write ranges to the disk without waiting, so that a later sync has less to do."""
         begin = c_function("sync_file_range", ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint)
         if begin is None:
             return
         with self._descriptors.borrow(file) as descriptor:
-            for piece in pieces:
-                begin(descriptor, piece.start, piece.num_bytes, _SYNC_FILE_RANGE_WRITE)  # errors: fsync tells
+            for crc_range in ranges:
+                begin(descriptor, crc_range.start, crc_range.num_bytes, _SYNC_FILE_RANGE_WRITE)  # fsync reports errors
 
     def flush(self, file: int) -> None:
-        """Send what was written to stable storage; the name of a new file may not be there yet."""
+        """Send written bytes to stable storage; the name of a new file may not be durable yet."""
         self._stable(file, os.fdatasync)
 
-    def finish(self, written: Mapping[int, Sequence[Piece]], *, fresh: bool = True) -> tuple[list[int], int]:
+    def finish(self, written: Mapping[int, Sequence[CrcRange]], *, fresh: bool = True) -> tuple[list[int], int]:
         """Write everything that is not tensor data.
 
         Args:
             written: ranges with tensor data.
-            fresh: the files were made by this run, so that what nobody wrote is zero; else zeros are written.
+            fresh: this run made the files, so that bytes that were not written are zero; otherwise zeros are written.
 
         Returns:
             CRC-32 of every file, and the number of bytes written here.
@@ -112,25 +119,25 @@ class TargetWriter:
         Raises:
             StorageFullError: no space left.
             TargetError: any other failure.
-            VerificationError: a byte was neither written once nor stays zero on purpose.
+            VerificationError: some byte was written twice, or was not written and does not stay zero on purpose.
         """
         sums: list[int] = []
         problems: list[str] = []
         count = 0
         for number, file in enumerate(self._files):
-            pieces = sorted(set(written.get(number, ())))
+            ranges = sorted(set(written.get(number, ())))
             fixed = [(position, bytearray(content)) for position, content in sorted(file.fixed)]
             for field in file.checksums:
-                inside = crc.starting_in(pieces, field.start, field.start + field.num_bytes)
+                inside = crc.select_starting_in(ranges, field.start, field.start + field.num_bytes)
                 value = crc.assemble(inside, start=field.start, num_bytes=field.num_bytes).to_bytes(4, "little")
                 for position in field.positions:
                     _patch(fixed, position, value)
             for position, content in fixed:
-                pieces.append(self.write(number, position, np.frombuffer(content, dtype=np.uint8)))
+                ranges.append(self.write(number, position, np.frombuffer(content, dtype=np.uint8)))
                 count += len(content)
-            sums.append(crc.assemble(pieces, start=0, num_bytes=file.num_bytes))
-            problems += self._unaccounted(number, pieces)
-            for position, length in () if fresh else crc.gaps(sorted(pieces), 0, file.num_bytes) or ():
+            sums.append(crc.assemble(ranges, start=0, num_bytes=file.num_bytes))
+            problems += self._unaccounted(number, ranges)
+            for position, length in () if fresh else crc.find_gaps(sorted(ranges), 0, file.num_bytes) or ():
                 self.write(number, position, np.zeros(length, dtype=np.uint8))
         if problems:
             raise VerificationError(
@@ -140,10 +147,11 @@ class TargetWriter:
         return sums, count
 
     def sync(self) -> None:
-        """Have all files and the names of all folders on stable storage.
+        """Wait until all files and all names in the folders are on stable storage.
 
         Raises:
-            StorageFullError, TargetError: the storage refuses.
+            StorageFullError: no space left.
+            TargetError: any other failure.
         """
         with ThreadPoolExecutor(_SYNC_THREADS) as pool:
             for _ in pool.map(self._stable, range(len(self._files)), itertools.repeat(os.fsync)):
@@ -151,13 +159,13 @@ class TargetWriter:
         with target_errors(self._folder, 0):
             sync_folders(self._folder)
 
-    def _unaccounted(self, number: int, written: Sequence[Piece]) -> list[str]:
-        """What is wrong with a file of which these ranges were written: bytes left out, or written twice."""
+    def _unaccounted(self, number: int, written: Sequence[CrcRange]) -> list[str]:
+        """Describe bytes of a file that were not written and are not zero on purpose, or that were written twice."""
         if self._zeros is None:
             return []
         file = self._files[number]
         every = sorted([*written, *self._zeros.of(number)])
-        gaps = crc.gaps(every, 0, file.num_bytes)
+        gaps = crc.find_gaps(every, 0, file.num_bytes)
         if gaps is None:
             return [f"{file.path}: bytes were written twice, or should have stayed zero"]
         return [
@@ -192,7 +200,11 @@ class TargetWriter:
 
 
 class _Zeros:
-    """Bytes that stay zero, by file: those of few files at hand, and those of thousands of files as they are."""
+    """Ranges that stay zero on purpose, looked up by file.
+
+    Ranges of one file are sorted by file and found by bisection. Ranges of many files stay as they are, because to
+    repeat them for thousands of files would take too much memory.
+    """
 
     def __init__(self, zeros: Ranges) -> None:
         wide = zeros.last - zeros.first > 1
@@ -200,22 +212,23 @@ class _Zeros:
         self._single = Ranges(*(column[~wide][order] for column in zeros))
         self._wide = Ranges(*(column[wide] for column in zeros))
 
-    def of(self, file: int) -> list[Piece]:
-        """Ranges of a file."""
+    def of(self, file: int) -> list[CrcRange]:
+        """Return the ranges of a file."""
         low, high = np.searchsorted(self._single.first, (file, file + 1))
         wide = np.flatnonzero((self._wide.first <= file) & (file < self._wide.last))
-        parts = ((self._single, slice(low, high)), (self._wide, wide))
+        tables = ((self._single, slice(low, high)), (self._wide, wide))
         return [
-            Piece(start, stop - start, 0)
-            for ranges, rows in parts
+            CrcRange(start, stop - start, 0)
+            for ranges, rows in tables
             for start, stop in zip(ranges.start[rows].tolist(), ranges.stop[rows].tolist(), strict=True)
         ]
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Give a file its size and, where the file system can, its space: a full volume shows before a byte is moved.
+    """Set the size of a file and reserve its space, so that a full volume is detected before a byte is moved.
 
-    The C library's posix_fallocate would write zeros where the file system cannot reserve.
+    File systems that cannot reserve space only set the size. posix_fallocate of the C library is not used, because it
+    writes zeros on such file systems.
     """
     reserve = c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
     if reserve is not None and num_bytes and reserve(descriptor, 0, 0, num_bytes) != 0:
@@ -226,7 +239,7 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
 
 
 def _patch(fixed: Sequence[tuple[int, bytearray]], position: int, value: bytes) -> None:
-    at = bisect.bisect_right(fixed, position, key=lambda piece: piece[0]) - 1
+    at = bisect.bisect_right(fixed, position, key=lambda item: item[0]) - 1
     if at >= 0:
         start, content = fixed[at]
         if position + len(value) <= start + len(content):
@@ -236,10 +249,10 @@ def _patch(fixed: Sequence[tuple[int, bytearray]], position: int, value: bytes) 
 
 
 class target_errors:  # noqa: N801  (a context manager that reads like a function)
-    """Turn the operating system's errors while writing `num_bytes` to `path`, or to `within` it, into ours."""
+    """Convert the operating system's errors of writing `num_bytes` to `path` / `within` to errors of this package."""
 
     def __init__(self, path: Path, num_bytes: int, within: str = "") -> None:
-        self._path, self._num_bytes, self._within = path, num_bytes, within  # joined when something fails
+        self._path, self._num_bytes, self._within = path, num_bytes, within  # joined only if something fails: faster
 
     def __enter__(self) -> None:
         return None
@@ -259,6 +272,6 @@ class target_errors:  # noqa: N801  (a context manager that reads like a functio
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that an ordinary user may still write on the folder's file system."""
+    """Return the bytes that an unprivileged user may still write on the folder's file system."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize

@@ -1,4 +1,4 @@
-"""YAML files that a user names: plain data, read in time and memory in proportion to the file."""
+"""Read YAML files that a user names: plain data only, in time and memory proportional to the file's size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_BYTES = 1 << 20
-_MOST_DIGITS = 18  # longer numbers take more than linear time to read, and can be made to collide as keys
+_MOST_DIGITS = 18  # longer numbers take more than linear time to read, and an attacker can make them collide as keys
 _MOST_OF_A_FRACTION = 32  # Python writes at most 24 characters
 _MOST_QUOTED = 300
 _NO_PIPES = "the output of a command, <(...), is a pipe: write it to a file, and name that"
@@ -22,10 +22,10 @@ _NO_PIPES = "the output of a command, <(...), is a pipe: write it to a file, and
 def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file: a regular file of at most `MAX_BYTES`, or a link to one.
 
-    Aliases are refused, as a kilobyte of them can stand for gigabytes; so is a key that stands twice in a mapping.
+    Aliases are refused, because a kilobyte of them can expand to gigabytes. A mapping with a key twice is refused, too.
 
     Raises:
-        UsageError: it cannot be read, is no regular file, is too long, or is no such YAML.
+        UsageError: the file cannot be read, is not a regular file, is too long, or is not such YAML.
     """
     try:
         import yaml
@@ -43,28 +43,28 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_content(path: Path) -> bytes:
-    """Return the bytes of such a file.
+    """Return the content of a regular file of at most `MAX_BYTES`, or of a link to one.
 
     Raises:
-        UsageError: it cannot be read, is no regular file, or is too long.
+        UsageError: the file cannot be read, is not a regular file, or is too long.
     """
     try:
         with LocalFile(path, follow=True) as file:
-            parts = [b""]
-            while (part := file.read(MAX_BYTES + 1, sum(map(len, parts)))) and sum(map(len, parts)) <= MAX_BYTES:
-                parts.append(part)
+            blocks = [b""]
+            while (block := file.read(MAX_BYTES + 1, sum(map(len, blocks)))) and sum(map(len, blocks)) <= MAX_BYTES:
+                blocks.append(block)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         hint = _NO_PIPES if isinstance(error, OSError) and error.errno == errno.EINVAL else ""
         raise UsageError(f"cannot be read: {why}", path=str(path), hint=hint) from error
-    content = b"".join(parts)
+    content = b"".join(blocks)
     if len(content) > MAX_BYTES:
         raise UsageError(f"is larger than {MAX_BYTES} bytes", path=str(path), hint="name a file of rules or patterns")
     return content
 
 
 def _reason(error: Exception) -> str:
-    """Return what is wrong in one line: errors of the parser have several."""
+    """Describe a parser's error in one line; the parser's own message has several."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None)
     if mark is None or problem is None:
@@ -76,7 +76,7 @@ def _loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Plain data only, no aliases, no long numbers, and no key twice."""
+        """A loader that reads plain data only and refuses aliases, long numbers and repeated keys."""
 
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):

@@ -1,4 +1,4 @@
-"""What this process may use and how it ends: memory, processors, processes, open files, signals.
+"""Resources of this process and its end: memory, processors, child processes, open files, signals.
 
 Imports only `errors` and `contract`; imported by everything that does I/O.
 """

@@ -1,4 +1,4 @@
-"""Control groups of Linux: which ones limit this process, and what they say. Pure: text in, numbers out.
+"""Parse the files of Linux' control groups: which groups limit this process, and their limits. Pure.
 
 Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst.
 """
@@ -15,21 +15,21 @@ MEMORY_FILES = (
     "memory.usage_in_bytes",
     "memory.stat",
 )
-"""What `parse_free_memory` looks at, of both versions of the interface."""
+"""Files that `parse_free_memory` reads, of both versions of the interface."""
 
 CPU_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
-"""What `parse_cpu_quota` looks at."""
+"""Files that `parse_cpu_quota` reads, of both versions of the interface."""
 
-_NO_LIMIT = 1 << 60  # cgroup v1 says "none" by a number close to 2^63, rounded down to pages
+_NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number close to 2^63, rounded down to pages
 
 
 class Group(NamedTuple):
     """A control group that this process is in.
 
     Attributes:
-        version: of the interface, 1 or 2.
-        controllers: that its folder serves; empty for version 2, whose folder serves all.
-        folders: its own folder and its parents', up to the mount's root.
+        version: version of the interface, 1 or 2.
+        controllers: controllers that its folder serves; empty for version 2, whose folder serves all of them.
+        folders: its own folder and the folders of its parents, up to the mount's root.
     """
 
     version: int
@@ -38,7 +38,7 @@ class Group(NamedTuple):
 
 
 def parse_groups(cgroup: str, mountinfo: str) -> tuple[Group, ...]:
-    """Control groups of a process and where they are mounted.
+    """Read which control groups a process is in and where they are mounted.
 
     Args:
         cgroup: content of /proc/self/cgroup.
@@ -63,17 +63,17 @@ def parse_groups(cgroup: str, mountinfo: str) -> tuple[Group, ...]:
 
 
 def _folders(mount: str, root: str, path: str) -> tuple[str, ...]:
-    """Folders from a group up to its mount; in a container the mount's root is the container's own group."""
+    """List the folders from a group up to its mount; in a container the mount's root is the container's own group."""
     inside = path[len(root) :] if f"{path}/".startswith(f"{root}/") else path
-    parts = [part for part in inside.split("/") if part and part != ".."]
-    return tuple("/".join([mount.rstrip("/"), *parts[:count]]) for count in range(len(parts), -1, -1))
+    names = [name for name in inside.split("/") if name and name != ".."]
+    return tuple("/".join([mount.rstrip("/"), *names[:count]]) for count in range(len(names), -1, -1))
 
 
 def parse_cpu_quota(version: int, files: Mapping[str, str]) -> float | None:
-    """Processors that a group may keep busy, or None for no limit.
+    """Return the number of processors that a group may keep busy, or None for no limit.
 
     Args:
-        version: of the control group interface.
+        version: version of the control group interface.
         files: file name -> content: `cpu.max`, or `cpu.cfs_quota_us` and `cpu.cfs_period_us`.
     """
     if version == 2:
@@ -86,14 +86,14 @@ def parse_cpu_quota(version: int, files: Mapping[str, str]) -> float | None:
 
 
 def parse_free_memory(version: int, files: Mapping[str, str]) -> int | None:
-    """Bytes that a group may still take, or None for no limit.
+    """Return the bytes that a group may still allocate, or None for no limit.
 
-    Pages of files that were not used lately do not count as taken, as the kubelet counts too: the kernel drops them
-    first.
+    Cached pages of files that were not used lately count as free, because the kernel drops them first. The kubelet
+    counts them the same way.
 
     Args:
-        version: of the control group interface.
-        files: file name -> content: `memory.max`, `memory.current`, `memory.stat`, or version 1's names.
+        version: version of the control group interface.
+        files: file name -> content: `memory.max`, `memory.current`, `memory.stat`, or the names of version 1.
     """
     limit_file, usage_file = MEMORY_FILES[:2] if version == 2 else MEMORY_FILES[2:4]
     limit, usage = files.get(limit_file, "max").strip(), files.get(usage_file, "0").strip()
@@ -105,7 +105,7 @@ def parse_free_memory(version: int, files: Mapping[str, str]) -> int | None:
 
 
 def parse_available(meminfo: str) -> int | None:
-    """MemAvailable of /proc/meminfo, in bytes."""
+    """Read MemAvailable from the content of /proc/meminfo, in bytes; None if it is not there."""
     for line in meminfo.splitlines():
         key, _, value = line.partition(":")
         if key == "MemAvailable":

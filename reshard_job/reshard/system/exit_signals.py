@@ -1,13 +1,14 @@
-"""Signals that end a command. Imports next to nothing: the command line needs it before everything else."""
+"""Signals that end a command. Imports only `signal`, because the command line imports this module first."""
 
 from __future__ import annotations
 
 import signal
 
-ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, a polite kill, a closed terminal: what is half done is undone, or kept where that was asked for."""
+EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals of Ctrl-C, of `kill` and of a closed terminal. The command then removes its unfinished result, or keeps it
+with --resume."""
 
 
-def handle_exit_signals() -> list[signal.Signals]:
-    """Those that nobody has told this process to ignore, as `nohup` and a shell's `&` do."""
-    return [number for number in ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
+def select_exit_signals() -> list[signal.Signals]:
+    """Return the exit signals that this process does not ignore; `nohup` and a shell's `&` make it ignore some."""
+    return [number for number in EXIT_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]

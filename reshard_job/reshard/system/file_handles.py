@@ -1,4 +1,4 @@
-"""A bounded number of open files: a checkpoint may have more of them than a process may open (1024, commonly)."""
+"""A bounded number of open files. A checkpoint may have more files than a process may open (commonly 1024)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_SHARE = 4  # of what the process may open: for a source, a target, and everything else
+_SHARE = 4  # a quarter of the files that the process may open: source, target and everything else need some
 _MOST = 4096
 
 
 def default_limit() -> int:
-    """Files that a source or a target keeps open, from the limit of this process."""
+    """Return the number of files that a source or a target keeps open, computed from this process' limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(1, min(_MOST, soft // _SHARE))
 
@@ -29,9 +29,9 @@ class _Lent(Generic[T]):
 
 
 class Handles(Generic[T]):
-    """Opens files by number when they are needed, and closes those that were not used for longest.
+    """Opens files by number when they are needed, and closes the least recently used ones.
 
-    Any number of threads may borrow; what is borrowed stays open.
+    Any number of threads may borrow files; a borrowed file stays open.
     """
 
     def __init__(self, opener: Callable[[int], T], closer: Callable[[T], None], limit: int | None = None) -> None:
@@ -47,14 +47,14 @@ class Handles(Generic[T]):
 
     @contextlib.contextmanager
     def borrow(self, number: int) -> Iterator[T]:
-        """The open file of this number, which stays open until the context is left.
+        """Provide the open file of this number, which stays open until the context is left.
 
         Raises:
-            RuntimeError: all have been closed for good.
+            RuntimeError: `close` was called before.
         """
-        with self._lock:  # in front of every read and write: entering a condition is many times slower
+        with self._lock:  # taken for every read and write; entering the condition instead is many times slower
             if self._closed:
-                raise RuntimeError("borrowed after the end")
+                raise RuntimeError(f"file {number} was borrowed after all files were closed")
             if number not in self._lent:
                 self._make_room()
                 self._lent[number] = _Lent(self._opener(number))
@@ -73,10 +73,11 @@ class Handles(Generic[T]):
                 self._returned.notify_all()
 
     def close(self) -> None:
-        """Close all, once they have been returned, and open none any more.
+        """Wait until all files have been returned, close them, and refuse to open files from now on.
 
-        An interrupt may leave a thread behind that nobody knows of, as Python knows its threads only once they have
-        started. It must neither open files that are being removed nor write to a number that means another file now.
+        An interrupt may leave a thread running that the pool does not know, because Python registers a thread only
+        after it has started. Such a thread must not open files that are being removed, and must not write to a
+        descriptor that belongs to another file by then.
         """
         with self._returned:
             self._closed = True

@@ -1,4 +1,4 @@
-"""What this process may use: processors and memory, as its control groups and the machine say. Sizes as text."""
+"""Processors and memory that this process may use, by its control groups and the machine; sizes and times as text."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from reshard.system.cgroups import (
 )
 
 DEFAULT_MEMORY_BYTES = 96 << 20
-"""For buffers. The interpreter with numpy takes about 60 MiB besides, so the process stays below 256 MiB."""
+"""Memory for buffers. The interpreter with numpy needs another 60 MiB or so: the process stays below 256 MiB."""
 
 MAX_THREADS = 8
-"""More streams do not make one file system faster."""
+"""Largest default number of threads, because more streams do not make one file system faster."""
 
 _SMALLEST_BUFFERS = 8 << 20
-_SHARE = 4  # of the memory that is free, the part that buffers may take
+_SHARE = 4  # buffers may take a quarter of the free memory
 
 
 def buffers_for(free_bytes: int | None) -> int:
-    """Bytes of buffers for a process that may take `free_bytes` more (None: not known).
+    """Return the bytes of buffers for a process that may allocate `free_bytes` more (None: not known).
 
-    More than the default gains nothing on the storage that was measured; a small pod gets a quarter of what it has.
+    A process with little memory gets a quarter of it. More than the default was not faster on any measured storage.
     """
     if free_bytes is None:
         return DEFAULT_MEMORY_BYTES
@@ -38,32 +38,32 @@ def buffers_for(free_bytes: int | None) -> int:
 
 
 def threads_for(processors: int, quota: float | None) -> int:
-    """Threads for a process that may run on `processors` and keep `quota` of them busy (None: all)."""
+    """Return the number of threads for a process that may use `processors`, `quota` of them fully (None: all)."""
     usable = processors if quota is None else min(processors, math.ceil(quota))
     return max(1, min(MAX_THREADS, usable))
 
 
 def free_memory_bytes() -> int | None:
-    """Memory that this process may take besides what it has, as its groups and the machine say; None: not known."""
-    found = [parse_free_memory(version, files) for version, files in _read_groups("memory", MEMORY_FILES)]
-    found.append(parse_available(_text("/proc/meminfo")))
-    return min((value for value in found if value is not None), default=None)
+    """Return the bytes that this process may still allocate, by its control groups and the machine; None: not known."""
+    free = [parse_free_memory(version, files) for version, files in _read_groups("memory", MEMORY_FILES)]
+    free.append(parse_available(_text("/proc/meminfo")))
+    return min((value for value in free if value is not None), default=None)
 
 
 def buffer_bytes() -> int:
-    """Bytes of buffers that suit this process on this machine."""
+    """Return the default bytes of buffers for this process on this machine."""
     return buffers_for(free_memory_bytes())
 
 
 def default_num_threads() -> int:
-    """Threads that suit this process: processors that it may run on, its CPU quota, and at most `MAX_THREADS`."""
-    found = [parse_cpu_quota(version, files) for version, files in _read_groups("cpu", CPU_FILES)]
-    quota = min((value for value in found if value is not None), default=None)
+    """Return the default number of threads, by this process' processors and CPU quota; at most `MAX_THREADS`."""
+    quotas = [parse_cpu_quota(version, files) for version, files in _read_groups("cpu", CPU_FILES)]
+    quota = min((value for value in quotas if value is not None), default=None)
     return threads_for(len(os.sched_getaffinity(0)), quota)
 
 
 def _read_groups(controller: str, names: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Version and files of every group, own and parents', that limits this process."""
+    """Yield version and files of every group that limits this process: its own groups and their parents."""
     for group in parse_groups(_text("/proc/self/cgroup"), _text("/proc/self/mountinfo")):
         if group.version == 2 or controller in group.controllers:
             for folder in group.folders:
@@ -80,10 +80,10 @@ _MOST_DIGITS = 18  # an exabyte
 
 
 def parse_bytes(text: str) -> int:
-    """Read `256MiB`, `1GiB`, `64KiB`, `1TiB` or a number of bytes.
+    """Parse `256MiB`, `1GiB`, `64KiB`, `1TiB` or a number of bytes.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text is something else.
     """
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "B": 1, "": 1}
     number = text.rstrip("KMGTiB")
@@ -94,7 +94,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`1.5 GiB`."""
+    """Format a number of bytes, for instance as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             digits = {"B": 0, "GiB": 2}.get(unit, 1)
@@ -104,7 +104,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`42 ms`, `0.4 s`, `12 s`, `3 min 5 s`, `2 h 7 min`."""
+    """Format a duration as `42 ms`, `0.4 s`, `12 s`, `3 min 5 s` or `2 h 7 min`."""
     if seconds < 0.0995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 9.95:

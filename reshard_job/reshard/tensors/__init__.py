@@ -1,4 +1,4 @@
-"""Boxes of logical tensors and where files hold them: geometry, shard table, layout, views, casts.
+"""Boxes of logical tensors and the files that hold them: geometry, shard table, layout, views, casts.
 
 Pure, on numpy. Imports only `errors`, `topology` and `file_identity`; imported by everything that plans or moves bytes.
 """

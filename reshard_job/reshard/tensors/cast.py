@@ -1,4 +1,4 @@
-"""Changing the type of floating-point elements, as torch does: rounded to nearest, ties to even.
+"""Change the type of floating-point elements as torch does: round to nearest, ties to even.
 
 numpy has no bfloat16, so elements travel as their bits in unsigned integers of the same width.
 """
@@ -14,7 +14,7 @@ import numpy.typing as npt
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 
 UNSIGNED: Mapping[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""Type by bytes of an element, unsigned where numpy has one of that width: copies of it keep all bits."""
+"""Bytes of an element -> numpy type of that width. A copy as this type keeps all bits."""
 
 _QUIET_NAN = np.uint16(0x7FC0)
 
@@ -25,16 +25,19 @@ def _float32_of_bfloat16(bits: Bits) -> npt.NDArray[np.float32]:
 
 
 def _bfloat16_of_float32(values: npt.NDArray[np.float32]) -> Bits:
-    """Source of the rounding: c10/util/BFloat16.h, round_to_nearest_even (torch 2.13)."""
+    """Round float32 values to bfloat16 bits.
+
+    Source of the rounding: c10/util/BFloat16.h, round_to_nearest_even (torch 2.13).
+    """
     bits = values.view(np.uint32)
-    wide = bits >> np.uint32(16)  # in place from here on: masters of whole models come through here
+    wide = bits >> np.uint32(16)  # changed in place below, because the master weights of whole models are rounded here
     wide &= np.uint32(1)
     wide += np.uint32(0x7FFF)
     with np.errstate(over="ignore", invalid="ignore"):
         wide += bits
         wide >>= np.uint32(16)
         rounded: Bits = wide.astype(np.uint16)
-        if np.isnan(values.sum()):  # some are, or infinities of both signs
+        if np.isnan(values.sum()):  # some values are NaN, or there are infinities of both signs
             rounded[np.isnan(values)] = _QUIET_NAN
     return rounded
 
@@ -54,19 +57,19 @@ _FROM_WIDE: dict[str, Callable[[npt.NDArray[Any]], Bits]] = {
 
 
 FLOATS = tuple(_TO_WIDE)
-"""Types that can be changed into each other; names are torch's."""
+"""Types that `cast` converts into each other, by torch's names."""
 
 
 def can_cast(source: str, target: str) -> bool:
-    """Elements of type `source` can be had as `target`; names are torch's."""
+    """Return True if elements of type `source` can be converted to type `target`; both are torch's names."""
     return source == target or (source in _TO_WIDE and target in _FROM_WIDE)
 
 
 def cast(bits: Bits, source: str, target: str) -> Bits:
-    """Elements of type `source` as elements of type `target`, both as bits; same shape.
+    """Convert the bits of elements of type `source` to the bits of type `target`; the shape stays the same.
 
-    float64 becomes float16 and bfloat16 by way of float32, which rounds twice, as in torch (c10::Half and c10::BFloat16
-    are made of float). Values outside of the target's range become infinite.
+    float64 is converted to float16 and bfloat16 by way of float32, which rounds twice. torch does the same, because it
+    makes c10::Half and c10::BFloat16 of float. Values outside of the target's range become infinite.
     """
     if source == target:
         return bits

@@ -1,8 +1,7 @@
-"""Boxes: the one geometric idea of the resharder.
+"""Boxes: half-open regions of logical tensors.
 
-A box is a half-open region of a logical tensor. Whatever a framework calls its cut (tensor parallel shard, fused part,
-flat ZeRO partition), it arrives here as boxes. No data, no files, standard library only. `[ndim]` in docstrings is a
-tuple with one number per dim.
+Tensor parallel shards, slices of fused tensors and flat ZeRO partitions are all described as boxes. This module reads
+no data and no files and needs the standard library only. `[ndim]` in docstrings means a tuple with one number per dim.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class Box:
 
     Attributes:
         offset: first element, [ndim].
-        size: number of elements, [ndim]; all at least 1, but for a tensor that is empty.
+        size: number of elements, [ndim]; at least 1 in every dim, except for an empty tensor.
     """
 
     offset: tuple[int, ...]
@@ -33,21 +32,21 @@ class Box:
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
+        """Return the number of dims."""
         return len(self.size)
 
     @property
     def num_elements(self) -> int:
-        """Product of the sizes; 1 for a scalar."""
+        """Return the product of the sizes; 1 for a scalar."""
         return math.prod(self.size)
 
     @property
     def end(self) -> tuple[int, ...]:
-        """First element behind the box, [ndim]."""
+        """Return the first element behind the box, [ndim]."""
         return tuple(map(operator.add, self.offset, self.size))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common region, or None where there is none."""
+        """Return the box that both boxes have in common, or None if they do not touch."""
         if len(self.size) != len(other.size):
             raise ValueError(f"{self} and {other} differ in their number of dims")
         low = tuple(map(max, self.offset, other.offset))
@@ -55,15 +54,15 @@ class Box:
         return None if size and min(size) <= 0 else Box(low, size)
 
     def shift(self, by: Sequence[int]) -> Box:
-        """The same region, moved; `by` is [ndim]."""
+        """Return the box moved by an offset, [ndim]."""
         return Box(tuple(map(operator.add, self.offset, by)), self.size)
 
     def contains(self, other: Box) -> bool:
-        """`other` lies inside."""
+        """Return True if `other` lies inside this box."""
         return self.intersect(other) == other
 
-    def is_run(self, shape: Sequence[int]) -> bool:
-        """The elements are consecutive in the row-major tensor of `shape`, [ndim], that the box is of."""
+    def is_consecutive(self, shape: Sequence[int]) -> bool:
+        """Return True if the box's elements are consecutive in the row-major tensor of `shape`, [ndim]."""
         dim = self.ndim
         while dim > 0 and self.size[dim - 1] == shape[dim - 1]:
             dim -= 1
@@ -74,12 +73,12 @@ class Box:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is the tensor."""
+    """Return the box that covers a whole tensor of `shape`."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a row-major array, [ndim]."""
+    """Return the strides of a row-major array in elements, [ndim]."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -90,13 +89,13 @@ def flat_interval_to_boxes(shape: Sequence[int], start: int, stop: int) -> tuple
     """Cut an interval of a row-major flattened tensor into boxes.
 
     Args:
-        shape: of the tensor, [ndim].
+        shape: shape of the tensor, [ndim].
         start: first element of the interval.
-        stop: first element behind it.
+        stop: first element behind the interval.
 
     Returns:
-        Pairs (box, flat index of its first element) in ascending order. Every box is a run of consecutive elements, and
-        there are at most `2 * ndim - 1` of them: partial rows at both ends, whole rows between, in every dim.
+        Pairs (box, flat index of its first element) in ascending order. The elements of each box are consecutive. There
+        are at most `2 * ndim - 1` boxes: in every dim partial rows at both ends and whole rows between them.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"interval {start}:{stop} is outside of shape {tuple(shape)}")
@@ -128,7 +127,7 @@ def _cut(
 def tiles(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
     """Cut a tensor into boxes of at most `max_elements` consecutive elements, in row-major order.
 
-    Cuts the first dims only, so that any part of a row-major shard inside a tile stays one run of its file.
+    Only the first dims are cut, so that a row-major shard holds its share of a tile in one range of its file.
     """
     dim, inner = 0, math.prod(shape)
     while dim < len(shape) and inner > max_elements:
@@ -137,7 +136,7 @@ def tiles(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
     if dim == 0:
         yield whole(shape)
         return
-    dim -= 1  # rows of `dim` fit, `dim` itself does not
+    dim -= 1  # one row of this dim fits into a tile, the whole dim does not
     rows = max(1, max_elements // max(1, inner))
     outer = math.prod(shape[:dim])
     for index in range(outer):

@@ -1,4 +1,4 @@
-"""Intervals of row-major flattened boxes as boxes again: `geometry.flat_interval_to_boxes` for many at once."""
+"""Cut intervals of flattened boxes into boxes: `geometry.flat_interval_to_boxes` for many intervals at once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Cut(NamedTuple):
-    """Boxes of intervals, by interval and in ascending order.
+    """Boxes that intervals were cut into, sorted by interval and by first element.
 
     Attributes:
-        interval: number of the interval that each box is of, [boxes].
-        offset: first element of the box, counted from that of the flattened box, [boxes, ndim].
-        size: of the box, [boxes, ndim].
-        first: flat index of its first element, [boxes].
+        interval: number of the interval that each box belongs to, [boxes].
+        offset: first element of the box, relative to the first element of the flattened box, [boxes, ndim].
+        size: size of the box, [boxes, ndim].
+        first: flat index of the box's first element, [boxes].
     """
 
     interval: Int64Array
@@ -27,16 +27,16 @@ class Cut(NamedTuple):
 
 
 def strides_of(size: Int64Array) -> Int64Array:
-    """Strides in elements of row-major arrays of these sizes; both are [boxes, ndim]."""
+    """Return the strides in elements of row-major arrays of these sizes; both are [boxes, ndim]."""
     strides = np.ones_like(size)
     strides[:, :-1] = np.cumprod(size[:, :0:-1], axis=1)[:, ::-1]
     return strides
 
 
 def count(size: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
-    """How many boxes `cut` makes of each interval, [intervals]; the arguments are its."""
+    """Return how many boxes `cut` makes of each interval, [intervals], for the same arguments."""
     stride = strides_of(size)
-    low, high, found = start, stop, np.zeros(len(start), dtype=np.int64)
+    low, high, num_boxes = start, stop, np.zeros(len(start), dtype=np.int64)
     for dim in range(size.shape[1] - 1, 0, -1):
         row = np.maximum(1, stride[:, dim - 1])
         border = -(-low // row) * row
@@ -45,19 +45,19 @@ def count(size: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         border = high // row * row
         tail = (border != high) & (low < high)
         high = np.where(tail, np.maximum(low, border), high)
-        found += head.astype(np.int64) + tail
-    return found + (low < high)
+        num_boxes += head.astype(np.int64) + tail
+    return num_boxes + (low < high)
 
 
 def cut(size: Int64Array, start: Int64Array, stop: Int64Array) -> Cut:
-    """Cut intervals into boxes, each a run of consecutive elements; at most `2 * ndim - 1` for an interval.
+    """Cut intervals into boxes of consecutive elements, at most `2 * ndim - 1` for each interval.
 
-    From the last dim to the first, what sticks out of whole rows at either end is cut off.
+    From the last dim to the first, the incomplete rows at both ends of an interval become boxes of their own.
 
     Args:
-        size: of the box that each interval lies in, [intervals, ndim]; none is 0 where the interval is not empty.
+        size: size of the box that each interval lies in, [intervals, ndim]; not 0 where the interval is not empty.
         start: first element of each interval in the flattened box, [intervals].
-        stop: element behind its last, [intervals].
+        stop: first element behind each interval, [intervals].
     """
     stride = strides_of(size)
     low, high = start.copy(), stop.copy()

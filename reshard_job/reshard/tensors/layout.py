@@ -1,7 +1,8 @@
-"""What lies where: logical tensors, and the boxes of them that files hold.
+"""Logical tensors, and the descriptions of source and target checkpoints that hold them.
 
-A format's reader describes a source as an `Index`; its writer describes a target as a `TargetLayout`. Both speak of the
-same logical tensors, so planning is intersecting boxes. The tables of boxes are in `reshard.tensors.shard_table`.
+A format's reader describes a source as an `Index`. A format's writer describes a target as a `TargetLayout`. Both refer
+to the same logical tensors, so a plan is made by intersecting boxes. `reshard.tensors.shard_table` has the tables of
+boxes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ITEM_BYTES: Mapping[str, int] = {
 PADDING = "#padding"
 """Suffix of the logical tensor that holds a vocabulary's padding rows.
 
-The true rows are a tensor of their own, so that they compare equal however much padding a topology needs.
+The rows of the vocabulary itself are a separate tensor, so that they compare equal whatever padding a topology needs.
 """
 
 
@@ -56,7 +57,7 @@ class TensorKey(NamedTuple):
     """Identity of a logical tensor.
 
     Attributes:
-        state: what it is of the parameter: `weight` (model type), `fp32` (master weight), `exp_avg`, ...
+        state: which value of the parameter it is: `weight` (model type), `fp32` (master weight), `exp_avg`, ...
         name: full parameter name.
     """
 
@@ -69,11 +70,11 @@ class TensorKey(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalTensor:
-    """A full tensor, however it is cut.
+    """A full tensor, independent of how files shard it.
 
     Attributes:
         key: state and name.
-        shape: of the full tensor, [ndim].
+        shape: shape of the full tensor, [ndim].
         dtype: a key of `ITEM_BYTES`.
     """
 
@@ -83,23 +84,23 @@ class LogicalTensor:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
+        """Return the bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def num_elements(self) -> int:
-        """Elements of the full tensor."""
+        """Return the number of elements of the full tensor."""
         return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the full tensor."""
+        """Return the bytes of the full tensor."""
         return self.num_elements * self.item_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checksum:
-    """CRC-32 (zlib) of a byte range that the source's own container states."""
+    """CRC-32 (zlib) of a byte range, as the source file's container states it."""
 
     start: int
     num_bytes: int
@@ -108,12 +109,12 @@ class Checksum:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Checksums(Sequence[Checksum]):
-    """Checksums in columns, for files with thousands; each is made when it is asked for.
+    """Checksums in columns, for files with thousands of them; a `Checksum` object is made on access.
 
     Attributes:
         start: first byte of each range, [ranges].
-        num_bytes: length of each, [ranges].
-        crc32: of each, [ranges].
+        num_bytes: length of each range, [ranges].
+        crc32: CRC-32 of each range, [ranges].
     """
 
     start: Int64Array
@@ -147,11 +148,11 @@ class SourceFile:
     """A file of the source.
 
     Attributes:
-        path: relative to the index' root.
-        num_bytes: size when it was indexed.
-        checksums: what the container states about byte ranges, in ascending order.
-        crc32: of the whole file, where the commit states it.
-        identity: of the file when it was indexed, or None where that was not asked.
+        path: path relative to the index' root.
+        num_bytes: size when the file was indexed.
+        checksums: checksums of byte ranges that the container states, in ascending order.
+        crc32: CRC-32 of the whole file, where the commit states it.
+        identity: identity of the file when it was indexed; None if it was not recorded.
     """
 
     path: str
@@ -162,15 +163,15 @@ class SourceFile:
 
 
 Plain = int | float | str | bool | None | Sequence["Plain"] | Mapping[str, "Plain"]
-"""What settings and scalars are, once the framework's own classes are left behind."""
+"""Type of settings and scalars after the framework's own classes were replaced by plain Python values."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup:
-    """One parameter group of the optimizer, in words that every format shares.
+    """One parameter group of the optimizer, in terms that all formats share.
 
     Attributes:
-        names: parameters, in the optimizer's order.
+        names: names of the parameters, in the optimizer's order.
         options: settings of the group (`lr`, `betas`, `weight_decay`, ...), without its `params`.
         scalars: states that are one number for the whole group (`step`).
     """
@@ -182,27 +183,28 @@ class ParamGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """A source checkpoint, known from its metadata alone.
+    """Description of a source checkpoint, made from its metadata alone.
 
     Attributes:
         root: the checkpoint's folder.
         format: name of the format.
-        topology: what the files are laid out for.
+        topology: topology that the files are laid out for.
         step: optimizer steps done.
         samples: global samples consumed.
         tensors: all logical tensors; tables refer to them by position.
         files: all files with shards.
-        shards: where everything is.
-        groups: the optimizer's parameter groups, for writers of other formats; empty where there is no optimizer.
-        aliases: second name of a tied weight -> name of the tensor that it is.
-        extra: what the format's own writer needs besides; opaque here.
-        notes: what of the source no writer of another format can take along, in words for the user.
-        left_out: states that the source holds and that were not asked for.
-        metadata: files without shards that were read to index it; empty where that was not asked.
-        unread: why only weights are among the tensors of a source that holds more; raised where more is asked for.
+        shards: all boxes and the bytes that hold them.
+        groups: the optimizer's parameter groups, for writers of other formats; empty if there is no optimizer.
+        aliases: second name of a tied weight -> name of the tensor that holds it.
+        extra: further data for the format's own writer; no other module reads it.
+        notes: sentences for the user about data that writers of other formats cannot write.
+        left_out: states that the source holds and that the user did not select.
+        metadata: files without shards that were read to make the index; empty if they were not recorded.
+        unread: error that says why `tensors` lists only the weights of a source that holds more; it is raised when
+            other states are requested.
         has_rounded_weights: the framework guarantees that each `weight` is the `fp32` of its name, rounded to its type.
-        rank_local: tensors that each data-parallel rank computes for itself, whose copies may differ (buffers).
-        renamed: key of each tensor -> its key in the files, see `own_key`; empty where no name map was applied.
+        rank_local: tensors that each data-parallel rank computes for itself (buffers); their copies may differ.
+        renamed: key of each tensor -> its key in the files, see `own_key`; empty if no name map was applied.
     """
 
     root: Path
@@ -225,22 +227,22 @@ class Index:
     renamed: Mapping[TensorKey, TensorKey | None] = dataclasses.field(default_factory=dict)
 
     def own_key(self, key: TensorKey) -> TensorKey | None:
-        """Key that the files give one of `tensors`; None where a name map has cut it or put it together."""
+        """Return the key that the files use for a tensor; None if a name map split or merged the tensor."""
         return self.renamed.get(key) if self.renamed else key
 
     def number_of(self, key: TensorKey) -> int | None:
-        """Position of a tensor in `tensors`, or None."""
+        """Return the position of a tensor in `tensors`, or None if it is not there."""
         return next((at for at, tensor in enumerate(self.tensors) if tensor.key == key), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChecksumField:
-    """A CRC-32 (zlib, little-endian, 4 bytes) of a byte range that the target's container wants to state.
+    """A field of the target's container that states the CRC-32 (zlib, little-endian, 4 bytes) of a byte range.
 
     Attributes:
         start: first byte of the range.
-        num_bytes: its length.
-        positions: where the checksum has to be written; inside `fixed` parts of the file.
+        num_bytes: length of the range.
+        positions: positions in the file where the checksum is written, inside `TargetFile.fixed`.
     """
 
     start: int
@@ -253,10 +255,10 @@ class TargetFile:
     """A file to be written. Bytes that are neither fixed nor covered by a shard are zero, see `TargetLayout.zeros`.
 
     Attributes:
-        path: relative to the target's folder.
+        path: path relative to the target's folder.
         num_bytes: exact size.
         fixed: (position, bytes) of everything that is not tensor data.
-        checksums: filled in by the executor.
+        checksums: fields that the executor fills in.
     """
 
     path: str
@@ -267,21 +269,21 @@ class TargetFile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TargetLayout:
-    """A target checkpoint, complete but for the tensors' bytes.
+    """Description of a target checkpoint: everything except the tensors' bytes.
 
     Attributes:
         format: name of the format.
-        topology: what the files are laid out for.
+        topology: topology that the files are laid out for.
         files: all files.
-        shards: where every box goes; refers to the target's tensors and to `files`.
+        shards: all boxes and the bytes that will hold them; refers to the target's tensors and to `files`.
         tensors: the target's tensors, as its own reader will find them; empty if they are the source's, one for one.
-        origins: source tensor (position in `Index.tensors`) of each of `tensors`, [tensors]. Shapes are equal; a float
+        origins: source tensor (position in `Index.tensors`) of each of `tensors`, [tensors]. Shapes are equal. A float
             type may differ and is converted, rounding to nearest even. One source tensor may have several targets.
         model: `Commit.model` of the target.
-        notes: what of the source the target does not hold, in words for the user.
-        aliases: second name of a tied weight -> its first, as far as only the target knows it.
-        zeros: bytes that stay zero on purpose (padding, alignment): with them, the fixed bytes and the shards, every
-            byte of every file is accounted for once. None where that is not known, as in a virtual commit.
+        notes: sentences for the user about data of the source that the target does not hold.
+        aliases: second name of a tied weight -> its first name, where only the target knows it.
+        zeros: ranges that stay zero on purpose (padding, alignment). Together with the fixed bytes and the shards they
+            account for every byte of every file once. None if they are not known, as in a virtual commit.
     """
 
     format: str

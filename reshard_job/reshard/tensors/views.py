@@ -1,4 +1,4 @@
-"""The same source seen otherwise, before it is planned: fewer states, other names. Pure."""
+"""Select states and tensors of an index before a plan is made. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from reshard.tensors.shard_table import ShardTable
 
 
 def select_states(index: Index, states: tuple[str, ...]) -> Index:
-    """Only some states (`weight`, `fp32`, `exp_avg`, ...); all for an empty tuple.
+    """Return the index with some states only (`weight`, `fp32`, `exp_avg`, ...); an empty tuple selects all.
 
     Raises:
-        UsageError: the source does not hold a state that was asked for.
-        UnsupportedError: it does, but only its weights are read.
+        UsageError: the source does not hold a requested state.
+        UnsupportedError: the source holds states that the format's reader cannot read, and they were requested.
     """
     if index.unread is not None and states == ("weight",):
         index = dataclasses.replace(index, unread=None)
@@ -36,7 +36,7 @@ def select_states(index: Index, states: tuple[str, ...]) -> Index:
 
 
 def keep_tensors(index: Index, chosen: list[int]) -> Index:
-    """Only the tensors at these positions."""
+    """Return the index with the tensors at these positions only."""
     new = np.full(len(index.tensors), -1, dtype=np.int64)
     new[chosen] = np.arange(len(chosen))
     shards = index.shards

@@ -1,14 +1,14 @@
-"""`--mode auto`: whether a conversion writes files or says where their bytes are. Pure.
+"""`--mode auto`: choose whether a conversion writes files or a manifest that says where their bytes are. Pure.
 
-Both ways end with the ranks having read their files. Materialized, one pod reads the source and writes the files, and
-every node reads those of its ranks. Virtually, every node reads what its ranks need of the source and makes their files
-in memory. With storage that all nodes share, at `_READ` and `_WRITE` bytes per second in all, and a process that makes
-files at `_MAKE`, that is
+The two modes are compared by the time until all ranks have read their files. To materialize, one pod reads the source
+and writes the files, and every node reads those of its ranks. To load virtually, every node reads what its ranks need
+of the source and makes their files in memory. All nodes share storage with `_READ` and `_WRITE` bytes per second in
+all; a process makes files at `_MAKE` bytes per second. The seconds are
 
     written = read/_READ + read/_MAKE + write/_WRITE + loads * all nodes' files/_READ
     virtual = loads * (all nodes' needs of the source/_READ + the largest node's/_MAKE)
 
-The rates are the same everywhere, so that `plan` and `run` decide alike, and an operator can foresee it.
+The rates are constants, so that `plan` and `run` choose the same mode and the operator can predict it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from reshard.system.limits import format_bytes, format_seconds, parse_bytes
 
 MATERIALIZE, VIRTUAL = "materialize", "virtual"
 LEAST_SAVING_SECONDS = 5.0
-"""For less, files that any framework loads, and that need no source, are worth more."""
+"""Least saving that justifies a virtual commit: any framework loads files, and they do not need the source."""
 
 _READ = _WRITE = 500e6  # bytes/s: a network volume or a SATA disk, as `estimate` assumes
 _MAKE = 1e9  # bytes/s: one process with two threads, which checks and digests what it copies (docs/benchmarks.md)
-_MEMORY_FACTOR = 2  # the files, and what the framework makes of them while it reads
+_MEMORY_FACTOR = 2  # the files, and what the framework allocates while it reads them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A mode, and why."""
+    """A mode, and the reason for it."""
 
     mode: str
     reason: str
@@ -43,7 +43,7 @@ class Loader:
     Attributes:
         ranks_per_node: ranks that share a node's memory.
         memory_bytes: free on each node while it loads.
-        num_loads: how often the target will be loaded before it is given up.
+        num_loads: how often the target will be loaded.
     """
 
     ranks_per_node: int
@@ -53,15 +53,15 @@ class Loader:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What is read and written, in bytes.
+    """Bytes that a conversion and its loading read and write.
 
     Attributes:
-        read: of the source, each byte once.
-        write: all target files.
-        node_source: of the source, by the node that needs most.
-        node_files: files of the ranks of the node that has most.
-        all_source: of the source, by all nodes together.
-        all_files: files of the ranks of all nodes together, a node's own each once.
+        read: bytes of the source, each once.
+        write: bytes of all target files.
+        node_source: bytes of the source that the node which needs most of it reads.
+        node_files: bytes of the files of one node's ranks, on the node that has most.
+        all_source: bytes of the source that all nodes read, added up.
+        all_files: bytes of the files of all nodes' ranks; files that ranks of one node share count once for it.
     """
 
     read: int
@@ -73,12 +73,12 @@ class Needs:
 
 
 def choose(loader: Loader | None, needs: Needs | None, refused: str = "") -> Choice:
-    """The mode of a conversion.
+    """Choose the mode of a conversion.
 
     Args:
-        loader: None where anybody may load the target.
-        needs: None where they are not known.
-        refused: why there can be no virtual commit, empty where there can be one.
+        loader: who will load the target, or None if any framework may.
+        needs: bytes that are read and written, or None if they are not known.
+        refused: why there can be no virtual commit; empty if there can be one.
     """
     if refused:
         return Choice(mode=MATERIALIZE, reason=refused)
@@ -105,22 +105,22 @@ def choose(loader: Loader | None, needs: Needs | None, refused: str = "") -> Cho
 
 
 def parse_loader(text: str | None) -> Loader | None:
-    """`--loader elastic_trainer,ranks-per-node=8,node-memory=512GiB[,loads=1]`; None where it is left out.
+    """Parse `--loader elastic_trainer,ranks-per-node=8,node-memory=512GiB[,loads=1]`; None if the option is left out.
 
     Raises:
-        UsageError: not understood.
+        UsageError: the text has another form.
     """
     if text is None:
         return None
     name, *pairs = text.split(",")
-    found = dict(pair.partition("=")[::2] for pair in pairs)
+    values = dict(pair.partition("=")[::2] for pair in pairs)
     try:
-        if name != ELASTIC_TRAINER or len(found) != len(pairs) or found.keys() - {*_NEEDED, "loads"}:
+        if name != ELASTIC_TRAINER or len(values) != len(pairs) or values.keys() - {*_NEEDED, "loads"}:
             raise ValueError(f"cannot read {text!r}")
         loader = Loader(
-            ranks_per_node=int(found["ranks-per-node"]),
-            memory_bytes=parse_bytes(found["node-memory"]),
-            num_loads=int(found.get("loads", "1")),
+            ranks_per_node=int(values["ranks-per-node"]),
+            memory_bytes=parse_bytes(values["node-memory"]),
+            num_loads=int(values.get("loads", "1")),
         )
     except (KeyError, ValueError) as error:
         why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error

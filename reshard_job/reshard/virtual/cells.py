@@ -1,4 +1,4 @@
-"""Disjoint boxes that are made of boxes which may overlap. Pure."""
+"""Split boxes that may overlap into disjoint boxes, the *cells*. Pure."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from reshard.tensors.geometry import Box
 
 
-def cells(boxes: Iterable[Box]) -> list[Box]:
-    """Disjoint boxes with the same union, each inside or outside of every one of `boxes`.
+def split_into_cells(boxes: Iterable[Box]) -> list[Box]:
+    """Split boxes into disjoint cells with the same union; each cell lies inside or outside of each box.
 
-    Boxes that are equal or do not touch, as almost all are, stay whole.
+    Boxes that are equal or do not touch stay whole; almost all boxes do.
     """
-    found: list[Box] = []
+    cells: list[Box] = []
     for box in sorted(set(boxes), key=lambda item: (item.offset, item.size)):
         if box.num_elements == 0:
             continue
         rest, refined = [box], []
-        for cell in found:
+        for cell in cells:
             common = cell.intersect(box)
             if common is None:
                 refined.append(cell)
                 continue
             refined += [common, *subtract(cell, common)]
-            rest = [part for piece in rest for part in subtract(piece, common)]
-        found = refined + rest
-    return found
+            rest = [smaller for larger in rest for smaller in subtract(larger, common)]
+        cells = refined + rest
+    return cells
 
 
 def subtract(box: Box, other: Box) -> Iterator[Box]:
-    """Disjoint boxes that are `box` without `other`; cut along the first dims first, so that rows stay whole."""
+    """Yield disjoint boxes that are `box` without `other`; cut along the first dims first, so that rows stay whole."""
     common = box.intersect(other)
     if common is None:
         yield box
@@ -45,18 +45,18 @@ def subtract(box: Box, other: Box) -> Iterator[Box]:
         low[dim], size[dim] = common.offset[dim], common.size[dim]
 
 
-def joined(found: Sequence[Box], copies: Sequence[tuple[Hashable, Box]]) -> list[Box]:
-    """Cells as one, where the same copies hold them and they are a box together.
+def join_cells(cells: Sequence[Box], copies: Sequence[tuple[Hashable, Box]]) -> list[Box]:
+    """Join cells that the same copies hold if together they are a box.
 
-    What ranks of one node hold of a tensor is often all of it, cut between them: so it is read in whole rows, not in
-    as many short runs as they have columns.
+    The ranks of one node often hold all of a tensor, cut between them. Joined cells are then read in whole rows, not in
+    one short range for each column and rank.
 
     Args:
-        found: disjoint, each inside or outside of every box of `copies`.
-        copies: each box with the copy of the tensor that it is a part of.
+        cells: disjoint, each inside or outside of every box of `copies`.
+        copies: each box with the copy of the tensor that it belongs to.
     """
     alike: dict[frozenset[Hashable], list[Box]] = defaultdict(list)
-    for cell in found:
+    for cell in cells:
         alike[frozenset(copy for copy, box in copies if cell.intersect(box) == cell)].append(cell)
     together: list[Box] = []
     for own in alike.values():
@@ -66,7 +66,7 @@ def joined(found: Sequence[Box], copies: Sequence[tuple[Hashable, Box]]) -> list
 
 
 def _hull(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all."""
+    """Return the smallest box that holds all boxes."""
     low = tuple(min(offsets) for offsets in zip(*(box.offset for box in boxes), strict=True))
     end = tuple(max(ends) for ends in zip(*(box.end for box in boxes), strict=True))
     return Box(low, tuple(last - first for first, last in zip(low, end, strict=True)))

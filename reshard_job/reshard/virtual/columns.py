@@ -1,7 +1,7 @@
 """Columns of a manifest: named one- and two-dimensional arrays in one uncompressed zip file of `.npy` files.
 
-What `numpy.savez` writes, with fixed times, so that equal columns are equal files. Nothing in it is ever executed, and
-no array is larger than its file.
+The form is that of `numpy.savez`, with fixed times, so that equal columns give equal files. Reading executes nothing,
+and no array can be larger than its file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 
 
 def pack(columns: Mapping[str, Column]) -> bytes:
-    """The content of the file."""
+    """Return the content of a file that holds the columns."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, column in columns.items():
@@ -38,7 +38,7 @@ def pack(columns: Mapping[str, Column]) -> bytes:
 
 
 def unpack(path: Path, expected: Mapping[str, tuple[np.dtype[Any], int]]) -> dict[str, Column]:
-    """Read the file.
+    """Read columns from a file.
 
     Args:
         path: of the file.
@@ -47,7 +47,7 @@ def unpack(path: Path, expected: Mapping[str, tuple[np.dtype[Any], int]]) -> dic
     Raises:
         CorruptSourceError: not such a file, or other columns than expected.
     """
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     try:
         with open_file(path) as file, zipfile.ZipFile(Stream(file)) as archive:
             entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
@@ -61,16 +61,16 @@ def unpack(path: Path, expected: Mapping[str, tuple[np.dtype[Any], int]]) -> dic
                 column = np.lib.format.read_array(content, allow_pickle=False, max_header_size=4096)
                 if column.dtype != kind or column.ndim != ndim or content.read(1):
                     raise ValueError(f"{name}: is {column.dtype} {list(column.shape)}, expected {kind}, {ndim} dims")
-                found[name] = column
+                columns[name] = column
     except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise CorruptSourceError(f"is not what a manifest's columns are: {error}", path=str(path)) from error
-    return found
+    return columns
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file in hex; raises `OSError` if it cannot be read."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of a file in hex; raises `OSError` if the file cannot be read."""
+    digest = hashlib.sha256()
     with open_file(path) as file:
         for position in range(0, file.num_bytes, _BLOCK_BYTES):
-            found.update(file.read(min(_BLOCK_BYTES, file.num_bytes - position), position))
-    return found.hexdigest()
+            digest.update(file.read(min(_BLOCK_BYTES, file.num_bytes - position), position))
+    return digest.hexdigest()

@@ -1,7 +1,8 @@
-"""Virtual mode: a commit that says where the bytes are, instead of holding them.
+"""Virtual mode: write a commit that says where the bytes are, instead of holding them.
 
-Nothing but metadata is written. `elastic_trainer` makes the files that its node's ranks open when they load them
-(`reshard.virtual.load`), and unmodified DeepSpeed reads those. The source must live as long as the virtual commit.
+Only metadata is written. When ranks load, `elastic_trainer` makes the files that the ranks of its node open
+(`reshard.virtual.load`), and unmodified DeepSpeed reads those files. The source must stay as long as the virtual
+commit.
 """
 
 from __future__ import annotations
@@ -12,17 +13,26 @@ import datetime
 import os
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from reshard.api import Conversion, plan_conversion
-from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit, taken, vacant, write_commit
+from reshard.commits.commit import (
+    VIRTUAL,
+    Commit,
+    CommittedFile,
+    check_files,
+    is_vacant,
+    read_commit,
+    taken_error,
+    write_commit,
+)
 from reshard.commits.staging import Sharing, staging
 from reshard.contract import ExitCode, ReshardReport
 from reshard.errors import SourceError, TargetError, UnsupportedError
 from reshard.execution.origin import check_unread_origin, unread_origin
 from reshard.execution.report import peak_rss_bytes
-from reshard.execution.source_checks import check_settings, touched_files
+from reshard.execution.source_checks import check_settings, find_touched_files
 from reshard.planning.plan import Plan
 from reshard.storage.durable import sync_folder
 from reshard.storage.target_writer import target_errors
@@ -31,12 +41,12 @@ from reshard.tensors.intervals import Int64Array
 from reshard.tensors.layout import Checksum, SourceFile
 from reshard.virtual.auto_mode import Choice, Loader, choose
 from reshard.virtual.manifest import Manifest, commit_crc32, encode
-from reshard.virtual.needs import needs_of
+from reshard.virtual.needs import compute_needs
 from reshard.virtual.ranks import FORMATS, files_by_rank
 
 
 def choose_mode(plan: Plan, loader: Loader | None) -> Choice:
-    """What `--mode auto` means for a conversion.
+    """Choose the mode of a conversion for `--mode auto`.
 
     Args:
         plan: of the conversion.
@@ -51,60 +61,66 @@ def choose_mode(plan: Plan, loader: Loader | None) -> Choice:
         ranks = ranks_of(plan)
     except UnsupportedError as error:
         return choose(loader, None, refused=f"virtual is refused: {error}")
-    return choose(loader, needs_of(plan, ranks, loader.ranks_per_node))
+    return choose(loader, compute_needs(plan, ranks, loader.ranks_per_node))
 
 
 def prepare(
-    wanted: Conversion,
+    conversion: Conversion,
     *,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    planned: Callable[[Plan], None] | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
     plan: Plan | None = None,
 ) -> ReshardReport:
     """Write a virtual commit: `reshard run --mode virtual`.
 
-    The target appears complete or not at all. One that was made by the same conversion before is left as it is.
+    The target appears complete or not at all. A target that the same conversion made before stays as it is.
 
     Args:
-        wanted: source, target and what to do.
-        memory_bytes: for buffers of a plan; nothing is read but metadata, and committed files whose metadata only the
-            commit proves.
-        planned: shown the plan before the manifest is written.
-        plan: of the conversion, where it is known already.
+        conversion: source, target and what to do.
+        memory_bytes: for buffers of a plan; only metadata is read, and committed files whose metadata only the commit
+            proves.
+        on_plan: called with the plan before the manifest is written.
+        plan: of the conversion; None to plan it here.
 
     Raises:
         UnsupportedError: a target whose ranks have no files of their own.
         ReshardError: see `reshard.errors`.
     """
     started = time.monotonic()
-    plan = plan or plan_conversion(wanted, memory_bytes=memory_bytes, num_threads=1)
-    wanted = settled(wanted, plan)
-    commit = already_done(wanted)
+    plan = plan or plan_conversion(conversion, memory_bytes=memory_bytes, num_threads=1)
+    conversion = with_topology_of(plan, conversion)
+    commit = find_commit(conversion)
     if commit is not None:
-        check_unread_origin(commit, plan.index, wanted.target)
-        return _report(commit, wanted, started, 0, "already prepared and committed")
+        check_unread_origin(commit, plan.index, conversion.target)
+        return _report(commit, conversion, started, 0, "already prepared and committed")
     check_settings(plan.index, is_loaded_later=True)
-    if planned is not None:
-        planned(plan)
+    if on_plan is not None:
+        on_plan(plan)
     contents = manifest_files(plan)
     num_bytes = sum(map(len, contents.values()))
-    with staging(wanted.target, plan.fingerprint, num_bytes, Sharing.ALONE) as folder:
-        commit = _commit(plan, wanted, contents)
+    with staging(conversion.target, plan.fingerprint, num_bytes, Sharing.ALONE) as folder:
+        commit = _commit(plan, conversion, contents)
         with target_errors(folder, num_bytes):
-            for name, content in contents.items():
-                with open(folder / name, "xb") as stream:
-                    stream.write(content)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-            touched_files(plan.index)  # raises where the manifest describes files that are no longer there
+            _write_files(folder, contents)
+            find_touched_files(plan.index)  # raises where the manifest describes files that are no longer there
             write_commit(folder, commit)
-        _publish(folder, wanted)
-    what = f"prepared {plan.index.topology} to {plan.layout.topology}; its bytes are read where they are, when loaded"
-    return _report(commit, wanted, started, num_bytes, what)
+        _publish(folder, conversion)
+    message = (
+        f"prepared {plan.index.topology} to {plan.layout.topology}; its bytes are read where they are, when loaded"
+    )
+    return _report(commit, conversion, started, num_bytes, message)
+
+
+def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
+    for name, content in contents.items():
+        with open(folder / name, "xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 def manifest_files(plan: Plan) -> dict[str, bytes]:
-    """Names and contents of all that a virtual commit consists of, besides its marker.
+    """Return the files of a virtual commit, without its marker: content by name.
 
     Raises:
         UnsupportedError: see `ranks_of`.
@@ -118,17 +134,18 @@ def manifest_files(plan: Plan) -> dict[str, bytes]:
 
 
 def _with_stated(file: SourceFile) -> SourceFile:
-    """A file whose container states no checksums with that of its commit, so that loading can prove what was read."""
+    """Give a file without checksums of its own the one in its commit, so that loading can prove what was read."""
     if file.crc32 is None or file.checksums:
         return file
     return dataclasses.replace(file, checksums=(Checksum(start=0, num_bytes=file.num_bytes, crc32=file.crc32),))
 
 
 def ranks_of(plan: Plan) -> tuple[Int64Array, ...]:
-    """Files of the target that each rank opens, [ranks][files].
+    """Return which files of the target each rank opens, [ranks][files].
 
     Raises:
-        UnsupportedError: that is not known, or the source is a folder of links: a manifest names its own files only.
+        UnsupportedError: it is not known which, or the source is a folder of links: a manifest names only files that
+            lie in the source's own folder.
     """
     if linked := [file.path for file in plan.index.files if file.path.startswith("../")]:
         raise UnsupportedError(
@@ -139,42 +156,46 @@ def ranks_of(plan: Plan) -> tuple[Int64Array, ...]:
     return files_by_rank(plan.layout)
 
 
-def settled(wanted: Conversion, plan: Plan) -> Conversion:
-    """With the topology that the plan came to."""
-    return dataclasses.replace(wanted, topology=plan.layout.topology, keeps_stage=False)
+def with_topology_of(plan: Plan, conversion: Conversion) -> Conversion:
+    """Return the conversion with the target topology of its plan, ZeRO stage included."""
+    return dataclasses.replace(conversion, topology=plan.layout.topology, keeps_stage=False)
 
 
-def _options(wanted: Conversion) -> dict[str, str]:
-    return {**wanted.options, "mode": VIRTUAL}
+def _options(conversion: Conversion) -> dict[str, str]:
+    return {**conversion.options, "mode": VIRTUAL}
 
 
-def already_done(wanted: Conversion) -> Commit | None:
-    """The target's commit, if this conversion prepared it.
+def find_commit(conversion: Conversion) -> Commit | None:
+    """Return the target's virtual commit if this conversion prepared it; None if the target is free.
 
     Raises:
-        TargetTakenError: there is something else.
+        TargetTakenError: the target holds something else.
     """
-    if vacant(wanted.target):
+    if is_vacant(conversion.target):
         return None
     with contextlib.suppress(SourceError):
-        commit = read_commit(wanted.target)
-        same = commit.format == VIRTUAL and commit.source == str(wanted.source) and commit.topology == wanted.topology
-        if same and {**commit.options, "plan": ""} == {**_options(wanted), "plan": ""}:
-            check_files(wanted.target, commit, crc=True)
+        commit = read_commit(conversion.target)
+        same = (
+            commit.format == VIRTUAL
+            and commit.source == str(conversion.source)
+            and commit.topology == conversion.topology
+        )
+        if same and {**commit.options, "plan": ""} == {**_options(conversion), "plan": ""}:
+            check_files(conversion.target, commit, crc=True)
             return commit
-    raise taken(wanted.target)
+    raise taken_error(conversion.target)
 
 
-def _commit(plan: Plan, wanted: Conversion, contents: dict[str, bytes]) -> Commit:
+def _commit(plan: Plan, conversion: Conversion, contents: dict[str, bytes]) -> Commit:
     data = {}
     with contextlib.suppress(SourceError):
-        data = dict(read_commit(wanted.source).data)
+        data = dict(read_commit(conversion.source).data)
     return Commit(
         format=VIRTUAL,
         step=plan.index.step,
         samples=plan.index.samples,
         topology=plan.layout.topology,
-        attempt=wanted.attempt,
+        attempt=conversion.attempt,
         writer="reshard",
         files=[
             CommittedFile(path=name, num_bytes=len(content), crc32=zlib.crc32(content))
@@ -182,31 +203,31 @@ def _commit(plan: Plan, wanted: Conversion, contents: dict[str, bytes]) -> Commi
         ],
         data=data,
         model=plan.layout.model,
-        source=str(wanted.source),
-        options={**_options(wanted), "plan": plan.fingerprint},
+        source=str(conversion.source),
+        options={**_options(conversion), "plan": plan.fingerprint},
         origin=unread_origin(plan.index),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        owner=wanted.owner,
+        owner=conversion.owner,
     )
 
 
-def _publish(folder: Path, wanted: Conversion) -> None:
+def _publish(folder: Path, conversion: Conversion) -> None:
     try:
-        folder.rename(wanted.target)
+        folder.rename(conversion.target)
     except OSError as error:
-        if already_done(wanted) is None:
-            raise TargetError(f"cannot be published: {error}", path=str(wanted.target)) from error
+        if find_commit(conversion) is None:
+            raise TargetError(f"cannot be published: {error}", path=str(conversion.target)) from error
         return
-    sync_folder(wanted.target.parent)
+    sync_folder(conversion.target.parent)
 
 
-def _report(commit: Commit, wanted: Conversion, started: float, written: int, message: str) -> ReshardReport:
+def _report(commit: Commit, conversion: Conversion, started: float, written: int, message: str) -> ReshardReport:
     return ReshardReport(
         ok=True,
         exit_code=ExitCode.OK,
         message=message,
-        source=str(wanted.source),
-        target=str(wanted.target),
+        source=str(conversion.source),
+        target=str(conversion.target),
         step=commit.step,
         samples=commit.samples,
         mode=VIRTUAL,

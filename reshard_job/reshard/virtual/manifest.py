@@ -1,6 +1,7 @@
-"""The manifest: a plan as data, with the files that each rank opens. Written and read here, executed elsewhere.
+"""Write and read the manifest: a plan as data, with the files that each rank opens.
 
-The page docs/manifest-format.md is normative. `manifest.json` holds names, `columns.npz` numbers.
+The page docs/manifest-format.md is normative. `manifest.json` holds names, `columns.npz` holds numbers.
+`reshard.virtual.load` executes the plan.
 """
 
 from __future__ import annotations
@@ -27,8 +28,15 @@ from reshard.tensors.layout import Checksum, Index, LogicalTensor, SourceFile, T
 from reshard.tensors.shard_table import ShardTable
 from reshard.topology import Topology
 from reshard.virtual.columns import INT64, UINT8, Column, file_sha256, pack, unpack
-from reshard.virtual.file_forms import matrix, pack_files, require_once, unpack_content, unpack_files
-from reshard.virtual.values import below, count, dtype, inside, shape, text
+from reshard.virtual.file_forms import matrix, pack_files, require_distinct_paths, unpack_content, unpack_files
+from reshard.virtual.values import (
+    require_below,
+    require_count,
+    require_dtype,
+    require_relative_path,
+    require_shape,
+    require_text,
+)
 
 MANIFEST_FILE, COLUMNS_FILE = "manifest.json", "columns.npz"
 _MAX_JSON_BYTES = 1 << 30
@@ -41,10 +49,10 @@ _PLACES: Mapping[str, int] = {
     "byte_offset": 1,
     "stride": 2,
 }
-"""Columns of a `ShardTable`, and their number of dims."""
+"""Columns of a `ShardTable` with their number of dims, in all versions of the manifest."""
 
 _OF_FAMILIES: Mapping[str, int] = {"start": 1, "stop": 1, "chunk": 1, "item_bytes": 1}
-"""Those which version 1 has not."""
+"""Columns of a `ShardTable` that version 1 of the manifest does not have."""
 
 _COLUMNS_1: Mapping[str, tuple[np.dtype[Any], int]] = {
     **{f"{side}_{name}": (INT64, ndim) for side in ("source", "target") for name, ndim in _PLACES.items()},
@@ -65,18 +73,18 @@ _COLUMNS: Mapping[int, Mapping[str, tuple[np.dtype[Any], int]]] = {
         "gap": (INT64, 2),
     },
 }
-"""By version."""
+"""Columns of each version: type of the elements and number of dims."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A conversion that is done when it is loaded.
+    """A conversion that loading executes.
 
     Attributes:
         plan: of the whole conversion.
         fingerprint: of the plan that was written.
         ranks: positions in `plan.layout.files` of the files that each rank opens, [ranks][files].
-        source_commit: CRC-32 of the source's COMMIT.json when this was made, or None if it had none.
+        source_commit: CRC-32 of the source's COMMIT.json when the manifest was made, or None if it had none.
     """
 
     plan: Plan
@@ -86,7 +94,7 @@ class Manifest:
 
 
 def commit_crc32(folder: Path) -> int | None:
-    """CRC-32 of a folder's COMMIT.json, or None if it has none."""
+    """Return the CRC-32 of a folder's COMMIT.json, or None if it has none."""
     try:
         with open_file(folder / COMMIT_FILE) as file:
             return zlib.crc32(file.read(file.num_bytes, 0))
@@ -95,7 +103,7 @@ def commit_crc32(folder: Path) -> int | None:
 
 
 def encode(manifest: Manifest) -> dict[str, bytes]:
-    """Content of the manifest's files, by name."""
+    """Return the content of the manifest's files, by name."""
     plan = manifest.plan
     index, layout = plan.index, plan.layout
     crc32 = manifest.source_commit
@@ -154,7 +162,7 @@ def decode(folder: Path, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_thread
     """Read the manifest in `folder` and prove its plan exact.
 
     Raises:
-        CorruptSourceError: it is not a manifest of a version that this program reads, or not a consistent one.
+        CorruptSourceError: not a manifest of a version that this program reads, or not a consistent one.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -178,30 +186,36 @@ def decode(folder: Path, *, memory_bytes: int = DEFAULT_MEMORY_BYTES, num_thread
 
 
 def _decode(value: Mapping[str, Any], columns: Mapping[str, Column], memory_bytes: int, num_threads: int) -> Manifest:
-    """The manifest from its parts; whatever is wrong with them raises."""
+    """Build the manifest from its two files; raise one of the errors that `decode` expects if they do not fit."""
     source, target = value["source"], value["target"]
     tensors = tuple(
-        LogicalTensor(key=TensorKey(text(state), text(name)), shape=shape(size), dtype=dtype(kind))
+        LogicalTensor(
+            key=TensorKey(require_text(state), require_text(name)), shape=require_shape(size), dtype=require_dtype(kind)
+        )
         for state, name, size, kind in source["tensors"]
     )
-    origins = tuple(below(origin, len(tensors)) for *_, origin in target["tensors"])
+    origins = tuple(require_below(origin, len(tensors)) for *_, origin in target["tensors"])
     index = Index(
-        root=location(text(source["path"])),
-        format=text(source["format"]),
+        root=location(require_text(source["path"])),
+        format=require_text(source["format"]),
         topology=Topology.from_dict(source["topology"]),
-        step=count(value["step"]),
-        samples=count(value["samples"]),
+        step=require_count(value["step"]),
+        samples=require_count(value["samples"]),
         tensors=tensors,
         files=_source_files(source["files"], columns["checksum"]),
         shards=_table("source", columns, len(tensors), len(source["files"])),
     )
     layout = TargetLayout(
-        format=text(target["format"]),
+        format=require_text(target["format"]),
         topology=Topology.from_dict(target["topology"]),
         files=(_files_1 if value["version"] == 1 else unpack_files)(target["files"], columns),
         shards=_table("target", columns, len(origins), len(target["files"])),
         tensors=tuple(
-            LogicalTensor(key=TensorKey(text(state), text(name)), shape=tensors[origin].shape, dtype=dtype(kind))
+            LogicalTensor(
+                key=TensorKey(require_text(state), require_text(name)),
+                shape=tensors[origin].shape,
+                dtype=require_dtype(kind),
+            )
             for state, name, kind, origin in target["tensors"]
         ),
         origins=origins,
@@ -209,7 +223,7 @@ def _decode(value: Mapping[str, Any], columns: Mapping[str, Column], memory_byte
     plan = make_plan(index, layout, memory_bytes=memory_bytes, num_threads=num_threads)
     check_plan(plan)
     _check_source_ranges(index)
-    fingerprint = text(value["plan"])
+    fingerprint = require_text(value["plan"])
     if value["version"] == 1 and plan.fingerprint != fingerprint:  # version 2 has checksums, which are faster
         raise ValueError(f"its plan is {plan.fingerprint}, {fingerprint:.40} was written")
     crc32 = source["commit_crc32"]
@@ -217,47 +231,51 @@ def _decode(value: Mapping[str, Any], columns: Mapping[str, Column], memory_byte
         plan=plan,
         fingerprint=fingerprint,
         ranks=_ranks(columns, layout),
-        source_commit=None if crc32 is None else int(text(crc32), 16),
+        source_commit=None if crc32 is None else int(require_text(crc32), 16),
     )
 
 
 def _table(side: str, columns: Mapping[str, Column], num_tensors: int, num_files: int) -> ShardTable:
     names = [name for name in (*_PLACES, *_OF_FAMILIES) if f"{side}_{name}" in columns]
-    found = {name: columns[f"{side}_{name}"].astype(np.int64) for name in names}
+    table = {name: columns[f"{side}_{name}"].astype(np.int64) for name in names}
     if (
-        len({len(column) for column in found.values()}) != 1
-        or len({found[name].shape for name in ("offset", "size", "stride")}) != 1
+        len({len(column) for column in table.values()}) != 1
+        or len({table[name].shape for name in ("offset", "size", "stride")}) != 1
     ):
         raise ValueError(f"columns of the {side} differ in length")
-    if any(len(column) and int(column.min()) < 0 for column in found.values()):
+    if any(len(column) and int(column.min()) < 0 for column in table.values()):
         raise ValueError(f"a column of the {side} holds a negative number")
     for name, limit in (("tensor", num_tensors), ("file", num_files)):
-        if len(found[name]) and int(found[name].max()) >= limit:
-            raise ValueError(f"{side}_{name} holds {int(found[name].max())}, there are {limit}")
-    return ShardTable(**found)
+        if len(table[name]) and int(table[name].max()) >= limit:
+            raise ValueError(f"{side}_{name} holds {int(table[name].max())}, there are {limit}")
+    return ShardTable(**table)
 
 
 def _source_files(files: Sequence[Any], checksums: Column) -> tuple[SourceFile, ...]:
     by_file: list[list[Checksum]] = [[] for _ in files]
     for file, start, num_bytes, crc32 in checksums.tolist():
-        by_file[below(file, len(files))].append(
-            Checksum(start=count(start), num_bytes=count(num_bytes), crc32=below(crc32, 1 << 32))
+        by_file[require_below(file, len(files))].append(
+            Checksum(
+                start=require_count(start), num_bytes=require_count(num_bytes), crc32=require_below(crc32, 1 << 32)
+            )
         )
     return tuple(
-        SourceFile(path=inside(path), num_bytes=count(num_bytes), checksums=tuple(sums))
+        SourceFile(path=require_relative_path(path), num_bytes=require_count(num_bytes), checksums=tuple(sums))
         for (path, num_bytes), sums in zip(files, by_file, strict=True)
     )
 
 
 def _files_1(files: Sequence[Any], columns: Mapping[str, Column]) -> tuple[TargetFile, ...]:
-    """Target files of version 1, which tells the bytes of each."""
+    """Read the target files of version 1, which lists the fixed bytes of each file."""
     pieces, fields = unpack_content(len(files), columns)
-    found = tuple(
-        TargetFile(path=inside(path), num_bytes=count(num_bytes), fixed=own, checksums=sums)
-        for (path, num_bytes), own, sums in zip(files, pieces, fields, strict=True)
+    target_files = tuple(
+        TargetFile(
+            path=require_relative_path(path), num_bytes=require_count(num_bytes), fixed=fixed, checksums=fields_of_file
+        )
+        for (path, num_bytes), fixed, fields_of_file in zip(files, pieces, fields, strict=True)
     )
-    require_once(found)
-    return found
+    require_distinct_paths(target_files)
+    return target_files
 
 
 def _ranks(columns: Mapping[str, Column], layout: TargetLayout) -> tuple[Int64Array, ...]:
@@ -270,7 +288,7 @@ def _ranks(columns: Mapping[str, Column], layout: TargetLayout) -> tuple[Int64Ar
 
 
 def _check_source_ranges(index: Index) -> None:
-    """Every row lies in its file, every part of a family in its own."""
+    """Check that every row lies in its file, and every part of a family in its own file."""
     shards = index.shards
     item = np.array([tensor.item_bytes for tensor in index.tensors], dtype=np.int64)[shards.tensor]
     ranges, gaps = shards.ranges(item)

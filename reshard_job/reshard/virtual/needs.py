@@ -1,4 +1,4 @@
-"""What the nodes of a target need of the source, and of its files: the figures that a mode is chosen by. Pure."""
+"""Compute what the nodes of a target read of the source and of its files, for the choice of a mode. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from reshard.virtual.auto_mode import Needs
 from reshard.virtual.restrict import restrict
 
 _MOST_NODES = 4
-"""Nodes whose part of the plan is cut out; of more, so many are looked at, evenly spread."""
+"""Most nodes whose part of the plan is computed; of more nodes, an evenly spread sample of this size is used."""
 
 
-def needs_of(plan: Plan, ranks: Sequence[Int64Array], ranks_per_node: int) -> Needs:
-    """What a conversion moves, and what its nodes read.
+def compute_needs(plan: Plan, ranks: Sequence[Int64Array], ranks_per_node: int) -> Needs:
+    """Compute what a conversion moves, and what its nodes read.
 
     Args:
         plan: of the conversion.
@@ -29,8 +29,8 @@ def needs_of(plan: Plan, ranks: Sequence[Int64Array], ranks_per_node: int) -> Ne
     ]
     sizes = np.array([file.num_bytes for file in plan.layout.files], dtype=np.int64)
     files = [int(sizes[own].sum()) for own in nodes]
-    looked_at = sorted({at * (len(nodes) - 1) // (_MOST_NODES - 1) for at in range(_MOST_NODES)})
-    source = [restrict(plan, nodes[at].tolist()).bytes_to_read for at in looked_at]
+    sampled = sorted({at * (len(nodes) - 1) // (_MOST_NODES - 1) for at in range(_MOST_NODES)})
+    source = [restrict(plan, nodes[at].tolist()).bytes_to_read for at in sampled]
     return Needs(
         read=plan.bytes_to_read,
         write=plan.bytes_to_write,

@@ -1,4 +1,4 @@
-"""Which files each rank of the framework opens when it loads.
+"""Find the files that each rank of the framework opens when it loads.
 
 DeepSpeed 0.19.8: runtime/engine.py (`_get_all_ckpt_names`, `_get_all_zero_checkpoint_state_dicts`,
 `load_moe_state_dict`), runtime/state_dict_factory.py (`SDLoaderBase.load`), runtime/pipe/module.py (`load_state_dir`).
@@ -27,10 +27,10 @@ FORMATS = ("deepspeed",)
 
 
 def files_by_rank(layout: TargetLayout) -> tuple[Int64Array, ...]:
-    """Positions of the files that each rank opens, [ranks][files], ascending.
+    """Return the positions of the files that each rank opens, [ranks][files], ascending.
 
     Raises:
-        UnsupportedError: a format where every rank may open every file, or a file of a kind that is not known.
+        UnsupportedError: every rank of the format may open every file, or a file is of an unknown kind.
     """
     if layout.format not in FORMATS:
         raise UnsupportedError(
@@ -38,22 +38,22 @@ def files_by_rank(layout: TargetLayout) -> tuple[Int64Array, ...]:
             hint=f"choose --mode materialize, or --format {FORMATS[0]}",
         )
     topology = layout.topology
-    opened = _Opened(layout)
+    ranks_of_files = _RanksOfFiles(layout)
     by_key: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     for at, file in enumerate(layout.files):
-        for key in opened.keys(file.path):
+        for key in ranks_of_files.keys(file.path):
             by_key[key].append(at)
-    found = []
+    files = []
     for rank in range(topology.world_size):
         place = topology.coordinate(rank)
         place_of, part = (place.pp, place.tp), place.dp % topology.ep
         keys = ((*place_of, *own) for own in ((place.dp, -1), (-1, part), (-1, -1)))
-        found.append(np.array(sorted(at for key in keys for at in by_key.get(key, ())), dtype=np.int64))
-    return tuple(found)
+        files.append(np.array(sorted(at for key in keys for at in by_key.get(key, ())), dtype=np.int64))
+    return tuple(files)
 
 
-class _Opened:
-    """Who opens a file: (pp, tp, dp, expert part), -1 for any dp or part."""
+class _RanksOfFiles:
+    """Finds the ranks that open a file: keys (pp, tp, dp, expert part), -1 for any dp or expert part."""
 
     def __init__(self, layout: TargetLayout) -> None:
         self._layout = layout
@@ -68,11 +68,11 @@ class _Opened:
             raise UnsupportedError(f"{path}: which ranks open it is not known", hint="choose --mode materialize")
         degrees = self._topology
         if name.kind == "layer":
-            # Every rank of the stage opens the first one too, to look into it for the number of files.
+            # Every rank of the stage also opens the first file: DeepSpeed reads the number of files from it.
             parts = range(degrees.tp) if name.mp == 0 else (name.mp,)
             return [(pp, tp, -1, -1) for pp in sorted(self._stages[name.layer]) for tp in parts]
         if name.kind == "model" and name.mp == 0:
-            # DeepSpeed opens the first one on every rank, to compare the number of files with what it says.
+            # Every rank opens the first file: DeepSpeed compares the number of files with the one that it states.
             places = itertools.product(range(degrees.pp), range(degrees.tp))
             return [(pp, tp, name.dp, -1) for pp, tp in places]
         pp, tp = divmod(name.mp, degrees.tp)
@@ -82,7 +82,7 @@ class _Opened:
 
 
 def _stages_of_layers(layout: TargetLayout) -> dict[int, set[int]]:
-    """Pipeline stages that open each layer's file."""
+    """Return the pipeline stages that open each layer's file."""
     parsed = [(at, name) for at, file in enumerate(layout.files) if (name := names.parse(file.path)) is not None]
     layers = sorted({name.layer for _, name in parsed if name.kind == "layer"})
     stages = range(layout.topology.pp)
@@ -96,31 +96,35 @@ def _stages_of_layers(layout: TargetLayout) -> dict[int, set[int]]:
         if name.kind == "optimizer":
             for parameter in _parameters(layout, at):
                 held[parameter].add(name.mp // layout.topology.tp)
-    found = {layer: set(stages) for layer in layers}
+    stages_of = {layer: set(stages) for layer in layers}
     for at, name in parsed:
         if name.kind == "layer":
             for parameter in _parameters(layout, at):
-                found[name.layer] &= held.get(parameter, set(stages))
-    return _in_order(found)
+                stages_of[name.layer] &= held.get(parameter, set(stages))
+    return _in_order(stages_of)
 
 
-def _in_order(found: Mapping[int, set[int]]) -> dict[int, set[int]]:
-    """Stages that may hold each layer, given those that hold all its parameters: stages hold consecutive layers.
+def _in_order(stages: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    """Narrow the stages of each layer: stages hold consecutive layers.
 
-    Used where nothing describes the stages. It may name one stage too many for a layer (tied, frozen), never too few.
+    Used where nothing describes the stages. The result may have one stage too many for a layer (tied, frozen), never
+    one too few.
+
+    Args:
+        stages: the stages that hold all parameters of each layer.
     """
-    layers = sorted(found)
-    known = {layer: next(iter(found[layer])) for layer in layers if len(found[layer]) == 1}
+    layers = sorted(stages)
+    known = {layer: next(iter(stages[layer])) for layer in layers if len(stages[layer]) == 1}
     result = {}
     for layer in layers:
         low = max((pp for other, pp in known.items() if other <= layer), default=0)
         high = min((pp for other, pp in known.items() if other >= layer), default=None)
-        result[layer] = {pp for pp in found[layer] if pp >= low and (high is None or pp <= high)}
+        result[layer] = {pp for pp in stages[layer] if pp >= low and (high is None or pp <= high)}
     return result
 
 
 def _bounds(model: Mapping[str, Any]) -> list[int]:
-    """First layer of each stage and the end, where the commit will say it."""
+    """Return the first layer of each stage and the end, if the target's commit describes the stages; else empty."""
     described = model.get("pipeline")
     parts = described.get("parts") if isinstance(described, Mapping) else None
     return list(parts) if parts else []

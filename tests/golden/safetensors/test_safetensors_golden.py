@@ -12,7 +12,7 @@ import pytest
 
 from reshard.errors import UnsupportedError
 from reshard.execution.executor import execute
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.formats.base import Request
 from reshard.formats.safetensors import FORMAT
@@ -70,7 +70,7 @@ def test_read_finds_the_same_in_an_object_store():
         store.pipe(f"/models/phimoe/{path.name}", path.read_bytes())
     index = read_checkpoint(location("memory://models/phimoe"), None)
     assert describe(index) == TRUTH["phimoe"]["tensors"]
-    assert digests(index) == digests(read_checkpoint(HERE / "phimoe", None))
+    assert read_digests(index) == read_digests(read_checkpoint(HERE / "phimoe", None))
 
 
 @pytest.mark.parametrize("file_bytes", [5 << 30, 1500])
@@ -81,7 +81,7 @@ def test_written_again_nothing_changes(tmp_path, name, file_bytes):
     written = read_checkpoint(tmp_path / "out", None)
     assert describe(written) == TRUTH[name]["tensors"]
     assert written.aliases == source.aliases
-    assert digests(written) == digests(source)
+    assert read_digests(written) == read_digests(source)
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     files = [name for name in names if name.endswith(".safetensors")]
     if len(files) == 1:
@@ -213,7 +213,7 @@ def test_a_pipelines_checkpoint_becomes_llama_in_all_states_and_comes_back(tmp_p
     assert "model.layers.1.self_attn.k_proj.weight" in decayed
     assert sorted([*decayed, *rest]) == sorted(llama)
     back = rename(renamed, name_map.inverse())
-    assert digests(back) == digests(source)
+    assert read_digests(back) == read_digests(source)
     assert back.groups == source.groups
     convert(renamed, tmp_path / "out")
     header, _ = header_of(tmp_path / "out/model.safetensors")
@@ -227,8 +227,8 @@ def test_a_pipelines_checkpoint_becomes_flat_and_comes_back():
     renamed = rename(source, name_map)
     assert sorted({tensor.key.name.partition(".")[0] for tensor in renamed.tensors}) == ["blocks", "embed", "norm"]
     assert renamed.number_of(TensorKey("exp_avg", "blocks.1.qkv")) is not None
-    assert sorted(digests(renamed).values()) == sorted(digests(source).values())
-    assert digests(rename(renamed, name_map.inverse())) == digests(source)
+    assert sorted(read_digests(renamed).values()) == sorted(read_digests(source).values())
+    assert read_digests(rename(renamed, name_map.inverse())) == read_digests(source)
 
 
 def test_a_map_for_another_number_of_layers_is_refused_by_name():
@@ -244,7 +244,7 @@ def both_ways(family: str, yaml: str, constants: dict, *, inverse: bool = False)
     if inverse:
         name_map = name_map.inverse()
     renamed = rename(source, name_map)
-    assert digests(rename(renamed, name_map.inverse())) == digests(source)
+    assert read_digests(rename(renamed, name_map.inverse())) == read_digests(source)
     before, after = assemble(source), assemble(renamed)
     return ({key.removeprefix("weight/"): value for key, value in found.items()} for found in (before, after))
 

@@ -12,13 +12,13 @@ from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options, understood
 from reshard.formats.dcp.metadata import METADATA_FILE
 from reshard.formats.dcp.reader import NAME, read_index
-from reshard.formats.dcp.tables import CONFIG_FILE, backend_of
+from reshard.formats.dcp.tables import CONFIG_FILE, read_backend
 from reshard.formats.dcp.writing.writer import lay_out
 from reshard.tensors.layout import Index, TargetLayout
 
 
-def of_torch(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """See `base.understood`; for what torch saves."""
+def understood_as_torch(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Report errors of the block as those of a checkpoint that torch saved, see `base.understood`."""
     return understood(folder, "torch", instead="use an earlier checkpoint", also=(OverflowError, OSError))
 
 
@@ -26,20 +26,22 @@ class DcpFormat:
     """`reshard.formats.base.Format` for DCP checkpoints."""
 
     name = NAME
+    takes_patterns = False
+    keeps_zero_stage = False
 
     def sniff(self, path: Path) -> str | None:
-        """Why `path` is not a DCP checkpoint, or None if it is."""
+        """Return why `path` is not a DCP checkpoint, or None if it is one."""
         if not path.is_dir():
             return "not a folder"
         if not (path / METADATA_FILE).is_file():
             return "no file .metadata (it is written last: a save that did not end has none)"
-        if backend_of(path) is not None:
+        if read_backend(path) is not None:
             return f"has the {CONFIG_FILE} of Megatron-Core"
         return None
 
-    def read(self, path: Path, commit: Commit | None) -> Index:
+    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
         """Index the checkpoint, see `read_index`."""
-        with of_torch(path):
+        with understood_as_torch(path):
             return read_index(path, commit)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:

@@ -1,8 +1,9 @@
-"""Items that are alike but for their elements: of the many that torch writes for equal chunks, one is taken apart.
+"""Patterns of items: torch writes many items for equal chunks, and only the first of these has to be parsed.
 
-Two items of one length, type and shape differ in the elements, their CRC-32, and in `.data/serialization_id`, a hash of
-the item's checksums; nothing else of their archives. An item whose other bytes are those of one that was taken apart is
-like it. Source: caffe2/serialize/inline_container.cc of torch 2.13 (`writeSerializationId`, `writeEndOfFile`).
+Two items of one length, dtype and shape differ in the elements, in the CRC-32 of the elements, and in
+`.data/serialization_id` (a hash of the item's checksums). All other bytes of their archives are the same. An item that
+has these bytes therefore has the layout of the item that was parsed. Source: caffe2/serialize/inline_container.cc of
+torch 2.13 (`writeSerializationId`, `writeEndOfFile`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import struct
 from collections.abc import Iterator, Mapping
 
-from reshard.formats.dcp.archive import END_BYTES, Window, central_records
+from reshard.formats.dcp.archive import END_BYTES, Window, find_central_records
 from reshard.formats.pt.archive import Entry
 
 _SERIALIZATION_ID = ".data/serialization_id"
@@ -26,12 +27,12 @@ class Pattern:
     """Bytes that items have in common.
 
     Attributes:
-        fixed: (position in the item, bytes), of all that was read and cannot differ.
+        fixed: (position in the item, bytes) of everything that was read and cannot differ.
         payload: position of the elements' storage in the item.
-        num_bytes: of the storage.
-        crc32: position of its checksum in the item.
+        num_bytes: length of the storage.
+        crc32: position of the storage's checksum in the item.
         first: byte of the storage at which the tensor begins.
-        strides: in elements, [ndim].
+        strides: strides of the tensor in elements, [ndim].
     """
 
     fixed: tuple[tuple[int, bytes], ...]
@@ -41,36 +42,39 @@ class Pattern:
     first: int
     strides: tuple[int, ...]
 
-    def fits(self, window: Window) -> bool:
-        """The item is like the one that was taken apart."""
+    def matches(self, window: Window) -> bool:
+        """Return True if the item has the layout of the item that the pattern was learned from."""
         return all(window.get(position, len(data)) == data for position, data in self.fixed)
 
-    def stated(self, window: Window) -> int:
-        """Checksum of the storage."""
+    def read_crc32(self, window: Window) -> int:
+        """Read the CRC-32 of the storage that the item states."""
         value: int = _UINT4.unpack(window.get(self.crc32, _UINT4.size))[0]
         return value
 
 
-def learn(
+def learn_pattern(
     window: Window, entries: Mapping[str, Entry], storage: str, first: int, strides: tuple[int, ...]
 ) -> Pattern | None:
-    """The pattern of an item; None where it is laid out in an unusual way.
+    """Learn the pattern of an item that was parsed.
 
     Args:
         window: the item.
-        entries: of its archive, as the window's `read_directory` found them.
+        entries: entries of its archive, as `read_directory` returned them.
         storage: name of the entry that holds the elements.
-        first: byte of it at which the tensor begins.
-        strides: of the tensor.
+        first: byte of that entry at which the tensor begins.
+        strides: strides of the tensor.
+
+    Returns:
+        The pattern; None if the item is laid out in an unusual way.
     """
     own = entries[storage]
     if own.crc32 is None or own.num_bytes == 0:
         return None
-    records = central_records(window)
+    records = find_central_records(window)
     free: list[tuple[int, int]] = []
     for name in (storage, _SERIALIZATION_ID):
         if name in entries:
-            free += _free(window, entries[name], records[name])
+            free += _list_variable_ranges(window, entries[name], records[name])
     unread = (min(END_BYTES, window.length), max(min(END_BYTES, window.length), window.length - END_BYTES))
     payload = own.offset - window.start
     if window.length > 2 * END_BYTES:
@@ -78,7 +82,9 @@ def learn(
             return None
         free.append(unread)
     return Pattern(
-        fixed=tuple((start, window.get(start, stop - start)) for start, stop in _between(free, window.length)),
+        fixed=tuple(
+            (start, window.get(start, stop - start)) for start, stop in _list_remaining_ranges(free, window.length)
+        ),
         payload=payload,
         num_bytes=own.num_bytes,
         crc32=records[storage] + _CENTRAL_CRC,
@@ -87,8 +93,8 @@ def learn(
     )
 
 
-def _free(window: Window, entry: Entry, record: int) -> Iterator[tuple[int, int]]:
-    """Bytes of an entry that differ between items: its payload, and its checksum wherever that stands."""
+def _list_variable_ranges(window: Window, entry: Entry, record: int) -> Iterator[tuple[int, int]]:
+    """Yield the byte ranges of an entry that differ between items: its payload, and each copy of its checksum."""
     start, header = entry.offset - window.start, entry.header - window.start
     end = start + entry.num_bytes
     yield start, end
@@ -99,8 +105,8 @@ def _free(window: Window, entry: Entry, record: int) -> Iterator[tuple[int, int]
         yield at, at + _UINT4.size
 
 
-def _between(free: list[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
-    """What is left of `0:length`."""
+def _list_remaining_ranges(free: list[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
+    """Yield the byte ranges of `0:length` that are outside of the ranges in `free`."""
     end = 0
     for start, stop in sorted(free):
         if start > end:

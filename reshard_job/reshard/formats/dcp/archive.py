@@ -1,7 +1,7 @@
-"""The zip archive of one item, in the middle of a file: what `pt.archive` does for whole files, by ranged reads.
+"""The zip archive of one item inside a file, read by byte ranges; `pt.archive` reads archives that are whole files.
 
-An item is what `torch.save` makes of one tensor or object. Of a tensor's item the head (with the pickle) and the tail
-(with the directory) are read, of a small item all of it at once. Source: caffe2/serialize/inline_container.cc of torch
+An item is what `torch.save` makes of one tensor or object. A small item is read at once; of a large one only the head
+(with the pickle) and the tail (with the directory) are read. Source: caffe2/serialize/inline_container.cc of torch
 2.13 and the zip specification (APPNOTE 6.3.10, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16 and 4.5.3).
 """
 
@@ -14,7 +14,7 @@ from reshard.formats.pt.archive import Entry
 from reshard.storage.files import File
 
 END_BYTES = 2 << 10
-"""Bytes read at each end of an item; its pickle, headers and directory take less unless it is unusual."""
+"""Number of bytes read at each end of an item: enough for the pickle, headers and directory of a usual one."""
 
 MAX_DIRECTORY_BYTES = 64 << 20
 
@@ -28,7 +28,7 @@ _LIMIT16 = 0xFFFF
 
 
 class Window:
-    """Bytes `start:start + length` of a file; both ends are read at once and kept."""
+    """Bytes `start:start + length` of a file; the constructor reads both ends and keeps them."""
 
     def __init__(self, file: File, start: int, length: int, where: str) -> None:
         self.file = file
@@ -51,10 +51,10 @@ class Window:
         return data
 
     def get(self, offset: int, length: int) -> bytes:
-        """Bytes `offset:offset + length` of the window.
+        """Return bytes `offset:offset + length` of the window.
 
         Raises:
-            CorruptSourceError: outside of the window, or the file is shorter.
+            CorruptSourceError: the range lies outside of the window, or the file is shorter.
         """
         if offset < 0 or length < 0 or offset + length > self.length:
             raise CorruptSourceError(f"{self.where}: byte {offset + length} of {self.length} is asked for")
@@ -67,61 +67,68 @@ class Window:
 
 
 def read_directory(window: Window) -> dict[str, Entry]:
-    """Entries of the archive by name; offsets are those of the file, payloads lie inside the item and apart.
+    """Read the entries of the archive by name; offsets count from the start of the file.
 
     Raises:
-        UnsupportedError: compressed or encrypted entries.
-        CorruptSourceError: truncated, lying or overlapping directory.
+        UnsupportedError: an entry is compressed or encrypted.
+        CorruptSourceError: the directory is truncated, or payloads overlap or lie outside of the item.
     """
     try:
-        return _check_apart(_entries(window), window.where)
+        return _check_apart(_read_entries(window), window.where)
     except (struct.error, UnicodeDecodeError, ValueError) as error:
         raise CorruptSourceError(f"{window.where}: its zip directory is damaged ({error})") from error
 
 
-def _entries(window: Window) -> dict[str, Entry]:
+def _read_entries(window: Window) -> dict[str, Entry]:
     if window.get(0, min(4, window.length)) != b"PK\x03\x04":
         raise CorruptSourceError(f"{window.where}: is not a zip archive, as torch.save makes them")
-    count, num_bytes, position = _end(window)
+    count, num_bytes, position = _read_end(window)
     if num_bytes > MAX_DIRECTORY_BYTES or position + num_bytes > window.length:
         raise CorruptSourceError(f"{window.where}: its zip directory claims {num_bytes} bytes at {position}")
     data, at = window.get(position, num_bytes), 0
-    found: dict[str, tuple[int, int, int]] = {}
+    fields_of: dict[str, tuple[int, int, int]] = {}
     prefix = ""
     for _ in range(count):
-        name, fields, at = _central(data, at, window.where)
+        name, fields, at = _parse_central(data, at, window.where)
         prefix = prefix or name.partition("/")[0] + "/"
-        if not name.startswith(prefix) or name[len(prefix) :] in found:
+        if not name.startswith(prefix) or name[len(prefix) :] in fields_of:
             raise CorruptSourceError(f"{window.where}: entry {name!r} is there twice, or outside of {prefix!r}")
-        found[name[len(prefix) :]] = fields
-    # torch.serialization.set_crc32_options(False) (torch 2.6 and later) leaves 0 in the place of every checksum.
-    stated = any(crc for crc, _, _ in found.values())
+        fields_of[name[len(prefix) :]] = fields
+    # torch.serialization.set_crc32_options(False) (torch 2.6 and later) writes 0 for every checksum.
+    has_checksums = any(crc for crc, _, _ in fields_of.values())
     return {
         name: Entry(
             name=name,
-            offset=_payload(window, header, size),
+            offset=_locate_payload(window, header, size),
             num_bytes=size,
-            crc32=crc if stated else None,
+            crc32=crc if has_checksums else None,
             header=window.start + header,
         )
-        for name, (crc, size, header) in found.items()
+        for name, (crc, size, header) in fields_of.items()
     }
 
 
-def central_records(window: Window) -> dict[str, int]:
-    """Where each entry's record of the directory is in the item, by name; `read_directory` must have read it before."""
-    count, num_bytes, position = _end(window)
+def find_central_records(window: Window) -> dict[str, int]:
+    """Find the position in the item of each entry's directory record, by name.
+
+    The directory must have passed `read_directory`.
+    """
+    count, num_bytes, position = _read_end(window)
     data, at = window.get(position, num_bytes), 0
-    found: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for _ in range(count):
-        name, _, end = _central(data, at, window.where)
-        found[name.partition("/")[2]] = position + at
+        name, _, end = _parse_central(data, at, window.where)
+        positions[name.partition("/")[2]] = position + at
         at = end
-    return found
+    return positions
 
 
-def _end(window: Window) -> tuple[int, int, int]:
-    """Number of entries, and bytes and position of the directory. torch writes no comment behind the end record."""
+def _read_end(window: Window) -> tuple[int, int, int]:
+    """Read the end record, behind which torch writes no comment.
+
+    Returns:
+        Number of entries, and length and position of the directory in bytes.
+    """
     end = window.length - _END.size
     fields = _END.unpack(window.get(end, _END.size)) if end >= 0 else (b"",)
     if fields[0] != b"PK\x05\x06":
@@ -137,8 +144,12 @@ def _end(window: Window) -> tuple[int, int, int]:
     return count, num_bytes, position
 
 
-def _central(data: bytes, at: int, where: str) -> tuple[str, tuple[int, int, int], int]:
-    """Name, (CRC-32, size, position of the local header) and end of the directory's record at `at`."""
+def _parse_central(data: bytes, at: int, where: str) -> tuple[str, tuple[int, int, int], int]:
+    """Parse the directory's record at byte `at`.
+
+    Returns:
+        Name of the entry; (CRC-32, size, position of the local header); byte behind the record.
+    """
     record = _CENTRAL.unpack_from(data, at)
     if record[0] != b"PK\x01\x02":
         raise CorruptSourceError(f"{where}: its zip directory is damaged at byte {at}")
@@ -150,7 +161,7 @@ def _central(data: bytes, at: int, where: str) -> tuple[str, tuple[int, int, int
     name = data[at + _CENTRAL.size : name_end].decode()
     if method != 0 or flags & 1:
         raise UnsupportedError(f"{where}: entry {name!r} is compressed or encrypted, torch.save does neither")
-    wide = _zip64(data[name_end : name_end + record[11]])
+    wide = _parse_zip64(data[name_end : name_end + record[11]])
     header = record[16]
     if size == _LIMIT32:
         size, wide = wide[0], wide[1:]
@@ -163,8 +174,8 @@ def _central(data: bytes, at: int, where: str) -> tuple[str, tuple[int, int, int
     return name, (crc, size, header), end
 
 
-def _zip64(extra: bytes) -> tuple[int, ...]:
-    """Numbers of the ZIP64 field, and zeros for those that are absent."""
+def _parse_zip64(extra: bytes) -> tuple[int, ...]:
+    """Return the numbers of the ZIP64 field, followed by three zeros in place of absent ones."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -174,8 +185,8 @@ def _zip64(extra: bytes) -> tuple[int, ...]:
     return (0, 0, 0)
 
 
-def _payload(window: Window, header: int, size: int) -> int:
-    """Position in the file, behind the *local* header: its extra field holds the padding, the directory's does not."""
+def _locate_payload(window: Window, header: int, size: int) -> int:
+    """Locate the payload in the file, behind the *local* header: only its extra field includes the padding."""
     fields = _LOCAL.unpack(window.get(header, _LOCAL.size))
     offset: int = header + _LOCAL.size + fields[9] + fields[10]
     if fields[0] != b"PK\x03\x04" or offset + size > window.length:

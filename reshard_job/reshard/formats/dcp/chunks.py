@@ -1,4 +1,4 @@
-"""Chunks of a checkpoint and where they lie, in columns: a checkpoint of thousands of ranks has millions."""
+"""Chunks of tensors and the items that hold them, in columns: a checkpoint of thousands of ranks has millions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.tensors.intervals import Int64Array
 
 
 class Place(NamedTuple):
-    """Where an item lies: one complete `.pt` archive inside a file.
+    """Byte range of an item: one complete `.pt` archive inside a file.
 
     Attributes:
         file: name of the file.
@@ -26,8 +26,8 @@ class Place(NamedTuple):
     length: int
 
 
-Piece = tuple[Box | None, Place]
-"""A chunk's box and its item; no box for what is not a tensor."""
+PlacedChunk = tuple[Box | None, Place]
+"""A chunk's box and the place of its item; an entry that is not a tensor has no box."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,9 +35,9 @@ class Chunks:
     """Chunks of all entries, one row each.
 
     Attributes:
-        names: of the files.
-        offset: first element in the tensor, [rows, max_ndim]; dims that a tensor lacks are 0.
-        size: elements, [rows, max_ndim]; dims that a tensor lacks are 1.
+        names: names of the files.
+        offset: first element in the tensor, [rows, max_ndim]; 0 for dims that a tensor lacks.
+        size: number of elements, [rows, max_ndim]; 1 for dims that a tensor lacks.
         file: number of the file in `names`, [rows].
         start: first byte of the item in the file, [rows].
         length: bytes of the item, [rows].
@@ -54,7 +54,7 @@ class Chunks:
         return len(self.file)
 
     def take(self, rows: Int64Array | slice) -> Chunks:
-        """These rows only."""
+        """Return a table of the chunks in `rows`."""
         return Chunks(
             names=self.names,
             offset=self.offset[rows],
@@ -65,24 +65,24 @@ class Chunks:
         )
 
     def place(self, row: int) -> Place:
-        """Where one item lies."""
+        """Return the place of the item in a row."""
         return Place(self.names[self.file[row]], int(self.start[row]), int(self.length[row]))
 
-    def piece(self, row: int, ndim: int) -> tuple[Box, Place]:
-        """One chunk, with the tensor's own number of dims."""
+    def chunk(self, row: int, ndim: int) -> tuple[Box, Place]:
+        """Return the box of the chunk in a row, with the first `ndim` dims, and the place of its item."""
         box = Box(tuple(self.offset[row, :ndim].tolist()), tuple(self.size[row, :ndim].tolist()))
         return box, self.place(row)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pieces(Sequence[Piece]):
-    """Those of one entry; each is made when it is asked for.
+class EntryChunks(Sequence[PlacedChunk]):
+    """Chunks of one entry, as a sequence that builds each element on access.
 
     Attributes:
-        chunks: of all entries.
-        first: first row.
-        last: row behind the last.
-        ndim: of the tensor; None for what is not a tensor.
+        chunks: chunks of all entries.
+        first: first row of the entry.
+        last: row behind its last.
+        ndim: number of dims of the tensor; None for an entry that is not a tensor.
     """
 
     chunks: Chunks
@@ -94,16 +94,16 @@ class Pieces(Sequence[Piece]):
         return self.last - self.first
 
     @overload
-    def __getitem__(self, at: int) -> Piece: ...
+    def __getitem__(self, at: int) -> PlacedChunk: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[Piece, ...]: ...
-    def __getitem__(self, at: int | slice) -> Piece | tuple[Piece, ...]:
+    def __getitem__(self, at: slice) -> tuple[PlacedChunk, ...]: ...
+    def __getitem__(self, at: int | slice) -> PlacedChunk | tuple[PlacedChunk, ...]:
         if isinstance(at, slice):
             return tuple(self[number] for number in range(*at.indices(len(self))))
         row = self.first + (at if at >= 0 else at + len(self))
         if not self.first <= row < self.last:
             raise IndexError(at)
-        return (None, self.chunks.place(row)) if self.ndim is None else self.chunks.piece(row, self.ndim)
+        return (None, self.chunks.place(row)) if self.ndim is None else self.chunks.chunk(row, self.ndim)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -112,34 +112,34 @@ class Pieces(Sequence[Piece]):
         return hash(tuple(self))
 
 
-def in_columns(pieces: Iterable[Sequence[Piece]]) -> Chunks:
-    """Rows of all pieces, one behind the other."""
-    every = list(pieces)
-    tables = {id(item.chunks): item.chunks for item in every if isinstance(item, Pieces)}
-    if len(tables) == 1 and all(isinstance(item, Pieces) for item in every):
+def stack_chunks(entries: Iterable[Sequence[PlacedChunk]]) -> Chunks:
+    """Concatenate the chunks of several entries into one table."""
+    sequences = list(entries)
+    tables = {id(item.chunks): item.chunks for item in sequences if isinstance(item, EntryChunks)}
+    if len(tables) == 1 and all(isinstance(item, EntryChunks) for item in sequences):
         (table,) = tables.values()
-        first = np.array([item.first for item in every if isinstance(item, Pieces)], dtype=np.int64)
-        count = np.array([len(item) for item in every], dtype=np.int64)
+        first = np.array([item.first for item in sequences if isinstance(item, EntryChunks)], dtype=np.int64)
+        count = np.array([len(item) for item in sequences], dtype=np.int64)
         rows = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
         return table.take(rows)
-    return made_of([piece for item in every for piece in item])
+    return build_chunks([chunk for item in sequences for chunk in item])
 
 
-def made_of(pieces: Sequence[Piece]) -> Chunks:
-    """Columns of single pieces."""
-    names = tuple(dict.fromkeys(place.file for _, place in pieces))
+def build_chunks(placed: Sequence[PlacedChunk]) -> Chunks:
+    """Build a table from single chunks."""
+    names = tuple(dict.fromkeys(place.file for _, place in placed))
     numbers = {name: at for at, name in enumerate(names)}
-    ndim = max([1, *(box.ndim for box, _ in pieces if box is not None)])
-    offset = np.zeros((len(pieces), ndim), dtype=np.int64)
-    size = np.ones((len(pieces), ndim), dtype=np.int64)
-    for row, (box, _) in enumerate(pieces):
+    ndim = max([1, *(box.ndim for box, _ in placed if box is not None)])
+    offset = np.zeros((len(placed), ndim), dtype=np.int64)
+    size = np.ones((len(placed), ndim), dtype=np.int64)
+    for row, (box, _) in enumerate(placed):
         if box is not None:
             offset[row, : box.ndim], size[row, : box.ndim] = box.offset, box.size
     return Chunks(
         names=names,
         offset=offset,
         size=size,
-        file=np.array([numbers[place.file] for _, place in pieces], dtype=np.int64),
-        start=np.array([place.offset for _, place in pieces], dtype=np.int64),
-        length=np.array([place.length for _, place in pieces], dtype=np.int64),
+        file=np.array([numbers[place.file] for _, place in placed], dtype=np.int64),
+        start=np.array([place.offset for _, place in placed], dtype=np.int64),
+        length=np.array([place.length for _, place in placed], dtype=np.int64),
     )

@@ -1,4 +1,4 @@
-"""The optimizer's parameter groups, from options that are stored by group or by parameter."""
+"""Parameter groups of the optimizer, from options that are stored by group or by parameter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CorruptSourceError
-from reshard.formats.dcp.items import plain
+from reshard.formats.dcp.items import to_plain
 from reshard.tensors.layout import ParamGroup, Plain
 
 _PARAMS = "params"
@@ -19,16 +19,18 @@ def find_groups(
     scalars: Mapping[str, Mapping[str, Number]],
     where: str,
 ) -> tuple[ParamGroup, ...]:
-    """Groups in the optimizer's order; where options are by parameter, parameters of equal options are a group.
+    """Find the parameter groups, in the optimizer's order.
+
+    If options are stored by parameter, parameters with equal options form a group.
 
     Args:
         listed: values of options by (group, option), `params` among them.
         named: values of options by (parameter, option).
         scalars: parameter -> state -> number.
-        where: for errors.
+        where: folder of the checkpoint, for errors.
 
     Raises:
-        CorruptSourceError: no list of parameters, or options that are not plain data.
+        CorruptSourceError: a group has no list of parameters, or an option is not plain data.
     """
     problems: list[str] = []
     options: dict[Any, dict[str, Plain]] = {}
@@ -42,7 +44,7 @@ def find_groups(
                 members[owner] = tuple(value)
             continue
         try:
-            own[option] = plain(value)
+            own[option] = to_plain(value)
         except ValueError as error:
             problems.append(f"param_groups.{owner}.{option}: expected plain data, found {error}")
     numbers = sorted({owner for owner, _ in listed})
@@ -50,22 +52,22 @@ def find_groups(
     if problems:
         raise CorruptSourceError("cannot tell the optimizer's parameter groups", path=where, problems=problems[:20])
     if numbers:
-        return tuple(_group(members[number], options[number], scalars) for number in numbers)
+        return tuple(_build_group(members[number], options[number], scalars) for number in numbers)
     alike: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for name, _ in named):
         alike.setdefault(repr(sorted(options[name].items())), []).append(name)
-    return tuple(_group(names, options[names[0]], scalars) for names in alike.values())
+    return tuple(_build_group(names, options[names[0]], scalars) for names in alike.values())
 
 
-def _group(
+def _build_group(
     names: Sequence[str], options: Mapping[str, Plain], scalars: Mapping[str, Mapping[str, Number]]
 ) -> ParamGroup:
-    return ParamGroup(names=tuple(names), options=options, scalars=common(names, scalars))
+    return ParamGroup(names=tuple(names), options=options, scalars=find_common_scalars(names, scalars))
 
 
-def common(names: Sequence[str], scalars: Mapping[str, Mapping[str, Number]]) -> dict[str, Number]:
-    """States that are the same number for all parameters of a group that have a state at all."""
-    having = [scalars[name] for name in names if name in scalars]
-    if not having:
+def find_common_scalars(names: Sequence[str], scalars: Mapping[str, Mapping[str, Number]]) -> dict[str, Number]:
+    """Find the states that are the same number for all parameters of a group; parameters without state do not count."""
+    states = [scalars[name] for name in names if name in scalars]
+    if not states:
         return {}
-    return {state: value for state, value in having[0].items() if all(other.get(state) == value for other in having)}
+    return {state: value for state, value in states[0].items() if all(other.get(state) == value for other in states)}

@@ -1,4 +1,4 @@
-"""What the items of the files hold: where a chunk's elements lie, and the values of small objects."""
+"""Content of items: the position of a chunk's elements, and the values of small objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.dcp.alike import Pattern, learn
+from reshard.formats.dcp.alike import Pattern, learn_pattern
 from reshard.formats.dcp.archive import Window, read_directory
 from reshard.formats.dcp.metadata import Entry, Place
 from reshard.formats.pt.archive import Entry as ZipEntry
@@ -21,19 +21,19 @@ from reshard.tensors.geometry import Box
 from reshard.tensors.layout import ITEM_BYTES, Checksum, Plain
 
 MAX_OBJECT_BYTES = 64 << 20
-"""Largest object (data loader state, random states) that is carried along."""
+"""Largest object (data loader state, random states) that is copied to the target."""
 
 _SCALAR_CODES = {"float32": "<f", "float64": "<d", "float16": "<e", "int64": "<q", "int32": "<i"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Where a chunk's elements are.
+    """Position of a chunk's elements.
 
     Attributes:
-        byte_offset: of its first element, in the file.
-        strides: in elements, [ndim].
-        checksum: of the storage, as the item states it; None where it states none.
+        byte_offset: byte offset of the first element in the file.
+        strides: strides in elements, [ndim].
+        checksum: checksum of the storage that the item states; None if it states none.
     """
 
     byte_offset: int
@@ -42,7 +42,10 @@ class Chunk:
 
 
 class Items:
-    """The files of a checkpoint. Use as a context manager, and ask in the order of the files."""
+    """Reader of the items in a checkpoint's files.
+
+    Use it as a context manager. One file is open at a time, so read items in the order of the files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +61,7 @@ class Items:
         self._close()
 
     def file_bytes(self, name: str) -> int:
-        """Size of a file.
+        """Return the size of a file in bytes.
 
         Raises:
             CorruptSourceError: missing, a link, or not a plain file.
@@ -66,7 +69,7 @@ class Items:
         return self._file(name).num_bytes
 
     def chunk(self, entry: Entry, box: Box, place: Place) -> Chunk:
-        """Locate a chunk; its item must hold one tensor of the chunk's size and the entry's type.
+        """Locate a chunk and check that its item holds one tensor of the chunk's size and the entry's dtype.
 
         Raises:
             CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
@@ -74,12 +77,12 @@ class Items:
         window = self._window(entry.key, place)
         alike = (entry.dtype, box.size, place.length)
         pattern = self._patterns.get(alike)
-        if pattern is not None and pattern.fits(window):
+        if pattern is not None and pattern.matches(window):
             self.num_bytes_read += window.num_bytes_read
             start = window.start + pattern.payload
-            stated = Checksum(start=start, num_bytes=pattern.num_bytes, crc32=pattern.stated(window))
+            stated = Checksum(start=start, num_bytes=pattern.num_bytes, crc32=pattern.read_crc32(window))
             return Chunk(byte_offset=start + pattern.first, strides=pattern.strides, checksum=stated)
-        found, entries, name = self._tensor(window)
+        found, entries, name = self._read_tensor(window)
         if found.shape != box.size or found.dtype != entry.dtype:
             raise CorruptSourceError(
                 f"{window.where}: holds {found.dtype} {list(found.shape)}, .metadata says {entry.dtype} "
@@ -92,15 +95,19 @@ class Items:
             checksum = Checksum(start=storage.file_offset, num_bytes=storage.num_bytes, crc32=storage.crc32)
         self.num_bytes_read += window.num_bytes_read
         first = found.offset * ITEM_BYTES[found.dtype]
-        if (learnt := learn(window, entries, name, first, found.stride)) is not None:
+        if (learnt := learn_pattern(window, entries, name, first, found.stride)) is not None:
             self._patterns[alike] = learnt
         return Chunk(byte_offset=found.file_offset, strides=found.stride, checksum=checksum)
 
-    def _tensor(self, window: Window) -> tuple[Tensor, Mapping[str, ZipEntry], str]:
-        """The tensor of an item, its entries, and that of the tensor. Pickles of equal chunks are equal: run once."""
+    def _read_tensor(self, window: Window) -> tuple[Tensor, Mapping[str, ZipEntry], str]:
+        """Read the tensor of an item. Items of equal chunks have equal pickles, and each pickle is run once only.
+
+        Returns:
+            The tensor, the archive's entries, and the name of the entry with the tensor's storage.
+        """
         entries = read_directory(window)
         _check_order(window, entries)
-        pickled = _pickle(window, entries)
+        pickled = _read_pickle(window, entries)
         known = self._known.get(pickled)
         entry = entries.get(f"data/{known[0]}") if known is not None else None
         if known is not None and entry is not None and entry.num_bytes == known[1].storage.num_bytes:
@@ -113,22 +120,22 @@ class Items:
         self._known[pickled] = (key, value)
         return value, entries, f"data/{key}"
 
-    def object(self, key: str, place: Place) -> Any:
-        """The object of an item that is not a tensor: plain data, inert recipes, references to tensors."""
+    def read_object(self, key: str, place: Place) -> Any:
+        """Read the object of an item that is not a tensor: plain data, `Inert` recipes, references to tensors."""
         window = self._window(key, place)
-        value, _ = self._value(window)
+        value, _ = self._read_value(window)
         self.num_bytes_read += window.num_bytes_read
         return value
 
-    def scalar(self, entry: Entry) -> int | float:
-        """Value of an entry that is a number: a tensor without dims, or an object.
+    def read_scalar(self, entry: Entry) -> int | float:
+        """Read the number that an entry holds as a tensor without dims, or as an object.
 
         Raises:
             UnsupportedError: it is neither.
         """
         _, place = entry.chunks[0]
         window = self._window(entry.key, place)
-        value, zip_entries = self._value(window)
+        value, zip_entries = self._read_value(window)
         self.num_bytes_read += window.num_bytes_read
         if isinstance(value, int | float):
             return value
@@ -136,17 +143,17 @@ class Items:
         if code is None or value.num_elements != 1:
             raise UnsupportedError(f"{window.where}: expected a number, found a {type(value).__name__}")
         storage = next(iter(zip_entries.values()))
-        data = _checked(window, storage)
+        data = _read_checked(window, storage)
         number: int | float = struct.unpack_from(code, data, value.offset * ITEM_BYTES[value.dtype])[0]
         return number
 
-    def whole(self, key: str, place: Place) -> Any:
-        """The object of an item that is to be written again, with the bytes of its tensors.
+    def read_whole(self, key: str, place: Place) -> Any:
+        """Read the object of an item and the bytes of its tensors, so that it can be written again.
 
         Raises:
-            UnsupportedError: larger than `MAX_OBJECT_BYTES`, or with tensors that are not read.
-            UnsafePickleError: it names what is not accepted.
-            CorruptSourceError: damaged.
+            UnsupportedError: the item is larger than `MAX_OBJECT_BYTES`, or has tensors of an unsupported kind.
+            UnsafePickleError: the pickle names a global that is not accepted.
+            CorruptSourceError: the item is damaged.
         """
         if place.length > MAX_OBJECT_BYTES:
             raise UnsupportedError(
@@ -155,17 +162,17 @@ class Items:
         window = self._window(key, place)
         entries = read_directory(window)
         _check_order(window, entries)
-        value, storages = build(_pickle(window, entries), entries, window.where)
+        value, storages = build(_read_pickle(window, entries), entries, window.where)
         for name, storage in storages.items():
-            storage.data = _checked(window, entries[f"data/{name}"])
+            storage.data = _read_checked(window, entries[f"data/{name}"])
         self.num_bytes_read += window.num_bytes_read
         return value
 
-    def _value(self, window: Window) -> tuple[Any, Mapping[str, ZipEntry]]:
-        """The item's object, and the archive's entries of tensor storages."""
+    def _read_value(self, window: Window) -> tuple[Any, Mapping[str, ZipEntry]]:
+        """Read the object of an item; return it with the archive's entries of tensor storages."""
         entries = read_directory(window)
         _check_order(window, entries)
-        value, _ = build(_pickle(window, entries), entries, window.where)
+        value, _ = build(_read_pickle(window, entries), entries, window.where)
         return value, {name: entry for name, entry in entries.items() if name.startswith("data/")}
 
     def _window(self, key: str, place: Place) -> Window:
@@ -180,7 +187,7 @@ class Items:
         return Window(file, place.offset, place.length, where)
 
     def _file(self, name: str) -> File:
-        """One file is open at a time: there are as many files as ranks."""
+        """Open a file and close the one before: there are as many files as ranks."""
         if self._current is None or self._current[0] != name:
             self._close()
             path = self.folder / name
@@ -197,36 +204,40 @@ class Items:
 
 
 def _check_order(window: Window, entries: Mapping[str, ZipEntry]) -> None:
-    if "byteorder" in entries and (order := _checked(window, entries["byteorder"])) != b"little":
+    if "byteorder" in entries and (order := _read_checked(window, entries["byteorder"])) != b"little":
         raise UnsupportedError(f"{window.where}: byte order {order!r:.40}: only little endian is read")
 
 
-def _pickle(window: Window, entries: Mapping[str, ZipEntry]) -> bytes:
+def _read_pickle(window: Window, entries: Mapping[str, ZipEntry]) -> bytes:
     if "data.pkl" not in entries:
         raise UnsupportedError(f"{window.where}: has no entry data.pkl: not written by torch.save")
     if entries["data.pkl"].num_bytes > MAX_OBJECT_BYTES:
         raise UnsupportedError(f"{window.where}: its pickle has {entries['data.pkl'].num_bytes} bytes")
-    return _checked(window, entries["data.pkl"])
+    return _read_checked(window, entries["data.pkl"])
 
 
-def _checked(window: Window, entry: ZipEntry) -> bytes:
-    """An entry's payload; its checksum must hold."""
+def _read_checked(window: Window, entry: ZipEntry) -> bytes:
+    """Read the payload of an entry and check it against its CRC-32."""
     data = window.get(entry.offset - window.start, entry.num_bytes)
     if entry.crc32 is not None and zlib.crc32(data) != entry.crc32:
         raise CorruptSourceError(f"{window.where}: entry {entry.name!r} is damaged: its CRC-32 does not match")
     return data
 
 
-def plain(value: Any) -> Plain:
-    """An option's value without recipes and tensors.
+def to_plain(value: Any) -> Plain:
+    """Convert the value of an option to plain data.
 
     Raises:
-        ValueError: there is no such thing.
+        ValueError: it holds a recipe or a tensor.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return type(value)(plain(item) for item in value) if type(value) in (list, tuple) else list(map(plain, value))
+        return (
+            type(value)(to_plain(item) for item in value)
+            if type(value) in (list, tuple)
+            else list(map(to_plain, value))
+        )
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     raise ValueError(f"{value!r:.80}")

@@ -1,4 +1,4 @@
-"""Each chunk with its item: two tables that must be one and the same set of keys and offsets."""
+"""Join each chunk with its item: the two tables of `.metadata` must have the same keys and offsets."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reshard.formats.dcp.chunks import Chunks, made_of
+from reshard.formats.dcp.chunks import Chunks, build_chunks
 from reshard.formats.dcp.listed import (
-    Listed,
-    Rows,
-    WrongError,
-    built,
-    chunk_columns,
+    EntryError,
+    RowCollector,
+    RowTable,
+    build_table,
+    find_chunk_columns,
+    find_item_columns,
     is_file_name,
-    item_columns,
-    place_of,
+    parse_place,
 )
 from reshard.formats.pt.template import Template
 from reshard.tensors.geometry import Box
@@ -27,13 +27,13 @@ _MOST_PROBLEMS = 1000
 Mask = npt.NDArray[np.bool_]
 
 
-class Joined(NamedTuple):
-    """What was found.
+class JoinResult(NamedTuple):
+    """Chunks with their items, or the problems that prevent the join.
 
     Attributes:
-        chunks: of all entries, in their order; worth nothing if there are problems.
+        chunks: chunks of all entries, in the order of the entries; empty if there are problems.
         bounds: first row of every entry, and the number of rows, [entries + 1].
-        problems: what does not fit.
+        problems: messages about chunks and items that do not fit each other.
     """
 
     chunks: Chunks
@@ -41,53 +41,57 @@ class Joined(NamedTuple):
     problems: list[str]
 
 
-def join(
-    boxes: Rows,
-    items: Rows,
+def join_items(
+    boxes: RowCollector,
+    items: RowCollector,
     *,
     shapes: Sequence[tuple[int, ...] | None],
     left_out: Collection[int],
     numbers: dict[str, int],
     files: dict[str, int],
     strings: Sequence[str],
-) -> Joined:
-    """Give every chunk its item.
+) -> JoinResult:
+    """Join every chunk with the item of the same key and offset.
 
     Args:
-        boxes: what `state_dict_metadata` lists.
-        items: what `storage_data` lists.
-        shapes: of every entry; None for what is not a tensor.
-        left_out: entries that are wrong already: nothing is said about them.
-        numbers: number of every entry by its key; keys that are only in items are added behind.
-        files: number of every file by its name; more are added.
-        strings: that columns of items refer to.
+        boxes: chunks that `state_dict_metadata` lists.
+        items: items that `storage_data` lists.
+        shapes: shape of every entry; None for an entry that is not a tensor.
+        left_out: entries that are known to be wrong; no problem is reported for them.
+        numbers: number of every entry by its key; extended by keys that only items have.
+        files: number of every file by its name; extended by files that items name.
+        strings: strings that columns of items refer to.
     """
-    max_ndim = max(1, *(len(shape) for shape in shapes if shape is not None), _max_ndim(boxes), _max_ndim(items), 0)
-    stored = built(items, 3, _Named(numbers, files, strings), max_ndim)
-    listed = built(boxes, max_ndim, _boxes, max_ndim)
+    max_ndim = max(
+        1, *(len(shape) for shape in shapes if shape is not None), _find_max_ndim(boxes), _find_max_ndim(items), 0
+    )
+    stored = build_table(items, 3, _ItemColumns(numbers, files, strings), max_ndim)
+    listed = build_table(boxes, max_ndim, _build_box_columns, max_ndim)
     names, keys = tuple(files), tuple(numbers)
     problems: list[str] = []
-    stored = _only(stored, ~_misplaced(stored, names, keys, problems))
+    stored = _select_rows(stored, ~_find_misplaced(stored, names, keys, problems))
     shape = np.ones((len(keys), max_ndim), dtype=np.int64)
     for at, sizes in enumerate(shapes):
         if sizes is not None:
             shape[at, : len(sizes)] = sizes
     wrong = np.zeros(len(keys), dtype=np.bool_)
     wrong[list(left_out)] = True
-    _outside(listed, shape, shapes=shapes, keys=keys, wrong=wrong, problems=problems)
-    listed, stored = _only(listed, ~wrong[listed.entry]), _only(stored, ~wrong[stored.entry])
-    listed = _only(listed, _order(listed))
-    again = np.flatnonzero(_same(listed)) + 1
-    # A replica that was not left out when it was saved is listed twice, and stored once.
+    _report_outside(listed, shape, shapes=shapes, keys=keys, wrong=wrong, problems=problems)
+    listed, stored = _select_rows(listed, ~wrong[listed.entry]), _select_rows(stored, ~wrong[stored.entry])
+    listed = _select_rows(listed, _sort_rows(listed))
+    again = np.flatnonzero(_is_repeated(listed)) + 1
+    # If torch does not deduplicate a replicated chunk when it plans the save, the chunk is listed twice, stored once.
     again = again[(listed.rest[again] == listed.rest[again - 1]).all(axis=1)]
-    listed = _only(listed, np.delete(np.arange(len(listed.entry)), again))
-    stored = _only(stored, _order(stored))
-    twice = np.flatnonzero(_same(stored)) + 1
-    problems += [f"storage_data: {keys[stored.entry[row]]}: two items{_at(stored, row)}" for row in twice.tolist()]
-    stored = _only(stored, np.delete(np.arange(len(stored.entry)), twice))
-    problems += _unmatched(listed, stored, keys)
+    listed = _select_rows(listed, np.delete(np.arange(len(listed.entry)), again))
+    stored = _select_rows(stored, _sort_rows(stored))
+    twice = np.flatnonzero(_is_repeated(stored)) + 1
+    problems += [
+        f"storage_data: {keys[stored.entry[row]]}: two items{_describe_offset(stored, row)}" for row in twice.tolist()
+    ]
+    stored = _select_rows(stored, np.delete(np.arange(len(stored.entry)), twice))
+    problems += _find_unmatched(listed, stored, keys)
     if problems:
-        return Joined(made_of(()), np.zeros(0, dtype=np.int64), problems)
+        return JoinResult(build_chunks(()), np.zeros(0, dtype=np.int64), problems)
     order = np.lexsort((listed.order, listed.entry))
     chunks = Chunks(
         names=names,
@@ -97,16 +101,16 @@ def join(
         start=stored.rest[order, 1],
         length=stored.rest[order, 2],
     )
-    return Joined(chunks, np.searchsorted(listed.entry[order], np.arange(len(shapes) + 1)), problems)
+    return JoinResult(chunks, np.searchsorted(listed.entry[order], np.arange(len(shapes) + 1)), problems)
 
 
-def _max_ndim(rows: Rows) -> int:
+def _find_max_ndim(rows: RowCollector) -> int:
     single = max((len(offset) for _, offset, _ in rows.single if offset is not None), default=0)
     return max([single, *(template.num_ints for template in rows.templates.values())])
 
 
-class _Named:
-    """Columns of items: keys and file names become numbers."""
+class _ItemColumns:
+    """Builder of the columns of items, in which keys and file names are numbers."""
 
     def __init__(self, numbers: dict[str, int], files: dict[str, int], strings: Sequence[str]) -> None:
         self.numbers, self.files, self.strings = numbers, files, strings
@@ -114,7 +118,7 @@ class _Named:
     def __call__(
         self, template: Template, ints: Int64Array, texts: Int64Array
     ) -> tuple[Int64Array | None, Int64Array | None, Int64Array]:
-        found = item_columns(template)
+        found = find_item_columns(template)
         assert found is not None
         key, offset, name, place = found
         rest = np.stack((self._number(texts[:, name], self.files), ints[:, place[0]], ints[:, place[1]]), axis=1)
@@ -127,16 +131,16 @@ class _Named:
         return table[texts]
 
 
-def _boxes(
+def _build_box_columns(
     template: Template, ints: Int64Array, _texts: Int64Array
 ) -> tuple[Int64Array | None, Int64Array | None, Int64Array]:
-    found = chunk_columns(template)
-    assert found is not None
-    return None, ints[:, found[0]], ints[:, found[1]]
+    fields = find_chunk_columns(template)
+    assert fields is not None
+    return None, ints[:, fields[0]], ints[:, fields[1]]
 
 
-def _only(listed: Listed, rows: Int64Array | Mask) -> Listed:
-    return Listed(
+def _select_rows(listed: RowTable, rows: Int64Array | Mask) -> RowTable:
+    return RowTable(
         entry=listed.entry[rows],
         order=listed.order[rows],
         ndim=listed.ndim[rows],
@@ -145,20 +149,20 @@ def _only(listed: Listed, rows: Int64Array | Mask) -> Listed:
     )
 
 
-def _order(listed: Listed) -> Int64Array:
-    """By entry, offset, and place in the file."""
+def _sort_rows(listed: RowTable) -> Int64Array:
+    """Return the order of the rows by entry, then offset, then place in `.metadata`."""
     return np.lexsort((listed.order, *listed.offset.T[::-1], listed.ndim, listed.entry))
 
 
-def _same(listed: Listed) -> Mask:
-    """Rows with the entry and offset of the row before, without the first."""
+def _is_repeated(listed: RowTable) -> Mask:
+    """Mark each row, from the second on, that has the entry and offset of the row before, [rows - 1]."""
     same: Mask = (listed.entry[1:] == listed.entry[:-1]) & (listed.ndim[1:] == listed.ndim[:-1])
     same &= (listed.offset[1:] == listed.offset[:-1]).all(axis=1)
     return same
 
 
-def _misplaced(stored: Listed, names: Sequence[str], keys: Sequence[str], problems: list[str]) -> Mask:
-    """Items that lie nowhere."""
+def _find_misplaced(stored: RowTable, names: Sequence[str], keys: Sequence[str], problems: list[str]) -> Mask:
+    """Mark the items whose file name or byte range is impossible, and report them in `problems`."""
     bad_name = np.array([not is_file_name(name) for name in names], dtype=np.bool_)
     file, start, length = stored.rest.T
     bad: Mask = (start < 0) | (length < 1) | (start >= 1 << 62) | (length >= 1 << 62)
@@ -167,14 +171,14 @@ def _misplaced(stored: Listed, names: Sequence[str], keys: Sequence[str], proble
     for row in np.flatnonzero(bad)[:_MOST_PROBLEMS].tolist():
         fields = {"relative_path": names[file[row]], "offset": int(start[row]), "length": int(length[row])}
         try:
-            place_of(keys[stored.entry[row]], fields)
-        except WrongError as error:
+            parse_place(keys[stored.entry[row]], fields)
+        except EntryError as error:
             problems.append(f"storage_data: {error}")
     return bad
 
 
-def _outside(
-    listed: Listed,
+def _report_outside(
+    listed: RowTable,
     shape: Int64Array,
     *,
     shapes: Sequence[tuple[int, ...] | None],
@@ -182,7 +186,7 @@ def _outside(
     wrong: Mask,
     problems: list[str],
 ) -> None:
-    """Report chunks that reach out of their tensors, one of each tensor, and mark the tensor."""
+    """Report one chunk of each tensor that has chunks outside of its shape, and mark the tensor in `wrong`."""
     limit = shape[listed.entry]
     bad = ((listed.rest > limit) | (listed.offset > limit - listed.rest)).any(axis=1) & (listed.ndim >= 0)
     for row in np.flatnonzero(bad).tolist():
@@ -195,29 +199,30 @@ def _outside(
         problems.append(f"{keys[entry]}: chunk {box} lies outside of the tensor {list(shapes[entry] or ())}")
 
 
-def _unmatched(listed: Listed, stored: Listed, keys: Sequence[str]) -> Iterator[str]:
-    """Chunks without an item, one of each entry, and items without a chunk, of entries that have all of theirs."""
+def _find_unmatched(listed: RowTable, stored: RowTable, keys: Sequence[str]) -> Iterator[str]:
+    """Yield a message for one chunk without an item of each entry, and for items without a chunk of other entries."""
     if len(listed.entry) == len(stored.entry) and all(
         np.array_equal(*pair)
         for pair in ((listed.entry, stored.entry), (listed.ndim, stored.ndim), (listed.offset, stored.offset))
     ):
         return
-    lacking: dict[int, str] = {}
-    found = {(int(entry), *_offset(stored, row)): row for row, entry in enumerate(stored.entry.tolist())}
+    missing: dict[int, str] = {}
+    unused = {(int(entry), *_row_offset(stored, row)): row for row, entry in enumerate(stored.entry.tolist())}
     for row, entry in enumerate(listed.entry.tolist()):
-        if found.pop((int(entry), *_offset(listed, row)), None) is None:
-            lacking.setdefault(entry, _at(listed, row))
-    for entry, where in lacking.items():
+        if unused.pop((int(entry), *_row_offset(listed, row)), None) is None:
+            missing.setdefault(entry, _describe_offset(listed, row))
+    for entry, where in missing.items():
         yield f"{keys[entry]}: storage_data has no item for it{where}"
-    for (entry, *_), row in found.items():
-        if entry not in lacking:
-            yield (f"{keys[entry]}: storage_data has an item{_at(stored, row)} that state_dict_metadata does not have")
+    for (entry, *_), row in unused.items():
+        if entry not in missing:
+            where = _describe_offset(stored, row)
+            yield f"{keys[entry]}: storage_data has an item{where} that state_dict_metadata does not have"
 
 
-def _offset(listed: Listed, row: int) -> tuple[int, ...]:
+def _row_offset(listed: RowTable, row: int) -> tuple[int, ...]:
     ndim = int(listed.ndim[row])
     return (ndim, *listed.offset[row, : max(0, ndim)].tolist())
 
 
-def _at(listed: Listed, row: int) -> str:
-    return "" if listed.ndim[row] < 0 else f" at {list(_offset(listed, row)[1:])}"
+def _describe_offset(listed: RowTable, row: int) -> str:
+    return "" if listed.ndim[row] < 0 else f" at {list(_row_offset(listed, row)[1:])}"

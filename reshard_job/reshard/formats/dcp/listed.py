@@ -1,6 +1,6 @@
-"""Columns of what `.metadata` lists: chunks of tensors, and items with their places.
+"""Chunks and items that `.metadata` lists, in columns.
 
-Whatever part of it is in columns already (`formats.pt.columns`) is taken as it is; the rest is looked at one by one.
+Batches of records are in columns already (`formats.pt.batches`) and are copied; other records are parsed one by one.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py (`_StorageInfo`) of torch 2.13.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from reshard.formats.dcp.chunks import Place
-from reshard.formats.pt.columns import Part, Run, records
+from reshard.formats.pt.batches import RecordBatch, TemplateRecords, iterate_records
 from reshard.formats.pt.objects import Inert, Size
 from reshard.formats.pt.template import IntHole, Template, TextHole
 from reshard.tensors.intervals import Int64Array
@@ -27,20 +27,20 @@ _MOST = 1 << 62
 _FILE_NAME = re.compile(r"^[^/\\\0]+$")
 
 
-class WrongError(Exception):
-    """Something about one entry."""
+class EntryError(Exception):
+    """What `.metadata` says about one entry is invalid."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Listed:
-    """Boxes or items of entries, one row each.
+class RowTable:
+    """Chunks or items of entries, one row each.
 
     Attributes:
         entry: number of the entry, or -1 for none, [rows].
-        order: by which those of an entry are sorted, [rows].
-        ndim: of the offset; -1 where there is none, [rows].
+        order: place in `.metadata`, which orders the chunks of an entry, [rows].
+        ndim: number of dims of the offset; -1 if there is no offset, [rows].
         offset: first element, [rows, max_ndim].
-        rest: of a box its size [rows, max_ndim]; of an item file number, first byte and length [rows, 3].
+        rest: size of a chunk [rows, max_ndim]; or file number, first byte and length of an item [rows, 3].
     """
 
     entry: Int64Array
@@ -50,91 +50,95 @@ class Listed:
     rest: Int64Array
 
 
-class Rows:
-    """Collects rows."""
+class RowCollector:
+    """Collector of the rows of a `RowTable`."""
 
     def __init__(self) -> None:
         self.single: list[tuple[int, tuple[int, ...] | None, tuple[int, ...]]] = []
         self.single_order: list[int] = []
-        self.parts: dict[int, list[tuple[int, Part, int]]] = {}
+        self.parts: dict[int, list[tuple[int, TemplateRecords, int]]] = {}
         self.templates: dict[int, Template] = {}
         self.count = 0
 
     def add(self, entry: int, offset: tuple[int, ...] | None, rest: tuple[int, ...]) -> None:
-        """One row."""
+        """Add one row."""
         self.single.append((entry, offset, rest))
         self.single_order.append(self.count)
         self.count += 1
 
-    def add_part(self, entry: int, part: Part) -> None:
-        """Rows of a part of a run, of which `skip` says when the next one begins."""
+    def add_part(self, entry: int, part: TemplateRecords) -> None:
+        """Add the records of a batch that fit one template; call `skip` after the last such part of the batch."""
         self.templates[id(part.template)] = part.template
         self.parts.setdefault(id(part.template), []).append((entry, part, self.count))
 
     def skip(self, count: int) -> None:
-        """All parts of a run of so many records were added."""
+        """Advance the place in `.metadata` behind a batch of `count` records."""
         self.count += count
 
 
-def fields_of(value: Any, name: str) -> Mapping[str, Any]:
-    """State of a recipe for torch's class `name`, wherever torch keeps it: the modules differ between releases."""
+def parse_fields(value: Any, name: str) -> Mapping[str, Any]:
+    """Return the attributes of an object of torch's class `name`, in any module: it differs between releases.
+
+    Raises:
+        EntryError: the value is not such an object.
+    """
     if not isinstance(value, Inert) or value.target.name != name or not isinstance(value.state, Mapping):
-        raise WrongError(f"expected a {name}, found {value!r:.100}")
+        raise EntryError(f"expected a {name}, found {value!r:.100}")
     return value.state
 
 
-def box_of(chunk: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and size of a chunk of a tensor.
+def parse_box(chunk: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Parse the offset and size of a chunk of a tensor.
 
     Raises:
-        WrongError: it is none, or has other dims.
+        EntryError: the value is not a chunk, or has another number of dims than the tensor.
     """
-    fields = fields_of(chunk, "ChunkStorageMetadata")
+    fields = parse_fields(chunk, "ChunkStorageMetadata")
     offset, size = fields.get("offsets"), fields.get("sizes")
     if not isinstance(offset, Size) or not isinstance(size, Size) or not len(offset) == len(size) == len(shape):
-        raise WrongError(f"a chunk at {offset!r:.80} of {size!r:.80}, the tensor is {list(shape)}")
+        raise EntryError(f"a chunk at {offset!r:.80} of {size!r:.80}, the tensor is {list(shape)}")
     return tuple(offset), tuple(size)
 
 
-def item_of(index: Any) -> tuple[str, tuple[int, ...] | None]:
-    """Key and offset of an item.
+def parse_item(index: Any) -> tuple[str, tuple[int, ...] | None]:
+    """Parse the key and offset of an item.
 
     Raises:
-        WrongError: there is no such thing.
+        EntryError: the value is not the index of an item.
     """
-    name = fields_of(index, "MetadataIndex")
+    name = parse_fields(index, "MetadataIndex")
     key, offset = name.get("fqn"), name.get("offset")
     if not isinstance(key, str) or not (offset is None or isinstance(offset, Size)):
-        raise WrongError(f"an index {key!r:.80} at {offset!r:.80}")
+        raise EntryError(f"an index {key!r:.80} at {offset!r:.80}")
     if offset is not None and (len(offset) > MAX_DIMS or any(part >= _MOST for part in offset)):
-        raise WrongError(f"{key}: an item at {list(offset[:8])!s:.200}")
+        raise EntryError(f"{key}: an item at {list(offset[:8])!s:.200}")
     return key, None if offset is None else tuple(offset)
 
 
-def place_of(key: str, fields: Mapping[str, Any]) -> Place:
-    """Where an item lies.
+def parse_place(key: str, fields: Mapping[str, Any]) -> Place:
+    """Parse the place of an item.
 
     Raises:
-        WrongError: nowhere in the folder.
+        EntryError: the file name is not that of a file in the folder, or the byte range is impossible.
     """
     name, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
     if not isinstance(name, str) or not is_file_name(name):
-        raise WrongError(f"{key}: file name {name!r:.80} is not that of a file in the folder")
+        raise EntryError(f"{key}: file name {name!r:.80} is not that of a file in the folder")
     if type(offset) is not int or type(length) is not int or not 0 <= offset < _MOST or not 1 <= length < _MOST:
-        raise WrongError(f"{key}: bytes {offset!r:.40} + {length!r:.40} of {name}")
+        raise EntryError(f"{key}: bytes {offset!r:.40} + {length!r:.40} of {name}")
     return Place(name, offset, length)
 
 
 def is_file_name(name: str) -> bool:
-    """A file in the folder itself, other than the metadata."""
+    """Return True if `name` can be a file in the folder itself, other than `.metadata`."""
     return _FILE_NAME.match(name) is not None and name not in (".", "..", METADATA_FILE)
 
 
-def chunk_columns(template: Template) -> tuple[list[int], list[int]] | None:
-    """Columns of offset and size, where records of the template are chunks."""
+def find_chunk_columns(template: Template) -> tuple[list[int], list[int]] | None:
+    """Find the integer columns of offset and size; None if records of the template are not chunks."""
     try:
-        fields = fields_of(template.tree[0], "ChunkStorageMetadata")
-    except WrongError:
+        fields = parse_fields(template.tree[0], "ChunkStorageMetadata")
+    except EntryError:
         return None
     offset, size = fields.get("offsets"), fields.get("sizes")
     if not isinstance(offset, Size) or not isinstance(size, Size) or len(offset) != len(size):
@@ -142,11 +146,15 @@ def chunk_columns(template: Template) -> tuple[list[int], list[int]] | None:
     return list(offset), list(size)
 
 
-def item_columns(template: Template) -> tuple[int, list[int] | None, int, tuple[int, int]] | None:
-    """Columns of key, offset, file, and first byte and length, where records of the template are items."""
+def find_item_columns(template: Template) -> tuple[int, list[int] | None, int, tuple[int, int]] | None:
+    """Find the columns of key, offset, file name, and (first byte, length).
+
+    Returns:
+        The columns; None if records of the template are not items.
+    """
     try:
-        index, info = fields_of(template.tree[0], "MetadataIndex"), fields_of(template.tree[1], "_StorageInfo")
-    except WrongError:
+        index, info = parse_fields(template.tree[0], "MetadataIndex"), parse_fields(template.tree[1], "_StorageInfo")
+    except EntryError:
         return None
     key, offset = index.get("fqn"), index.get("offset")
     name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
@@ -160,34 +168,46 @@ def item_columns(template: Template) -> tuple[int, list[int] | None, int, tuple[
 
 
 def add_records(
-    rows: Rows, run: Run, entry: int, fits: Callable[[Template], bool], one: Callable[[tuple[Any, ...]], None]
+    rows: RowCollector,
+    batch: RecordBatch,
+    entry: int,
+    fits: Callable[[Template], bool],
+    add_single: Callable[[tuple[Any, ...]], None],
 ) -> None:
-    """Add the records of a run: parts that fit as they are, others one by one."""
-    for part in run.parts:
+    """Add the records of a batch.
+
+    Args:
+        rows: collector to add to.
+        batch: the records.
+        entry: number of their entry, or -1.
+        fits: True for a template whose columns can be added as they are.
+        add_single: called with the objects of each other record.
+    """
+    for part in batch.parts:
         if fits(part.template):
             rows.add_part(entry, part)
         else:
-            for _, found in records(run, part):
-                one(found)
-    rows.skip(run.count)
+            for _, objects in iterate_records(batch, part):
+                add_single(objects)
+    rows.skip(batch.count)
 
 
-def built(
-    rows: Rows,
+def build_table(
+    rows: RowCollector,
     width: int,
     columns: Callable[[Template, Int64Array, Int64Array], tuple[Int64Array | None, Int64Array | None, Int64Array]],
     max_ndim: int,
-) -> Listed:
-    """The table.
+) -> RowTable:
+    """Build the table of all rows that were added to a collector, and release its batches.
 
     Args:
-        rows: what was collected.
-        width: columns of `rest`; those that a row lacks are 1.
-        columns: (entry or None, offset or None, rest) of records of a template, from its integers and strings.
-        max_ndim: of all offsets.
+        rows: the collector.
+        width: number of columns of `rest`; columns that a row lacks are 1.
+        columns: returns (entry or None, offset or None, rest) of records of a template, from its integers and strings.
+        max_ndim: largest number of dims of an offset.
     """
-    count = len(rows.single) + sum(len(part.lane) for parts in rows.parts.values() for _, part, _ in parts)
-    found = Listed(
+    count = len(rows.single) + sum(len(part.number) for parts in rows.parts.values() for _, part, _ in parts)
+    table = RowTable(
         entry=np.zeros(count, dtype=np.int64),
         order=np.zeros(count, dtype=np.int64),
         ndim=np.full(count, -1, dtype=np.int64),
@@ -195,28 +215,28 @@ def built(
         rest=np.ones((count, width), dtype=np.int64),
     )
     for row, (entry, offset, rest) in enumerate(rows.single):
-        found.entry[row] = entry
-        found.rest[row, : len(rest)] = rest
+        table.entry[row] = entry
+        table.rest[row, : len(rest)] = rest
         if offset is not None:
-            found.ndim[row] = len(offset)
-            found.offset[row, : len(offset)] = offset
-    found.order[: len(rows.single)] = rows.single_order
+            table.ndim[row] = len(offset)
+            table.offset[row, : len(offset)] = offset
+    table.order[: len(rows.single)] = rows.single_order
     first = len(rows.single)
     for key, parts in rows.parts.items():
-        counts = np.array([len(part.lane) for _, part, _ in parts], dtype=np.int64)
+        counts = np.array([len(part.number) for _, part, _ in parts], dtype=np.int64)
         last = first + int(counts.sum())
         at = slice(first, last)
         ints = np.concatenate([part.ints for _, part, _ in parts])
         texts = np.concatenate([part.texts for _, part, _ in parts])
-        entry_, offset_, rest_ = columns(rows.templates[key], ints, texts)
-        told = np.repeat(np.array([entry for entry, _, _ in parts], dtype=np.int64), counts)
-        found.entry[at] = told if entry_ is None else entry_
+        own_entry, own_offset, own_rest = columns(rows.templates[key], ints, texts)
+        entries = np.repeat(np.array([entry for entry, _, _ in parts], dtype=np.int64), counts)
+        table.entry[at] = entries if own_entry is None else own_entry
         base = np.repeat(np.array([base for _, _, base in parts], dtype=np.int64), counts)
-        found.order[at] = base + np.concatenate([part.lane for _, part, _ in parts])
-        if offset_ is not None:
-            found.ndim[at] = offset_.shape[1]
-            found.offset[at, : offset_.shape[1]] = offset_
-        found.rest[at, : rest_.shape[1]] = rest_
+        table.order[at] = base + np.concatenate([part.number for _, part, _ in parts])
+        if own_offset is not None:
+            table.ndim[at] = own_offset.shape[1]
+            table.offset[at, : own_offset.shape[1]] = own_offset
+        table.rest[at, : own_rest.shape[1]] = own_rest
         parts.clear()
         first = last
-    return found
+    return table

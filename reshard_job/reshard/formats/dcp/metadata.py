@@ -1,7 +1,7 @@
-"""What `.metadata` says: entries of the state dict, how each is cut, and where every piece lies.
+"""Read `.metadata`: the entries of the state dict, how each is cut into chunks, and which item holds each chunk.
 
-The pickle is read by our own machine: its classes become inert recipes, whose fields are checked one by one here, and
-records that repeat become columns, which are checked all at once.
+The pickle machine of `formats.pt` turns objects into `Inert` recipes, whose fields are checked here one by one, and
+records that repeat into batches, whose columns are checked at once.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py (`_StorageInfo`) of torch 2.13.
 """
 
@@ -14,42 +14,42 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.dcp.chunks import Piece, Pieces, Place
-from reshard.formats.dcp.joined import join
+from reshard.formats.dcp.chunks import EntryChunks, Place, PlacedChunk
+from reshard.formats.dcp.joined import join_items
 from reshard.formats.dcp.listed import (
     MAX_DIMS,
     METADATA_FILE,
-    Rows,
-    WrongError,
+    EntryError,
+    RowCollector,
     add_records,
-    box_of,
-    chunk_columns,
-    fields_of,
-    item_columns,
-    item_of,
-    place_of,
+    find_chunk_columns,
+    find_item_columns,
+    parse_box,
+    parse_fields,
+    parse_item,
+    parse_place,
 )
 from reshard.formats.pt import columns, machine
-from reshard.formats.pt.columns import Run
+from reshard.formats.pt.batches import BatchDict, BatchList, RecordBatch
 from reshard.formats.pt.objects import Global, Inert, Size
 from reshard.storage.files import open_file, read_all
 from reshard.system.limits import format_bytes, free_memory_bytes
 from reshard.tensors.layout import ITEM_BYTES
 
-__all__ = ["METADATA_FILE", "VERSION", "Entry", "Path_", "Place", "read_metadata"]
+__all__ = ["METADATA_FILE", "VERSION", "Entry", "Place", "StatePath", "read_metadata"]
 
 VERSION = "1.0.0"
 """`CURRENT_DCP_VERSION` of torch 2.13; earlier releases write no version."""
 
 _MEMORY_SHARE = 6
-"""Memory to index a checkpoint, in bytes for each byte of `.metadata` (measured, and something more)."""
+"""Memory that indexing a checkpoint takes, in bytes for each byte of `.metadata` (measured, with a margin)."""
 
 _CHUNK_BYTES = 175
-"""Of the file that torch writes, for each chunk of a tensor (measured)."""
+"""Bytes of `.metadata` for each chunk of a tensor, as torch writes it (measured)."""
 
 _MAX_SIZE = 1 << 62
 
-Path_ = tuple[str | int, ...]
+StatePath = tuple[str | int, ...]
 """Keys and list positions that lead to a value in the state dict."""
 
 
@@ -59,35 +59,35 @@ class Entry:
 
     Attributes:
         key: its flat name.
-        path: the way to it in the state dict.
-        shape: of the full tensor, [ndim]; None for what is not a tensor.
-        dtype: of the tensor, torch's name; empty for what is not a tensor.
-        chunks: boxes of the tensor and their items; for what is not a tensor one item, and no box.
+        path: keys and list positions that lead to it in the state dict.
+        shape: shape of the full tensor, [ndim]; None for an entry that is not a tensor.
+        dtype: torch's name of the tensor's dtype; empty for an entry that is not a tensor.
+        chunks: boxes of the tensor and their items; one item without a box for an entry that is not a tensor.
     """
 
     key: str
-    path: Path_
+    path: StatePath
     shape: tuple[int, ...] | None
     dtype: str
-    chunks: Sequence[Piece]
+    chunks: Sequence[PlacedChunk]
 
     @property
     def is_tensor(self) -> bool:
-        """Not an arbitrary object."""
+        """True for a tensor, False for any other object."""
         return self.shape is not None
 
 
 def read_metadata(folder: Path, *, in_columns: bool = True) -> tuple[Entry, ...]:
-    """All entries, in the order of the file.
+    """Read all entries, in the order of the file.
 
     Args:
-        folder: of the checkpoint.
-        in_columns: chunks never are objects, as long as the file is laid out like what torch writes.
+        folder: folder of the checkpoint.
+        in_columns: decode records that repeat into columns, if the file is laid out as torch writes it.
 
     Raises:
-        UnsafePickleError: the pickle wants more than data.
-        CorruptSourceError: truncated, or contradicts itself.
-        UnsupportedError: of another version, with entries that this version does not read, or too large for memory.
+        UnsafePickleError: the pickle does more than build data.
+        CorruptSourceError: the file is truncated, or contradicts itself.
+        UnsupportedError: another version, entries that this version does not read, or too large for the free memory.
     """
     path = folder / METADATA_FILE
     try:
@@ -102,18 +102,18 @@ def read_metadata(folder: Path, *, in_columns: bool = True) -> tuple[Entry, ...]
             path=str(path),
             hint="copy what it links to into the folder: cp -rL" if link else "",
         ) from error
-    has_runs = False
+    has_batches = False
     if in_columns:
-        root, has_runs = columns.load_columns(
+        root, has_batches = columns.load_columns(
             data, persistent_load=_refuse_persistent, rebuild=machine.rebuild_containers, path=str(path)
         )
         small = len(data) <= machine.MAX_PICKLE_BYTES
-        if not has_runs or not small:
+        if not has_batches or not small:
             del data
         try:
             return _Parser(str(path)).entries(root)
         except (CorruptSourceError, UnsupportedError):
-            if not has_runs or not small:
+            if not has_batches or not small:
                 raise
     root = columns.load_objects(
         data, persistent_load=_refuse_persistent, rebuild=machine.rebuild_containers, path=str(path)
@@ -140,30 +140,30 @@ def _refuse_persistent(identifier: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Header:
-    """What an entry is but for its chunks."""
+    """An entry without its chunks."""
 
     key: str
-    path: Path_
+    path: StatePath
     shape: tuple[int, ...] | None
     dtype: str
 
 
 class _Parser:
-    """Checks the recipes of one file; problems are collected."""
+    """Parser of one file, which collects problems and goes on."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.problems: list[str] = []
         self.unsupported: list[str] = []
-        self.items = Rows()
-        self.boxes = Rows()
+        self.items = RowCollector()
+        self.boxes = RowCollector()
         self.numbers: dict[str, int] = {}
         self.files: dict[str, int] = {}
 
     def entries(self, root: Any) -> tuple[Entry, ...]:
         try:
-            fields = fields_of(root, "Metadata")
-        except WrongError as error:
+            fields = parse_fields(root, "Metadata")
+        except EntryError as error:
             raise CorruptSourceError(f"is not the metadata of a DCP checkpoint: {error}", path=self.path) from error
         version = fields.get("version")
         if version not in (None, VERSION):
@@ -177,8 +177,8 @@ class _Parser:
         if not isinstance(paths, Mapping):
             paths = {}
         headers = [self._entry(at, key, value, paths.get(key)) for at, (key, value) in enumerate(described.items())]
-        _forget(described, stored)
-        joined = join(
+        _release_columns(described, stored)
+        joined = join_items(
             self.boxes,
             self.items,
             shapes=[None if header is None else header.shape for header in headers],
@@ -204,7 +204,7 @@ class _Parser:
                 path=header.path,
                 shape=header.shape,
                 dtype=header.dtype,
-                chunks=Pieces(
+                chunks=EntryChunks(
                     chunks=joined.chunks,
                     first=bounds[at],
                     last=bounds[at + 1],
@@ -216,12 +216,16 @@ class _Parser:
         )
 
     def _items(self, stored: Mapping[Any, Any]) -> list[str]:
-        """Collect all items; strings that the columns refer to."""
+        """Collect all items; return the strings that their columns refer to."""
         strings: list[str] = []
-        for run in stored.runs if isinstance(stored, columns.Table) else ():
-            strings = run.strings
+        for batch in stored.batches if isinstance(stored, BatchDict) else ():
+            strings = batch.strings
             add_records(
-                self.items, run, -1, lambda template: item_columns(template) is not None, lambda pair: self._item(*pair)
+                self.items,
+                batch,
+                -1,
+                lambda template: find_item_columns(template) is not None,
+                lambda pair: self._item(*pair),
             )
         for index, value in stored.items():
             self._item(index, value)
@@ -229,10 +233,10 @@ class _Parser:
 
     def _item(self, index: Any, value: Any) -> None:
         try:
-            key, offset = item_of(index)
-            info = fields_of(value, "_StorageInfo")
-            place = place_of(key, info)
-        except WrongError as error:
+            key, offset = parse_item(index)
+            info = parse_fields(value, "_StorageInfo")
+            place = parse_place(key, info)
+        except EntryError as error:
             self.problems.append(f"storage_data: {error}")
             return
         number = self.numbers.setdefault(key, len(self.numbers))
@@ -243,81 +247,81 @@ class _Parser:
     def _entry(self, at: int, key: Any, value: Any, path: Any) -> _Header | None:
         try:
             if not isinstance(key, str):
-                raise WrongError(f"state_dict_metadata has the key {key!r:.80}")
-            way = _way(key, path)
+                raise EntryError(f"state_dict_metadata has the key {key!r:.80}")
+            way = _parse_path(key, path)
             if isinstance(value, Inert) and value.target.name == "BytesStorageMetadata":
                 self.boxes.add(at, None, ())
                 return _Header(key, way, None, "")
-            fields = fields_of(value, "TensorStorageMetadata")
-            size, dtype = fields.get("size"), _dtype(fields.get("properties"))
+            fields = parse_fields(value, "TensorStorageMetadata")
+            size, dtype = fields.get("size"), _parse_dtype(fields.get("properties"))
             if not isinstance(size, Size) or len(size) > MAX_DIMS or any(part >= _MAX_SIZE for part in size):
-                raise WrongError(f"size {size!s:.80}")
+                raise EntryError(f"size {size!s:.80}")
             if dtype not in ITEM_BYTES:
                 self.unsupported.append(f"{key}: type {dtype}, expected one of {', '.join(ITEM_BYTES)}")
             shape = tuple(size)
-            for item in _list(fields.get("chunks")):
+            for item in _check_list(fields.get("chunks")):
                 self._boxes(at, item, shape)
-        except WrongError as error:
+        except EntryError as error:
             self.problems.append(f"{key}: {error}" if isinstance(key, str) else str(error))
             return None
         return _Header(key, way, shape, dtype)
 
     def _boxes(self, at: int, item: Any, shape: tuple[int, ...]) -> None:
-        """Collect a chunk, or a run of them."""
-        if isinstance(item, Run):
+        """Collect a chunk, or a batch of chunks."""
+        if isinstance(item, RecordBatch):
             add_records(
                 self.boxes,
                 item,
                 at,
-                lambda template: (found := chunk_columns(template)) is not None and len(found[0]) == len(shape),
-                lambda record: self.boxes.add(at, *_inside(record[0], shape)),
+                lambda template: (found := find_chunk_columns(template)) is not None and len(found[0]) == len(shape),
+                lambda record: self.boxes.add(at, *_parse_chunk(record[0], shape)),
             )
         else:
-            self.boxes.add(at, *_inside(item, shape))
+            self.boxes.add(at, *_parse_chunk(item, shape))
 
 
-def _forget(described: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
-    """Let go of columns that were collected: others are about to be made of them."""
-    if isinstance(stored, columns.Table):
-        stored.runs.clear()
+def _release_columns(described: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
+    """Release the batches, which the collectors refer to, so that memory is freed while tables are built of them."""
+    if isinstance(stored, BatchDict):
+        stored.batches.clear()
     for value in described.values():
         fields = value.state if isinstance(value, Inert) and isinstance(value.state, Mapping) else {}
-        if isinstance(listing := fields.get("chunks"), columns.Listing):
+        if isinstance(listing := fields.get("chunks"), BatchList):
             listing.clear()
 
 
-def _inside(chunk: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and size, if they can be."""
-    offset, size = box_of(chunk, shape)
+def _parse_chunk(chunk: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Parse the offset and size of a chunk, and check that neither is too large for 64-bit arithmetic."""
+    offset, size = parse_box(chunk, shape)
     if any(part >= _MAX_SIZE for part in (*offset, *size)):
-        raise WrongError(f"a chunk at {list(offset)!s:.80} lies outside of the tensor {list(shape)}")
+        raise EntryError(f"a chunk at {list(offset)!s:.80} lies outside of the tensor {list(shape)}")
     return offset, size
 
 
-def _list(value: Any) -> list[Any]:
+def _check_list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise WrongError(f"expected a list of chunks, found {value!r:.80}")
+        raise EntryError(f"expected a list of chunks, found {value!r:.80}")
     return value
 
 
-def _way(key: str, path: Any) -> Path_:
+def _parse_path(key: str, path: Any) -> StatePath:
     if path is None:
         return (key,)
     if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
-        raise WrongError(f"planner_data has the path {path!r:.80}")
+        raise EntryError(f"planner_data has the path {path!r:.80}")
     if ".".join(map(str, path)) != key:
-        raise WrongError(f"planner_data has the path {path!r:.200}, which is another key")
+        raise EntryError(f"planner_data has the path {path!r:.200}, which is another key")
     return path
 
 
-def _dtype(properties: Any) -> str:
-    """`TensorProperties` are a tuple (dtype, layout, requires_grad, memory_format, pin_memory)."""
+def _parse_dtype(properties: Any) -> str:
+    """Parse the dtype of `TensorProperties`: (dtype, layout, requires_grad, memory_format, pin_memory)."""
     state = properties.state if isinstance(properties, Inert) else None
     if not isinstance(state, tuple) or len(state) < 2:
-        raise WrongError(f"properties {state!r:.80}")
+        raise EntryError(f"properties {state!r:.80}")
     if not isinstance(state[0], Global) or state[0].module != "torch":
-        raise WrongError(f"a dtype {state[0]!r:.80}")
+        raise EntryError(f"a dtype {state[0]!r:.80}")
     layout = state[1].args if isinstance(state[1], Inert) else state[1]
     if layout not in (("torch.strided",), Global("torch", "strided")):
-        raise WrongError(f"layout {layout!r:.80}: expected torch.strided")
+        raise EntryError(f"layout {layout!r:.80}: expected torch.strided")
     return state[0].name

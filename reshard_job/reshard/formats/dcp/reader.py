@@ -1,4 +1,4 @@
-"""Index a DCP checkpoint: every chunk of every tensor as a box, from `.metadata` and the items' zip directories."""
+"""Index a DCP checkpoint: a box for every chunk of every tensor, from `.metadata` and the items' zip directories."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from reshard.commits.commit import Commit
 from reshard.errors import UnsupportedError
 from reshard.formats.base import stated_topology
-from reshard.formats.dcp.chunks import in_columns
+from reshard.formats.dcp.chunks import stack_chunks
 from reshard.formats.dcp.groups import find_groups
 from reshard.formats.dcp.items import Items
-from reshard.formats.dcp.metadata import Entry, Path_, read_metadata
+from reshard.formats.dcp.metadata import Entry, StatePath, read_metadata
 from reshard.formats.dcp.naming import Naming, find_names, find_weights
-from reshard.formats.dcp.tables import Parts, check_files, make_table, names_of, num_ranks
+from reshard.formats.dcp.tables import TensorChunks, check_files, count_ranks, list_files, make_table
 from reshard.tensors.layout import (
     Index,
     LogicalTensor,
@@ -32,16 +32,16 @@ _MAX_RAW_TENSOR_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DcpExtra:
-    """What the writer needs besides the tensors, to leave a state dict as its user made it.
+    """Facts besides the tensors that the writer needs to keep the user's state dict.
 
     Attributes:
-        paths: where each logical tensor is in the state dict.
+        paths: path of each logical tensor in the state dict.
         order: flat names of all entries, in the source's order.
-        carried: entries that travel as they are: objects, numbers, and small tensors of neither model nor optimizer.
-        naming: what each entry is.
+        carried: entries that are copied: objects, numbers, and small tensors of neither model nor optimizer.
+        naming: class of each entry.
     """
 
-    paths: Mapping[TensorKey, Path_]
+    paths: Mapping[TensorKey, StatePath]
     order: tuple[str, ...]
     carried: tuple[Entry, ...]
     naming: Naming
@@ -55,21 +55,21 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     """
     entries = read_metadata(folder)
     check_files(folder, entries)
-    names = names_of(entries)
+    names = list_files(entries)
     naming, entries, unread = _find_names(entries, str(folder))
     with Items(folder) as items:
-        scalars = _scalars(items, entries, naming)
-        groups = _groups(items, entries, naming, scalars)
-        moved = _moved(entries, naming, scalars, groups)
-        tensors, parts = _logical(entries, moved)
+        scalars = _read_scalars(items, entries, naming)
+        groups = _read_groups(items, entries, naming, scalars)
+        moved = _find_logical_keys(entries, naming, scalars, groups)
+        tensors, parts = _build_logical(entries, moved)
         files, shards = make_table(items, names, tensors, parts)
-    carried = _carried(entries, set(moved), naming, folder)
+    carried = _select_carried(entries, set(moved), naming, folder)
     return Index(
         root=folder,
         format=NAME,
-        # DCP records no mesh: as many data-parallel ranks as have files, cut like FSDP.
-        topology=stated_topology(str(folder), dp=num_ranks(names), zero=3) if commit is None else commit.topology,
-        step=_step(scalars) if commit is None else commit.step,
+        # DCP records no mesh: assume one data-parallel rank for each file, sharded by FSDP.
+        topology=stated_topology(str(folder), dp=count_ranks(names), zero=3) if commit is None else commit.topology,
+        step=_find_step(scalars) if commit is None else commit.step,
         samples=0 if commit is None else commit.samples,
         tensors=tensors,
         files=files,
@@ -81,13 +81,17 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
             carried=carried,
             naming=naming,
         ),
-        notes=_notes(naming),
+        notes=_list_notes(naming),
         unread=unread,
     )
 
 
 def _find_names(entries: Sequence[Entry], where: str) -> tuple[Naming, tuple[Entry, ...], UnsupportedError | None]:
-    """What the entries are; of an optimizer that is not understood only why, and its entries are left out."""
+    """Classify the entries; if an optimizer is not understood, leave its entries out.
+
+    Returns:
+        The classes, the entries that are left, and the error about the optimizer, or None.
+    """
     try:
         return find_names(entries, where), tuple(entries), None
     except UnsupportedError as error:
@@ -100,28 +104,28 @@ def _find_names(entries: Sequence[Entry], where: str) -> tuple[Naming, tuple[Ent
         return naming, tuple(outside), unread
 
 
-def _notes(naming: Naming) -> tuple[str, ...]:
+def _list_notes(naming: Naming) -> tuple[str, ...]:
     if not naming.rest:
         return ()
     more = ", ..." if len(naming.rest) > 5 else ""
     return (f"{len(naming.rest)} entries of neither model nor optimizer: {', '.join(naming.rest[:5])}{more}",)
 
 
-def _scalars(items: Items, entries: Iterable[Entry], naming: Naming) -> dict[str, dict[str, int | float]]:
-    """Parameter -> state -> number, for optimizer states that are one number."""
-    found: dict[str, dict[str, int | float]] = {}
-    wanted = [
+def _read_scalars(items: Items, entries: Iterable[Entry], naming: Naming) -> dict[str, dict[str, int | float]]:
+    """Read the optimizer states that are one number: parameter -> state -> number."""
+    numbers: dict[str, dict[str, int | float]] = {}
+    scalars = [
         (entry, naming.values.get(entry.key) or naming.tensors[entry.key])
         for entry in entries
         if entry.key in naming.values
         or (entry.shape == () and naming.tensors.get(entry.key, TensorKey("weight", "")).state != "weight")
     ]
-    for entry, key in sorted(wanted, key=lambda pair: pair[0].chunks[0][1]):
-        found.setdefault(key.name, {})[key.state] = items.scalar(entry)
-    return found
+    for entry, key in sorted(scalars, key=lambda pair: pair[0].chunks[0][1]):
+        numbers.setdefault(key.name, {})[key.state] = items.read_scalar(entry)
+    return numbers
 
 
-def _groups(
+def _read_groups(
     items: Items, entries: Iterable[Entry], naming: Naming, scalars: Mapping[str, Mapping[str, int | float]]
 ) -> tuple[ParamGroup, ...]:
     listed: dict[tuple[int, str], Any] = {}
@@ -132,13 +136,13 @@ def _groups(
         if entry.key in naming.grouped or entry.key in naming.named or entry.key == naming.groups
     ]
     values = {
-        entry.key: items.scalar(entry) if entry.is_tensor else items.object(entry.key, entry.chunks[0][1])
+        entry.key: items.read_scalar(entry) if entry.is_tensor else items.read_object(entry.key, entry.chunks[0][1])
         for entry in sorted(optional, key=lambda entry: entry.chunks[0][1])
     }
-    for entry in optional:  # in the order of the checkpoint again
+    for entry in optional:  # items were read in the order of the files; groups need the order of the checkpoint
         if entry.key == naming.groups:
-            every: Any = values[entry.key]
-            listed |= {(at, key): item for at, group in enumerate(every) for key, item in dict(group).items()}
+            groups: Any = values[entry.key]
+            listed |= {(at, key): item for at, group in enumerate(groups) for key, item in dict(group).items()}
         elif entry.key in naming.grouped:
             listed[naming.grouped[entry.key]] = values[entry.key]
         else:
@@ -146,13 +150,13 @@ def _groups(
     return find_groups(listed, named, scalars, str(items.folder))
 
 
-def _moved(
+def _find_logical_keys(
     entries: Iterable[Entry],
     naming: Naming,
     scalars: Mapping[str, Mapping[str, int | float]],
     groups: Iterable[ParamGroup],
 ) -> dict[str, TensorKey]:
-    """Entries that are logical tensors. A number that a whole group shares is not: the group says it."""
+    """Find the keys of entries that are logical tensors; a number that a whole group shares is stored in the group."""
     shared = {(name, state) for group in groups for name in group.names for state in group.scalars}
     return {
         entry.key: key
@@ -162,18 +166,24 @@ def _moved(
     }
 
 
-def _logical(entries: Iterable[Entry], moved: Mapping[str, TensorKey]) -> tuple[tuple[LogicalTensor, ...], Parts]:
-    """Logical tensors, one for each entry that is one, and their chunks."""
+def _build_logical(
+    entries: Iterable[Entry], moved: Mapping[str, TensorKey]
+) -> tuple[tuple[LogicalTensor, ...], TensorChunks]:
+    """Build the logical tensors and the table of their chunks."""
     chosen = [entry for entry in entries if entry.key in moved]
     tensors = tuple(LogicalTensor(key=moved[entry.key], shape=entry.shape or (), dtype=entry.dtype) for entry in chosen)
     number = np.repeat(np.arange(len(chosen)), [len(entry.chunks) for entry in chosen])
-    chunks = in_columns(entry.chunks for entry in chosen)
+    chunks = stack_chunks(entry.chunks for entry in chosen)
     nothing = np.zeros(len(chosen), dtype=np.int64)
-    return tensors, Parts(tensor=number, entry=number, entries=chosen, chunks=chunks, drop=nothing)
+    return tensors, TensorChunks(tensor=number, entry=number, entries=chosen, chunks=chunks, drop=nothing)
 
 
-def _carried(entries: Iterable[Entry], moved: set[str], naming: Naming, folder: Path) -> tuple[Entry, ...]:
-    """Entries that are not logical tensors; a large tensor of unknown purpose is refused."""
+def _select_carried(entries: Iterable[Entry], moved: set[str], naming: Naming, folder: Path) -> tuple[Entry, ...]:
+    """Select the entries that are copied as they are.
+
+    Raises:
+        UnsupportedError: one of them is a large tensor of neither model nor optimizer.
+    """
     carried = tuple(entry for entry in entries if entry.key not in moved)
     rest = set(naming.rest)
     problems = [
@@ -194,6 +204,6 @@ def _carried(entries: Iterable[Entry], moved: set[str], naming: Naming, folder: 
     return carried
 
 
-def _step(scalars: Mapping[str, Mapping[str, int | float]]) -> int:
-    """Of the parameter that took part in most steps."""
+def _find_step(scalars: Mapping[str, Mapping[str, int | float]]) -> int:
+    """Return the number of steps of the parameter that took part in most steps."""
     return int(max((states.get(_STEP, 0) for states in scalars.values()), default=0))

@@ -1,4 +1,4 @@
-"""Rows of a shard table from chunks: what DCP and the formats that use its container have in common."""
+"""Build shard tables from chunks, for DCP and for formats that use its container."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.errors import CorruptSourceError
-from reshard.formats.dcp.chunks import Chunks, in_columns
+from reshard.formats.dcp.chunks import Chunks, stack_chunks
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry
 from reshard.planning.check import cover_problems
@@ -24,22 +24,22 @@ from reshard.tensors.shard_table import ShardTable
 
 SUFFIX = ".distcp"
 CONFIG_FILE = "metadata.json"
-"""Of Megatron-Core, beside `.metadata`."""
+"""File that Megatron-Core writes beside `.metadata`."""
 
 _MAX_CONFIG_BYTES = 1 << 20  # torch_dist's has a hundred
 _RANK = re.compile(r"^__(\d+)_\d+\.distcp$")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
-    """Chunks that are parts of logical tensors, in columns.
+class TensorChunks:
+    """Chunks of logical tensors, in columns.
 
     Attributes:
-        tensor: position of the logical tensor, [parts].
-        entry: position of the entry in `entries`, [parts].
-        entries: that the chunks belong to.
-        chunks: boxes of the entries, and their items, [parts].
-        drop: leading dims of size 1 that the entry has and the logical tensor does not, [entries].
+        tensor: position of the logical tensor, [chunks].
+        entry: position of the entry in `entries`, [chunks].
+        entries: entries that the chunks belong to.
+        chunks: boxes and items, [chunks].
+        drop: number of leading dims of size 1 that the entry has and the logical tensor does not, [entries].
     """
 
     tensor: Int64Array
@@ -50,31 +50,31 @@ class Parts:
 
 
 def check_files(folder: Path, entries: Iterable[Entry]) -> None:
-    """Every file that is named is there and long enough, and no other file of a rank is.
+    """Check that every file that an item names is there and long enough, and that no other rank's file is there.
 
     Raises:
-        CorruptSourceError: with every file that is not as it should be.
+        CorruptSourceError: lists the files that are missing, truncated or not named.
     """
-    chunks = in_columns(entry.chunks for entry in entries)
+    chunks = stack_chunks(entry.chunks for entry in entries)
     end = np.zeros(len(chunks.names), dtype=np.int64)
     np.maximum.at(end, chunks.file, chunks.start + chunks.length)
     ends = dict(zip(chunks.names, end.tolist(), strict=True))
     try:
-        found = {item.name: item.lstat() for item in folder.iterdir()}
+        statuses = {item.name: item.lstat() for item in folder.iterdir()}
     except OSError as error:
         raise CorruptSourceError(f"cannot be listed: {error.strerror}", path=str(folder)) from error
     problems = []
     for name, needed in sorted(ends.items()):
-        if name not in found:
+        if name not in statuses:
             problems.append(f"{name} is missing")
-        elif not stat.S_ISREG(found[name].st_mode):
+        elif not stat.S_ISREG(statuses[name].st_mode):
             problems.append(f"{name} is a link, or another thing that is not a file")
-        elif found[name].st_size < needed:
-            problems.append(f"{name} is truncated: its items need {needed} bytes, it has {found[name].st_size}")
-    problems += [  # an empty one is that of a rank which had nothing to save
+        elif statuses[name].st_size < needed:
+            problems.append(f"{name} is truncated: its items need {needed} bytes, it has {statuses[name].st_size}")
+    problems += [  # a rank that had nothing to save leaves an empty file
         f"{name} is not named in .metadata"
-        for name in sorted(found.keys() - ends)
-        if name.endswith(SUFFIX) and (found[name].st_size or not stat.S_ISREG(found[name].st_mode))
+        for name in sorted(statuses.keys() - ends)
+        if name.endswith(SUFFIX) and (statuses[name].st_size or not stat.S_ISREG(statuses[name].st_mode))
     ]
     if problems:
         raise CorruptSourceError(
@@ -85,8 +85,8 @@ def check_files(folder: Path, entries: Iterable[Entry]) -> None:
         )
 
 
-def backend_of(folder: Path) -> str | None:
-    """`sharded_backend` of Megatron-Core's `metadata.json`; None where there is no such thing."""
+def read_backend(folder: Path) -> str | None:
+    """Read `sharded_backend` of Megatron-Core's `metadata.json`; return None if there is no such file or value."""
     try:
         with open_file(folder / CONFIG_FILE) as file:
             value = json.loads(file.read(_MAX_CONFIG_BYTES, 0))
@@ -97,26 +97,26 @@ def backend_of(folder: Path) -> str | None:
 
 
 def make_table(
-    items: Items, names: Sequence[str], tensors: Sequence[LogicalTensor], parts: Parts
+    items: Items, names: Sequence[str], tensors: Sequence[LogicalTensor], parts: TensorChunks
 ) -> tuple[tuple[SourceFile, ...], ShardTable]:
-    """Files with their checksums, and rows; chunks are looked up in the order of the files.
+    """Locate all chunks, in the order of the files, and build the files with their checksums and the shard table.
 
     Args:
-        items: to look chunks up in.
-        names: of all files.
-        tensors: that the parts are of.
-        parts: chunks that are part of a tensor.
+        items: reader of the items.
+        names: names of all files.
+        tensors: logical tensors.
+        parts: chunks of these tensors.
 
     Raises:
-        CorruptSourceError: an item is not what `.metadata` says, or parts do not cover a tensor exactly.
+        CorruptSourceError: an item is not what `.metadata` says, or chunks do not cover a tensor exactly.
     """
-    ranked = sorted(names, key=_by_rank)
+    ranked = sorted(names, key=_rank_and_name)
     numbers = {name: at for at, name in enumerate(ranked)}
     file = np.array([numbers[name] for name in parts.chunks.names], dtype=np.int64)[parts.chunks.file]
-    held = np.flatnonzero(parts.chunks.size.all(axis=1))
-    rows = held[np.lexsort((parts.chunks.start[held], file[held]))]
-    found = _look_up(items, parts, rows)
-    shards = _shards(tensors, parts, rows, file[rows], found)
+    nonempty = np.flatnonzero(parts.chunks.size.all(axis=1))
+    rows = nonempty[np.lexsort((parts.chunks.start[nonempty], file[nonempty]))]
+    located = _locate_chunks(items, parts, rows)
+    shards = _build_shards(tensors, parts, rows, file[rows], located)
     problems = cover_problems(tensors, shards, np.arange(len(shards)), side="chunks of")
     present = np.zeros(len(tensors), dtype=np.bool_)
     present[shards.tensor] = True
@@ -127,10 +127,10 @@ def make_table(
         raise CorruptSourceError(
             f"chunks do not cover {len(problems)} tensors exactly", path=str(items.folder), problems=problems[:20]
         )
-    # Rows are in the order of the files and in these of the items, so the checksums are, too.
-    stated = np.flatnonzero(found.num_bytes)
-    bounds = np.searchsorted(file[rows][stated], np.arange(len(ranked) + 1)).tolist()
-    columns = (found.start[stated], found.num_bytes[stated], found.crc32[stated])
+    # Rows are in the order of the files and of the items in each file, so the checksums are too.
+    checked = np.flatnonzero(located.num_bytes)
+    bounds = np.searchsorted(file[rows][checked], np.arange(len(ranked) + 1)).tolist()
+    columns = (located.start[checked], located.num_bytes[checked], located.crc32[checked])
     files = tuple(
         SourceFile(
             path=name,
@@ -142,8 +142,8 @@ def make_table(
     return files, shards
 
 
-class _Found(NamedTuple):
-    """What is in the items, [rows]; `num_bytes` is 0 where none is stated."""
+class _LocatedChunks(NamedTuple):
+    """Elements and checksums in the items, [rows]; `num_bytes` is 0 for an item that states no checksum."""
 
     byte_offset: Int64Array
     strides: Int64Array
@@ -152,25 +152,25 @@ class _Found(NamedTuple):
     crc32: Int64Array
 
 
-def _look_up(items: Items, parts: Parts, rows: Int64Array) -> _Found:
+def _locate_chunks(items: Items, parts: TensorChunks, rows: Int64Array) -> _LocatedChunks:
     count = len(rows)
     strides = np.zeros((count, parts.chunks.size.shape[1]), dtype=np.int64)
     offset, start, num_bytes, crc32 = (np.zeros(count, dtype=np.int64) for _ in range(4))
     for at, row in enumerate(rows.tolist()):
         entry = parts.entries[parts.entry[row]]
         ndim = len(entry.shape or ())
-        box, place = parts.chunks.piece(row, ndim)
+        box, place = parts.chunks.chunk(row, ndim)
         chunk = items.chunk(entry, box, place)
         offset[at], strides[at, :ndim] = chunk.byte_offset, chunk.strides
-        if (stated := chunk.checksum) is not None:
-            start[at], num_bytes[at], crc32[at] = stated.start, stated.num_bytes, stated.crc32
-    return _Found(offset, strides, start, num_bytes, crc32)
+        if (checksum := chunk.checksum) is not None:
+            start[at], num_bytes[at], crc32[at] = checksum.start, checksum.num_bytes, checksum.crc32
+    return _LocatedChunks(offset, strides, start, num_bytes, crc32)
 
 
-def _shards(
-    tensors: Sequence[LogicalTensor], parts: Parts, rows: Int64Array, file: Int64Array, found: _Found
+def _build_shards(
+    tensors: Sequence[LogicalTensor], parts: TensorChunks, rows: Int64Array, file: Int64Array, located: _LocatedChunks
 ) -> ShardTable:
-    """Rows of tensors: without the leading dims that only the entries have."""
+    """Build the shard table, without the leading dims that only the entries have."""
     max_ndim = max([1, *(len(tensor.shape) for tensor in tensors)])
     drop = parts.drop[parts.entry[rows]]
 
@@ -188,23 +188,23 @@ def _shards(
         offset=dropped(parts.chunks.offset[rows], 0),
         size=dropped(parts.chunks.size[rows], 1),
         file=file,
-        byte_offset=found.byte_offset,
-        stride=dropped(found.strides, 0),
+        byte_offset=located.byte_offset,
+        stride=dropped(located.strides, 0),
     )
 
 
-def names_of(entries: Iterable[Entry]) -> tuple[str, ...]:
-    """Files of all entries."""
-    chunks = in_columns(entry.chunks for entry in entries)
+def list_files(entries: Iterable[Entry]) -> tuple[str, ...]:
+    """List the files that hold items of the entries."""
+    chunks = stack_chunks(entry.chunks for entry in entries)
     return tuple(chunks.names[at] for at in np.flatnonzero(np.bincount(chunks.file, minlength=len(chunks.names))))
 
 
-def num_ranks(names: Iterable[str]) -> int:
-    """Ranks that wrote a file; at least 1."""
+def count_ranks(names: Iterable[str]) -> int:
+    """Count the ranks that wrote a file; at least 1."""
     ranks = [int(match[1]) for name in names if (match := _RANK.match(name))]
     return max(ranks, default=0) + 1
 
 
-def _by_rank(name: str) -> tuple[int, str]:
+def _rank_and_name(name: str) -> tuple[int, str]:
     match = _RANK.match(name)
     return (int(match[1]) if match else -1, name)

@@ -5,9 +5,7 @@ What is read, written and refused: docs/deepspeed-format.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options, understood
@@ -21,6 +19,8 @@ class DeepSpeedFormat:
     """`reshard.formats.base.Format` for native DeepSpeed checkpoints."""
 
     name = NAME
+    takes_patterns = True
+    keeps_zero_stage = True
 
     def sniff(self, path: Path) -> str | None:
         """Why `path` is not a native checkpoint, or None if it is."""
@@ -30,12 +30,14 @@ class DeepSpeedFormat:
             return "no file *mp_rank_*_model_states.pt (name the folder of the tag, not its parent)"
         return None
 
-    def read(self, path: Path, commit: Commit | None, patterns: Mapping[str, Any] | None = None) -> Index:
-        """Index the checkpoint, see `read_index`; `patterns` are from `pattern_file.load`."""
+    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+        """Index the checkpoint, see `read_index`."""
         from reshard.formats.deepspeed.reading.reader import read_index  # a sniff needs no reader
+        from reshard.formats.deepspeed.tensor_parallel import pattern_file
 
+        stated = None if patterns is None else pattern_file.load(patterns)
         with understood(path, "DeepSpeed", instead=_INSTEAD):
-            return read_index(path, commit, patterns)
+            return read_index(path, commit, stated)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out tensors as a checkpoint of DeepSpeed, see `lay_out`."""

@@ -1,6 +1,7 @@
-"""AutoEP: experts stacked into one tensor for each weight, `[experts, ...]`, cut along its first dim (0.19.8).
+"""Read and make AutoEP's descriptions: experts are stacked into one tensor per weight, `[experts, ...]` (0.19.8).
 
-On a rank the tensor is `[experts / ep, ...]`; in the files of weights each expert has its own slice, `PREFIX.w1.N`.
+Expert parallelism cuts the first dim, so that a rank holds `[experts / ep, ...]`. In the files of weights each expert
+has its own slice, `PREFIX.w1.N`.
 Sources: deepspeed/runtime/engine.py (`_save_moe_checkpoint`), checkpoint/autoep_affine.py, checkpoint/constants.py.
 """
 
@@ -16,29 +17,29 @@ KEYS = ("ds_autoep_layers", "autoep_layers")
 WEIGHTS = ("w1", "w2", "w3")
 
 
-def layers_of(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Descriptions of the layers of experts in a model file; empty where there are none."""
-    found = next((value[key] for key in KEYS if value.get(key)), ())
-    return found if isinstance(found, list) else ()
+def read_layers(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the descriptions of the layers of experts in a model file; empty if there are none."""
+    layers = next((value[key] for key in KEYS if value.get(key)), ())
+    return layers if isinstance(layers, list) else ()
 
 
-def stacked_names(layers: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[str, int], dict[int, str], int]:
-    """Which parameters are stacks of experts.
+def find_stacks(layers: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[str, int], dict[int, str], int]:
+    """Find the parameters that are stacks of experts.
 
     Returns:
         Name of a parameter -> experts in it; number of a layer in the names of its files -> prefix of its parameters;
         and the degree of expert parallelism.
 
     Raises:
-        UnsupportedError: experts that are spread otherwise than evenly and in order, or of several degrees.
+        UnsupportedError: experts are not spread evenly and in order over the ranks, or layers have several degrees.
     """
     counts: dict[str, int] = {}
     prefixes: dict[int, str] = {}
     degrees: set[int] = set()
     for layer in layers:
         count, ep, prefix = int(layer["num_experts"]), int(layer["ep_size"]), str(layer["expert_key_prefix"])
-        placement = layer.get("expert_placement") or _placement(count, ep)
-        if count % ep or placement != _placement(count, ep):
+        placement = layer.get("expert_placement") or _make_placement(count, ep)
+        if count % ep or placement != _make_placement(count, ep):
             raise UnsupportedError(
                 f"{prefix}: its {count} experts are not spread evenly and in order over ep={ep}", path=path
             )
@@ -52,11 +53,11 @@ def stacked_names(layers: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[
     return counts, prefixes, degrees.pop()
 
 
-def split_name(name: str, expert: int, path: str) -> str:
-    """Name of the stack that a tensor in an expert's file is a slice of.
+def find_stack(name: str, expert: int, path: str) -> str:
+    """Return the name of the stack that a tensor in an expert's file is a slice of.
 
     Raises:
-        CorruptSourceError: a name of another expert.
+        CorruptSourceError: the name is that of another expert.
     """
     stack, _, number = name.rpartition(".")
     if number != str(expert):
@@ -64,18 +65,18 @@ def split_name(name: str, expert: int, path: str) -> str:
     return stack
 
 
-def layers_at(
+def convert_layers(
     layers: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]], ep: int, dp: int
 ) -> list[dict[str, Any]]:
-    """The descriptions as true for another degree, as the first rank saves them; `shapes` are whole ones."""
-    found = []
+    """Return the descriptions for another degree as the first rank saves them; `shapes` are those of whole tensors."""
+    described = []
     for layer in layers:
         count, prefix = int(layer["num_experts"]), layer["expert_key_prefix"]
-        maps = {f"{prefix}.{weight}": _map(shapes[f"{prefix}.{weight}"], ep) for weight in WEIGHTS}
+        maps = {f"{prefix}.{weight}": _make_map(shapes[f"{prefix}.{weight}"], ep) for weight in WEIGHTS}
         replaced = {
             "num_local_experts": count // ep,
             "ep_size": ep,
-            "expert_placement": _placement(count, ep),
+            "expert_placement": _make_placement(count, ep),
             "affine_maps": {"version": 1, "params": maps},
             "ep_group_name": f"ep_size_{ep}",
             "ep_rank": 0,
@@ -84,18 +85,18 @@ def layers_at(
             "global_expert_start": 0,
             "global_expert_end": count // ep,
         }
-        found.append({**layer, **{key: value for key, value in replaced.items() if key in layer}})
-    return found
+        described.append({**layer, **{key: value for key, value in replaced.items() if key in layer}})
+    return described
 
 
-def _placement(count: int, ep: int) -> dict[str, Any]:
+def _make_placement(count: int, ep: int) -> dict[str, Any]:
     own = count // ep
     ranks = [{"rank": rank, "experts": list(range(rank * own, (rank + 1) * own))} for rank in range(ep)]
     return {"version": 1, "num_experts": count, "ep_size": ep, "ranks": ranks}
 
 
-def _map(shape: tuple[int, ...], ep: int) -> dict[str, Any]:
-    """The affine map of a tensor that is cut evenly along its first dim."""
+def _make_map(shape: tuple[int, ...], ep: int) -> dict[str, Any]:
+    """Make the affine map of a tensor that is cut evenly along its first dim."""
     shard, strides = [shape[0] // ep, *shape[1:]], list(strides_of(shape))
     ranks = {
         rank: {

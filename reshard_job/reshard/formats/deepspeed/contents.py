@@ -1,4 +1,4 @@
-"""What a native DeepSpeed checkpoint is, once all its files are read (metadata only)."""
+"""The contents of a native DeepSpeed checkpoint after all its files were read (metadata only)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from reshard.topology import Topology
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedContents:
-    """A checkpoint as found.
+    """The files of a native checkpoint and what they say together.
 
     Attributes:
-        folder: where it is.
-        topology: that it was written in.
+        folder: of the checkpoint.
+        topology: of the run that wrote it.
         prefix: `bf16_` or empty, before the names of the optimizer files.
         pipeline: written by a PipelineModule (weights are in layer files).
         model_axis: layer files name the tensor-parallel rank.
@@ -30,7 +30,7 @@ class DeepSpeedContents:
         expert_files: (layer of experts, expert) -> file with its weights.
         experts: the model's experts, or None.
         named: at ZeRO-0, model-parallel rank -> names and shapes of each parameter group.
-        unread: why its optimizer is taken for one without groups (`weights_alone`), or None.
+        unread: why only the weights are read and not the optimizer (`drop_optimizer`), or None.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class DeepSpeedContents:
 
     @property
     def files(self) -> tuple[PtFile, ...]:
-        """All files, in the order of their names' ranks."""
+        """Return all files, in the order of the ranks in their names."""
         return (
             *self.models.values(),
             *self.optimizers.values(),
@@ -58,38 +58,38 @@ class DeepSpeedContents:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Return the number of optimizer steps done."""
         return int(self.models[0, 0].value["global_steps"])
 
     @property
     def samples(self) -> int:
-        """Global samples consumed."""
+        """Return the number of global samples consumed."""
         value = self.models[0, 0].value.get("global_samples", 0)
         return value if isinstance(value, int) else 0
 
     def optimizer_file(self, mp: int, dp: int) -> PtFile:
-        """The file with the optimizer of one rank; at ZeRO-0 the model file."""
+        """Return the file with the optimizer of one rank; at ZeRO-0 it is the model file."""
         return self.optimizers[mp, dp] if self.optimizers else self.models[mp, 0]
 
     def optimizer(self, mp: int, dp: int) -> Mapping[str, Any]:
-        """The state of one rank's optimizer as saved."""
+        """Return the state of one rank's optimizer as saved."""
         if self.unread is not None:
             return {}
-        return mapping_of(self.optimizer_file(mp, dp), "optimizer_state_dict" if self.optimizers else "optimizer")
+        return require_mapping(self.optimizer_file(mp, dp), "optimizer_state_dict" if self.optimizers else "optimizer")
 
     def partition(self, names: Sequence[str], dp: int) -> tuple[int, int]:
-        """How many partitions a parameter group has, and which of them a data-parallel rank holds."""
-        return partition_of(names, self.experts, self.topology, dp)
+        """Return how many partitions a parameter group has, and which of them a data-parallel rank holds."""
+        return find_partition(names, self.experts, self.topology, dp)
 
     def whole_name(self, name: str, dp: int) -> str:
-        """Name in the whole model of what a data-parallel rank calls `name`."""
+        """Return the name in the whole model of the parameter that a data-parallel rank calls `name`."""
         return name if self.experts is None else self.experts.whole_name(name, self.topology.ep, dp % self.topology.ep)
 
     @property
     def half_type(self) -> str | None:
-        """`bfloat16` or `float16`, or None for fp32 training.
+        """Return `bfloat16` or `float16`, or None for fp32 training.
 
-        The weights need not tell: adapters (LoRA) stay in fp32 at ZeRO-3, and are all that is saved of some models.
+        The types of the weights come last: adapters (LoRA) stay in fp32 at ZeRO-3, and some models save nothing else.
         """
         if self.prefix:  # engine.py, `_get_zero_ckpt_prefix`: bf16 is enabled
             return "bfloat16"
@@ -104,36 +104,38 @@ class DeepSpeedContents:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """DeepSpeed's configuration as saved; empty where it was not."""
+        """Return DeepSpeed's configuration as saved; empty if it was not saved."""
         value = self.models[0, 0].value.get("ds_config")
         return value if isinstance(value, Mapping) else {}
 
     @property
     def zero_config(self) -> Mapping[str, Any]:
-        """Its `zero_optimization` section."""
+        """Return the section `zero_optimization` of DeepSpeed's configuration."""
         value = self.config.get("zero_optimization")
         return value if isinstance(value, Mapping) else {}
 
 
-def partition_of(names: Sequence[str], experts: Experts | None, topology: Topology, dp: int) -> tuple[int, int]:
-    """Number of partitions of a group, and that of a rank; experts are partitioned over the ranks that hold them.
+def find_partition(names: Sequence[str], experts: Experts | None, topology: Topology, dp: int) -> tuple[int, int]:
+    """Return how many partitions a group has, and which of them a rank holds.
+
+    Experts are partitioned over the ranks that hold them, other parameters over all ranks.
 
     Raises:
-        UnsupportedError: experts and others in one group.
+        UnsupportedError: a group has experts and other parameters.
     """
     if experts is None:
         return topology.dp, dp
-    found = {experts.holds(name) for name in names}
-    if len(found) > 1:
+    are_experts = {experts.holds(name) for name in names}
+    if len(are_experts) > 1:
         raise UnsupportedError(f"a parameter group holds experts and others: {names[0]}, ...")
-    return (topology.dp // topology.ep, dp // topology.ep) if True in found else (topology.dp, dp)
+    return (topology.dp // topology.ep, dp // topology.ep) if True in are_experts else (topology.dp, dp)
 
 
-def mapping_of(file: PtFile, key: str) -> Mapping[str, Any]:
-    """A dict in a file.
+def require_mapping(file: PtFile, key: str) -> Mapping[str, Any]:
+    """Return the dict that a file has under a key.
 
     Raises:
-        CorruptSourceError: it is missing, or no dict.
+        CorruptSourceError: the key is missing, or its value is no dict.
     """
     value = file.value.get(key) if isinstance(file.value, Mapping) else None
     if not isinstance(value, Mapping):

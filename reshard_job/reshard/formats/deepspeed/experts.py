@@ -1,8 +1,8 @@
-"""Native mixtures of experts (deepspeed/moe, 0.19.8): which expert is on which rank, and under which name.
+"""Map the names of native experts (deepspeed/moe, 0.19.8) between ranks and the whole model.
 
-Expert parallelism of degree `ep` splits the data-parallel ranks: rank `dp` holds the experts of part `dp % ep`, and is
-number `dp // ep` of the ranks that hold the same ones (utils/groups.py, `_create_expert_and_data_parallel`). A rank
-counts its own experts from 0; here they are counted over the whole model, as in the files of their weights.
+Expert parallelism of degree `ep` splits the data-parallel ranks into `ep` groups. Rank `dp` is number `dp // ep` of the
+ranks that hold the experts of part `dp % ep` (utils/groups.py, `_create_expert_and_data_parallel`). A rank counts its
+own experts from 0. The whole model counts all of them, as the files of their weights do.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ class Experts:
     """The experts of a model.
 
     Attributes:
-        counts: names' prefix of each layer of experts -> number of experts.
-        stacked: names of parameters that are stacks of experts, `[experts, ...]` (AutoEP) -> number of experts.
+        counts: prefix of the names in a layer of experts -> number of experts.
+        stacked: name of a parameter that is a stack of experts, `[experts, ...]` (AutoEP) -> number of experts.
     """
 
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     stacked: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def holds(self, name: str) -> bool:
-        """The parameter is one of experts."""
+        """Return whether the parameter belongs to an expert or is a stack of experts."""
         return name in self.stacked or _EXPERT.match(name) is not None
 
     def check(self, ep: int) -> None:
         """Refuse a degree that does not divide the experts.
 
         Raises:
-            UnsupportedError: naming the layer.
+            UnsupportedError: the message names the layer.
         """
         for prefix, count in (*self.counts.items(), *self.stacked.items()):
             if count % ep:
@@ -46,7 +46,7 @@ class Experts:
                 )
 
     def whole_name(self, name: str, ep: int, part: int) -> str:
-        """From a name on the ranks of one part to the name in the whole model; other names stay as they are."""
+        """Convert a name on the ranks of one part to the name in the whole model; names without an expert stay."""
         match = _EXPERT.match(name)
         if match is None:
             return name
@@ -54,34 +54,38 @@ class Experts:
         return f"{match[1]}{part * own + int(match[2])}{match[3]}"
 
     def local_names(self, names: Iterable[str], ep: int, part: int) -> dict[str, str]:
-        """Names that the ranks of a part hold, in the same order: as the ranks call them -> in the whole model."""
-        found: dict[str, str] = {}
+        """Select the names that the ranks of a part hold: name on those ranks -> name in the whole model."""
+        local: dict[str, str] = {}
         for name in names:
             match = _EXPERT.match(name)
             if match is None:
-                found[name] = name
+                local[name] = name
                 continue
             own = self.counts[match[1]] // ep
             if int(match[2]) // own == part:
-                found[f"{match[1]}{int(match[2]) % own}{match[3]}"] = name
-        return found
+                local[f"{match[1]}{int(match[2]) % own}{match[3]}"] = name
+        return local
 
     def whole_order(self, local: Sequence[str], ep: int) -> tuple[str, ...]:
-        """A group's names in the whole model, from those on the first part: layer by layer, expert by expert.
+        """Return a group's names in the whole model, layer by layer and expert by expert.
+
+        Args:
+            local: the group's names on the ranks of the first part.
+            ep: degree of expert parallelism.
 
         Raises:
-            UnsupportedError: layers are mixed, so that the order at another degree is not known.
+            UnsupportedError: the group mixes layers, so that the order at another degree is not known.
         """
         if self.stacked:
             return tuple(local)
-        runs: list[tuple[str, list[str]]] = []
+        layers: list[tuple[str, list[str]]] = []
         for name in local:
             match = _EXPERT.match(name)
             prefix = match[1] if match else ""
-            if not runs or runs[-1][0] != prefix:
-                runs.append((prefix, []))
-            runs[-1][1].append(name)
-        prefixes = [prefix for prefix, _ in runs]
+            if not layers or layers[-1][0] != prefix:
+                layers.append((prefix, []))
+            layers[-1][1].append(name)
+        prefixes = [prefix for prefix, _ in layers]
         if len(set(prefixes)) != len(prefixes) or ("" in prefixes and len(prefixes) > 1):
             raise UnsupportedError(
                 f"a parameter group mixes {prefixes[0] or 'dense parameters'} with others: the order of its parameters"
@@ -90,21 +94,21 @@ class Experts:
             )
         return tuple(
             self.whole_name(name, ep, part)
-            for prefix, names in runs
+            for prefix, names in layers
             for part in range(ep if prefix else 1)
             for name in names
         )
 
 
 def is_native(name: str) -> bool:
-    """The name is that of one of DeepSpeed's own experts."""
+    """Return whether the name is that of one of DeepSpeed's own experts."""
     return _EXPERT.match(name) is not None
 
 
 def find_experts(
     files: Mapping[tuple[int, int], Iterable[str]], local: Iterable[str], path: str
 ) -> tuple[Experts, int]:
-    """The experts of a model, and the degree of expert parallelism.
+    """Find the experts of a model and the degree of expert parallelism.
 
     Args:
         files: (layer, expert) -> names in its file.
@@ -113,7 +117,7 @@ def find_experts(
 
     Raises:
         CorruptSourceError: files of experts are missing, or hold something else.
-        UnsupportedError: layers of different degrees.
+        UnsupportedError: layers have different degrees.
     """
     layers: dict[str, int] = {}
     for (layer, expert), names in files.items():

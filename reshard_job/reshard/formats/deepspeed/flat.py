@@ -1,4 +1,4 @@
-"""Where each parameter lies in ZeRO's flat buffers (deepspeed/runtime/zero, 0.19.8). Pure arithmetic."""
+"""Compute where each parameter lies in ZeRO's flat buffers (deepspeed/runtime/zero, 0.19.8). Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _START_ALIGNMENT = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Part of a parameter's shard that lies in one partition.
+    """Consecutive elements of a parameter's shard that lie in one partition.
 
     Attributes:
         index: position of the parameter in its group.
         start: first element, in the flattened shard of the parameter.
         stop: one past the last.
-        offset: where it starts in the partition, in elements.
+        offset: position of the first element in the partition, in elements.
     """
 
     index: int
@@ -46,7 +46,7 @@ class FlatGroup:
 
     @property
     def param_paddings(self) -> tuple[int, ...]:
-        """`[num_params]`, elements between the end of a parameter and the start of the next one."""
+        """Return `[num_params]`, the elements between the end of a parameter and the start of the next one."""
         paddings: list[int] = []
         end = 0
         for index, count in enumerate(self.num_elements):
@@ -58,7 +58,7 @@ class FlatGroup:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """`[num_params]`, first element of each parameter in the whole buffer."""
+        """Return `[num_params]`, the first element of each parameter in the whole buffer."""
         offsets: list[int] = []
         end = 0
         for count, padding in zip(self.num_elements, self.param_paddings, strict=True):
@@ -68,21 +68,21 @@ class FlatGroup:
 
     @property
     def used(self) -> int:
-        """Elements before the padding at the end."""
+        """Return the number of elements before the padding at the end."""
         return sum(self.num_elements) + sum(self.param_paddings)
 
     @property
     def partition(self) -> int:
-        """Elements of each partition."""
+        """Return the number of elements of each partition."""
         unit = self.start_alignment * self.dp
         return math.ceil(self.used / unit) * unit // self.dp
 
     def padding(self, rank: int) -> int:
-        """Elements of padding at the end of a rank's partition."""
+        """Return the number of padding elements at the end of a rank's partition."""
         return min(self.partition, max(0, (rank + 1) * self.partition - self.used))
 
     def gaps(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(position in a rank's partition, elements) of what is padding: behind parameters, and at the buffer's end."""
+        """Return the padding of a rank's partition, after parameters and at the end, as (position, elements)."""
         low, high = rank * self.partition, (rank + 1) * self.partition
         ends = [start + count for start, count in zip(self.offsets, self.num_elements, strict=True)]
         padded = [*zip(ends, self.param_paddings, strict=True), (self.used, self.partition * self.dp - self.used)]
@@ -90,7 +90,7 @@ class FlatGroup:
         return tuple((start - low, stop - start) for start, stop in cut if start < stop)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """What lies in a rank's partition, in order."""
+        """Return the spans of parameters in a rank's partition, in order."""
         low, high = rank * self.partition, (rank + 1) * self.partition
         return tuple(
             Span(index=index, start=max(low - start, 0), stop=min(high - start, count), offset=max(start - low, 0))
@@ -100,17 +100,17 @@ class FlatGroup:
 
 
 def param_alignment(element_bytes: int, enabled: bool) -> int:
-    """`parameter_alignment` aligns to 16 bytes of the model's dtype."""
+    """Return the alignment in elements: `parameter_alignment` aligns to 16 bytes of the model's dtype."""
     return 16 // math.gcd(16, element_bytes) if enabled else 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter lies in every rank's ZeRO-3 sub-group: rank r has elements `r * size` to `(r + 1) * size`.
+    """Position of a parameter in every rank's ZeRO-3 sub-group: rank r has elements `r * size` to `(r + 1) * size`.
 
     Attributes:
         offset: first element in the sub-group.
-        size: elements; the last ranks' may be padding in part or whole.
+        size: number of elements; on the last ranks some or all of them can be padding.
     """
 
     offset: int
@@ -118,7 +118,7 @@ class Slot:
 
 
 def zero3_slots(num_elements: Sequence[int], dp: int) -> tuple[tuple[Slot, ...], int]:
-    """The slot of each parameter in a sub-group, and the sub-group's length: the same on every rank.
+    """Return the slot of each parameter in a sub-group and the sub-group's length, which all ranks share.
 
     Source: partition_parameters.py, `_partition_numel`.
     """
@@ -130,23 +130,23 @@ def zero3_slots(num_elements: Sequence[int], dp: int) -> tuple[tuple[Slot, ...],
 def zero3_sub_groups(num_elements: Sequence[int], dp: int, sub_group_size: int) -> tuple[tuple[int, int], ...]:
     """Cut a parameter group into sub-groups: pairs of first and one-past-last parameter.
 
-    Source: stage3.py, `_create_fp16_sub_groups`: a sub-group is closed once its partitions hold `sub_group_size`.
+    Source: stage3.py, `_create_fp16_sub_groups`: a sub-group is complete once its partitions hold `sub_group_size`.
     """
     slots = [math.ceil(count / dp) for count in num_elements]
     if sub_group_size >= sum(slots):
         return ((0, len(slots)),)
     cuts: list[tuple[int, int]] = []
-    start = held = 0
+    start = size = 0
     for index, slot in enumerate(slots):
-        held += slot
-        if held >= sub_group_size or index == len(slots) - 1:
+        size += slot
+        if size >= sub_group_size or index == len(slots) - 1:
             cuts.append((start, index + 1))
-            start, held = index + 1, 0
+            start, size = index + 1, 0
     return tuple(cuts)
 
 
 def round_robin(count: int, dp: int) -> tuple[int, ...]:
-    """Buffer order under `round_robin_gradients`: element i is the original position of the i-th parameter.
+    """Return the buffer order under `round_robin_gradients`: element i is the original position of parameter i.
 
     Source: stage_1_and_2.py, `_round_robin_reorder`.
     """

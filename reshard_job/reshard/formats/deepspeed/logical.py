@@ -1,4 +1,4 @@
-"""The model behind the files: parameters with their whole shapes, parameter groups, and which stage holds what."""
+"""Work out the model behind the files: parameters with whole shapes, parameter groups, and what each stage holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.experts import Experts
-from reshard.formats.deepspeed.fields import base_state
+from reshard.formats.deepspeed.fields import read_base_state
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
 from reshard.formats.deepspeed.tensor_parallel.rules import Rule
@@ -61,7 +61,7 @@ class Model:
         stages: `[pp]`.
         groups: names of each parameter group of the whole model, in canonical order.
         patterns: `universal_checkpoint_info`.
-        pipeline: what is known of the pipeline's layers, or None.
+        pipeline: description of the pipeline's layers, or None if it is not known.
         tied_layers: layer file -> key of the tied module whose weights it holds.
         round_robin: flat buffers are in round-robin order.
     """
@@ -75,28 +75,28 @@ class Model:
     round_robin: bool
 
 
-def layer_of(name: str) -> int | None:
-    """Pipeline layer of a parameter, None for tied ones and for names outside of a PipelineModule."""
+def parse_layer(name: str) -> int | None:
+    """Return the pipeline layer of a parameter; None for tied ones and for names outside of a PipelineModule."""
     match = _LAYER_NAME.match(name)
     return int(match[1]) if match else None
 
 
-def tied_key(name: str) -> str | None:
-    """Key of the tied module that a parameter belongs to."""
+def parse_tied_key(name: str) -> str | None:
+    """Return the key of the tied module that a parameter belongs to, or None."""
     match = _TIED_NAME.match(name)
     return match[1] if match else None
 
 
-def describe(source: DeepSpeedContents, patterns: Patterns, pipeline: PipelineInfo | None) -> Model:
-    """Work out the whole model.
+def describe_model(source: DeepSpeedContents, patterns: Patterns, pipeline: PipelineInfo | None) -> Model:
+    """Work out the whole model from the shards of all ranks.
 
     Raises:
         CorruptSourceError: ranks contradict each other.
-        UnsupportedError: not enough is said about how tensors are cut.
+        UnsupportedError: the checkpoint does not say how tensor parallelism cuts its tensors.
     """
     topology = source.topology
     if topology.tp > 1 and not patterns.declared:
-        unknown = [name for shapes in param_shapes(source, 0) for name in shapes] or [
+        unknown = [name for shapes in read_param_shapes(source, 0) for name in shapes] or [
             *source.models[0, 0].value["module"]
         ]
         raise UnsupportedError(
@@ -109,9 +109,9 @@ def describe(source: DeepSpeedContents, patterns: Patterns, pipeline: PipelineIn
     local: dict[str, list[tuple[int, ...]]] = {}
     orders: list[tuple[tuple[str, ...], ...]] = []
     for pp in range(topology.pp):
-        per_rank = [param_shapes(source, pp * topology.tp + tp) for tp in range(topology.tp)]
+        per_rank = [read_param_shapes(source, pp * topology.tp + tp) for tp in range(topology.tp)]
         names = [[tuple(shapes) for shapes in rank] for rank in per_rank]
-        if any(found != names[0] for found in names):
+        if any(rank_names != names[0] for rank_names in names):
             raise CorruptSourceError(
                 f"tensor-parallel ranks of stage {pp} hold different parameters", path=str(source.folder)
             )
@@ -122,12 +122,12 @@ def describe(source: DeepSpeedContents, patterns: Patterns, pipeline: PipelineIn
         groups = _merge_sub_groups(source, pp * topology.tp, names[0])
         orders.append(
             tuple(
-                _optimizer_order(group, source.partition(group, 0)[0] if round_robin and group else 1)
+                _undo_round_robin(group, source.partition(group, 0)[0] if round_robin and group else 1)
                 for group in groups
             )
         )
     if source.experts is not None:
-        local = _all_experts(source.experts, topology.ep, local)
+        local = _expand_experts(source.experts, topology.ep, local)
         orders = [tuple(source.experts.whole_order(group, topology.ep) for group in order) for order in orders]
     params = {name: make_param(name, shapes, patterns, topology.tp) for name, shapes in local.items()}
     if source.experts is not None:
@@ -137,30 +137,30 @@ def describe(source: DeepSpeedContents, patterns: Patterns, pipeline: PipelineIn
             if name in local
         }
     ids, num_groups = _match_groups(source, [len(order) for order in orders])
-    stages = tuple(Stage(groups=order, ids=found) for order, found in zip(orders, ids, strict=True))
+    stages = tuple(Stage(groups=order, ids=stage_ids) for order, stage_ids in zip(orders, ids, strict=True))
     return Model(
         params=params,
         stages=stages,
-        groups=canonical_groups(stages, num_groups, str(source.folder), pipeline),
+        groups=merge_groups(stages, num_groups, str(source.folder), pipeline),
         patterns=patterns,
         pipeline=pipeline,
-        tied_layers=_tied_layers(source, params, pipeline),
+        tied_layers=_find_tied_layers(source, params, pipeline),
         round_robin=round_robin,
     )
 
 
-def _all_experts(
+def _expand_experts(
     experts: Experts, ep: int, local: Mapping[str, list[tuple[int, ...]]]
 ) -> dict[str, list[tuple[int, ...]]]:
-    """Shapes of all experts, from those of the experts on the first rank."""
+    """Return the shapes of all experts, from those of the experts on the first rank."""
     return {experts.whole_name(name, ep, part): shapes for name, shapes in local.items() for part in range(ep)}
 
 
-def param_shapes(source: DeepSpeedContents, mp: int) -> list[Mapping[str, tuple[int, ...]]]:
-    """`param_shapes` of a rank: per group (ZeRO-3: per sub-group) name -> shape of the shard, in buffer order.
+def read_param_shapes(source: DeepSpeedContents, mp: int) -> list[Mapping[str, tuple[int, ...]]]:
+    """Read `param_shapes` of a rank: per group (ZeRO-3: per sub-group) name -> shape of the shard, in buffer order.
 
     Raises:
-        CorruptSourceError: there is none, or it is no such list.
+        CorruptSourceError: `param_shapes` is missing, or has another form.
     """
     if source.named:
         return list(source.named[mp])
@@ -176,10 +176,10 @@ def param_shapes(source: DeepSpeedContents, mp: int) -> list[Mapping[str, tuple[
 
 
 def make_param(name: str, shards: Sequence[tuple[int, ...]], patterns: Patterns, tp: int) -> Param:
-    """A parameter from its shards' shapes.
+    """Make a parameter from its shards' shapes and the patterns' rule for it.
 
     Raises:
-        UnsupportedError: its rule does not fit.
+        UnsupportedError: the rule does not fit the shapes.
     """
     rule, shape = patterns.resolve(name, shards[:tp])
     rows = None
@@ -192,17 +192,17 @@ def make_param(name: str, shards: Sequence[tuple[int, ...]], patterns: Patterns,
     return Param(name=name, shape=shape, rule=rule, rows=rows)
 
 
-def param_groups(source: DeepSpeedContents, mp: int) -> list[Mapping[str, Any]]:
-    """The optimizer's parameter groups as saved by a rank; empty where they were not (elastic checkpoints)."""
-    groups = base_state(source, mp, 0).get("param_groups")
+def read_param_groups(source: DeepSpeedContents, mp: int) -> list[Mapping[str, Any]]:
+    """Return the optimizer's parameter groups as a rank saved them; empty for elastic checkpoints, which have none."""
+    groups = read_base_state(source, mp, 0).get("param_groups")
     return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
 
 
 def _merge_sub_groups(source: DeepSpeedContents, mp: int, names: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """ZeRO-3 lists names per sub-group; a parameter group's `params` counts its sub-groups."""
+    """Merge the names of each group's sub-groups (ZeRO-3); `params` of a group has one entry for each of them."""
     if source.topology.zero < 3:
         return names
-    counts = [len(group.get("params", ())) for group in param_groups(source, mp)]
+    counts = [len(group.get("params", ())) for group in read_param_groups(source, mp)]
     if sum(counts) != len(names):
         raise CorruptSourceError(f"{len(names)} sub-groups, the optimizer has {counts}", path=source.models[mp, 0].path)
     groups: list[tuple[str, ...]] = []
@@ -213,7 +213,7 @@ def _merge_sub_groups(source: DeepSpeedContents, mp: int, names: list[tuple[str,
     return groups
 
 
-def _optimizer_order(buffer: tuple[str, ...], dp: int) -> tuple[str, ...]:
+def _undo_round_robin(buffer: tuple[str, ...], dp: int) -> tuple[str, ...]:
     order: list[str] = [""] * len(buffer)
     for position, original in enumerate(flat.round_robin(len(buffer), dp)):
         order[original] = buffer[position]
@@ -221,38 +221,48 @@ def _optimizer_order(buffer: tuple[str, ...], dp: int) -> tuple[str, ...]:
 
 
 def _match_groups(source: DeepSpeedContents, counts: Sequence[int]) -> tuple[list[tuple[int, ...]], int]:
-    """Which group of the whole model each stage's groups are: DeepSpeed drops groups that are empty on a stage."""
+    """Match each stage's groups to those of the whole model, because DeepSpeed drops groups that a stage lacks.
+
+    Returns:
+        For each stage the ids of its groups, and the number of groups of the whole model.
+
+    Raises:
+        UnsupportedError: the settings of the groups do not tell them apart.
+    """
     tp = source.topology.tp
-    described = [[_hyper(group) for group in param_groups(source, pp * tp)] for pp in range(len(counts))]
+    settings = [
+        [_make_settings_key(group) for group in read_param_groups(source, pp * tp)] for pp in range(len(counts))
+    ]
     most = max(range(len(counts)), key=lambda pp: counts[pp])
-    if len(counts) == 1 or all(groups == described[most] for groups in described):
+    if len(counts) == 1 or all(groups == settings[most] for groups in settings):
         return [tuple(range(count)) for count in counts], counts[most]
     ids: list[tuple[int, ...]] = []
-    for pp, groups in enumerate(described):
-        found = [[at for at, other in enumerate(described[most]) if other == group] for group in groups]
-        if any(len(candidates) != 1 for candidates in found):
+    for pp, groups in enumerate(settings):
+        matches = [[at for at, other in enumerate(settings[most]) if other == group] for group in groups]
+        if any(len(candidates) != 1 for candidates in matches):
             raise UnsupportedError(
                 f"cannot tell which parameter groups stage {pp} holds: it has {len(groups)}, another {counts[most]}, "
                 "and their settings do not tell them apart",
                 path=str(source.folder),
             )
-        ids.append(tuple(candidates[0] for candidates in found))
+        ids.append(tuple(candidates[0] for candidates in matches))
     return ids, counts[most]
 
 
-def _hyper(group: Mapping[str, Any]) -> str:
+def _make_settings_key(group: Mapping[str, Any]) -> str:
     return repr(sorted((str(key), repr(value)) for key, value in group.items() if key != "params"))
 
 
-def canonical_groups(
+def merge_groups(
     stages: Sequence[Stage], num_groups: int, where: str, pipeline: PipelineInfo | None
 ) -> tuple[tuple[str, ...], ...]:
-    """Order of names in each group of the whole model.
+    """Return the order of names in each group of the whole model.
 
-    One stage's order is the order. Stages are merged by what PipelineModule registers: tied modules first, then layers.
+    A single stage keeps its order. Several stages are merged in the order in which PipelineModule registers parameters:
+    tied modules first, then layers.
 
     Raises:
-        UnsupportedError: a stage orders them otherwise; `where` is the checkpoint.
+        UnsupportedError: a stage has another order; `where` is the checkpoint.
     """
     if len(stages) == 1:
         return stages[0].groups
@@ -261,7 +271,7 @@ def canonical_groups(
         names: dict[str, None] = {}
         for pp, stage in enumerate(stages):
             for own in (names_ for names_, id_ in zip(stage.groups, stage.ids, strict=True) if id_ == group):
-                ranks = [-1 if tied_key(name) else layer_of(name) for name in own]
+                ranks = [-1 if parse_tied_key(name) else parse_layer(name) for name in own]
                 if None in ranks or ranks != sorted(rank for rank in ranks if rank is not None):
                     raise UnsupportedError(
                         f"stage {pp} orders the parameters of group {group} otherwise than tied modules, then layers",
@@ -269,29 +279,34 @@ def canonical_groups(
                         hint="pass parameters to the optimizer in the order of model.parameters()",
                     )
                 names.update(dict.fromkeys(own))
-        tied = sorted((name for name in names if tied_key(name)), key=lambda name: first_tied_layer(name, pipeline))
-        layered = sorted((name for name in names if not tied_key(name)), key=lambda name: layer_of(name) or 0)
+        tied = sorted(
+            (name for name in names if parse_tied_key(name)), key=lambda name: find_tied_layer(name, pipeline)
+        )
+        layered = sorted((name for name in names if not parse_tied_key(name)), key=lambda name: parse_layer(name) or 0)
         merged.append((*tied, *layered))
     return tuple(merged)
 
 
-def first_tied_layer(name: str, pipeline: PipelineInfo | None, layers: Iterable[int] | None = None) -> int:
-    """First of `layers` (default: of all) at which a tied parameter's module stands; 0 if not known."""
+def find_tied_layer(name: str, pipeline: PipelineInfo | None, layers: Iterable[int] | None = None) -> int:
+    """Return the first of `layers` (default: all) that uses a tied parameter's module; 0 if not known."""
     if pipeline is None or pipeline.tied is None:
         return 0
     inside = None if layers is None else set(layers)
-    at = pipeline.tied.get(tied_key(name) or "", ())
+    at = pipeline.tied.get(parse_tied_key(name) or "", ())
     return min((layer for layer in at if inside is None or layer in inside), default=0)
 
 
-def _tied_layers(
+def _find_tied_layers(
     source: DeepSpeedContents, params: Mapping[str, Param], pipeline: PipelineInfo | None
 ) -> dict[int, str]:
-    """Layer files whose names are a tied module's: they have no parameter of their own layer's name."""
-    owned = {layer_of(name) for name in params}
+    """Find the layer files that hold a tied module: layer -> key of the module.
+
+    No parameter has the name of such a layer.
+    """
+    owned = {parse_layer(name) for name in params}
     tied: dict[str, dict[str, Param]] = {}
     for name, param in params.items():
-        if (key := tied_key(name)) is not None:
+        if (key := parse_tied_key(name)) is not None:
             tied.setdefault(key, {})[name.removeprefix(f"tied_modules.{key}.")] = param
     result: dict[int, str] = {}
     for (layer, tp), file in source.layers.items():
@@ -310,8 +325,8 @@ def _tied_layers(
     return result
 
 
-def layer_weights(source: DeepSpeedContents, model: Model, layer: int) -> dict[str, list[Tensor]]:
-    """Weights in a layer's files: full name -> tensor of each tensor-parallel rank.
+def read_layer_weights(source: DeepSpeedContents, model: Model, layer: int) -> dict[str, list[Tensor]]:
+    """Return the weights in a layer's files: full name -> tensor of each tensor-parallel rank.
 
     Raises:
         CorruptSourceError: the ranks' files hold different names.

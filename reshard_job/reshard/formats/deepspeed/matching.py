@@ -1,4 +1,4 @@
-"""Which parameter of the module each number of an optimizer means, where it names none: the only way that fits."""
+"""Match the parameters of an optimizer that numbers them with the names of the module, if there is only one way."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ Shape = tuple[int, ...]
 _MAX_STATES = 1 << 20
 _Taken = tuple[int, ...]
 _Ways = dict[_Taken, tuple[int, _Taken | None, int]]
-"""What the groups have taken -> in how many ways (2: or more), from which state, and by which group (-1: by none)."""
+"""How much each group has taken -> in how many ways (2: or more), from which state, by which group (-1: by none)."""
 
 
 def match_names(
     groups: Sequence[Sequence[Shape]], candidates: Sequence[tuple[str, Shape]], path: str
 ) -> list[list[str]]:
-    """Names of the optimizer's parameters: in every group they stand in the module's order.
+    """Find the names of the optimizer's parameters; every group has them in the module's order.
 
     Args:
         groups: shape of each parameter, `[groups][params]`.
-        candidates: names and shapes in the module's order; those that are not optimized among them.
+        candidates: names and shapes in the module's order, with those that are not optimized.
         path: of the file, for messages.
 
     Raises:
@@ -32,16 +32,16 @@ def match_names(
     def steps(at: int, taken: _Taken) -> Iterator[tuple[int, _Taken]]:
         for group, count in enumerate(taken):
             if count < done[group] and groups[group][count] == candidates[at][1]:
-                yield group, _plus(taken, group, 1)
+                yield group, _add(taken, group, 1)
         if at - sum(taken) < spare:  # a frozen parameter or a buffer
             yield -1, taken
 
     what = f"its optimizer numbers its {sum(done)} parameters and does not name them", "shapes"
-    return _only_way([name for name, _ in candidates], done, steps, what, path)
+    return _find_only_way([name for name, _ in candidates], done, steps, what, path)
 
 
 def match_sizes(sizes: Sequence[int], candidates: Sequence[tuple[str, int]], path: str) -> list[list[str]]:
-    """The same where each group is one flat tensor: only its number of elements is known.
+    """Find the names of the parameters in flat groups, of which only the number of elements is known.
 
     Args:
         sizes: elements of each group.
@@ -61,34 +61,38 @@ def match_sizes(sizes: Sequence[int], candidates: Sequence[tuple[str, int]], pat
         size = candidates[at][1]
         for group, count in enumerate(taken):
             if count + size <= done[group]:
-                yield group, _plus(taken, group, size)
+                yield group, _add(taken, group, size)
         if before[at + 1] - sum(taken) <= spare:
             yield -1, taken
 
     what = f"its optimizer holds {len(done)} flat groups and does not name their parameters", "sizes"
-    return _only_way([name for name, _ in candidates], done, steps, what, path)
+    return _find_only_way([name for name, _ in candidates], done, steps, what, path)
 
 
-def _plus(taken: _Taken, group: int, count: int) -> _Taken:
+def _add(taken: _Taken, group: int, count: int) -> _Taken:
     return (*taken[:group], taken[group] + count, *taken[group + 1 :])
 
 
-def _only_way(
+def _find_only_way(
     names: Sequence[str],
     done: _Taken,
     steps: Callable[[int, _Taken], Iterator[tuple[int, _Taken]]],
     what: tuple[str, str],
     path: str,
 ) -> list[list[str]]:
-    """Give each name to a group or to none, in order, until the groups have taken `done`."""
+    """Give each name to a group or to none, in order, until the groups have taken `done`.
+
+    Raises:
+        UnsupportedError: there is no way, or more than one.
+    """
     ways: list[_Ways] = [{(0,) * len(done): (1, None, -1)}]
     num_states = 0
     for at in range(len(names)):
         after: _Ways = {}
         for state, (count, _, _) in ways[-1].items():
-            for group, found in steps(at, state):
-                known = after.get(found)
-                after[found] = (count, state, group) if known is None else (min(2, known[0] + count), state, group)
+            for group, taken in steps(at, state):
+                known = after.get(taken)
+                after[taken] = (count, state, group) if known is None else (min(2, known[0] + count), state, group)
         num_states += len(after)
         if num_states > _MAX_STATES:
             raise UnsupportedError(f"{len(done)} parameter groups cannot be told apart by {what[1]}", path=path)

@@ -1,4 +1,4 @@
-"""File names of a native DeepSpeed checkpoint (deepspeed/runtime/engine.py and runtime/pipe/module.py, 0.19.8).
+"""Make and parse file names of a native checkpoint (deepspeed/runtime/engine.py, runtime/pipe/module.py, 0.19.8).
 
 The model-parallel rank in a name is `pp * tp_degree + tp`, with at least two digits; the data-parallel rank has no
 padding.
@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 NAME = "deepspeed"
-"""Of the format."""
+"""Name of the format."""
 
 _OPTIMIZER = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
@@ -24,11 +24,11 @@ _EXPERT_OPTIMIZER = re.compile(r"^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileName:
-    """What a file's name says.
+    """A parsed file name.
 
     Attributes:
-        kind: `optimizer`, `model`, `layer`, `expert`, `expert_optimizer` for what is beside experts at ZeRO-0 and
-            before DeepSpeed 0.19, or `other` for experts in forms that are not read.
+        kind: `optimizer`, `model`, `layer`, `expert`, `expert_optimizer` for the optimizer files of experts at ZeRO-0
+            and before DeepSpeed 0.19, or `other` for experts in forms that are not read.
         dp: data-parallel rank, -1 where the name has none.
         mp: model-parallel rank; of a layer file the tensor-parallel rank.
         layer: pipeline layer, or layer of experts; -1 where the name has none.
@@ -47,7 +47,7 @@ class FileName:
 
 
 def parse(name: str) -> FileName | None:
-    """What `name` says, or None if DeepSpeed gives no such names."""
+    """Parse a file name; return None if it is not one of DeepSpeed's."""
     if match := _OPTIMIZER.match(name):
         return FileName(kind="optimizer", dp=int(match[2]), mp=int(match[3]), prefix=match[1] or "")
     if match := _MODEL.match(name):
@@ -66,28 +66,28 @@ def parse(name: str) -> FileName | None:
 
 
 def optimizer_file(prefix: str, dp: int, mp: int) -> str:
-    """`[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt`."""
+    """Return `[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt`."""
     return f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
 
 
 def model_file(mp: int, *, dp: int | None = None) -> str:
-    """`mp_rank_MM_model_states.pt`; with `dp` ZeRO-3's `zero_pp_rank_D_mp_rank_MM_model_states.pt`."""
+    """Return `mp_rank_MM_model_states.pt`; with `dp` ZeRO-3's `zero_pp_rank_D_mp_rank_MM_model_states.pt`."""
     return f"{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
 
 
 def expert_file(layer: int, expert: int) -> str:
-    """`layer_L_expert_E_mp_rank_00_model_states.pt`."""
+    """Return `layer_L_expert_E_mp_rank_00_model_states.pt`."""
     return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
 
 
 def layer_file(layer: int, tp: int, *, model_axis: bool) -> str:
-    """`layer_LL[-model_TT]-model_states.pt`; the axis is named where the process topology has it."""
+    """Return `layer_LL[-model_TT]-model_states.pt`; `model_axis` if the process topology has an axis `model`."""
     return f"layer_{layer:02d}{f'-model_{tp:02d}' if model_axis else ''}-model_states.pt"
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """There is at least one model file of a native checkpoint."""
+    """Return whether a folder has at least one model file of a native checkpoint."""
     try:
-        return any((found := parse(item.name)) and found.kind == "model" for item in folder.iterdir())
+        return any((parsed := parse(item.name)) and parsed.kind == "model" for item in folder.iterdir())
     except OSError:
         return False

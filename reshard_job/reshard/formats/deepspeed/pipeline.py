@@ -1,4 +1,4 @@
-"""Which pipeline layer is on which stage (deepspeed/runtime/pipe/module.py and runtime/utils.py, 0.19.8)."""
+"""Compute which pipeline stage holds each layer (deepspeed/runtime/pipe/module.py and runtime/utils.py, 0.19.8)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.tensor_parallel.regex import Matcher, PatternError
 
 MOST_LAYERS = 1 << 10
-"""Of a pipeline. DeepSpeed's way to balance stages takes work in proportion to the square of the layers."""
+"""Limit on the layers of a pipeline, because balancing its stages takes time quadratic in their number."""
 
 _UNBOUNDED = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineInfo:
-    """What the files do not say about a PipelineModule: the commit's `model["pipeline"]`.
+    """Description of a PipelineModule that the files lack: the commit's `model["pipeline"]`.
 
     Attributes:
         num_layers: length of the list of layers.
         partition_method: `uniform`, `parameters` or `type:<regex>`.
         parts: first layer of each stage in the source, and the number of layers; empty if not known.
-        tied: key of a tied module -> layers at which it stands; None if not known.
+        tied: key of a tied module -> layers that use it; None if not known.
         layer_types: class name of each layer; empty if not known.
     """
 
@@ -38,10 +38,10 @@ class PipelineInfo:
 
 
 def parse(value: Any) -> PipelineInfo | None:
-    """Read the wire form; None if there is none.
+    """Parse the wire form of a pipeline's description; return None if `value` is no mapping.
 
     Raises:
-        UnsupportedError: not what this version writes.
+        UnsupportedError: it has another form than this version writes.
     """
     if not isinstance(value, Mapping):
         return None
@@ -60,20 +60,20 @@ def parse(value: Any) -> PipelineInfo | None:
         raise UnsupportedError(f"the description of the pipeline is not understood: {error!r}") from error
 
 
-def described(info: PipelineInfo) -> dict[str, Any]:
-    """The wire form, inverse of `parse`."""
-    found: dict[str, Any] = {"num_layers": info.num_layers, "partition_method": info.partition_method}
+def to_wire(info: PipelineInfo) -> dict[str, Any]:
+    """Return the wire form of a pipeline's description, the inverse of `parse`."""
+    wire: dict[str, Any] = {"num_layers": info.num_layers, "partition_method": info.partition_method}
     if info.parts:
-        found["parts"] = list(info.parts)
+        wire["parts"] = list(info.parts)
     if info.tied is not None:
-        found["tied"] = {key: list(layers) for key, layers in info.tied.items()}
+        wire["tied"] = {key: list(layers) for key, layers in info.tied.items()}
     if info.layer_types:
-        found["layer_types"] = list(info.layer_types)
-    return found
+        wire["layer_types"] = list(info.layer_types)
+    return wire
 
 
 def stage_bounds(info: PipelineInfo, num_stages: int, layer_elements: Sequence[int]) -> tuple[int, ...]:
-    """First layer of each stage, and the number of layers.
+    """Return the first layer of each stage, and the number of layers as the last element.
 
     Args:
         info: of the model.
@@ -81,7 +81,7 @@ def stage_bounds(info: PipelineInfo, num_stages: int, layer_elements: Sequence[i
         layer_elements: `[num_layers]`, trainable elements of one tensor-parallel rank in each layer.
 
     Raises:
-        UnsupportedError: a partition method that needs more than is known.
+        UnsupportedError: the partition method is unknown, or needs facts that the description lacks.
     """
     method = info.partition_method
     if method == "uniform":
@@ -103,7 +103,7 @@ def stage_bounds(info: PipelineInfo, num_stages: int, layer_elements: Sequence[i
 
 
 def uniform(num_items: int, num_parts: int) -> tuple[int, ...]:
-    """Equal shares, the first ones larger by one where it does not divide."""
+    """Cut items into equal shares; the first shares are larger by one if the division leaves a rest."""
     if num_items <= num_parts:
         return tuple(min(part, num_items) for part in range(num_parts + 1))
     share, rest = divmod(num_items, num_parts)
@@ -111,25 +111,25 @@ def uniform(num_items: int, num_parts: int) -> tuple[int, ...]:
 
 
 def balanced(weights: Sequence[int], num_parts: int) -> tuple[int, ...]:
-    """The cut that DeepSpeed chooses: the smallest spread between largest and smallest part, ties to the last cut.
+    """Cut items as DeepSpeed does: least difference between largest and smallest share; the last such cut wins.
 
-    Its dynamic program takes largest and smallest part of the chosen prefix cut, so the result is not always the
-    optimum; the trainer's stages follow it, hence so does this.
+    DeepSpeed's dynamic program keeps only the largest and smallest share of the best cut of each prefix, so its result
+    is not always the optimum. This function gives the same result, because the trainer's stages do.
     """
     count = len(weights)
     if count <= num_parts:
         return uniform(count, num_parts)
     prefix = np.cumsum([0, *weights], dtype=np.int64)
-    size = prefix[:, None] - prefix  # of a last part, [items, items before it]
+    size = prefix[:, None] - prefix  # of the last share, [items, items before it]
     possible = np.tri(count + 1, k=-1, dtype=np.bool_)
-    # With no items in no parts the largest part is 0 and the smallest is unbounded; some items in none are impossible.
+    # No items in no shares: the largest share is 0 and the smallest is unbounded. Some items in no shares: impossible.
     largest, smallest = np.full(count + 1, _UNBOUNDED), np.full(count + 1, _UNBOUNDED)
     largest[0] = 0
     cuts = []
     for _ in range(num_parts):
         above, below = np.maximum(largest, size), np.minimum(smallest, size)
         spread = np.where(possible & (above < _UNBOUNDED), above - below, _UNBOUNDED)
-        cut = count - np.argmin(spread[:, ::-1], axis=1)  # the last of the best
+        cut = count - np.argmin(spread[:, ::-1], axis=1)  # the last of the best cuts
         rows = np.arange(count + 1)
         reached = spread[rows, cut] < _UNBOUNDED
         largest = np.where(reached, above[rows, cut], _UNBOUNDED)

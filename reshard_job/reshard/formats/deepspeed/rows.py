@@ -1,4 +1,4 @@
-"""Rows of a shard table from shards and flat partitions of parameters."""
+"""Add the rows of a shard table for shards, flat partitions and ZeRO-3 slots of parameters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed.flat import Span
 from reshard.formats.deepspeed.logical import Param
-from reshard.formats.deepspeed.slots import Chunks, Run, chunks_of
-from reshard.formats.deepspeed.tensor_parallel.rules import Piece
+from reshard.formats.deepspeed.slots import Chunks, RankRange, find_chunks
+from reshard.formats.deepspeed.tensor_parallel.rules import BoxPair
 from reshard.formats.pt.objects import Tensor
 from reshard.tensors.geometry import Box, flat_interval_to_boxes, strides_of
 from reshard.tensors.layout import ITEM_BYTES, PADDING, LogicalTensor, TensorKey
@@ -18,14 +18,14 @@ from reshard.tensors.shard_table import ShardRow, ShardTable, ShardTableBuilder
 
 
 class Place(NamedTuple):
-    """Whose shard it is and where it lies.
+    """Owner and position of a shard.
 
     Attributes:
         tp: tensor-parallel degree.
         rank: tensor-parallel rank.
-        copy: 0, or counts the pipeline stages that hold a tied parameter.
+        copy: number of the pipeline stage among those that hold a tied parameter; 0 for other parameters.
         file: index of the file.
-        byte_offset: position in it.
+        byte_offset: position in the file.
     """
 
     tp: int
@@ -36,10 +36,10 @@ class Place(NamedTuple):
 
 
 class Rows:
-    """Collects logical tensors and rows.
+    """Collects logical tensors and the rows of their shard table.
 
     Attributes:
-        tensors: in the order in which they were first seen.
+        tensors: in the order in which they were added first.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class Rows:
         self._builder = ShardTableBuilder()
 
     def build(self) -> ShardTable:
-        """The table."""
+        """Build the shard table of all rows."""
         return self._builder.build()
 
     def add_flat(self, state: str, param: Param, place: Place, *, dtype: str, start: int, stop: int) -> None:
-        """Elements `start:stop` of a flattened shard lie at the place."""
+        """Add elements `start:stop` of a flattened shard, which lie at the place."""
         shard = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
         strides = strides_of(shard)
         for box, first in flat_interval_to_boxes(shard, start, stop):
@@ -60,45 +60,51 @@ class Rows:
             self._add_box(state, param, place._replace(byte_offset=at), dtype, box, strides)
 
     def add_shard(self, state: str, param: Param, place: Place, *, dtype: str, strides: Sequence[int]) -> None:
-        """A whole shard lies at the place, with `strides` in elements."""
+        """Add a whole shard, which lies at the place with `strides` in elements."""
         shard = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
         box = Box((0,) * len(shard), shard)
         if box.num_elements:
             self._add_box(state, param, place, dtype, box, tuple(strides))
 
     def add_slots(
-        self, state: str, param: Param, place: Place, runs: Sequence[Run], *, dtype: str, offset: int, size: int
+        self, state: str, param: Param, place: Place, ranges: Sequence[RankRange], *, dtype: str, offset: int, size: int
     ) -> None:
-        """Every rank of ZeRO-3 holds `size` elements of a flattened shard, the last ones fewer or none.
+        """Add a flattened shard of which every rank of ZeRO-3 holds `size` elements, and the last ranks fewer or none.
 
         Args:
             state: of the tensor.
             param: its parameter.
-            place: whose shard it is; its file and position do not matter.
-            runs: where the ranks' sub-groups lie.
+            place: owner of the shard; its file and position are ignored.
+            ranges: where the ranks' sub-groups lie.
             dtype: of the tensor.
             offset: of the slot, in elements of the sub-group.
             size: of the slot.
         """
         shard = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
         item_bytes, strides = ITEM_BYTES[dtype], strides_of(shard)
-        runs = [run._replace(byte_offset=run.byte_offset + offset * item_bytes) for run in runs] if size else []
-        found = list(_pieces(param, place, Box((0,) * len(shard), shard)))
-        if not all(_is_run(part, strides) for _, part, _ in found):  # cut along several dims: box by box
-            for run in runs:
-                for rank in range(run.first, run.last):
+        ranges = (
+            [ranks._replace(byte_offset=ranks.byte_offset + offset * item_bytes) for ranks in ranges] if size else []
+        )
+        boxes = list(_split_box(param, place, Box((0,) * len(shard), shard)))
+        if not all(_is_contiguous(local, strides) for _, local, _ in boxes):  # cut along several dims: box by box
+            for ranks in ranges:
+                for rank in range(ranks.first, ranks.last):
                     start, stop = min(rank * size, math.prod(shard)), min((rank + 1) * size, math.prod(shard))
-                    at = place._replace(file=run.file + rank - run.first, byte_offset=run.byte_offset)
+                    at = place._replace(file=ranks.file + rank - ranks.first, byte_offset=ranks.byte_offset)
                     self.add_flat(state, param, at, dtype=dtype, start=start, stop=stop)
             return
-        for is_padding, part, box in found:
-            begin = sum(at * stride for at, stride in zip(part.offset, strides, strict=True))
-            chunks = [(run, chunk) for run in runs for chunk in chunks_of(run, size, begin, begin + part.num_elements)]
+        for is_padding, local, box in boxes:
+            begin = sum(at * stride for at, stride in zip(local.offset, strides, strict=True))
+            chunks = [
+                (ranks, chunk)
+                for ranks in ranges
+                for chunk in find_chunks(ranks, size, begin, begin + local.num_elements)
+            ]
             tensor = self._tensor(state, param, is_padding, dtype) if chunks else None
             if tensor is None:
                 self._leave_out_chunks(chunks, item_bytes)
                 continue
-            for run, chunk in chunks:
+            for ranks, chunk in chunks:
                 self._builder.add_family(
                     tensor=tensor,
                     box=box,
@@ -106,20 +112,20 @@ class Rows:
                     stop=chunk.stop - begin,
                     chunk=chunk.size,
                     file=chunk.file,
-                    byte_offset=run.byte_offset + chunk.skipped * item_bytes,
+                    byte_offset=ranks.byte_offset + chunk.skipped * item_bytes,
                     item_bytes=item_bytes,
-                    replica=_replica(param, place),
+                    replica=_number_replica(param, place),
                 )
 
     def _add_box(  # noqa: PLR0917
         self, state: str, param: Param, place: Place, dtype: str, box: Box, strides: tuple[int, ...]
     ) -> None:
-        for is_padding, part, whole in _pieces(param, place, box):
+        for is_padding, local, whole in _split_box(param, place, box):
             tensor = self._tensor(state, param, is_padding, dtype)
-            inside = sum((at - low) * stride for at, low, stride in zip(part.offset, box.offset, strides, strict=True))
+            inside = sum((at - low) * stride for at, low, stride in zip(local.offset, box.offset, strides, strict=True))
             row = ShardRow(
                 tensor=-1 if tensor is None else tensor,
-                replica=_replica(param, place),
+                replica=_number_replica(param, place),
                 box=whole,
                 file=place.file,
                 byte_offset=place.byte_offset + inside * ITEM_BYTES[dtype],
@@ -138,13 +144,13 @@ class Rows:
             )
 
     def _leave_out(self, row: ShardRow, item_bytes: int) -> None:
-        """A box belongs to no tensor."""
+        """Ignore a box that belongs to no tensor; a target overrides this."""
 
-    def _leave_out_chunks(self, chunks: Sequence[tuple[Run, Chunks]], item_bytes: int) -> None:
-        """Elements in the files of consecutive ranks belong to no tensor."""
+    def _leave_out_chunks(self, chunks: Sequence[tuple[RankRange, Chunks]], item_bytes: int) -> None:
+        """Ignore elements in the files of consecutive ranks that belong to no tensor; a target overrides this."""
 
     def _identity(self, state: str, param: Param, is_padding: bool) -> tuple[TensorKey, tuple[int, ...]]:
-        """Key and shape of a parameter's tensor; a padded vocabulary has two."""
+        """Return key and shape of a parameter's tensor; a padded vocabulary has two tensors."""
         shape = param.shape
         if param.rows is not None:
             shape = (shape[0] - param.rows if is_padding else param.rows, *shape[1:])
@@ -156,7 +162,7 @@ class Rows:
         return len(self.tensors) - 1
 
     def _tensor(self, state: str, param: Param, is_padding: bool, dtype: str) -> int | None:
-        """Position of a tensor; None if its rows are to be left out."""
+        """Return the position of a tensor, which is added if it is new; None if its rows are to be left out."""
         key, shape = self._identity(state, param, is_padding)
         if key not in self._ids:
             return self._append(LogicalTensor(key=key, shape=shape, dtype=dtype))
@@ -166,50 +172,54 @@ class Rows:
         return self._ids[key]
 
 
-def _replica(param: Param, place: Place) -> int:
-    """Which copy of the tensor the shard is part of."""
+def _number_replica(param: Param, place: Place) -> int:
+    """Return the number of the copy of the tensor that the shard belongs to."""
     return place.copy * place.tp + place.rank if param.rule.dim is None else place.copy
 
 
-def _pieces(param: Param, place: Place, box: Box) -> Iterator[tuple[bool, Box, Box]]:
-    """A box of a shard by the tensors and pieces that it is of: padding or not, in the shard, in the whole tensor."""
-    for piece in param.rule.pieces(param.shape, place.tp, place.rank):
-        found = box.intersect(Box(piece.local, piece.size))
-        for is_padding, part in _split_rows(found, piece, param.rows) if found is not None else ():
-            yield is_padding, part, _in_whole(part, piece, param.rows if is_padding else 0)
+def _split_box(param: Param, place: Place, box: Box) -> Iterator[tuple[bool, Box, Box]]:
+    """Split a box of a shard at the borders of fused tensors and of the vocabulary's padding.
+
+    Yields:
+        Whether the box is padding, the box in the shard, and the box in the whole tensor.
+    """
+    for pair in param.rule.box_pairs(param.shape, place.tp, place.rank):
+        common = box.intersect(Box(pair.local, pair.size))
+        for is_padding, local in _split_rows(common, pair, param.rows) if common is not None else ():
+            yield is_padding, local, _move_to_whole(local, pair, param.rows if is_padding else 0)
 
 
-def _is_run(part: Box, strides: Sequence[int]) -> bool:
-    """The elements of a box follow each other in an array with these strides."""
-    last = sum((size - 1) * stride for size, stride in zip(part.size, strides, strict=True))
-    return last + 1 == part.num_elements
+def _is_contiguous(box: Box, strides: Sequence[int]) -> bool:
+    """Return whether the elements of a box are consecutive in an array with these strides."""
+    last = sum((size - 1) * stride for size, stride in zip(box.size, strides, strict=True))
+    return last + 1 == box.num_elements
 
 
-def _in_whole(part: Box, piece: Piece, first_row: int | None) -> Box:
-    """From rows of the shard to rows of the whole tensor, counted from `first_row`."""
-    shift = [whole - local for whole, local in zip(piece.whole, piece.local, strict=True)]
+def _move_to_whole(box: Box, pair: BoxPair, first_row: int | None) -> Box:
+    """Move a box of the shard to its position in the whole tensor, whose rows count from `first_row`."""
+    shift = [whole - local for whole, local in zip(pair.whole, pair.local, strict=True)]
     if first_row:
         shift[0] -= first_row
-    return part.shift(shift)
+    return box.shift(shift)
 
 
-def _split_rows(box: Box, piece: Piece, rows: int | None) -> list[tuple[bool, Box]]:
-    """Cut a box of a shard into true rows and padding rows of the vocabulary."""
+def _split_rows(box: Box, pair: BoxPair, rows: int | None) -> list[tuple[bool, Box]]:
+    """Split a box of a shard into true rows and padding rows of the vocabulary."""
     if rows is None:
         return [(False, box)]
-    border = rows - piece.whole[0] + piece.local[0]  # first padding row, in rows of the shard
+    border = rows - pair.whole[0] + pair.local[0]  # first padding row, in rows of the shard
     low, high = box.offset[0], box.offset[0] + box.size[0]
-    parts: list[tuple[bool, Box]] = []
+    boxes: list[tuple[bool, Box]] = []
     if low < border:
-        parts.append((False, Box(box.offset, (min(high, border) - low, *box.size[1:]))))
+        boxes.append((False, Box(box.offset, (min(high, border) - low, *box.size[1:]))))
     if high > border:
         first = max(low, border)
-        parts.append((True, Box((first, *box.offset[1:]), (high - first, *box.size[1:]))))
-    return parts
+        boxes.append((True, Box((first, *box.offset[1:]), (high - first, *box.size[1:]))))
+    return boxes
 
 
 def add_span(rows: Rows, param: Param, tensors: Mapping[str, Tensor], span: Span, place: Place) -> None:
-    """Part of each of a rank's partitions is part of a parameter's shard; `place` is the file's."""
+    """Add a span of a parameter's shard for each of a rank's partitions; `place` has the file, without a position."""
     for key, tensor in tensors.items():
         at = tensor.file_offset + span.offset * ITEM_BYTES[tensor.dtype]
         rows.add_flat(key, param, place._replace(byte_offset=at), dtype=tensor.dtype, start=span.start, stop=span.stop)

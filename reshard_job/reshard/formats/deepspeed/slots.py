@@ -1,4 +1,4 @@
-"""Slots of ZeRO-3: every rank holds a part of every parameter, at the same place of a file of its own."""
+"""Locate the slots of ZeRO-3: every rank holds some elements of each parameter, at the same offset of its own file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
 
 
-class Run(NamedTuple):
-    """Consecutive ranks that hold their parts at the same place of consecutive files.
+class RankRange(NamedTuple):
+    """Consecutive ranks that hold their slots at the same offset of consecutive files.
 
     Attributes:
         first: first rank.
-        last: rank behind the last.
+        last: one past the last rank.
         file: of the first rank.
         byte_offset: position in each file.
     """
@@ -30,14 +30,14 @@ class Run(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Consecutive elements that lie in consecutive files, at the same place of each.
+    """Consecutive elements that lie in consecutive files, at the same offset of each.
 
     Attributes:
         start: first element.
-        stop: element behind the last.
-        size: elements in each file; in the last there may be fewer.
+        stop: one past the last element.
+        size: elements in each file; the last file can have fewer.
         file: the first.
-        skipped: elements between the place of the run and that of the chunks.
+        skipped: elements between the offset of the ranks' slots and that of the chunks.
     """
 
     start: int
@@ -47,48 +47,53 @@ class Chunks(NamedTuple):
     skipped: int
 
 
-def runs_of(ranks: Sequence[int], files: Sequence[int], byte_offsets: Sequence[int]) -> tuple[Run, ...]:
-    """The fewest runs of these ranks, in ascending order, whose parts lie in these files at these positions."""
+def group_ranks(ranks: Sequence[int], files: Sequence[int], byte_offsets: Sequence[int]) -> tuple[RankRange, ...]:
+    """Group ranks in ascending order into the fewest `RankRange`s; each rank has a file and a position in it."""
     columns = np.array([ranks, files, byte_offsets], dtype=np.int64)
     step = np.diff(columns, axis=1)
     ends = np.flatnonzero((step[0] != 1) | (step[1] != 1) | (step[2] != 0)) + 1
     borders = [0, *ends.tolist(), len(ranks)] if len(ranks) else []
     return tuple(
-        Run(ranks[first], ranks[last - 1] + 1, files[first], byte_offsets[first])
+        RankRange(ranks[first], ranks[last - 1] + 1, files[first], byte_offsets[first])
         for first, last in itertools.pairwise(borders)
     )
 
 
-def chunks_of(run: Run, size: int, start: int, stop: int) -> Iterator[Chunks]:
-    """Where elements `start:stop` lie, of those that a run holds: `size` of them on each rank.
+def find_chunks(ranks: RankRange, size: int, start: int, stop: int) -> Iterator[Chunks]:
+    """Yield where elements `start:stop` lie, as far as the ranks hold them; each rank holds `size` elements.
 
-    At most two: a part that `start` cuts off is shorter than the others, and begins behind the run's place.
+    There are at most two chunks. If `start` is inside of a rank's slot, the rest of that slot is a chunk of its own.
     """
-    low, high = max(start, run.first * size), min(stop, run.last * size)
+    low, high = max(start, ranks.first * size), min(stop, ranks.last * size)
     if low < high and low % size:
         end = min(high, (low // size + 1) * size)
-        yield Chunks(low, end, end - low, run.file + low // size - run.first, low % size)
+        yield Chunks(low, end, end - low, ranks.file + low // size - ranks.first, low % size)
         low = end
     if low < high:
-        yield Chunks(low, high, size, run.file + low // size - run.first, 0)
+        yield Chunks(low, high, size, ranks.file + low // size - ranks.first, 0)
 
 
-def held_runs(
-    held: Sequence[tuple[PtFile, Mapping[str, Tensor]]], key: str, files: Mapping[str, int], *, length: int, what: str
-) -> tuple[str, tuple[Run, ...]]:
-    """Type of a flat tensor that ranks hold, and where it lies.
+def locate_tensor(
+    rank_tensors: Sequence[tuple[PtFile, Mapping[str, Tensor]]],
+    key: str,
+    files: Mapping[str, int],
+    *,
+    length: int,
+    what: str,
+) -> tuple[str, tuple[RankRange, ...]]:
+    """Return the type of a flat tensor that ranks hold, and where it lies.
 
     Args:
-        held: file and tensors of every rank, [ranks].
-        key: of the tensor. Ranks that lack it are left out: the proof of exact cover names what is missing.
+        rank_tensors: `[ranks]`, file and tensors of every rank.
+        key: of the tensor. Ranks that lack it are left out; the proof of exact cover names what is missing.
         files: path of a file -> its number.
         length: elements that each rank has to hold.
         what: the tensor, for errors.
 
     Raises:
-        CorruptSourceError: a rank's has another length or type, or is not flat.
+        CorruptSourceError: the tensor of a rank has another length or type, or is not flat.
     """
-    own = [(rank, file, tensors[key]) for rank, (file, tensors) in enumerate(held) if key in tensors]
+    own = [(rank, file, tensors[key]) for rank, (file, tensors) in enumerate(rank_tensors) if key in tensors]
     dtype = own[0][2].dtype if isinstance(own[0][2], Tensor) else ""
     for _, file, tensor in own:
         if not isinstance(tensor, Tensor) or tensor.num_elements != length or not tensor.is_contiguous:
@@ -97,4 +102,4 @@ def held_runs(
         if tensor.dtype != dtype:
             raise CorruptSourceError(f"{what} is {tensor.dtype}, another rank's {dtype}", path=file.path)
     ranks, numbers = [rank for rank, _, _ in own], [files[file.path] for _, file, _ in own]
-    return dtype, runs_of(ranks, numbers, [tensor.file_offset for _, _, tensor in own])
+    return dtype, group_ranks(ranks, numbers, [tensor.file_offset for _, _, tensor in own])

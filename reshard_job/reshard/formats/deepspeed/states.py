@@ -1,4 +1,4 @@
-"""The optimizer's partitions as saved: which flat tensors a rank's file holds for each group."""
+"""Read the optimizer's partitions as saved: the flat tensors and scalars of each group in a rank's file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.formats.pt.objects import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupState:
-    """One group (ZeRO-3: sub-group) of one rank's optimizer file.
+    """States of one group (ZeRO-3: sub-group) in one rank's optimizer file.
 
     Attributes:
         flat: state (`fp32`, `exp_avg`, ...) -> the rank's partition, 1-dim.
@@ -28,12 +28,12 @@ class GroupState:
     order: tuple[str, ...]
 
 
-def group_states(source: DeepSpeedContents, mp: int, dp: int) -> list[GroupState]:
-    """All groups of a rank.
+def read_group_states(source: DeepSpeedContents, mp: int, dp: int) -> list[GroupState]:
+    """Read the states of all groups of a rank.
 
     Raises:
-        CorruptSourceError: parts are missing.
-        UnsupportedError: a state that is neither partitioned nor a scalar.
+        CorruptSourceError: partitions or states are missing.
+        UnsupportedError: a state is neither partitioned nor a scalar.
     """
     state = source.optimizer(mp, dp)
     path = source.optimizers[mp, dp].path
@@ -50,15 +50,15 @@ def group_states(source: DeepSpeedContents, mp: int, dp: int) -> list[GroupState
         per_group = inner
     else:
         raise CorruptSourceError("has no optimizer states", path=path)
-    return [_split(master, found, path) for master, found in zip(masters, per_group, strict=True)]
+    return [_split(master, states, path) for master, states in zip(masters, per_group, strict=True)]
 
 
-def _split(master: Tensor, found: Any, path: str) -> GroupState:
-    if not isinstance(found, Mapping):
-        raise CorruptSourceError(f"the states of a group are {found!r:.80}", path=path)
+def _split(master: Tensor, states: Any, path: str) -> GroupState:
+    if not isinstance(states, Mapping):
+        raise CorruptSourceError(f"the states of a group are {states!r:.80}, expected a dict", path=path)
     flat: dict[str, Tensor] = {"fp32": master}
     scalars: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in states.items():
         if not isinstance(key, str):
             raise CorruptSourceError(f"a state is called {key!r:.80}", path=path)
         if not isinstance(value, Tensor) or not value.shape:
@@ -74,16 +74,16 @@ def _split(master: Tensor, found: Any, path: str) -> GroupState:
     for key, tensor in flat.items():
         if not tensor.is_contiguous or len(tensor.shape) != 1:
             raise CorruptSourceError(f"partition {key!r} is not flat: {tensor.shape} {tensor.stride}", path=path)
-    return GroupState(flat=flat, scalars=scalars, order=tuple(found))
+    return GroupState(flat=flat, scalars=scalars, order=tuple(states))
 
 
 def check_scalars(source: DeepSpeedContents) -> None:
-    """Ranks that hold parts of one group must agree about its scalars: another `step` is another save.
+    """Check that ranks which hold partitions of one group agree about its scalars; another `step` is another save.
 
-    No payload is read: the archive states the CRC-32 of each scalar, which tells four bytes apart without fail.
+    The bytes of the scalars are not read. The archive states the CRC-32 of each, which differs whenever four bytes do.
 
     Raises:
-        CorruptSourceError: naming the files.
+        CorruptSourceError: they differ; the message names the files.
     """
     topology = source.topology
     problems: list[str] = []
@@ -92,12 +92,12 @@ def check_scalars(source: DeepSpeedContents) -> None:
         if (mp, dp) == (first, 0):
             continue
         reference = Path(source.optimizers[first, 0].path).name
-        pairs = zip(group_states(source, mp, dp), group_states(source, first, 0), strict=False)
-        for at, (found, expected) in enumerate(pairs):
+        pairs = zip(read_group_states(source, mp, dp), read_group_states(source, first, 0), strict=False)
+        for at, (own, expected) in enumerate(pairs):
             problems += [
                 f"{Path(file.path).name}: {key!r} of group {at} is not that of {reference}"
-                for key, value in found.scalars.items()
-                if same_scalar(value) != same_scalar(expected.scalars.get(key))
+                for key, value in own.scalars.items()
+                if identify_scalar(value) != identify_scalar(expected.scalars.get(key))
             ]
     if problems:
         raise CorruptSourceError(
@@ -105,8 +105,8 @@ def check_scalars(source: DeepSpeedContents) -> None:
         )
 
 
-def same_scalar(value: Any) -> Any:
-    """What tells two scalars apart without reading their bytes: the CRC-32 of a tensor."""
+def identify_scalar(value: Any) -> Any:
+    """Return a value that is equal for equal scalars, without reading bytes: for a tensor its type and CRC-32."""
     if isinstance(value, Tensor):
         return value.dtype, value.storage.crc32
     return value if isinstance(value, int | float | str | bool) else None

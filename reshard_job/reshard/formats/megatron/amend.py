@@ -1,4 +1,4 @@
-"""The common part of the target: that of a folder, with other progress, or without an optimizer.
+"""Write the common part of the target: that of a folder, with other progress, or without an optimizer.
 
 Source: megatron/training/checkpointing.py (`generate_state_dict`, `load_checkpoint`: which keys there are, and what
 `args.no_save_optim` means), megatron/core/optimizer/distrib_optimizer.py and optimizer.py of 0.16.1 (`step` of each
@@ -29,13 +29,13 @@ _CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What shall be said instead of what the folder says; None keeps that.
+    """Values to write in place of those of the folder; None keeps a value.
 
     Attributes:
         step: iterations done.
         samples: global samples consumed.
         optimizer_step: steps that the optimizer counts.
-        optimizer: its settings and its learning-rate schedule stay.
+        optimizer: keep the optimizer's settings and learning-rate schedule.
     """
 
     step: int | None = None
@@ -44,12 +44,12 @@ class Progress:
     optimizer: bool = True
 
 
-def common_file(folder: Path, progress: Progress) -> TargetFile:
-    """`common.pt` of `folder`, written anew: bytes of its archive that no checksum protects do not travel.
+def build_common_file(folder: Path, progress: Progress) -> TargetFile:
+    """Build `common.pt` from that of `folder`; it is written anew because no checksum protects its archive.
 
     Raises:
-        UnsupportedError: too large, or it has no place for the optimizer's steps.
-        CorruptSourceError, UnsafePickleError: it is damaged.
+        UnsupportedError: the file is too large, or has no field for the optimizer's steps.
+        CorruptSourceError, UnsafePickleError: the file is damaged.
     """
     path = folder / COMMON_FILE
     file = read(path)
@@ -58,23 +58,23 @@ def common_file(folder: Path, progress: Progress) -> TargetFile:
             f"has {file.num_bytes} bytes, at most {MAX_OBJECT_BYTES} are carried along", path=str(path)
         )
     for storage in file.storages.values():
-        every = Tensor(storage=storage, offset=0, shape=(storage.num_elements,), stride=(1,))
-        storage.data = read_tensor_bytes(path, every, limit_bytes=MAX_OBJECT_BYTES)
+        whole = Tensor(storage=storage, offset=0, shape=(storage.num_elements,), stride=(1,))
+        storage.data = read_tensor_bytes(path, whole, limit_bytes=MAX_OBJECT_BYTES)
     amend(file.value, progress, str(path))
     layout = lay_out_pt(COMMON_FILE.removesuffix(".pt"), file.value)
     return TargetFile(path=COMMON_FILE, num_bytes=layout.num_bytes, fixed=layout.fixed)
 
 
-def common_object(folder: Path, entry: Entry, files: RankFiles, progress: Progress) -> Entry:
-    """The same where it is an object among the entries.
+def add_common_object(folder: Path, entry: Entry, files: RankFiles, progress: Progress) -> Entry:
+    """Add the common part to rank 0's file, if it is an object among the entries.
 
     Raises:
-        UnsupportedError: besides, it holds tensors and has to change.
-        CorruptSourceError, UnsafePickleError: it is damaged.
+        UnsupportedError: the object has no field for the optimizer's steps, or it holds tensors and has to change.
+        CorruptSourceError, UnsafePickleError: the object is damaged.
     """
     place = entry.chunks[0][1]
     with Items(folder) as items:
-        value = items.whole(entry.key, place)
+        value = items.read_whole(entry.key, place)
     if not amend(value, progress, str(folder)):
         return dataclasses.replace(entry, chunks=((None, files.add_copy(0, value)),))
     if emit(value)[1]:
@@ -87,10 +87,10 @@ def common_object(folder: Path, entry: Entry, files: RankFiles, progress: Progre
 
 
 def amend(value: Any, progress: Progress, where: str) -> bool:
-    """Change the object, in place; whether anything changed.
+    """Change the object in place; return whether anything changed.
 
     Raises:
-        UnsupportedError: it is no dict, or it has no place for the optimizer's steps.
+        UnsupportedError: the object is not a dict, or has no field for the optimizer's steps.
     """
     fields = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(fields, dict):
@@ -104,14 +104,14 @@ def amend(value: Any, progress: Progress, where: str) -> bool:
         changed += [fields.pop(key, None) is not None for key in _OF_OPTIMIZER]
         changed.append(arguments is not None and _set(arguments, "no_save_optim", True))
     elif progress.optimizer_step is not None:
-        told = list(_set_steps(fields.get("optimizer"), progress.optimizer_step))
-        if not told:
+        step_changes = list(_set_steps(fields.get("optimizer"), progress.optimizer_step))
+        if not step_changes:
             raise UnsupportedError(
                 "its optimizer's settings have no step",
                 path=where,
                 hint="name with --like a checkpoint that was saved after at least one step, with its optimizer",
             )
-        changed += told
+        changed += step_changes
     return any(changed)
 
 
@@ -123,18 +123,18 @@ def _set(fields: dict[Any, Any], key: str, value: float | None) -> bool:
 
 
 def _set_steps(value: Any, step: int) -> list[bool]:
-    """Every `step` of a parameter group and every `common_step`, of all optimizers: whether it changed."""
+    """Set every `step` of a parameter group and every `common_step` of all optimizers; return which ones changed."""
     if not isinstance(value, dict):
         return []
     groups, state = value.get("param_groups"), value.get("state")
-    told = [
+    changes = [
         _set_step(group, "step", step)
         for group in (groups if isinstance(groups, list) else [])
         if isinstance(group, dict) and "step" in group
     ]
     if isinstance(state, dict) and "common_step" in state:
-        told.append(_set_step(state, "common_step", step))
-    return [*told, *(each for item in value.values() for each in _set_steps(item, step))]
+        changes.append(_set_step(state, "common_step", step))
+    return [*changes, *(each for item in value.values() for each in _set_steps(item, step))]
 
 
 def _set_step(fields: dict[Any, Any], key: str, step: int) -> bool:

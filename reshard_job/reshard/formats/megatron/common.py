@@ -1,7 +1,7 @@
-"""The part of a Megatron-Core checkpoint that is not tensors: iteration, arguments, the optimizer's settings.
+"""Read the common part of a Megatron-Core checkpoint: iteration, arguments, the optimizer's settings.
 
 Source: megatron/core/dist_checkpointing/strategies/common.py of 0.16.1 (`common.pt`) and megatron/training/
-checkpointing.py (`args`, `iteration`, `optimizer`). Later versions keep it as an object `common_state` instead.
+checkpointing.py (`args`, `iteration`, `optimizer`). Later versions write an object `common_state` instead of the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.formats.base import stated_topology
-from reshard.formats.dcp.items import Items, plain
+from reshard.formats.dcp.items import Items, to_plain
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.pt.objects import Inert
 from reshard.formats.pt.reader import read
@@ -21,21 +21,21 @@ from reshard.topology import Topology
 
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
-"""Of the object that later versions have instead of the file."""
+"""Key of the object that later versions write instead of the file."""
 
 _STEP = "step"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What was found.
+    """Facts from the common part.
 
     Attributes:
-        step: iterations done; None where it is not said.
-        samples: global samples consumed; 0 where it is not said.
-        topology: that it was written in; None where it is not said.
-        settings: options of each parameter group. Which parameters are in which is not in the files.
-        sharding: how the distributed optimizer's states are laid out; empty where it is not said.
+        step: iterations done; None if not stated.
+        samples: global samples consumed; 0 if not stated.
+        topology: topology of the run that saved the checkpoint; None if not stated.
+        settings: options of each parameter group. The files do not say which parameter is in which group.
+        sharding: layout of the distributed optimizer's states; empty if not stated.
     """
 
     step: int | None = None
@@ -46,7 +46,7 @@ class Common:
 
 
 def read_common(folder: Path, entries: Iterable[Entry], items: Items) -> Common:
-    """Read it, wherever it is; what is absent stays unknown.
+    """Read the common part from its file or object; facts that are absent keep their defaults.
 
     Raises:
         CorruptSourceError, UnsafePickleError, UnsupportedError: the file or object cannot be read.
@@ -55,7 +55,7 @@ def read_common(folder: Path, entries: Iterable[Entry], items: Items) -> Common:
     if (folder / COMMON_FILE).is_file():
         value = read(folder / COMMON_FILE).value
     elif stored is not None:
-        value = items.object(stored.key, stored.chunks[0][1])
+        value = items.read_object(stored.key, stored.chunks[0][1])
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
     else:
         value = {}
@@ -66,16 +66,16 @@ def read_common(folder: Path, entries: Iterable[Entry], items: Items) -> Common:
     sharding = content.get("distrib_optim_sharding_type") if isinstance(content, Mapping) else ""
     samples = arguments.get("consumed_train_samples", 0)
     return Common(
-        step=_integer(fields.get("iteration")),
+        step=_to_integer(fields.get("iteration")),
         samples=samples if isinstance(samples, int) else 0,
-        topology=_topology(arguments, str(folder)),
-        settings=tuple(_settings(fields.get("optimizer"))),
+        topology=_read_topology(arguments, str(folder)),
+        settings=tuple(_iterate_settings(fields.get("optimizer"))),
         sharding=sharding if isinstance(sharding, str) else "",
     )
 
 
 def find_groups(settings: tuple[Mapping[str, Plain], ...], names: Iterable[str]) -> tuple[ParamGroup, ...]:
-    """All groups as one, with what is the same in all of them: which parameter is in which, the files do not say."""
+    """Merge all groups into one with the settings that all share: the files do not assign parameters to groups."""
     if not settings:
         return ()
     same = {
@@ -88,8 +88,8 @@ def find_groups(settings: tuple[Mapping[str, Plain], ...], names: Iterable[str])
     return (ParamGroup(names=tuple(names), options=same, scalars=scalars),)
 
 
-def differing(settings: tuple[Mapping[str, Plain], ...]) -> tuple[str, ...]:
-    """Settings that are not the same for all groups."""
+def find_differing(settings: tuple[Mapping[str, Plain], ...]) -> tuple[str, ...]:
+    """Find the settings that are not the same for all groups."""
     return tuple(
         sorted(
             {
@@ -102,35 +102,35 @@ def differing(settings: tuple[Mapping[str, Plain], ...]) -> tuple[str, ...]:
     )
 
 
-def _integer(value: Any) -> int | None:
+def _to_integer(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _topology(arguments: Mapping[str, Any], path: str) -> Topology | None:
-    tp, pp = (_integer(arguments.get(f"{kind}_model_parallel_size")) for kind in ("tensor", "pipeline"))
-    dp = _integer(arguments.get("data_parallel_size"))
+def _read_topology(arguments: Mapping[str, Any], path: str) -> Topology | None:
+    tp, pp = (_to_integer(arguments.get(f"{kind}_model_parallel_size")) for kind in ("tensor", "pipeline"))
+    dp = _to_integer(arguments.get("data_parallel_size"))
     if tp is None or pp is None or dp is None:
         return None
     zero = 1 if arguments.get("use_distributed_optimizer") else 0
     return stated_topology(path, tp=tp, pp=pp, dp=dp, zero=zero)
 
 
-def _settings(optimizer: Any) -> Iterable[Mapping[str, Plain]]:
-    """`param_groups` of the optimizer, or of each of a chain, wherever the wrappers put them."""
+def _iterate_settings(optimizer: Any) -> Iterable[Mapping[str, Plain]]:
+    """Yield the settings of each group of the optimizer, or of each optimizer of a chain, at any level of wrappers."""
     if not isinstance(optimizer, Mapping):
         return
     groups = optimizer.get("param_groups")
     for group in groups if isinstance(groups, list) else []:
         if isinstance(group, Mapping):
-            yield {str(key): plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
+            yield {str(key): to_plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
     for key, value in optimizer.items():
         if key == "optimizer" or isinstance(key, int):
-            yield from _settings(value)
+            yield from _iterate_settings(value)
 
 
 def _is_plain(value: Any) -> bool:
     try:
-        plain(value)
+        to_plain(value)
     except ValueError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a Megatron-Core folder says of the folder to be written: keys, how tensors are cut, objects, the common part."""
+"""Facts that the target takes from an example folder: keys, how tensors are cut, objects, the common part."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from reshard.tensors.layout import TensorKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """Where a logical tensor is.
+class TensorLocation:
+    """Location of a logical tensor in the folder.
 
     Attributes:
-        key: of its entry.
-        layer: its place in an entry of stacked layers; None where the entry is the tensor.
-        shape: of the tensor, [ndim].
-        dtype: of its elements, torch's name.
-        counts: pieces along each dim, [ndim].
+        key: key of its entry.
+        layer: its position in an entry of stacked layers; None if the entry is the tensor.
+        shape: shape of the tensor, [ndim].
+        dtype: torch's name of its dtype.
+        counts: number of chunks along each dim, [ndim].
     """
 
     key: str
@@ -30,17 +30,17 @@ class Home:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronExtra:
-    """What the writer needs of a folder besides its tensors.
+    """Facts besides the tensors that the writer needs.
 
     Attributes:
-        homes: of every logical tensor.
+        locations: location of every logical tensor.
         order: keys of all entries, in the folder's order.
-        objects: entries that are not tensors, but for the common part and for the optimizer's own buffers.
-        common: entry of the common part where it is an object; None where it is a file of its own.
+        objects: entries that are not tensors, without the common part and the optimizer's own buffers.
+        common: entry of the common part if it is an object; None if it is a file of its own.
         buckets: the optimizer's states are laid out for its own buffers.
     """
 
-    homes: Mapping[TensorKey, Home]
+    locations: Mapping[TensorKey, TensorLocation]
     order: tuple[str, ...]
     objects: tuple[Entry, ...]
     common: Entry | None

@@ -1,4 +1,4 @@
-"""What Megatron-Core's keys mean: weights, optimizer states, and layers that are stacked.
+"""Classify the entries of a Megatron-Core checkpoint by key: weights, optimizer states, and stacked layers.
 
 Source: megatron/core/dist_checkpointing/mapping.py and optimizer.py, megatron/core/optimizer/distrib_optimizer.py
 (`sharded_param_state_fully_reshardable`), megatron/core/transformer/transformer_block.py of Megatron-Core 0.16.1.
@@ -22,15 +22,15 @@ _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
 _STACKED = re.compile(r"^(?P<head>(?:.*\.)?layers\.)(?P<tail>(?!\d+(?:\.|$)).+)$")
 _STATES = {"fp32_param": "fp32", "param": "fp32"}
-"""Master weights, as Megatron-Core's own optimizer and as its distributed one call them; the rest is as everywhere."""
+"""Names of master weights in Megatron-Core's optimizer and distributed optimizer; other states keep their names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
-    """What the entries are.
+class EntryNames:
+    """The class of every entry.
 
     Attributes:
-        tensors: weights and optimizer states; names of stacked layers are not taken apart yet.
+        tensors: weights and optimizer states; stacked layers are not split yet.
         buckets: keys of optimizer states that are laid out for the optimizer's own buffers, not for weights.
         objects: keys of everything that is not a tensor.
     """
@@ -40,22 +40,22 @@ class Named:
     objects: tuple[str, ...]
 
 
-def is_of_optimizer(key: str) -> bool:
-    """An entry of the optimizer, whatever it is."""
+def is_optimizer_key(key: str) -> bool:
+    """Return True if the key is that of an entry of the optimizer."""
     return _OPTIMIZER.match(key) is not None
 
 
-def find_names(entries: Iterable[Entry], where: str) -> Named:
-    """Work out what each entry is.
+def find_names(entries: Iterable[Entry], where: str) -> EntryNames:
+    """Classify each entry.
 
     Raises:
         UnsupportedError: a state of no weight, or of another shape than its weight.
     """
-    every = list(entries)
-    weights = {entry.key: entry.shape for entry in every if entry.is_tensor and not _OPTIMIZER.match(entry.key)}
+    listed = list(entries)
+    weights = {entry.key: entry.shape for entry in listed if entry.is_tensor and not _OPTIMIZER.match(entry.key)}
     tensors: dict[str, TensorKey] = {key: TensorKey("weight", key) for key in weights}
     problems: list[str] = []
-    for entry in every:
+    for entry in listed:
         match = _STATE.match(entry.key) if entry.is_tensor else None
         if match is None:
             if entry.is_tensor and _OPTIMIZER.match(entry.key) and not _BUCKETS.match(entry.key):
@@ -80,18 +80,21 @@ def find_names(entries: Iterable[Entry], where: str) -> Named:
             problems=problems[:20],
             hint="load and save it with a current Megatron-Core, with --dist-ckpt-optim-fully-reshardable",
         )
-    return Named(
+    return EntryNames(
         tensors=tensors,
-        buckets=tuple(entry.key for entry in every if _BUCKETS.match(entry.key)),
-        objects=tuple(entry.key for entry in every if not entry.is_tensor and not _BUCKETS.match(entry.key)),
+        buckets=tuple(entry.key for entry in listed if _BUCKETS.match(entry.key)),
+        objects=tuple(entry.key for entry in listed if not entry.is_tensor and not _BUCKETS.match(entry.key)),
     )
 
 
-def layers_of(entry: Entry, name: str, chunks: Chunks, where: str) -> tuple[int, tuple[str, ...]]:
-    """Leading dims of the entry that are no dims of its tensors (0 or 1), and the name of each tensor that it is.
+def split_layers(entry: Entry, name: str, chunks: Chunks, where: str) -> tuple[int, tuple[str, ...]]:
+    """Split an entry of stacked layers into one tensor for each layer.
 
     `decoder.layers.mlp.linear_fc1.weight` of shape [layers, ...] is one tensor for each layer, called
     `decoder.layers.<layer>.mlp.linear_fc1.weight`; Megatron-Core puts a chunk's layer in front as a dim of size 1.
+
+    Returns:
+        Number of leading dims that the entry has and its tensors do not (0 or 1), and the name of each tensor.
 
     Raises:
         UnsupportedError: chunks of several layers, which Megatron-Core does not write.
@@ -107,7 +110,7 @@ def layers_of(entry: Entry, name: str, chunks: Chunks, where: str) -> tuple[int,
         )
     wide = np.flatnonzero(chunks.size[:, 0] != 1)
     if len(wide):
-        box, _ = chunks.piece(int(wide[0]), len(entry.shape))
+        box, _ = chunks.chunk(int(wide[0]), len(entry.shape))
         raise UnsupportedError(
             f"{entry.key} {list(entry.shape)}: chunk {box} is of {box.size[0]} layers, expected one layer each",
             path=where,

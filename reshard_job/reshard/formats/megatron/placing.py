@@ -1,4 +1,4 @@
-"""Which tensors the target has, and which tensor of the source each is made of: those of an example, one for one."""
+"""Choose the source tensor of each tensor of the target; the target has the tensors of an example."""
 
 from __future__ import annotations
 
@@ -6,75 +6,77 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from reshard.errors import UnsupportedError
-from reshard.formats.megatron.example import Home, MegatronExtra
+from reshard.formats.megatron.example import MegatronExtra, TensorLocation
 from reshard.tensors.cast import can_cast
 from reshard.tensors.layout import PADDING, Index, LogicalTensor, TensorKey
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
-"""Megatron-Core loads these whatever their number of rows, and pads them itself (`allow_shape_mismatch`)."""
+"""Megatron-Core loads these with any number of rows, and pads them itself (`allow_shape_mismatch`)."""
 
 _MODEL = ("weight", "fp32")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedTensor:
     """A tensor of the target.
 
     Attributes:
-        home: where the example has it.
-        tensor: as the reader will find it.
-        origin: source tensor that it is made of, position in `Index.tensors`.
+        location: its location in the example.
+        tensor: the logical tensor that the reader will return.
+        origin: position in `Index.tensors` of the source tensor.
     """
 
-    home: Home
+    location: TensorLocation
     tensor: LogicalTensor
     origin: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Placing:
-    """All of them.
+class Placement:
+    """All tensors of the target.
 
     Attributes:
-        tensors: in the example's order.
+        tensors: the tensors, in the example's order.
         optimizer: the optimizer's states are among them.
-        notes: what of the source is left behind or changed.
+        notes: messages about what of the source is left behind or changed.
     """
 
-    tensors: tuple[Placed, ...]
+    tensors: tuple[PlacedTensor, ...]
     optimizer: bool
     notes: tuple[str, ...]
 
 
-def place(index: Index, extra: MegatronExtra, weight_dtype: str | None, where: str) -> Placing:
-    """Give every tensor of the example its origin; without any state of an optimizer, the weights alone.
+def place_tensors(index: Index, extra: MegatronExtra, weight_dtype: str | None, where: str) -> Placement:
+    """Choose the source tensor of every tensor of the example; of its weights only, if the source has no optimizer.
 
     Raises:
-        UnsupportedError: tensors that one of the two lacks, of other shapes, or of types that cannot be written.
+        UnsupportedError: one of the two lacks a tensor, or shapes differ, or a dtype cannot be converted.
     """
-    at = _positions(index)
-    optimizer = _has_optimizer(at, extra.homes)
+    at = _number_tensors(index)
+    optimizer = _has_optimizer(at, extra.locations)
     problems: list[str] = []
-    placed: list[Placed] = []
-    for key, home in extra.homes.items():
+    placed: list[PlacedTensor] = []
+    for key, location in extra.locations.items():
         if key.state != "weight" and not optimizer:
             continue
-        asked = weight_dtype if weight_dtype is not None and can_cast(home.dtype, weight_dtype) else None
-        masters = optimizer and TensorKey("fp32", key.name) in extra.homes
-        found = _origin(key, home, asked, at, index, masters=masters, optimizer=optimizer)
-        if found is None:
-            problems.append(f"{key} {list(home.shape)} is not in the source")
+        asked_dtype = weight_dtype if weight_dtype is not None and can_cast(location.dtype, weight_dtype) else None
+        masters = optimizer and TensorKey("fp32", key.name) in extra.locations
+        choice = _choose_origin(key, location, asked_dtype, at, index, masters=masters, optimizer=optimizer)
+        if choice is None:
+            problems.append(f"{key} {list(location.shape)} is not in the source")
             continue
-        origin, dtype = found
+        origin, dtype = choice
         shape = index.tensors[origin].shape
-        if shape != home.shape and not _other_rows(key.name, shape, home.shape):
-            problems.append(f"{key} is {list(shape)}, and {list(home.shape)} in the one it shall be like")
+        if shape != location.shape and not _differs_in_rows(key.name, shape, location.shape):
+            problems.append(f"{key} is {list(shape)}, and {list(location.shape)} in the one it shall be like")
         elif not can_cast(index.tensors[origin].dtype, dtype):
             problems.append(f"{key}: {index.tensors[origin].dtype} cannot be written as {dtype}")
         else:
-            placed.append(Placed(home=home, tensor=LogicalTensor(key=key, shape=shape, dtype=dtype), origin=origin))
-    problems += _homeless(index, extra.homes, placed, optimizer)
-    problems += _uneven(placed)
+            placed.append(
+                PlacedTensor(location=location, tensor=LogicalTensor(key=key, shape=shape, dtype=dtype), origin=origin)
+            )
+    problems += _find_unplaced(index, extra.locations, placed, optimizer)
+    problems += _find_mixed_types(placed)
     if problems:
         raise UnsupportedError(
             f"{len(problems)} tensors do not fit",
@@ -83,11 +85,13 @@ def place(index: Index, extra: MegatronExtra, weight_dtype: str | None, where: s
             hint="name with --like a Megatron-Core checkpoint of the same model and optimizer, saved with "
             "--dist-ckpt-optim-fully-reshardable, give a map of names, or take the weights alone (--states weight)",
         )
-    return Placing(tensors=tuple(placed), optimizer=optimizer, notes=tuple(_notes(index, extra, placed, optimizer)))
+    return Placement(
+        tensors=tuple(placed), optimizer=optimizer, notes=tuple(_list_notes(index, extra, placed, optimizer))
+    )
 
 
-def _positions(index: Index) -> dict[TensorKey, int]:
-    """Of each tensor, also under its second name."""
+def _number_tensors(index: Index) -> dict[TensorKey, int]:
+    """Map each key to the position of its tensor in the source; a tied weight has a key for each of its names."""
     at = {tensor.key: number for number, tensor in enumerate(index.tensors)}
     for second, name in index.aliases.items():
         at |= {
@@ -98,59 +102,64 @@ def _positions(index: Index) -> dict[TensorKey, int]:
     return at
 
 
-def _has_optimizer(at: Mapping[TensorKey, int], homes: Mapping[TensorKey, Home]) -> bool:
-    """Whether the source has an optimizer: master weights alone are none, unless the example has no more."""
-    held = {key.state for key in at} - {"weight"}
-    known = {key.state for key in homes} - {"weight"}
-    return bool(held - {"fp32"}) or (held == known == {"fp32"})
+def _has_optimizer(at: Mapping[TensorKey, int], locations: Mapping[TensorKey, TensorLocation]) -> bool:
+    """Return True if the source has an optimizer; master weights alone count only if the example has no more."""
+    source_states = {key.state for key in at} - {"weight"}
+    example_states = {key.state for key in locations} - {"weight"}
+    return bool(source_states - {"fp32"}) or (source_states == example_states == {"fp32"})
 
 
-def _origin(
+def _choose_origin(
     key: TensorKey,
-    home: Home,
-    asked: str | None,
+    location: TensorLocation,
+    asked_dtype: str | None,
     at: Mapping[TensorKey, int],
     index: Index,
     *,
     masters: bool,
     optimizer: bool,
 ) -> tuple[int, str] | None:
-    """Source tensor and type of a tensor of the target.
+    """Choose the source tensor and the dtype of a tensor of the target.
 
-    A weight that is made of a master weight has the type that is asked for, or else the example's. One that is all
-    there is of a parameter keeps its type.
+    A weight that is rounded from a master weight gets the requested dtype, or else the example's. A weight without a
+    master keeps its dtype.
 
     Args:
-        key: of the tensor.
-        home: where the example has it.
-        asked: type that is asked for, or None.
+        key: key of the tensor.
+        location: its location in the example.
+        asked_dtype: requested dtype, or None.
         at: positions of the source's tensors.
         index: the source.
-        masters: the target has master weights besides.
+        masters: the target has master weights too.
         optimizer: the target has states of the optimizer.
+
+    Returns:
+        Position of the source tensor and dtype; None if the source has no such tensor.
     """
     own, master = at.get(key), at.get(TensorKey("fp32", key.name))
     if key.state == "weight":
-        dtype = asked or home.dtype
-        goes_on = optimizer and not masters and dtype == "float32"  # it is what the optimizer goes on with
-        if master is not None and (own is None or index.tensors[own].dtype != dtype or goes_on):
+        dtype = asked_dtype or location.dtype
+        is_sole_master = optimizer and not masters and dtype == "float32"  # the optimizer updates it
+        if master is not None and (own is None or index.tensors[own].dtype != dtype or is_sole_master):
             return master, dtype
         if own is None:
             return None
         is_master = masters and master is None and index.tensors[own].dtype == "float32"
-        return own, dtype if asked or is_master else index.tensors[own].dtype
+        return own, dtype if asked_dtype or is_master else index.tensors[own].dtype
     if own is None and key.state == "fp32":
         weight = at.get(TensorKey("weight", key.name))
         own = weight if weight is not None and index.tensors[weight].dtype == "float32" else None
     return None if own is None else (own, index.tensors[own].dtype)
 
 
-def _other_rows(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+def _differs_in_rows(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     return name in _VOCABULARY and len(shape) == len(expected) and shape[1:] == expected[1:]
 
 
-def _homeless(index: Index, homes: Mapping[TensorKey, Home], placed: list[Placed], optimizer: bool) -> Iterator[str]:
-    """Tensors of the source that the example has no place for, but for weights and master weights that it has once."""
+def _find_unplaced(
+    index: Index, locations: Mapping[TensorKey, TensorLocation], placed: list[PlacedTensor], optimizer: bool
+) -> Iterator[str]:
+    """Yield a message for each source tensor that the example lacks, in any state that can replace it."""
     used = {item.origin for item in placed}
     seconds: dict[str, list[str]] = {}
     for second, name in index.aliases.items():
@@ -161,19 +170,19 @@ def _homeless(index: Index, homes: Mapping[TensorKey, Home], placed: list[Placed
             continue
         names = (key.name, *seconds.get(key.name, ()))
         states = (key.state,) if optimizer or key.state not in _MODEL else _MODEL
-        if not any(TensorKey(state, name) in homes for name in names for state in states):
+        if not any(TensorKey(state, name) in locations for name in names for state in states):
             yield f"{key} {list(tensor.shape)} is not in the checkpoint that the target shall be like"
 
 
-def _uneven(placed: list[Placed]) -> Iterator[str]:
-    """Layers that are one entry are of one type."""
+def _find_mixed_types(placed: list[PlacedTensor]) -> Iterator[str]:
+    """Yield a message for each layer with another dtype than the layers before it in the same entry."""
     types: dict[str, str] = {}
     for item in placed:
-        if types.setdefault(item.home.key, item.tensor.dtype) != item.tensor.dtype:
-            yield f"{item.tensor.key} is {item.tensor.dtype}, an earlier layer {types[item.home.key]}: one entry"
+        if types.setdefault(item.location.key, item.tensor.dtype) != item.tensor.dtype:
+            yield f"{item.tensor.key} is {item.tensor.dtype}, an earlier layer {types[item.location.key]}: one entry"
 
 
-def _notes(index: Index, extra: MegatronExtra, placed: list[Placed], optimizer: bool) -> Iterator[str]:
+def _list_notes(index: Index, extra: MegatronExtra, placed: list[PlacedTensor], optimizer: bool) -> Iterator[str]:
     used = {item.origin for item in placed}
     rounded = [item for item in placed if index.tensors[item.origin].dtype != item.tensor.dtype]
     if rounded:
@@ -189,10 +198,10 @@ def _notes(index: Index, extra: MegatronExtra, placed: list[Placed], optimizer: 
         {tensor.key.name.removesuffix(PADDING) for tensor in index.tensors if tensor.key.name.endswith(PADDING)}
     ):
         yield f"padding rows of {', '.join(padding)} are left behind: Megatron-Core pads the vocabulary when it loads"
-    resized = [item for item in placed if item.tensor.shape != item.home.shape]
+    resized = [item for item in placed if item.tensor.shape != item.location.shape]
     if resized:
         names = ", ".join(f"{item.tensor.key} {list(item.tensor.shape)}" for item in resized[:3])
         yield f"with the vocabulary of the source, which Megatron-Core pads when it loads: {names}"
     if not optimizer:
-        lost = " (they are laid out for the optimizer's own buffers)" if extra.buckets else ""
-        yield f"no states of an optimizer{lost}: weights alone, which load with --no-load-optim or --finetune"
+        reason = " (they are laid out for the optimizer's own buffers)" if extra.buckets else ""
+        yield f"no states of an optimizer{reason}: weights alone, which load with --no-load-optim or --finetune"

@@ -10,21 +10,21 @@ import numpy as np
 from reshard.commits.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.base import stated_topology
-from reshard.formats.dcp.chunks import in_columns
+from reshard.formats.dcp.chunks import stack_chunks
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, read_metadata
 from reshard.formats.dcp.tables import (
     CONFIG_FILE,
-    Parts,
-    backend_of,
+    TensorChunks,
     check_files,
+    count_ranks,
+    list_files,
     make_table,
-    names_of,
-    num_ranks,
+    read_backend,
 )
-from reshard.formats.megatron.common import COMMON_KEY, Common, differing, find_groups, read_common
-from reshard.formats.megatron.example import Home, MegatronExtra
-from reshard.formats.megatron.names import Named, find_names, layers_of
+from reshard.formats.megatron.common import COMMON_KEY, Common, find_differing, find_groups, read_common
+from reshard.formats.megatron.example import MegatronExtra, TensorLocation
+from reshard.formats.megatron.names import EntryNames, find_names, split_layers
 from reshard.tensors.layout import Index, LogicalTensor, TensorKey
 
 NAME = "megatron"
@@ -37,7 +37,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     Raises:
         CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
-    if (backend := backend_of(folder)) != _BACKEND:
+    if (backend := read_backend(folder)) != _BACKEND:
         raise UnsupportedError(
             f"sharded_backend {backend!r}: only {_BACKEND!r} is read",
             path=str(folder / CONFIG_FILE),
@@ -49,15 +49,15 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     objects = set(named.objects) - {COMMON_KEY}
     with Items(folder) as items:
         common = read_common(folder, entries, items)
-        tensors, parts, homes = _logical(entries, named, str(folder))
-        files, shards = make_table(items, names_of(entries), tensors, parts)
+        tensors, parts, locations = _build_logical(entries, named, str(folder))
+        files, shards = make_table(items, list_files(entries), tensors, parts)
     if not tensors:
         raise CorruptSourceError("holds no weights", path=str(folder))
     trained = [tensor.key.name for tensor in tensors if tensor.key.state == "fp32"]
     if commit is not None:
         topology, step, samples = commit.topology, commit.step, commit.samples
     else:
-        topology = common.topology or stated_topology(str(folder), dp=num_ranks(names_of(entries)), zero=0)
+        topology = common.topology or stated_topology(str(folder), dp=count_ranks(list_files(entries)), zero=0)
         step, samples = common.step or 0, common.samples
     return Index(
         root=folder,
@@ -70,55 +70,55 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         shards=shards,
         groups=find_groups(common.settings, trained),
         extra=MegatronExtra(
-            homes=homes,
+            locations=locations,
             order=tuple(entry.key for entry in entries),
             objects=tuple(entry for entry in entries if entry.key in objects),
             common=next((entry for entry in entries if entry.key == COMMON_KEY), None),
             buckets=bool(named.buckets),
         ),
-        notes=_notes(named, common),
+        notes=_list_notes(named, common),
     )
 
 
-def _logical(
-    entries: Iterable[Entry], named: Named, where: str
-) -> tuple[tuple[LogicalTensor, ...], Parts, dict[TensorKey, Home]]:
-    """Logical tensors, their chunks, and where each is in the folder."""
+def _build_logical(
+    entries: Iterable[Entry], named: EntryNames, where: str
+) -> tuple[tuple[LogicalTensor, ...], TensorChunks, dict[TensorKey, TensorLocation]]:
+    """Build the logical tensors, the table of their chunks, and the location of each in the folder."""
     tensors: list[LogicalTensor] = []
-    homes: dict[TensorKey, Home] = {}
+    locations: dict[TensorKey, TensorLocation] = {}
     chosen = [entry for entry in entries if entry.key in named.tensors]
     drops: list[int] = []
     numbers = [np.zeros(0, dtype=np.int64)]
     for entry in chosen:
         key = named.tensors[entry.key]
-        chunks = in_columns((entry.chunks,))
-        drop, names = layers_of(entry, key.name, chunks, where)
+        chunks = stack_chunks((entry.chunks,))
+        drop, names = split_layers(entry, key.name, chunks, where)
         layer = chunks.offset[:, 0] if drop else np.zeros(len(chunks), dtype=np.int64)
         drops.append(drop)
         numbers.append(len(tensors) + layer)
         shape = (entry.shape or ())[drop:]
         for at, name in enumerate(names):
-            own = chunks.offset[layer == at][:, drop : drop + len(shape)]
-            found = LogicalTensor(key=TensorKey(key.state, name), shape=shape, dtype=entry.dtype)
-            tensors.append(found)
-            homes[found.key] = Home(
+            offsets = chunks.offset[layer == at][:, drop : drop + len(shape)]
+            logical = LogicalTensor(key=TensorKey(key.state, name), shape=shape, dtype=entry.dtype)
+            tensors.append(logical)
+            locations[logical.key] = TensorLocation(
                 key=entry.key,
                 layer=at if drop else None,
                 shape=shape,
                 dtype=entry.dtype,
-                counts=tuple(len(set(column.tolist())) for column in own.T),
+                counts=tuple(len(set(column.tolist())) for column in offsets.T),
             )
-    parts = Parts(
+    parts = TensorChunks(
         tensor=np.concatenate(numbers),
         entry=np.repeat(np.arange(len(chosen)), [len(entry.chunks) for entry in chosen]),
         entries=chosen,
-        chunks=in_columns(entry.chunks for entry in chosen),
+        chunks=stack_chunks(entry.chunks for entry in chosen),
         drop=np.array(drops, dtype=np.int64),
     )
-    return tuple(tensors), parts, homes
+    return tuple(tensors), parts, locations
 
 
-def _notes(named: Named, common: Common) -> tuple[str, ...]:
+def _list_notes(named: EntryNames, common: Common) -> tuple[str, ...]:
     notes = []
     if named.buckets:
         kind = f" ({common.sharding})" if common.sharding else ""
@@ -126,7 +126,7 @@ def _notes(named: Named, common: Common) -> tuple[str, ...]:
             f"the optimizer's states are laid out for its own buffers{kind} and are left behind: save with "
             "--dist-ckpt-optim-fully-reshardable to take them along"
         )
-    if apart := differing(common.settings):
+    if apart := find_differing(common.settings):
         notes.append(
             f"the optimizer has {len(common.settings)} parameter groups, and the files do not say which parameter is "
             f"in which: settings that are not the same for all are left behind ({', '.join(apart)})"

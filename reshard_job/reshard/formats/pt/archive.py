@@ -1,8 +1,9 @@
-"""The zip directory of a `.pt` file, and the zip skeleton of one to be written.
+"""Read the zip directory of a `.pt` file, and lay out the zip skeleton of a new one.
 
-Only what torch's writer makes: entries STORED, payloads at multiples of 64 bytes (padding in the local header's extra
-field, id `FB`), ZIP64 where a size or an offset needs it. Source: caffe2/serialize/inline_container.cc of torch 2.13
-and the zip specification (APPNOTE 6.3.10, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16 and 4.5.3).
+Only archives as torch's writer makes them are supported: STORED entries, payloads at multiples of 64 bytes (padding in
+the local header's extra field, id `FB`), ZIP64 if a size or an offset needs it. Source:
+caffe2/serialize/inline_container.cc of torch 2.13 and the zip specification (APPNOTE 6.3.10, sections 4.3.7, 4.3.12,
+4.3.14 to 4.3.16 and 4.5.3).
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Entry:
     """One entry of an archive.
 
     Attributes:
-        name: without the archive's common prefix.
+        name: its name without the archive's common prefix.
         offset: byte offset of the payload in the file.
         num_bytes: length of the payload.
-        crc32: as stated in the directory; None where the archive states none.
-        header: byte offset of its local header; -1 where nobody asked.
+        crc32: CRC-32 that the directory states; None if the archive states none.
+        header: byte offset of its local header; -1 if not known.
     """
 
     name: str
@@ -52,15 +53,15 @@ class Entry:
 
 
 def read_directory(file: File, path: str) -> dict[str, Entry]:
-    """Entries of the archive by name, payloads checked to lie inside the file and apart from each other.
+    """Read the entries of the archive by name, and check that payloads lie inside the file and do not overlap.
 
     Raises:
-        UnsupportedError: not a zip archive (torch.save before 1.6), or compressed entries.
-        CorruptSourceError: truncated, lying or overlapping directory.
+        UnsupportedError: the file is not a zip archive (torch.save before 1.6), or has compressed entries.
+        CorruptSourceError: the directory is truncated, or payloads overlap or lie outside of the file.
     """
     num_file_bytes = file.num_bytes
     if file.read(4, 0) != b"PK\x03\x04":
-        raise _not_an_archive(file, path, num_file_bytes)
+        raise _explain_no_archive(file, path, num_file_bytes)
     try:
         with zipfile.ZipFile(cast(IO[bytes], _Limited(file))) as archive:
             infos = archive.infolist()
@@ -71,10 +72,10 @@ def read_directory(file: File, path: str) -> dict[str, Entry]:
     if not 0 < len(infos) <= MAX_ENTRIES:
         raise CorruptSourceError(f"{len(infos)} entries: expected 1 to {MAX_ENTRIES}", path=path)
     prefix = infos[0].filename.partition("/")[0] + "/"
-    # torch.serialization.set_crc32_options(False) (torch 2.6 and later) leaves 0 in the place of every checksum.
-    stated = any(info.CRC for info in infos)
+    # torch.serialization.set_crc32_options(False) (torch 2.6 and later) writes 0 for every checksum.
+    has_checksums = any(info.CRC for info in infos)
     entries: dict[str, Entry] = {}
-    behind = _next_headers(infos)
+    next_header = _map_next_headers(infos)
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise UnsupportedError(f"entry {info.filename!r} is compressed: torch.save stores", path=path)
@@ -82,13 +83,13 @@ def read_directory(file: File, path: str) -> dict[str, Entry]:
             raise UnsupportedError(f"entry {info.filename!r} is encrypted", path=path)
         if not info.filename.startswith(prefix) or info.filename[len(prefix) :] in entries:
             raise CorruptSourceError(f"entry {info.filename!r}: twice, or outside of {prefix!r}", path=path)
-        offset = _payload_offset(file, info, behind.get(info.header_offset), path)
+        offset = _find_payload(file, info, next_header.get(info.header_offset), path)
         if offset + info.file_size > num_file_bytes:
             raise CorruptSourceError(
                 f"entry {info.filename!r} ends at byte {offset + info.file_size} of {num_file_bytes}", path=path
             )
         name = info.filename[len(prefix) :]
-        crc32 = info.CRC if stated else None
+        crc32 = info.CRC if has_checksums else None
         entries[name] = Entry(
             name=name, offset=offset, num_bytes=info.file_size, crc32=crc32, header=info.header_offset
         )
@@ -97,29 +98,29 @@ def read_directory(file: File, path: str) -> dict[str, Entry]:
 
 
 class _Limited(Stream):
-    """For `zipfile`, which reads a directory in one piece however long it claims to be."""
+    """Stream for `zipfile`, which reads the whole directory at once, with the length that the archive states."""
 
     def read(self, size: int = -1) -> bytes:
-        """As asked, but not more than a directory can have."""
+        """Read at most `size` bytes; refuse a size larger than any directory."""
         if size > MAX_DIRECTORY_BYTES:
             raise ValueError(f"it claims {size} bytes, at most {MAX_DIRECTORY_BYTES} are read")
         return super().read(size)
 
 
-def _next_headers(infos: list[zipfile.ZipInfo]) -> dict[int, int]:
-    """Position of each entry's local header -> that of the entry behind it."""
+def _map_next_headers(infos: list[zipfile.ZipInfo]) -> dict[int, int]:
+    """Map the position of each entry's local header to that of the entry behind it."""
     starts = sorted(info.header_offset for info in infos)
     return dict(itertools.pairwise(starts))
 
 
-def _payload_offset(file: File, info: zipfile.ZipInfo, behind: int | None, path: str) -> int:
-    """Behind the *local* header: its extra field holds the padding, the directory's does not.
+def _find_payload(file: File, info: zipfile.ZipInfo, behind: int | None, path: str) -> int:
+    """Find the position of a payload behind its *local* header: only that header's extra field includes the padding.
 
-    Where reading a header is a request, the position of an aligned payload is told by the entry behind it: between them
-    is the data descriptor, if flag bit 3 says that there is one (12 bytes and an optional signature of 4; sizes of 8
-    bytes each for ZIP64). The checksum finds out if that was wrong.
+    In a store in which each read is a request, the header is not read: an aligned payload ends where the next entry
+    begins, or before a data descriptor, if flag bit 3 is set (12 bytes and an optional signature of 4; sizes of 8 bytes
+    each for ZIP64). If that is wrong, the checksum of the payload does not match.
     """
-    if file.slow_to_ask and behind is not None:
+    if file.is_remote and behind is not None:
         for descriptor in (16, 24) if info.flag_bits & 8 else (0,):
             offset = behind - descriptor - info.file_size
             if offset > info.header_offset + _LOCAL.size and offset % ALIGNMENT_BYTES == 0:
@@ -139,7 +140,7 @@ def _check_apart(entries: dict[str, Entry], path: str) -> None:
         end, before = entry.offset + entry.num_bytes, entry.name
 
 
-def _not_an_archive(file: File, path: str, num_file_bytes: int) -> Exception:
+def _explain_no_archive(file: File, path: str, num_file_bytes: int) -> Exception:
     if num_file_bytes == 0:
         return CorruptSourceError("is empty", path=path)
     head = file.read(2, 0)
@@ -154,7 +155,7 @@ def _not_an_archive(file: File, path: str, num_file_bytes: int) -> Exception:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """One entry to write: its bytes if they are known, else only how many there will be."""
+    """One entry to write: its bytes if they are known, else only their number."""
 
     name: str
     num_bytes: int
@@ -163,13 +164,13 @@ class Payload:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where an entry's payload goes.
+    """Position of an entry's payload.
 
     Attributes:
         offset: byte offset in the file.
         num_bytes: length.
-        crc_positions: byte offsets at which its CRC-32 belongs (little endian, 4 bytes each); they hold 0 in the
-            skeleton of a payload that is not known.
+        crc_positions: byte offsets of its CRC-32 (little endian, 4 bytes each); the skeleton holds 0 there if the
+            payload is not known.
     """
 
     offset: int
@@ -179,13 +180,13 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
-    """An archive but for unknown payloads.
+    """An archive without the payloads that are not known.
 
     Attributes:
         num_bytes: size of the file.
         fixed: known bytes and where they go; with the unknown payloads they cover the file exactly.
         slots: one per payload, in the order they were given.
-        prefixes: where the prefix stands, inside of `fixed`: of the same length, it can be exchanged.
+        prefixes: positions of the archive's prefix inside of `fixed`; another of the same length can replace it.
     """
 
     num_bytes: int
@@ -205,8 +206,8 @@ def lay_out(prefix: str, payloads: Sequence[Payload]) -> Skeleton:
     for payload in payloads:
         name = f"{prefix}/{payload.name}".encode()
         crc = zlib.crc32(payload.data) if payload.data is not None else 0
-        header = _local_header(name, payload.num_bytes, crc, position)
-        central = _central_header(name, payload.num_bytes, crc, position)
+        header = _build_local_header(name, payload.num_bytes, crc, position)
+        central = _build_central_header(name, payload.num_bytes, crc, position)
         fixed.append((position, header))
         local_positions.append(position)
         central_offsets.append(num_directory_bytes)
@@ -216,7 +217,7 @@ def lay_out(prefix: str, payloads: Sequence[Payload]) -> Skeleton:
         position += len(header) + payload.num_bytes
         directory.append(central)
         num_directory_bytes += len(central)
-    tail = b"".join(directory) + _end_records(len(payloads), num_directory_bytes, position)
+    tail = b"".join(directory) + _build_end_records(len(payloads), num_directory_bytes, position)
     fixed.append((position, tail))
     slots = tuple(
         Slot(offset=offset, num_bytes=payload.num_bytes, crc_positions=(local + 14, position + central + 16))
@@ -224,7 +225,7 @@ def lay_out(prefix: str, payloads: Sequence[Payload]) -> Skeleton:
     )
     return Skeleton(
         num_bytes=position + len(tail),
-        fixed=_join(fixed),
+        fixed=_join_adjacent(fixed),
         slots=slots,
         prefixes=(
             *(local + _LOCAL.size for local in local_positions),
@@ -233,7 +234,7 @@ def lay_out(prefix: str, payloads: Sequence[Payload]) -> Skeleton:
     )
 
 
-def _local_header(name: bytes, num_bytes: int, crc: int, position: int) -> bytes:
+def _build_local_header(name: bytes, num_bytes: int, crc: int, position: int) -> bytes:
     wide = num_bytes >= _LIMIT32
     extra = struct.pack("<2H2Q", 1, 16, num_bytes, num_bytes) if wide else b""
     unpadded = position + _LOCAL.size + len(name) + len(extra) + 4
@@ -247,7 +248,7 @@ def _local_header(name: bytes, num_bytes: int, crc: int, position: int) -> bytes
     )
 
 
-def _central_header(name: bytes, num_bytes: int, crc: int, position: int) -> bytes:
+def _build_central_header(name: bytes, num_bytes: int, crc: int, position: int) -> bytes:
     wide_size, wide_offset = num_bytes >= _LIMIT32, position >= _LIMIT32
     values = [num_bytes] * 2 * wide_size + [position] * wide_offset
     extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
@@ -258,8 +259,8 @@ def _central_header(name: bytes, num_bytes: int, crc: int, position: int) -> byt
     return _CENTRAL.pack(b"PK\x01\x02", *fields) + name + extra
 
 
-def _end_records(num_entries: int, num_directory_bytes: int, directory_offset: int) -> bytes:
-    """ZIP64 records always, as torch writes them, then the classic one."""
+def _build_end_records(num_entries: int, num_directory_bytes: int, directory_offset: int) -> bytes:
+    """Build the end records: those of ZIP64, which torch always writes, then the classic one."""
     end64 = directory_offset + num_directory_bytes
     count = min(num_entries, _LIMIT16)
     return (
@@ -278,8 +279,8 @@ def _end_records(num_entries: int, num_directory_bytes: int, directory_offset: i
     )
 
 
-def _join(pieces: list[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
-    """Join pieces that touch."""
+def _join_adjacent(pieces: list[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
+    """Join (offset, bytes) pairs that follow each other without a gap."""
     joined: list[tuple[int, list[bytes]]] = []
     end = -1
     for offset, data in pieces:

@@ -1,6 +1,7 @@
-"""Opcodes of many records at once: each is a block of rows, and rows of several blocks are joined to records.
+"""Encode the opcodes of many records at once: a block has one row for each record, and a record joins several blocks.
 
-What `emit` writes of one record after the other, for millions of them. Source: `pickletools` of Python 3.11.
+`emit` writes records one after the other; this module writes the same bytes for millions of them. Source:
+`pickletools` of Python 3.11.
 """
 
 from __future__ import annotations
@@ -19,45 +20,45 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A part of every record.
+    """Consecutive bytes of every record.
 
     Attributes:
-        content: bytes, [records or 1, width].
-        length: how many of them count, from the first, [records or 1].
+        content: the bytes, padded to one width, [records or 1, width].
+        length: number of bytes without the padding, [records or 1].
     """
 
     content: Bytes
     length: Int64Array
 
 
-def constant(data: bytes) -> Block:
-    """The same bytes in every record."""
+def constant_block(data: bytes) -> Block:
+    """Build a block with the same bytes in every record."""
     return Block(np.frombuffer(data, dtype=np.uint8)[None], np.array([len(data)], dtype=np.int64))
 
 
-def some(data: bytes, where: Mask) -> Block:
-    """Bytes that only the records have that are marked, [records]."""
+def masked_block(data: bytes, where: Mask) -> Block:
+    """Build a block with the same bytes in the records that are marked in `where`, [records], and none in others."""
     return Block(np.frombuffer(data, dtype=np.uint8)[None], np.where(where, len(data), 0))
 
 
-def texts(each: Sequence[bytes]) -> Block:
-    """Bytes of their own for every record."""
+def text_block(each: Sequence[bytes]) -> Block:
+    """Build a block with the bytes `each[i]` in record i."""
     length = np.array([len(data) for data in each], dtype=np.int64)
     width = max(1, int(length.max(initial=0)))
     padded = b"".join(data.ljust(width, b"\0") for data in each)
     return Block(np.frombuffer(padded, dtype=np.uint8).reshape(len(each), width), length)
 
 
-def references(numbers: Int64Array) -> Block:
-    """What puts objects on the stack that were written before, by their memo numbers, [records]."""
+def reference_block(numbers: Int64Array) -> Block:
+    """Build a block of the opcodes that push objects by their memo numbers, [records]."""
     little = np.ascontiguousarray(numbers, dtype="<u4").view(np.uint8).reshape(-1, 4)
     few = numbers < 1 << 8
     opcode = np.where(few, ord("h"), ord("j")).astype(np.uint8)
     return Block(np.concatenate((opcode[:, None], little), axis=1), np.where(few, 2, 5))
 
 
-def replaced(block: Block, rows: Int64Array, others: Block) -> Block:
-    """The same with other rows, [len(rows)], in the place of some."""
+def replace_rows(block: Block, rows: Int64Array, others: Block) -> Block:
+    """Return a copy of a block with `others`, [len(rows)], in place of the rows `rows`."""
     width = max(block.content.shape[1], others.content.shape[1])
     content = np.zeros((len(block.content), width), dtype=np.uint8)
     content[:, : block.content.shape[1]] = block.content
@@ -67,8 +68,8 @@ def replaced(block: Block, rows: Int64Array, others: Block) -> Block:
     return Block(content, length)
 
 
-def integers(values: Int64Array) -> Block:
-    """Opcodes of integers, [records], none of them negative: as `emit.integer` writes them."""
+def integer_block(values: Int64Array) -> Block:
+    """Build a block of the opcodes of integers that are not negative, [records], as `emit.encode_integer` does."""
     little = np.ascontiguousarray(values, dtype="<i8").view(np.uint8).reshape(-1, 8)
     sizes = [values < 1 << 8, values < 1 << 16, values < 1 << 31]
     narrow = bool(sizes[2].all())
@@ -85,8 +86,8 @@ def integers(values: Int64Array) -> Block:
     return Block(content, length)
 
 
-def joined(blocks: Sequence[Block], count: int) -> bytes:
-    """So many records, each the bytes of all blocks one behind the other."""
+def join_blocks(blocks: Sequence[Block], count: int) -> bytes:
+    """Concatenate the bytes of `count` records, each with the bytes of all blocks in order."""
     content = [np.broadcast_to(block.content, (count, block.content.shape[1])) for block in blocks]
     kept = [
         np.broadcast_to(np.arange(block.content.shape[1]) < block.length[:, None], part.shape)

@@ -1,7 +1,7 @@
 """Emit the pickle of an object tree as torch.load expects it (protocol 2).
 
-The inverse of `machine` and `reader`: plain data, `Inert` recipes and `Tensor` references. Objects that occur twice
-are written once and referred to, as the standard pickler does.
+This is the inverse of `machine` and `reader`, for plain data, `Inert` recipes and `Tensor` references. Objects that
+occur twice are written once and then referred to, as in the standard pickler.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ _PIECE_BYTES = 16 << 20
 
 
 def emit(value: Any) -> tuple[bytes, list[Storage]]:
-    """The pickle of `value`, and its storages in the order of their keys `0`, `1`, ...
+    """Pickle an object tree.
+
+    Returns:
+        The pickle, and its storages in the order of their keys `0`, `1`, ...
 
     Raises:
-        UnsupportedError: an object that a reader of `.pt` files never yields.
-        CorruptSourceError: nested too deeply.
-        UnsafePickleError: a name that is not accepted (`trust`).
+        UnsupportedError: it holds an object that a reader of `.pt` files never returns.
+        CorruptSourceError: it is nested too deeply.
+        UnsafePickleError: it holds a global that is not accepted (`trust`).
     """
     emitter = Emitter()
     try:
-        emitter.value(value)
+        emitter.emit_value(value)
     except RecursionError as error:
         raise CorruptSourceError("objects are nested too deeply") from error
-    return emitter.pickled(), list(emitter.storages)
+    return emitter.join_bytes(), list(emitter.storages)
 
 
-def integer(value: int) -> bytes:
-    """The opcode of an integer."""
+def encode_integer(value: int) -> bytes:
+    """Encode the shortest opcode that pushes an integer."""
     if 0 <= value < 1 << 8:
         return b"K" + bytes([value])
     if 0 <= value < 1 << 16:
@@ -61,7 +64,7 @@ def integer(value: int) -> bytes:
 
 
 class Emitter:
-    """Output and memo of one pickle."""
+    """Writer of one pickle, with its output and memo."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -69,12 +72,12 @@ class Emitter:
         self.keep: list[Any] = []
         self.storages: dict[Storage, str] = {}
 
-    def pickled(self) -> bytes:
-        """The pickle of the one object that was written."""
-        return b"".join(content for _, content in self.pieces())
+    def join_bytes(self) -> bytes:
+        """Return the pickle of the one object that was emitted."""
+        return b"".join(content for _, content in self.iterate_bytes())
 
-    def pieces(self) -> Iterator[tuple[int, bytes]]:
-        """The same cut into a few pieces with their positions; lets go of what it yields: it can be gigabytes."""
+    def iterate_bytes(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the pickle as a few (position, bytes) pairs, and release what was yielded: it can be gigabytes."""
         self.parts = [b".", *self.parts[::-1], b"\x80\x02"]
         position = 0
         while self.parts:
@@ -85,180 +88,184 @@ class Emitter:
             yield position, b"".join(some)
             position += num_bytes
 
-    def reference(self, key: Any) -> bytes:
-        """What puts an object on the stack that was written before: a `Global`, or ("text", string)."""
+    def encode_reference(self, key: Any) -> bytes:
+        """Encode the opcode that pushes an object that was written before.
+
+        Args:
+            key: the object's key in the memo: a `Global`, or ("text", string).
+        """
         index = self.memo[key]
         return b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)
 
     def recall(self, key: Any) -> bool:
-        """Refer to an object, if it was written before."""
+        """Emit a reference to an object if it was written before; return whether it was."""
         if key not in self.memo:
             return False
-        self.parts.append(self.reference(key))
+        self.parts.append(self.encode_reference(key))
         return True
 
     def remember(self, key: Any, value: Any) -> None:
-        """The object on top of the stack may be referred to."""
-        self.parts.append(self._noted(key, value))
+        """Memoize the object on top of the stack, so that it can be referred to."""
+        self.parts.append(self._memoize(key, value))
 
-    def _noted(self, key: Any, value: Any) -> bytes:
+    def _memoize(self, key: Any, value: Any) -> bytes:
         index = len(self.memo)
         self.memo[key] = index
         self.keep.append(value)
         return b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
 
-    def value(self, value: Any) -> None:
-        """Write an object, whatever it is."""
+    def emit_value(self, value: Any) -> None:
+        """Emit any object that a reader returns."""
         kind = type(value)
         if value is None or kind is bool:
             self.parts.append({None: b"N", True: b"\x88", False: b"\x89"}[value])
         elif kind is int:
-            self.integer(value)
+            self.emit_integer(value)
         elif kind is float:
             self.parts.append(b"G" + struct.pack(">d", value))
         elif kind is str:
-            self.text(value)
+            self.emit_text(value)
         elif kind is bytes:
-            self._bytes(value)
+            self._emit_bytes(value)
         elif kind is Global:
-            self._global(value)
+            self._emit_global(value)
         elif self.recall(id(value)):
             return
         elif kind is tuple:
-            self._tuple(value)
+            self._emit_tuple(value)
             if value:
                 self.remember(id(value), value)
         elif kind is Size:
-            self._call(_SIZE, (tuple(value),))
+            self._emit_call(_SIZE, (tuple(value),))
             self.remember(id(value), value)
         elif kind is list:
             self.parts.append(b"]")
             self.remember(id(value), value)
-            self._items(value)
+            self._emit_items(value)
         elif kind is dict:
             self.parts.append(b"}")
             self.remember(id(value), value)
-            self._pairs(list(value.items()))
+            self._emit_pairs(list(value.items()))
         elif kind is StatefulDict:
-            self._call(_ORDERED_DICT, ())
+            self._emit_call(_ORDERED_DICT, ())
             self.remember(id(value), value)
-            self._pairs(list(value.items()))
-            self._state(value.state)
+            self._emit_pairs(list(value.items()))
+            self._emit_state(value.state)
         elif kind is Tensor:
-            self._tensor(value)
+            self._emit_tensor(value)
             self.remember(id(value), value)
         elif kind is Inert:
-            self._inert(value)
+            self._emit_inert(value)
         else:
             raise UnsupportedError(f"cannot write a {kind.__module__}.{kind.__qualname__} into a .pt file")
 
-    def integer(self, value: int) -> None:
-        """Write an integer."""
-        self.parts.append(integer(value))
+    def emit_integer(self, value: int) -> None:
+        """Emit an integer."""
+        self.parts.append(encode_integer(value))
 
-    def text(self, value: str) -> None:
-        """Write a string."""
+    def emit_text(self, value: str) -> None:
+        """Emit a string, or a reference to an equal one."""
         if not self.recall(("text", value)):
-            self.parts.append(self.new_text(value))
+            self.parts.append(self.encode_text(value))
 
-    def new_text(self, value: str) -> bytes:
-        """The opcodes of a string that was not written before, and may be referred to from now on."""
+    def encode_text(self, value: str) -> bytes:
+        """Encode the opcodes of a string that was not written before, and memoize it."""
         data = value.encode("utf-8", "surrogatepass")
-        return b"X" + struct.pack("<I", len(data)) + data + self._noted(("text", value), value)
+        return b"X" + struct.pack("<I", len(data)) + data + self._memoize(("text", value), value)
 
-    def _bytes(self, value: bytes) -> None:
+    def _emit_bytes(self, value: bytes) -> None:
         header = b"C" + bytes([len(value)]) if len(value) < 256 else b"B" + struct.pack("<I", len(value))
         self.parts.append(header + value)
 
-    def _global(self, value: Global) -> None:
+    def _emit_global(self, value: Global) -> None:
         if not self.recall(value):
-            if not is_accepted(value):  # whatever way it came: nothing else gets into a file
+            if not is_accepted(value):  # checked for every global, so that no unaccepted one is ever written
                 raise UnsafePickleError(f"{value!s:.200} is not among the names that may be written into a pickle")
             self.parts.append(b"c" + f"{value.module}\n{value.name}\n".encode())
             self.remember(value, value)
 
-    def _tuple(self, value: tuple[Any, ...]) -> None:
+    def _emit_tuple(self, value: tuple[Any, ...]) -> None:
         if not value:
             self.parts.append(b")")
             return
         if len(value) > 3:
             self.parts.append(b"(")
         for item in value:
-            self.value(item)
+            self.emit_value(item)
         self.parts.append({1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t"))
 
-    def _items(self, items: list[Any]) -> None:
+    def _emit_items(self, items: list[Any]) -> None:
         if items:
             self.parts.append(b"(")
             for item in items:
-                self.value(item)
+                self.emit_value(item)
             self.parts.append(b"e")
 
-    def _pairs(self, pairs: list[tuple[Any, Any]]) -> None:
+    def _emit_pairs(self, pairs: list[tuple[Any, Any]]) -> None:
         if pairs:
             self.parts.append(b"(")
             for key, item in pairs:
-                self.value(key)
-                self.value(item)
+                self.emit_value(key)
+                self.emit_value(item)
             self.parts.append(b"u")
 
-    def _state(self, state: Any) -> None:
+    def _emit_state(self, state: Any) -> None:
         if state is not None:
-            self.value(state)
+            self.emit_value(state)
             self.parts.append(b"b")
 
-    def _call(self, target: Global, args: tuple[Any, ...], *, opcode: bytes = b"R") -> None:
-        self._global(target)
-        self._tuple(args)
+    def _emit_call(self, target: Global, args: tuple[Any, ...], *, opcode: bytes = b"R") -> None:
+        self._emit_global(target)
+        self._emit_tuple(args)
         self.parts.append(opcode)
 
-    def _inert(self, value: Inert) -> None:
-        self._call(value.target, value.args, opcode=b"R" if value.kind == "reduce" else b"\x81")
+    def _emit_inert(self, value: Inert) -> None:
+        self._emit_call(value.target, value.args, opcode=b"R" if value.kind == "reduce" else b"\x81")
         self.remember(id(value), value)
-        self._items(value.items)
-        self._pairs(value.pairs)
-        self._state(value.state)
+        self._emit_items(value.items)
+        self._emit_pairs(value.pairs)
+        self._emit_state(value.state)
 
-    def _tensor(self, tensor: Tensor) -> None:
+    def _emit_tensor(self, tensor: Tensor) -> None:
         newer = tensor.dtype in UNTYPED_DTYPES
         rebuild = _REBUILD_NEWER_TENSOR if newer else _REBUILD_TENSOR
         if tensor.parameter:
-            self._global(_REBUILD_PARAMETER)
+            self._emit_global(_REBUILD_PARAMETER)
         if tensor.attributes is not None:
-            self._global(_WITH_ATTRIBUTES)
+            self._emit_global(_WITH_ATTRIBUTES)
             self.parts.append(b"(")
-            self._global(rebuild)
-            self._global(tensor.attributes[0])
+            self._emit_global(rebuild)
+            self._emit_global(tensor.attributes[0])
         else:
-            self._global(rebuild)
+            self._emit_global(rebuild)
         self.parts.append(b"(")
-        self._storage(tensor.storage)
-        self.integer(tensor.offset)
-        self._tuple(tensor.shape)
-        self._tuple(tensor.stride)
-        self.value(False if tensor.parameter else tensor.requires_grad)
-        self._call(_ORDERED_DICT, ())
+        self._emit_storage(tensor.storage)
+        self.emit_integer(tensor.offset)
+        self._emit_tuple(tensor.shape)
+        self._emit_tuple(tensor.stride)
+        self.emit_value(False if tensor.parameter else tensor.requires_grad)
+        self._emit_call(_ORDERED_DICT, ())
         if newer:
-            self._global(Global("torch", tensor.dtype))
+            self._emit_global(Global("torch", tensor.dtype))
         self.parts.append(b"t")
         if tensor.attributes is not None:
-            self.value(tensor.attributes[1])
+            self.emit_value(tensor.attributes[1])
             self.parts.append(b"t")
         self.parts.append(b"R")
         if tensor.parameter:
-            self.value(tensor.requires_grad)
-            self._call(_ORDERED_DICT, ())
+            self.emit_value(tensor.requires_grad)
+            self._emit_call(_ORDERED_DICT, ())
             self.parts.append(b"\x87R")
 
-    def _storage(self, storage: Storage) -> None:
+    def _emit_storage(self, storage: Storage) -> None:
         key = self.storages.setdefault(storage, str(len(self.storages)))
         self.parts.append(b"(")
-        self.text("storage")
+        self.emit_text("storage")
         if storage.dtype in UNTYPED_DTYPES:
-            self._global(Global("torch.storage", "UntypedStorage"))
+            self._emit_global(Global("torch.storage", "UntypedStorage"))
         else:
-            self._global(Global("torch", STORAGE_CLASSES[storage.dtype]))
-        self.text(key)
-        self.text(storage.location)
-        self.integer(storage.num_bytes if storage.dtype in UNTYPED_DTYPES else storage.num_elements)
+            self._emit_global(Global("torch", STORAGE_CLASSES[storage.dtype]))
+        self.emit_text(key)
+        self.emit_text(storage.location)
+        self.emit_integer(storage.num_bytes if storage.dtype in UNTYPED_DTYPES else storage.num_elements)
         self.parts.append(b"tQ")

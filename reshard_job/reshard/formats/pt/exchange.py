@@ -1,4 +1,4 @@
-"""The same object tree with other storages; what holds no tensor stays the same object."""
+"""Copy an object tree with other storages; objects that hold no tensor are not copied."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats.pt.objects import Inert, Size, StatefulDict, Storage, Tensor, rebuilt
+from reshard.formats.pt.objects import Inert, Size, StatefulDict, Storage, Tensor, copy_container
 
 
-def holders(root: Any) -> frozenset[int]:
-    """Identities of all tensors and of all containers in which there is one."""
+def find_holders(root: Any) -> frozenset[int]:
+    """Find the identities of all tensors and of all containers that hold one."""
     found: dict[int, bool] = {}
 
     def visit(value: Any) -> bool:
         number = id(value)
         if number not in found and isinstance(value, dict | list | tuple | Inert | Tensor):
             found[number] = isinstance(value, Tensor)
-            for part in _parts(value):
+            for part in _list_children(value):
                 if visit(part):
                     found[number] = True
         return found.get(number, False)
@@ -26,7 +26,7 @@ def holders(root: Any) -> frozenset[int]:
     return frozenset(number for number, holds in found.items() if holds)
 
 
-def _parts(value: Any) -> list[Any]:
+def _list_children(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [*value.values(), *([value.state] if isinstance(value, StatefulDict) else [])]
     if isinstance(value, Inert):
@@ -36,17 +36,22 @@ def _parts(value: Any) -> list[Any]:
     return [] if isinstance(value, Size) else list(value)
 
 
-class Exchange:
-    """Copies object trees; an object that occurs twice stays one object."""
+class StorageExchange:
+    """Copier of object trees with new storages; an object that occurs twice is copied once."""
 
     def __init__(self, storages: Mapping[int, Storage], holding: frozenset[int]) -> None:
-        """`storages`: identity of an old storage -> the new one; `holding`: `holders` of the tree."""
+        """Create a copier.
+
+        Args:
+            storages: identity of an old storage -> the new storage.
+            holding: identities that `find_holders` returned for the tree.
+        """
         self._storages = storages
         self._holding = holding
         self._done: dict[int, Any] = {}
 
     def copy(self, value: Any) -> Any:
-        """The tree with the new storages."""
+        """Copy a tree, with the new storages."""
         if id(value) not in self._holding:
             return value
         if id(value) not in self._done:
@@ -58,4 +63,4 @@ class Exchange:
             attributes = None if value.attributes is None else (value.attributes[0], self.copy(value.attributes[1]))
             storage = self._storages.get(id(value.storage), value.storage)
             return dataclasses.replace(value, storage=storage, attributes=attributes)
-        return rebuilt(value, self.copy)
+        return copy_container(value, self.copy)

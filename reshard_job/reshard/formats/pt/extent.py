@@ -1,7 +1,7 @@
-"""How deep and how large the object tree of a pickle is, for those who walk, copy or print it.
+"""Limit the depth and size of the object tree of a pickle, which other functions walk, copy or print.
 
-A pickle can refer to one object many times. Forty pairs, each of the one before twice, are a tree of 2^40 leaves for
-whoever walks it, and a list can hold itself. Real checkpoints share few containers and are about ten levels deep.
+A pickle can refer to one object many times. Forty pairs, each of which holds the one before twice, unfold to a tree of
+2^40 leaves, and a list can hold itself. Real checkpoints share few containers and are about ten levels deep.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from reshard.errors import UnsafePickleError
 from reshard.formats.pt.objects import Inert, Size, StatefulDict, Tensor
 
 MAX_DEPTH = 100
-"""Levels of containers; functions that walk the tree need a few frames for each, Python allows 1000 in all."""
+"""Most levels of containers; functions that walk the tree need a few frames for each, and Python allows 1000 in all."""
 
 MAX_UNFOLDED = 1 << 20
-"""Objects that a walk over the tree meets, besides `MAX_SHARING` times those that there are."""
+"""Most objects that a walk over the tree may visit, in addition to `MAX_SHARING` visits of each object."""
 
 MAX_SHARING = 64
 
 _HINT = "the file was tampered with, or holds objects that do not belong into a checkpoint: save plain data"
 
 
-def check_extent(root: Any, path: str, weights: Mapping[int, int]) -> None:
-    """Check that a walk over the tree ends soon; takes time linear in the number of objects.
+def check_tree_size(root: Any, path: str, weights: Mapping[int, int]) -> None:
+    """Check that a walk over the tree ends soon, in time linear in the number of objects.
 
     Args:
-        root: of the tree.
-        path: of the file, for messages.
-        weights: of long texts and numbers, by identity: as how many objects each counts.
+        root: root of the tree.
+        path: path of the file, for messages.
+        weights: number of objects that a long text or number counts as, by identity.
 
     Raises:
-        UnsafePickleError: too deep, too large when unfolded, or an object that contains itself.
+        UnsafePickleError: the tree is too deep, too large when unfolded, or an object contains itself.
     """
     sizes: dict[int, int] = dict(weights)
     entered: set[int] = set()
@@ -44,13 +44,13 @@ def check_extent(root: Any, path: str, weights: Mapping[int, int]) -> None:
         if leaving:
             depth -= 1
             entered.discard(number)
-            sizes[number] = 1 + sum(sizes.get(id(child), 1) for child in _children(value))
+            sizes[number] = 1 + sum(sizes.get(id(child), 1) for child in _list_children(value))
         elif number in entered:
             raise UnsafePickleError(
                 f"its pickle has a {type(value).__name__} that contains itself", path=path, hint=_HINT
             )
         elif number not in sizes:
-            children = _children(value)
+            children = _list_children(value)
             count += 1 + len(children)
             depth += 1
             if depth > MAX_DEPTH:
@@ -68,7 +68,7 @@ def check_extent(root: Any, path: str, weights: Mapping[int, int]) -> None:
 _CONTAINERS = (dict, list, tuple, Inert, Tensor)
 
 
-def _children(value: Any) -> list[Any]:
+def _list_children(value: Any) -> list[Any]:
     if isinstance(value, dict):
         state = [value.state] if isinstance(value, StatefulDict) else []
         return [*value.keys(), *value.values(), *state]

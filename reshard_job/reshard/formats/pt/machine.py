@@ -1,8 +1,8 @@
 """A pickle machine that builds data and nothing else.
 
-The machine of the standard library calls whatever a pickle names, and its C form can be made to allocate gigabytes by
-a short pickle. This one knows the opcodes that torch.save and the standard pickler emit for data (protocols 2 to 5),
-calls no name at all, accepts those of the allow list (`trust`), and turns their objects into `Inert` recipes. Time and
+The unpickler of the standard library calls whatever a pickle names, and a short pickle can make its C version allocate
+gigabytes. This machine knows the opcodes that torch.save and the standard pickler emit for data (protocols 2 to 5). It
+calls no name, accepts only those of the allow list (`trust`), and turns their objects into `Inert` recipes. Time and
 memory are linear in the pickle's length.
 Source of the opcodes: Lib/pickletools.py of CPython 3.11.
 """
@@ -14,33 +14,32 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.errors import CorruptSourceError, ReshardError, UnsafePickleError
-from reshard.formats.pt.extent import check_extent
-from reshard.formats.pt.objects import ORDERED_DICT, WITH_ATTRIBUTES, Global, Inert, Size, StatefulDict, brief
-from reshard.formats.pt.trust import is_accepted, judge
+from reshard.formats.pt.extent import check_tree_size
+from reshard.formats.pt.objects import ORDERED_DICT, WITH_ATTRIBUTES, Global, Inert, Size, StatefulDict, abbreviate
+from reshard.formats.pt.trust import is_accepted, refuse_globals
 
 MAX_PICKLE_BYTES = 256 << 20
 """A pickle of metadata is a few hundred bytes per tensor; a longer one is not metadata."""
 
 _MAX_INTEGER_BYTES = 1 << 10  # longer ones take Python quadratic time to print
-_MAX_KEY_PARTS = 16  # a tuple is hashed anew wherever it is a key
+_MAX_KEY_PARTS = 16  # a tuple is hashed anew each time that it is a key
 _MAX_KEY_CHARACTERS = 1 << 14  # equal texts of two objects are compared whole
-_MAX_COLLISIONS = 16  # of tuples, whose hashes can be made to collide: each takes a comparison with all the others
-_MAX_KEY_BITS = 60  # integers up to 2**61 - 1 differ in their hashes; larger ones can be made to collide
-_MOST_PROBES = 1 << 26  # of numbers that are keys, besides those for each byte of the pickle
+_MAX_COLLISIONS = 16  # a file can make the hashes of tuples collide: each is then compared with all the others
+_MAX_KEY_BITS = 60  # integers up to 2**61 - 1 differ in their hashes; a file can make larger ones collide
+_MAX_PROBES = 1 << 26  # probes for keys that are numbers, in addition to those for each byte of the pickle
 _PROBES_PER_BYTE = 64
 _NEAR = 16
 _MAX_NAME = 1 << 10
 MARK = object()
-"""What stands on the stack for a mark."""
+"""The object on the stack that represents a mark."""
 _UINT2 = struct.Struct("<H")
 _UINT4 = struct.Struct("<I")
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
-MAX_DIMS = 64
-"""Of a tensor."""
+MAX_DIMS = 64  # of a tensor
 
 LONG_BYTES = 64
-"""Texts and numbers of so many bytes count as several objects, in each place where they are."""
+"""Texts and numbers of this many bytes or more count as several objects, each time that they occur."""
 
 _BYTES_OF_AN_OBJECT = 32
 
@@ -59,8 +58,8 @@ def load(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebuild, path
         path: file to name in errors.
 
     Raises:
-        UnsafePickleError: a name that is not accepted (`trust`), an opcode that data does not need, or too large.
-        CorruptSourceError: not a well-formed pickle.
+        UnsafePickleError: it is too large, has a name that is not accepted (`trust`), or an opcode not for data.
+        CorruptSourceError: it is not a well-formed pickle.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise UnsafePickleError(f"its pickle has {len(data)} bytes: at most {MAX_PICKLE_BYTES} are read", path=path)
@@ -68,23 +67,23 @@ def load(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebuild, path
     try:
         value = machine.run()
     except ReshardError:
-        machine.judge_names()
+        machine.check_names()
         raise
     except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError, KeyError, AttributeError) as error:
-        machine.judge_names()
+        machine.check_names()
         raise CorruptSourceError(
             f"broken pickle at byte {machine.position}: {type(error).__name__}: {error!s:.300}", path=path
         ) from error
-    check_extent(value, path, machine.weights)
-    machine.judge(value)
+    check_tree_size(value, path, machine.weights)
+    machine.check_globals(value)
     return value
 
 
 class Memo(dict[int, Any]):
-    """Objects by number, which picklers count from 0.
+    """Objects by number; picklers count from 0.
 
-    A number out of that order is kept apart, as a text: a file cannot choose the hash of a text, and that of a number
-    it can, so that each look at it meets all the others.
+    A number out of that order is stored in another dict, as a text. A file can choose numbers with colliding hashes,
+    which would make each lookup compare all of them; it cannot choose the hash of a text.
     """
 
     def __init__(self) -> None:
@@ -93,11 +92,11 @@ class Memo(dict[int, Any]):
 
     @property
     def count(self) -> int:
-        """Objects that were memoized."""
+        """Number of objects that were memoized."""
         return len(self) + len(self.apart)
 
     def put(self, number: int, value: Any) -> None:
-        """Keep an object under a number."""
+        """Store an object under a number."""
         if number > len(self):
             self.apart[str(number)] = value
             return
@@ -126,35 +125,35 @@ class Machine:
         self._kept: list[Any] = []
         self._tuples: dict[int, dict[int, int]] = {}
         self._scattered: dict[int, int] = {}
-        self._probes_left = _MOST_PROBES + _PROBES_PER_BYTE * len(data)
+        self._probes_left = _MAX_PROBES + _PROBES_PER_BYTE * len(data)
 
-    def judge(self, value: Any) -> None:
-        """Refuse the pickle, of which `value` was made, for all that it names and is not accepted.
-
-        Raises:
-            UnsafePickleError: lists the names, and those that are used as nobody uses them.
-        """
-        judge(self.refused, self.made, value, self.path)
-
-    def judge_names(self) -> None:
-        """Refuse a pickle that was not read to its end for its names: they say more than where it breaks off.
+    def check_globals(self, value: Any) -> None:
+        """Refuse the pickle of `value` for globals that are not accepted, or are used in an unknown way.
 
         Raises:
-            UnsafePickleError: lists the names.
+            UnsafePickleError: lists the globals.
         """
-        judge(self.refused, (), None, self.path)
+        refuse_globals(self.refused, self.made, value, self.path)
+
+    def check_names(self) -> None:
+        """Refuse a pickle that was not read to its end for its globals, which tell more than where it breaks off.
+
+        Raises:
+            UnsafePickleError: lists the globals that are not accepted.
+        """
+        refuse_globals(self.refused, (), None, self.path)
 
     def weigh(self, value: Any, num_bytes: int) -> None:
-        """Remember how much work it is to walk over a long text or number: a pickle can refer to it many times."""
+        """Store how many objects a long text or number counts as: a pickle can refer to it many times."""
         if num_bytes >= LONG_BYTES:
             self.weights[id(value)] = num_bytes // _BYTES_OF_AN_OBJECT
-            self._kept.append(value)  # so that nothing else is ever called by its identity
+            self._kept.append(value)  # so that no other object gets its identity
 
     def count_tuple(self, target: dict[Any, Any], key: tuple[Any, ...]) -> None:
-        """Count how many tuples that are keys of a dict have the same hash.
+        """Count the tuples with the same hash that are keys of a dict.
 
         Raises:
-            ValueError: they were made to.
+            ValueError: there are more than chance explains.
         """
         hashes = self._tuples.setdefault(id(target), {})
         hashes[hash(key)] = count = hashes.get(hash(key), 0) + 1
@@ -162,13 +161,13 @@ class Machine:
             raise ValueError(f"{count} keys of a dict are tuples with the same hash")
 
     def count_key(self, target: dict[Any, Any], key: Any) -> None:
-        """Count how many places a dict may have to look at for a key whose hash a file can choose.
+        """Count the places that a dict may have to probe for a key whose hash a file can choose.
 
         Numbers that follow each other from 0, as optimizers number parameters, have places of their own: a dict has
         at least 1.5 places for a key. Other numbers, and tuples of them, can be made to meet all the keys before.
 
         Raises:
-            ValueError: more than is in proportion to the pickle.
+            ValueError: there are too many for the length of the pickle.
         """
         if isinstance(key, tuple):
             self.count_tuple(target, key)
@@ -179,18 +178,21 @@ class Machine:
             self._probes_left -= min(scattered, len(target))
         else:
             if not scattered:
-                self._kept.append(target)  # so that no other dict is ever called by its identity
+                self._kept.append(target)  # so that no other dict gets its identity
             self._scattered[id(target)] = scattered + 1
             self._probes_left -= len(target)
         if self._probes_left < 0:
             raise ValueError(f"a dict of {len(target)} keys has too many that are scattered numbers")
 
     def run(self) -> Any:
-        """Most opcodes of a large pickle are handled here: a call for each would double the time."""
+        """Run the pickle to its end and return the object that it leaves.
+
+        Frequent opcodes are handled in the loop: a call for each would double the time.
+        """
         data, table, stack, memo, position = self.data, TABLE, self.stack, self.memo, 0
         apart = memo.apart
         try:
-            while True:  # with a condition here, CPython 3.11 would not specialize the loop of one long run
+            while True:  # CPython 3.11 does not specialize a loop with a condition that is entered only once
                 opcode = data[position]
                 position += 1
                 if opcode == 0x94 and not apart:  # MEMOIZE
@@ -214,7 +216,7 @@ class Machine:
                 elif opcode == 0x2E:  # STOP
                     break
                 else:
-                    raise self.unwanted(opcode, position - 1)
+                    raise self.make_opcode_error(opcode, position - 1)
         finally:
             self.position = max(self.position, position)
         value = stack.pop()
@@ -222,8 +224,8 @@ class Machine:
             raise ValueError(f"{len(stack)} objects are left on the stack")
         return value
 
-    def unwanted(self, opcode: int, position: int) -> UnsafePickleError:
-        """The error for an opcode that data does not need."""
+    def make_opcode_error(self, opcode: int, position: int) -> UnsafePickleError:
+        """Create the error for an opcode that data does not need."""
         return UnsafePickleError(
             f"pickle opcode {bytes([opcode])!r} at byte {position} is not used for plain data",
             path=self.path,
@@ -231,7 +233,7 @@ class Machine:
         )
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Return the next `count` bytes and move behind them."""
         start, end = self.position, self.position + count
         if count < 0 or end > len(self.data):
             raise ValueError(f"{count} bytes are announced, {len(self.data) - start} are left")
@@ -239,11 +241,11 @@ class Machine:
         return self.data[start:end]
 
     def uint(self, count: int) -> int:
-        """The next bytes, as a number."""
+        """Read an unsigned integer of `count` bytes."""
         return int.from_bytes(self.take(count), "little")
 
     def integer(self, count: int) -> int:
-        """The next bytes, as a signed number."""
+        """Read a signed integer of `count` bytes."""
         if count > _MAX_INTEGER_BYTES:
             raise ValueError(f"an integer of {count} bytes: at most {_MAX_INTEGER_BYTES} are read")
         value = int.from_bytes(self.take(count), "little", signed=True)
@@ -251,7 +253,7 @@ class Machine:
         return value
 
     def text(self, width: int) -> str:
-        """A text, behind a length of `width` bytes."""
+        """Read a text after its length, which has `width` bytes."""
         count = self.uint(width)
         value = self.take(count).decode("utf-8", "surrogatepass")
         if count >= LONG_BYTES:
@@ -259,21 +261,21 @@ class Machine:
         return value
 
     def content(self, width: int) -> bytes:
-        """Bytes, behind a length of `width` bytes."""
+        """Read bytes after their length, which has `width` bytes."""
         count = self.uint(width)
         value = self.take(count)
         self.weigh(value, count)
         return value
 
     def line(self) -> str:
-        """Up to the next end of a line."""
+        """Read a text up to the next end of a line."""
         end = self.data.index(b"\n", self.position)
         text = self.data[self.position : end].decode("utf-8")
         self.position = end + 1
         return text
 
-    def since_mark(self) -> list[Any]:
-        """Take everything down to the mark, and the mark."""
+    def pop_to_mark(self) -> list[Any]:
+        """Pop everything above the last mark, and the mark; return what was above it."""
         stack = self.stack
         for index in range(len(stack) - 1, -1, -1):
             if stack[index] is MARK:
@@ -283,7 +285,7 @@ class Machine:
         raise ValueError("no mark on the stack")
 
     def apply(self, kind: str, target: Any, args: Any) -> Any:
-        """What the pickle calls, as data or as a recipe."""
+        """Turn a call of the pickle into data, or into a recipe."""
         if not isinstance(target, Global):
             raise UnsafePickleError(f"it calls a {type(target).__name__}, not a name", path=self.path)
         if not isinstance(args, tuple):
@@ -296,7 +298,7 @@ class Machine:
 
 
 def _check_key(key: Any) -> Any:
-    """Only keys whose hash takes constant time: a tuple of tuples can take 2**depth."""
+    """Check that the hash of a key takes constant time (a tuple of tuples can take 2**depth), and return the key."""
     kind = type(key)
     if kind is Inert or (kind is str and len(key) <= _MAX_KEY_CHARACTERS):  # an Inert hashes by identity
         return key
@@ -318,7 +320,7 @@ def _check_key(key: Any) -> Any:
 
 
 def set_items(machine: Machine, pairs: list[Any]) -> None:
-    """Put keys and values, in turn, into the dict on top of the stack."""
+    """Set the alternating keys and values of `pairs` in the dict on top of the stack."""
     if len(pairs) % 2:
         raise ValueError("a key without a value")
     target = machine.stack[-1]
@@ -334,8 +336,8 @@ def set_items(machine: Machine, pairs: list[Any]) -> None:
         raise ValueError(f"items are set on a {type(target).__name__}")
 
 
-def append(machine: Machine, items: list[Any]) -> None:
-    """Put items at the end of the list on top of the stack."""
+def append_items(machine: Machine, items: list[Any]) -> None:
+    """Append items to the list on top of the stack."""
     target = machine.stack[-1]
     if isinstance(target, list):
         target.extend(items)
@@ -357,37 +359,37 @@ def _build(machine: Machine) -> None:
         machine.made.append(Inert("reduce", ORDERED_DICT, (), state))
 
 
-def _pop_item(machine: Machine) -> None:
+def _append_one(machine: Machine) -> None:
     value = machine.stack.pop()
-    append(machine, [value])
+    append_items(machine, [value])
 
 
-def _pop_pair(machine: Machine) -> None:
+def _set_one(machine: Machine) -> None:
     value = machine.stack.pop()
     key = machine.stack.pop()
     set_items(machine, [key, value])
 
 
-def _name(machine: Machine, module: str, name: str) -> None:
-    """Push a name; one that is not accepted is refused when all is read (`Machine.judge`)."""
+def _push_global(machine: Machine, module: str, name: str) -> None:
+    """Push a global; one that is not accepted is refused when the pickle is read (`Machine.check_globals`)."""
     if len(module) + len(name) > _MAX_NAME:
         raise ValueError(f"a name of {len(module) + len(name)} characters")
-    found = Global(module, name)
-    if not is_accepted(found):
-        machine.refused[found] = None
-    machine.stack.append(found)
+    target = Global(module, name)
+    if not is_accepted(target):
+        machine.refused[target] = None
+    machine.stack.append(target)
 
 
-def _global(machine: Machine) -> None:
+def _read_global(machine: Machine) -> None:
     module = machine.line()
-    _name(machine, module, machine.line())
+    _push_global(machine, module, machine.line())
 
 
-def _stack_global(machine: Machine) -> None:
+def _pop_global(machine: Machine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         raise ValueError("a name is not a string")
-    _name(machine, module, name)
+    _push_global(machine, module, name)
 
 
 def _reduce(machine: Machine) -> None:
@@ -400,11 +402,11 @@ def _new_object(machine: Machine) -> None:
     machine.stack.append(machine.apply("new", machine.stack.pop(), args))
 
 
-def _persistent(machine: Machine) -> None:
+def _load_persistent(machine: Machine) -> None:
     machine.stack.append(machine.persistent_load(machine.stack.pop()))
 
 
-def _tuple_of(count: int) -> Callable[[Machine], None]:
+def _make_tuple(count: int) -> Callable[[Machine], None]:
     def operation(machine: Machine) -> None:
         stack = machine.stack
         found = tuple(stack[-count:])
@@ -416,7 +418,7 @@ def _tuple_of(count: int) -> Callable[[Machine], None]:
     return operation
 
 
-def _put(width: int) -> Callable[[Machine], None]:
+def _make_put(width: int) -> Callable[[Machine], None]:
     def operation(machine: Machine) -> None:
         machine.memo.put(machine.uint(width), machine.stack[-1])
 
@@ -427,71 +429,71 @@ def _memoize(machine: Machine) -> None:
     machine.memo.put(machine.memo.count, machine.stack[-1])
 
 
-def _push(read: Callable[[Machine], Any]) -> Callable[[Machine], None]:
+def _make_push(read: Callable[[Machine], Any]) -> Callable[[Machine], None]:
     return lambda machine: machine.stack.append(read(machine))
 
 
-def _protocol(machine: Machine) -> None:
-    found = machine.uint(1)
-    if not 2 <= found <= 5:
-        raise ValueError(f"pickle protocol {found}: expected 2 to 5")
+def _check_protocol(machine: Machine) -> None:
+    protocol = machine.uint(1)
+    if not 2 <= protocol <= 5:
+        raise ValueError(f"pickle protocol {protocol}: expected 2 to 5")
 
 
 TABLE: list[Callable[[Machine], None] | None] = [None] * 256
-"""What each opcode does, but for those that `Machine.run` does itself."""
+"""Operation of each opcode, but for those that `Machine.run` handles itself."""
 for _code, _operation in {
-    b"\x80": _protocol,
+    b"\x80": _check_protocol,
     b"\x95": lambda m: m.take(8) and None,  # FRAME: a hint about buffering
     b"(": lambda m: m.stack.append(MARK),
     b"0": lambda m: m.stack.pop() and None,
-    b"1": lambda m: m.since_mark() and None,
+    b"1": lambda m: m.pop_to_mark() and None,
     b"2": lambda m: m.stack.append(m.stack[-1]),
-    b"N": _push(lambda m: None),
-    b"\x88": _push(lambda m: True),
-    b"\x89": _push(lambda m: False),
-    b"J": _push(lambda m: m.integer(4)),
-    b"\x8a": _push(lambda m: m.integer(m.uint(1))),
-    b"\x8b": _push(lambda m: m.integer(m.uint(4))),
-    b"G": _push(lambda m: struct.unpack(">d", m.take(8))[0]),
-    b"X": _push(lambda m: m.text(4)),
-    b"\x8c": _push(lambda m: m.text(1)),
-    b"\x8d": _push(lambda m: m.text(8)),
-    b"B": _push(lambda m: m.content(4)),
-    b"C": _push(lambda m: m.content(1)),
-    b"\x8e": _push(lambda m: m.content(8)),
-    b")": _push(lambda m: ()),
-    b"t": lambda m: m.stack.append(tuple(m.since_mark())),
-    b"\x85": _tuple_of(1),
-    b"\x86": _tuple_of(2),
-    b"\x87": _tuple_of(3),
-    b"]": _push(lambda m: []),
-    b"a": _pop_item,
-    b"e": lambda m: append(m, m.since_mark()),
-    b"}": _push(lambda m: {}),
-    b"s": _pop_pair,
-    b"u": lambda m: set_items(m, m.since_mark()),
-    b"q": _put(1),
-    b"r": _put(4),
+    b"N": _make_push(lambda m: None),
+    b"\x88": _make_push(lambda m: True),
+    b"\x89": _make_push(lambda m: False),
+    b"J": _make_push(lambda m: m.integer(4)),
+    b"\x8a": _make_push(lambda m: m.integer(m.uint(1))),
+    b"\x8b": _make_push(lambda m: m.integer(m.uint(4))),
+    b"G": _make_push(lambda m: struct.unpack(">d", m.take(8))[0]),
+    b"X": _make_push(lambda m: m.text(4)),
+    b"\x8c": _make_push(lambda m: m.text(1)),
+    b"\x8d": _make_push(lambda m: m.text(8)),
+    b"B": _make_push(lambda m: m.content(4)),
+    b"C": _make_push(lambda m: m.content(1)),
+    b"\x8e": _make_push(lambda m: m.content(8)),
+    b")": _make_push(lambda m: ()),
+    b"t": lambda m: m.stack.append(tuple(m.pop_to_mark())),
+    b"\x85": _make_tuple(1),
+    b"\x86": _make_tuple(2),
+    b"\x87": _make_tuple(3),
+    b"]": _make_push(lambda m: []),
+    b"a": _append_one,
+    b"e": lambda m: append_items(m, m.pop_to_mark()),
+    b"}": _make_push(lambda m: {}),
+    b"s": _set_one,
+    b"u": lambda m: set_items(m, m.pop_to_mark()),
+    b"q": _make_put(1),
+    b"r": _make_put(4),
     b"\x94": _memoize,
-    b"c": _global,
-    b"\x93": _stack_global,
+    b"c": _read_global,
+    b"\x93": _pop_global,
     b"R": _reduce,
     b"\x81": _new_object,
     b"b": _build,
-    b"Q": _persistent,
+    b"Q": _load_persistent,
 }.items():
     TABLE[_code[0]] = _operation
 
 
 def rebuild_containers(target: Global, args: tuple[Any, ...]) -> Any:
-    """The containers that pickles build by a call: OrderedDict and torch.Size; NotImplemented for all else."""
+    """Build an OrderedDict or a torch.Size, which pickles make by a call; return NotImplemented for any other call."""
     name = target.name
     if name == "Size" and target.module == "torch" and len(args) == 1 and isinstance(args[0], tuple | list):
         if len(args[0]) > MAX_DIMS:  # every call makes a copy
             raise ValueError(f"a torch.Size of {len(args[0])} dims: at most {MAX_DIMS} are read")
         for size in args[0]:
             if type(size) is not int or size < 0:
-                raise ValueError(f"a torch.Size of {brief(args[0])}")
+                raise ValueError(f"a torch.Size of {abbreviate(args[0])}")
         return Size(args[0])
     if name == "OrderedDict" and target.module == "collections" and not args:
         return StatefulDict()

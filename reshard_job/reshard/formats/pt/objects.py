@@ -1,6 +1,6 @@
-"""What a `.pt` file's pickle turns into here: plain Python data, tensors as references, all else inert.
+"""Objects that a `.pt` file's pickle turns into: plain Python data, tensors as references, and inert recipes.
 
-Nothing in this module can execute anything that a file says.
+Nothing in this module can execute what a file says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from reshard.tensors import layout
 
 ITEM_BYTES = layout.ITEM_BYTES
-"""Bytes of one element of each dtype that torch saves. Of `float4_e2m1fn_x2` an element is two numbers."""
+"""Bytes of one element of each dtype that torch saves. One element of `float4_e2m1fn_x2` is two numbers."""
 
 STORAGE_DTYPES = {
     "DoubleStorage": "float64",
@@ -35,11 +35,11 @@ STORAGE_DTYPES = {
 STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 UNTYPED_DTYPES = frozenset(ITEM_BYTES) - frozenset(STORAGE_CLASSES)
-"""Newer types: storages are saved as plain bytes, and the tensor says its type (torch/storage.py, _new_dtypes)."""
+"""Newer dtypes, whose storages are saved as plain bytes; the tensor has the dtype (torch/storage.py, _new_dtypes)."""
 
 
-def brief(value: Any, levels: int = 2) -> str:
-    """What `repr` would say, in at most some hundred characters and in as little time, whatever `value` is."""
+def abbreviate(value: Any, levels: int = 2) -> str:
+    """Return a short `repr` of any value, of some hundred characters at most, in bounded time."""
     if isinstance(value, str | bytes):
         return repr(value[:60]) + ("..." if len(value) > 60 else "")
     if isinstance(value, int) and value.bit_length() > 128:
@@ -48,13 +48,13 @@ def brief(value: Any, levels: int = 2) -> str:
         return repr(value) if value is None or isinstance(value, int | float | Global) else type(value).__name__
     if not levels:
         return f"{type(value).__name__} of {len(value)}"
-    parts = [brief(part, levels - 1) for part in itertools.islice(value, 4)]
+    parts = [abbreviate(part, levels - 1) for part in itertools.islice(value, 4)]
     return f"{type(value).__name__}({', '.join(parts)}{', ...' if len(value) > 4 else ''})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Global:
-    """A name that the pickle refers to: a class, a function or a constant such as `torch.float32`. Never looked up."""
+    """Name of a class, function or constant (such as `torch.float32`) in a pickle; it is never imported."""
 
     module: str
     name: str
@@ -70,13 +70,13 @@ WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Inert:
-    """The recipe of an object of a class that we do not know: enough to put it back, not enough to run it.
+    """Recipe of an object of an unknown class: enough to write it again, not enough to run it.
 
     Attributes:
         kind: `reduce` (callable with arguments) or `new` (class with arguments).
         target: the callable or class.
         args: its arguments.
-        state: argument of BUILD, or None where there was none.
+        state: argument of BUILD, or None if there was none.
         items: appended items (list subclasses).
         pairs: set items (dict subclasses).
     """
@@ -89,7 +89,7 @@ class Inert:
     pairs: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
     def __repr__(self) -> str:
-        return f"Inert({self.target}, {brief(self.args)})"
+        return f"Inert({self.target}, {abbreviate(self.args)})"
 
 
 class StatefulDict(OrderedDict[Any, Any]):
@@ -110,7 +110,7 @@ class Size(tuple[int, ...]):
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class Storage:
-    """A flat run of elements: one entry `data/<key>` of the archive.
+    """A flat array of elements: one entry `data/<key>` of the archive.
 
     Identity matters: tensors that share a storage are views of one another.
 
@@ -118,9 +118,9 @@ class Storage:
         dtype: element type, a key of `ITEM_BYTES`.
         num_elements: length.
         location: device that it was saved from, for instance `cpu` or `cuda:0`.
-        file_offset: byte offset of the payload in the file it was read from; -1 for a storage yet to be written.
-        data: the payload where it is known in memory (little endian), else None.
-        crc32: CRC-32 of the payload as the archive states it; None where it states none (a new storage, for instance).
+        file_offset: byte offset of the payload in the file it was read from; -1 for a storage that is not yet written.
+        data: the payload (little endian) if it is in memory, else None.
+        crc32: CRC-32 of the payload that the archive states; None if it states none (or the storage is new).
     """
 
     dtype: str
@@ -141,7 +141,7 @@ class Tensor:
     """A strided view of a storage.
 
     Attributes:
-        storage: what it looks at.
+        storage: storage of its elements.
         offset: first element, in elements of the storage.
         shape: `[ndim]`.
         stride: `[ndim]`, in elements.
@@ -173,10 +173,10 @@ class Tensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Its elements lie one after the other in row-major order."""
+        """True if its elements follow each other in row-major order."""
         return self.num_elements == 0 or all(
-            size == 1 or found == expected
-            for size, found, expected in zip(self.shape, self.stride, contiguous_stride(self.shape), strict=True)
+            size == 1 or step == expected
+            for size, step, expected in zip(self.shape, self.stride, contiguous_stride(self.shape), strict=True)
         )
 
     @property
@@ -185,7 +185,7 @@ class Tensor:
         return self.storage.file_offset + self.offset * ITEM_BYTES[self.dtype]
 
     def same_view(self, other: Tensor) -> bool:
-        """Both look at the same elements in the same way."""
+        """Return True if both tensors view the same elements in the same way."""
         return (
             self.storage is other.storage
             and self.offset == other.offset
@@ -195,7 +195,7 @@ class Tensor:
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides in elements, as torch computes them (a size of 0 counts as 1)."""
+    """Compute row-major strides in elements as torch does (a size of 0 counts as 1)."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -205,7 +205,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def new_tensor(dtype: str, shape: tuple[int, ...], data: bytes | None = None) -> Tensor:
-    """A contiguous tensor with a storage of its own."""
+    """Create a contiguous tensor with a storage of its own."""
     count = 1
     for size in shape:
         count *= size
@@ -213,8 +213,8 @@ def new_tensor(dtype: str, shape: tuple[int, ...], data: bytes | None = None) ->
     return Tensor(storage=storage, offset=0, shape=shape, stride=contiguous_stride(shape))
 
 
-def rebuilt(value: Any, copy: Callable[[Any], Any]) -> Any:
-    """A container of the same kind with copies of its parts; anything else as it is. Keys of dicts stay as they are."""
+def copy_container(value: Any, copy: Callable[[Any], Any]) -> Any:
+    """Copy a container, with `copy` applied to its elements but not to keys of dicts; return other objects as is."""
     if isinstance(value, StatefulDict):
         copied = StatefulDict((key, copy(item)) for key, item in value.items())
         copied.state = copy(value.state)

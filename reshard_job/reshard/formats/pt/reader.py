@@ -20,7 +20,7 @@ from reshard.formats.pt.objects import (
     Global,
     Storage,
     Tensor,
-    brief,
+    abbreviate,
 )
 from reshard.storage.files import File, open_file
 
@@ -40,11 +40,11 @@ class PtFile:
     """A `.pt` file as read.
 
     Attributes:
-        path: where it is.
+        path: its path.
         num_bytes: its size.
         value: the object that was saved.
         storages: all storages by their key in the archive.
-        metadata_bytes: bytes read to learn all this (the zip directory not counted).
+        metadata_bytes: number of bytes that were read for it, without the zip directory.
     """
 
     path: str
@@ -59,11 +59,11 @@ def read(path: str | Path, *, root: Path | None = None) -> PtFile:
 
     Args:
         path: the file.
-        root: folder of its checkpoint, where it does not lie in that itself: no link on the way there is followed.
+        root: folder of its checkpoint, if the file is in a folder below: no link on the path from there is followed.
 
     Raises:
         UnsupportedError: legacy layout, compressed entries, big-endian or exotic tensors.
-        UnsafePickleError: the pickle wants more than data.
+        UnsafePickleError: the pickle does more than build data.
         CorruptSourceError: truncated or damaged.
     """
     name = str(path)
@@ -81,33 +81,40 @@ def read(path: str | Path, *, root: Path | None = None) -> PtFile:
 
 
 def read_open(file: File, name: str) -> tuple[PtFile, dict[str, Entry]]:
-    """`read` for a file that is open already, and the archive's entries; `name` is its path, for errors."""
+    """Read the metadata of an open file, as `read` does; `name` is its path, for errors.
+
+    Returns:
+        The file as read, and the archive's entries.
+    """
     try:
         entries = read_directory(file, name)
         if "data.pkl" not in entries:
             raise UnsupportedError("has no entry data.pkl: not written by torch.save (TorchScript?)", path=name)
-        if "byteorder" in entries and (order := _record(file, entries["byteorder"], name)) != b"little":
+        if "byteorder" in entries and (order := _read_record(file, entries["byteorder"], name)) != b"little":
             raise UnsupportedError(f"byte order {order!r}: only little endian is read", path=name)
-        pickle_bytes = _payload(file, entries["data.pkl"], name, machine.MAX_PICKLE_BYTES)
+        pickle_bytes = _read_payload(file, entries["data.pkl"], name, machine.MAX_PICKLE_BYTES)
         value, storages = build(pickle_bytes, entries, name)
         num_file_bytes = file.num_bytes
     except OSError as error:
         raise CorruptSourceError(f"cannot be read: {error.strerror or error}", path=name) from error
-    found = PtFile(
+    pt_file = PtFile(
         path=name,
         num_bytes=num_file_bytes,
         value=value,
         storages=storages,
         metadata_bytes=len(pickle_bytes),
     )
-    return found, entries
+    return pt_file, entries
 
 
 def build(pickle_bytes: bytes, entries: dict[str, Entry], path: str) -> tuple[Any, dict[str, Storage]]:
-    """The object of an archive's pickle, and its storages by their key in the archive.
+    """Build the object of an archive's pickle.
+
+    Returns:
+        The object, and its storages by their key in the archive.
 
     Raises:
-        UnsupportedError, UnsafePickleError, CorruptSourceError: as `read`.
+        UnsupportedError, UnsafePickleError, CorruptSourceError: see `read`.
     """
     tensors = _Tensors(entries, path)
     value = machine.load(pickle_bytes, persistent_load=tensors.persistent_load, rebuild=tensors.rebuild, path=path)
@@ -115,7 +122,7 @@ def build(pickle_bytes: bytes, entries: dict[str, Entry], path: str) -> tuple[An
 
 
 def read_tensor_bytes(path: str | Path, tensor: Tensor, *, limit_bytes: int) -> bytes:
-    """Payload of a small contiguous tensor.
+    """Read the payload of a small contiguous tensor.
 
     Raises:
         UnsupportedError: larger than `limit_bytes`, or not contiguous.
@@ -145,7 +152,7 @@ def read_tensor_bytes(path: str | Path, tensor: Tensor, *, limit_bytes: int) -> 
     return data[tensor.file_offset - start :][:num_bytes]
 
 
-def _payload(file: File, entry: Entry, path: str, limit_bytes: int) -> bytes:
+def _read_payload(file: File, entry: Entry, path: str, limit_bytes: int) -> bytes:
     if entry.num_bytes > limit_bytes:
         raise UnsafePickleError(f"entry {entry.name!r} has {entry.num_bytes} bytes: at most {limit_bytes}", path=path)
     data = file.read(entry.num_bytes, entry.offset)
@@ -156,12 +163,12 @@ def _payload(file: File, entry: Entry, path: str, limit_bytes: int) -> bytes:
     return data
 
 
-def _record(file: File, entry: Entry, path: str) -> bytes:
-    return _payload(file, entry, path, _MAX_RECORD_BYTES)
+def _read_record(file: File, entry: Entry, path: str) -> bytes:
+    return _read_payload(file, entry, path, _MAX_RECORD_BYTES)
 
 
 class _Tensors:
-    """Turns persistent ids and tensor calls of one file into references, checked against its entries."""
+    """Builder of tensors from the persistent ids and calls of one pickle, checked against the archive's entries."""
 
     def __init__(self, entries: dict[str, Entry], path: str) -> None:
         self.entries = entries
@@ -170,18 +177,18 @@ class _Tensors:
         self._keys: dict[Storage, str] = {}
 
     def persistent_load(self, identifier: Any) -> Storage:
-        """`('storage', class, key, location, number of elements)`."""
+        """Return the storage of a persistent id: `('storage', class, key, location, number of elements)`."""
         if not isinstance(identifier, tuple) or len(identifier) != 5 or identifier[0] != "storage":
-            raise CorruptSourceError(f"persistent id {brief(identifier)} is not a storage", path=self.path)
+            raise CorruptSourceError(f"persistent id {abbreviate(identifier)} is not a storage", path=self.path)
         _, kind, key, location, num_elements = identifier
         dtype = STORAGE_DTYPES.get(kind.name) if isinstance(kind, Global) and kind.module == "torch" else None
         untyped = isinstance(kind, Global) and kind in _UNTYPED
         if untyped:
             dtype = "uint8"
         if dtype is None:
-            raise UnsupportedError(f"storage class {brief(kind)} is not known", path=self.path)
+            raise UnsupportedError(f"storage class {abbreviate(kind)} is not known", path=self.path)
         if not isinstance(key, str) or not isinstance(location, str):
-            raise ValueError(f"a storage with key {brief(key)} at {brief(location)}")
+            raise ValueError(f"a storage with key {abbreviate(key)} at {abbreviate(location)}")
         if key in self.storages:
             known = self.storages[key]
             if known.dtype != dtype and not (untyped and known.dtype in UNTYPED_DTYPES):
@@ -192,7 +199,7 @@ class _Tensors:
             raise CorruptSourceError(f"storage {key!r:.80} has no entry", path=self.path)
         if not isinstance(num_elements, int) or entry.num_bytes != num_elements * ITEM_BYTES[dtype]:
             raise CorruptSourceError(
-                f"storage {key!r:.80} of {brief(num_elements)} x {dtype} is an entry of {entry.num_bytes} bytes",
+                f"storage {key!r:.80} of {abbreviate(num_elements)} x {dtype} is an entry of {entry.num_bytes} bytes",
                 path=self.path,
             )
         self.storages[key] = Storage(
@@ -206,7 +213,11 @@ class _Tensors:
         return self.storages[key]
 
     def rebuild(self, target: Global, args: tuple[Any, ...]) -> Any:
-        """Known calls of torch/_utils.py and _tensor.py; anything else that is not a container stays inert."""
+        """Build the tensor of a call that torch/_utils.py or _tensor.py defines, or a container.
+
+        Returns:
+            The object; NotImplemented for any other call.
+        """
         if target == WITH_ATTRIBUTES and len(args) == 4 and args[0] in _TENSORS and isinstance(args[2], tuple):
             inner = self.rebuild(args[0], args[2])
             return dataclasses.replace(inner, attributes=(args[1], args[3]))
@@ -222,10 +233,10 @@ class _Tensors:
         return machine.rebuild_containers(target, args)
 
     def _typed(self, storage: Any, dtype: Any) -> Storage:
-        """A storage that was saved as bytes, in the type of a tensor that looks at it."""
+        """Convert a storage that was saved as bytes to the dtype of a tensor that views it."""
         name = dtype.name if isinstance(dtype, Global) and dtype.module == "torch" else ""
         if name not in UNTYPED_DTYPES:
-            raise UnsupportedError(f"tensors of type {name or brief(dtype)} are not read", path=self.path)
+            raise UnsupportedError(f"tensors of type {name or abbreviate(dtype)} are not read", path=self.path)
         if not isinstance(storage, Storage):
             raise ValueError("a tensor without a storage")
         if storage.dtype == name:
@@ -245,17 +256,19 @@ class _Tensors:
         if not isinstance(storage, Storage):
             raise ValueError("a tensor without a storage")
         if not isinstance(size, tuple) or not isinstance(stride, tuple) or len(size) != len(stride):
-            raise ValueError(f"a tensor of size {brief(size)} and stride {brief(stride)}")
+            raise ValueError(f"a tensor of size {abbreviate(size)} and stride {abbreviate(stride)}")
         numbers = (offset, *size, *stride)
         if len(size) > machine.MAX_DIMS or not all(
             type(number) is int and 0 <= number < _MAX_SIZE for number in numbers
         ):
-            raise ValueError(f"a tensor of size {brief(size)}, stride {brief(stride)} and offset {brief(offset)}")
+            raise ValueError(
+                f"a tensor of size {abbreviate(size)}, stride {abbreviate(stride)} and offset {abbreviate(offset)}"
+            )
         if math.prod(max(1, length) for length in size) >= _MAX_SIZE:
-            raise ValueError(f"a tensor of size {brief(size)}")
+            raise ValueError(f"a tensor of size {abbreviate(size)}")
         if math.prod(size) > _MAX_REPEATED + _MAX_REPEATS * storage.num_elements:
             raise UnsupportedError(
-                f"a tensor of size {brief(size)} repeats a storage of {storage.num_elements} elements",
+                f"a tensor of size {abbreviate(size)} repeats a storage of {storage.num_elements} elements",
                 path=self.path,
                 hint="save what it repeats, or a contiguous copy",
             )

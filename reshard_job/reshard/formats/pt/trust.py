@@ -1,6 +1,6 @@
-"""Which globals pickles may name here: those of the allow list, and those that the user of this process names.
+"""Decide which globals pickles may name: those of the allow list, and those that the user adds.
 
-What a user trusts holds for a `with` block: whatever is read or written in it.
+The user adds names for a `with` block (`trusting`), for all files that are read or written in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from reshard.errors import UnsafePickleError, UsageError
-from reshard.formats.pt.known_globals import KNOWN, permits
+from reshard.formats.pt.known_globals import KNOWN, is_permitted
 from reshard.formats.pt.objects import Global, Inert, StatefulDict, Tensor
 
 _NEVER = frozenset(
@@ -60,21 +60,21 @@ _NEVER = frozenset(
         "zipimport",
     ]
 )
-"""Modules from which nobody may allow anything: their functions run whatever the file says."""
+"""Modules from which no name can be allowed: their functions run code that the file chooses."""
 
 _BUILTINS = frozenset(("builtins", "__builtin__"))
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
-_MOST_TOLD = 20
-_MOST_SEARCHED = 1 << 17
+_MAX_LISTED = 20
+_MAX_SEARCHED = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Trust:
-    """What is accepted.
+    """Names that the user accepts, and how refusals are reported.
 
     Attributes:
-        names: `module.name` of globals besides those of the allow list.
-        findings: takes what is refused, instead of that it is raised; None to raise it.
+        names: `module.name` of globals in addition to the allow list.
+        findings: list to which refusals are added instead of being raised; None to raise them.
     """
 
     names: frozenset[str] = frozenset()
@@ -90,14 +90,15 @@ def _current() -> _Trust:
 
 @contextlib.contextmanager
 def trusting(names: Iterable[str], findings: list[UnsafePickleError] | None = None) -> Iterator[None]:
-    """Accept these globals too, in this block.
+    """Accept more globals in a `with` block.
 
     Args:
         names: `module.name` of each.
-        findings: takes an error for each file that names others, whose objects are inert data then; None to raise it.
+        findings: list to which the error of each file that names other globals is added, while the objects of these
+            globals stay inert data; None to raise the error.
 
     Raises:
-        UsageError: something is no such name, or may not be allowed by anybody.
+        UsageError: a name is not of this form, or can never be allowed.
     """
     outer = _current()
     trust = _Trust(outer.names | check_names(names), outer.findings if findings is None else findings)
@@ -109,13 +110,13 @@ def trusting(names: Iterable[str], findings: list[UnsafePickleError] | None = No
 
 
 def check_names(names: Iterable[str]) -> frozenset[str]:
-    """Names that a user may allow.
+    """Check that a user may allow these names, and return them.
 
     Raises:
-        UsageError: something is no name, or that of what runs code by itself.
+        UsageError: one is not `module.name` of a global, or is that of a global that runs code which the file chooses.
     """
-    found = frozenset(names)
-    for name in sorted(found):
+    checked = frozenset(names)
+    for name in sorted(checked):
         if _NAME.fullmatch(name) is None:
             raise UsageError(
                 f"--allow-global {name!a:.200}: expected the full name of one global, as my_package.state.Progress",
@@ -126,25 +127,25 @@ def check_names(names: Iterable[str]) -> frozenset[str]:
                 f"--allow-global {name:.200}: runs what the file says, and is never allowed",
                 hint="do not load the checkpoint with anything",
             )
-    return found
+    return checked
 
 
 def is_accepted(name: Global) -> bool:
-    """True if a pickle may name this global: exactly this, and no attribute of it."""
+    """Return True if a pickle may name exactly this global; its attributes are other globals."""
     return name in KNOWN or ("." not in name.name and str(name) in _current().names)
 
 
-def judge(refused: Iterable[Global], made: Iterable[Inert], value: Any, path: str) -> None:
-    """Refuse a pickle for the names that are not accepted, and for accepted ones that it uses as nobody does.
+def refuse_globals(refused: Iterable[Global], made: Iterable[Inert], value: Any, path: str) -> None:
+    """Refuse a pickle with globals that are not accepted, or with accepted ones that it uses in an unknown way.
 
     Args:
-        refused: names that are not accepted.
-        made: all objects of classes that are not built in.
-        value: the object of the pickle, to tell where in it they are; None where it is not known.
+        refused: globals that are not accepted.
+        made: recipes of all objects of classes that are not built in.
+        value: object of the pickle, in which the globals are located for the message; None if it is not known.
         path: file to name in the error.
 
     Raises:
-        UnsafePickleError: lists them; unless somebody collects it.
+        UnsafePickleError: lists the globals; added to `findings` instead, if `trusting` was given such a list.
     """
     trusted = _current().names
     misused = dict.fromkeys(
@@ -155,17 +156,19 @@ def judge(refused: Iterable[Global], made: Iterable[Inert], value: Any, path: st
     names = [*dict.fromkeys(refused), *misused]
     if not names:
         return
-    places = _places(value, frozenset(names[:_MOST_TOLD]))
-    told = [
-        f"{_told(name)}{places.get(name, '')}{': with arguments or a state that nobody writes' * (name in misused)}"
-        for name in names[:_MOST_TOLD]
+    places = _find_places(value, frozenset(names[:_MAX_LISTED]))
+    problems = [
+        f"{_to_printable(name)}{places.get(name, '')}"
+        f"{': with arguments or a state that nobody writes' * (name in misused)}"
+        for name in names[:_MAX_LISTED]
     ]
-    told += [f"and {len(names) - _MOST_TOLD} more"] if len(names) > _MOST_TOLD else []
+    problems += [f"and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     error = UnsafePickleError(
-        f"its pickle names {_told(names[0])}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: expected only"
+        f"its pickle names {_to_printable(names[0])}{more}: expected only"
         " what DeepSpeed, torch, Megatron and numpy write, and plain Python data",
         path=path,
-        problems=told,
+        problems=problems,
         hint=_hint(names),
     )
     findings = _current().findings
@@ -177,7 +180,7 @@ def judge(refused: Iterable[Global], made: Iterable[Inert], value: Any, path: st
 
 def _is_permitted(made: Inert) -> bool:
     try:
-        return permits(made)
+        return is_permitted(made)
     except (LookupError, TypeError, ValueError, AttributeError):  # an unknown name, or arguments of unexpected types
         return False
 
@@ -187,8 +190,8 @@ def _is_dangerous(name: Global) -> bool:
     return root in _NEVER or (root in _BUILTINS and name not in KNOWN)
 
 
-def _told(name: str | int | Global) -> str:
-    """A name or key as it can be shown on a terminal."""
+def _to_printable(name: str | int | Global) -> str:
+    """Convert a name or key to text that can be printed on a terminal."""
     text = str(name)[:200]
     return text if text.isascii() and text.isprintable() else ascii(text)
 
@@ -198,38 +201,42 @@ def _hint(names: list[Global]) -> str:
         return "do not load this file with anything: it was made to run code"
     if any("." in name.name for name in names):
         return "save the checkpoint again without objects of classes that are defined inside of others"
-    some = " ".join(f"--allow-global {_told(name)}" for name in names[:3])
+    some = " ".join(f"--allow-global {_to_printable(name)}" for name in names[:3])
     return (
         "who loads the result runs what it names: if you know who wrote the checkpoint, and what these do, add"
         f" {some}{' ...' if len(names) > 3 else ''}; else save it again without such objects"
     )
 
 
-def _places(root: Any, names: frozenset[Global]) -> Mapping[Global, str]:
-    """Where each name stands first, as keys and positions that lead to it; of large trees a part is searched."""
-    found: dict[Global, str] = {}
+def _find_places(root: Any, names: frozenset[Global]) -> Mapping[Global, str]:
+    """Find the first place of each name, as keys and positions that lead to it; search only a part of large trees."""
+    places: dict[Global, str] = {}
     seen: set[int] = set()
     todo: list[tuple[Any, tuple[str, ...]]] = [(root, ())]
-    while todo and len(found) < len(names) and len(seen) < _MOST_SEARCHED:
-        value, way = todo.pop()
+    while todo and len(places) < len(names) and len(seen) < _MAX_SEARCHED:
+        value, path = todo.pop()
         name = value.target if isinstance(value, Inert) else value
-        if isinstance(name, Global) and name in names and name not in found and way:
-            found[name] = f" at {'.'.join(way)[:200]}"
+        if isinstance(name, Global) and name in names and name not in places and path:
+            places[name] = f" at {'.'.join(path)[:200]}"
         if id(value) in seen:
             continue
         seen.add(id(value))
-        todo += [(part, (*way, key)) for key, part in reversed(_parts(value))]
-    return found
+        todo += [(part, (*path, key)) for key, part in reversed(_list_children(value))]
+    return places
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
+def _list_children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
-        parts = [(_told(key)[:60] if isinstance(key, str | int) else "(key)", item) for key, item in value.items()]
+        parts = [
+            (_to_printable(key)[:60] if isinstance(key, str | int) else "(key)", item) for key, item in value.items()
+        ]
         parts += [("(key)", key) for key in value if isinstance(key, Global | Inert)]
         return [*parts, ("(state)", value.state)] if isinstance(value, StatefulDict) else parts
     if isinstance(value, Inert):
         numbered = [(str(at), item) for items in (value.args, value.items) for at, item in enumerate(items)]
-        keyed = [(_told(key)[:60] if isinstance(key, str | int) else "(key)", item) for key, item in value.pairs]
+        keyed = [
+            (_to_printable(key)[:60] if isinstance(key, str | int) else "(key)", item) for key, item in value.pairs
+        ]
         return [*numbered, ("(state)", value.state), *keyed]
     if isinstance(value, Tensor):
         return [] if value.attributes is None else [("(class)", value.attributes[0]), ("(state)", value.attributes[1])]

@@ -10,7 +10,7 @@ from pathlib import Path
 from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options
 from reshard.formats.safetensors.reader import NAME, read_index
-from reshard.formats.safetensors.source import names_in
+from reshard.formats.safetensors.source import list_names
 from reshard.formats.safetensors.writer import lay_out
 from reshard.tensors.layout import Index, TargetLayout
 
@@ -19,14 +19,16 @@ class SafetensorsFormat:
     """`reshard.formats.base.Format` for safetensors files."""
 
     name = NAME
+    takes_patterns = False
+    keeps_zero_stage = False
 
     def sniff(self, path: Path) -> str | None:
-        """Why `path` is not a safetensors checkpoint, or None if it is."""
+        """Return why `path` is not a safetensors checkpoint, or None if it is one."""
         if not path.is_dir():
             return "not a folder (name the folder of the files)"
-        return None if names_in(path) else "no file *.safetensors"
+        return None if list_names(path) else "no file *.safetensors"
 
-    def read(self, path: Path, commit: Commit | None) -> Index:
+    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
         """Index the checkpoint, see `read_index`."""
         return read_index(path, commit)
 

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: parsed strictly, and written.
+"""Parse the header of a safetensors file strictly, and write it.
 
 Source: the format's specification (huggingface/safetensors, README.md "Format" and safetensors/src/tensor.rs, 0.8.0)::
 
@@ -59,9 +59,9 @@ class Entry:
     """One tensor of a file.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         dtype: a key of `reshard.tensors.layout.ITEM_BYTES`.
-        shape: [ndim].
+        shape: shape, [ndim].
         start: first byte, counted from the end of the header.
         num_bytes: its length.
     """
@@ -75,7 +75,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a file says of itself.
+    """Parsed header of a file.
 
     Attributes:
         entries: all tensors, in the order of their bytes.
@@ -88,8 +88,8 @@ class Header:
     data_start: int
 
 
-def header_bytes(prefix: bytes, file_bytes: int, path: str) -> int:
-    """Length of the header that follows the first 8 bytes of a file.
+def parse_length(prefix: bytes, file_bytes: int, path: str) -> int:
+    """Parse the length of the header from the first 8 bytes of a file.
 
     Raises:
         CorruptSourceError: truncated, or longer than the format allows.
@@ -119,10 +119,10 @@ def parse(text: bytes, file_bytes: int, path: str) -> Header:
         path: for messages.
 
     Raises:
-        CorruptSourceError: with every tensor that is described wrongly.
-        UnsupportedError: types of elements that are not converted.
+        CorruptSourceError: lists the tensors that are described wrongly.
+        UnsupportedError: lists the tensors whose dtype is not supported.
     """
-    value = _json(text, path)
+    value = _parse_json(text, path)
     metadata = value.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(item, str) for item in metadata.values()):
         raise CorruptSourceError(f"its {METADATA} is not a map from text to text", path=path, hint=_HINT)
@@ -131,7 +131,7 @@ def parse(text: bytes, file_bytes: int, path: str) -> Header:
     problems: list[str] = []
     unknown: list[str] = []
     for name, described in value.items():
-        problem = _problem(described, file_bytes - data_start)
+        problem = _find_problem(described, file_bytes - data_start)
         if problem is not None:
             problems.append(f"tensor {name!r}: {problem}")
         elif described["dtype"] not in DTYPES:
@@ -145,8 +145,8 @@ def parse(text: bytes, file_bytes: int, path: str) -> Header:
     if not problems:
         _raise_unknown(unknown, path)
         entries.sort(key=lambda entry: (entry.start, entry.num_bytes))
-        problems += [wrong for entry in entries if (wrong := _size_problem(entry))]
-        problems += _cover_problems(entries, file_bytes - data_start)
+        problems += [wrong for entry in entries if (wrong := _find_size_problem(entry))]
+        problems += _find_cover_problems(entries, file_bytes - data_start)
     if problems:
         raise CorruptSourceError(
             f"{len(problems)} problems in its header", path=path, problems=problems[:20], hint=_HINT
@@ -155,7 +155,7 @@ def parse(text: bytes, file_bytes: int, path: str) -> Header:
 
 
 def dump(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The 8 bytes of the length and the header, padded with spaces so that the tensors begin at a multiple of 8.
+    """Encode the 8 bytes of the length and the header, padded with spaces so that tensors begin at a multiple of 8.
 
     Raises:
         UnsupportedError: more tensors than fit the header of one file.
@@ -170,17 +170,17 @@ def dump(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(PREFIX_BYTES, "little") + text
 
 
-def entry_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
-    """Most that a tensor can take in a header."""
+def max_entry_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
+    """Return the most bytes that the description of a tensor can take in a header."""
     value = {name: _describe(dtype, shape, _MAX_SIZE, _MAX_SIZE)}
     return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
 
 
-def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json`: an object whose keys differ.
+def build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict of the pairs of a JSON object, as an `object_pairs_hook` of `json`.
 
     Raises:
-        ValueError: naming the first key that is there twice.
+        ValueError: names the first key that occurs twice.
     """
     found: dict[str, Any] = {}
     for key, value in pairs:
@@ -194,7 +194,7 @@ def _describe(dtype: str, shape: Sequence[int], start: int, end: int) -> dict[st
     return {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
 
 
-def _json(text: bytes, path: str) -> dict[str, Any]:
+def _parse_json(text: bytes, path: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise CorruptSourceError(
             f"its header begins with {text[:1]!r}, expected '{{': not a safetensors file", path=path, hint=_HINT
@@ -204,8 +204,8 @@ def _json(text: bytes, path: str) -> dict[str, Any]:
         raise ValueError(f"{constant} is no JSON")
 
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique_pairs, parse_constant=refuse)
-        if b"\\u" in text:  # an escaped half of a surrogate pair is no character, and could not be written again
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=build_unique, parse_constant=refuse)
+        if b"\\u" in text:  # an escaped half of a surrogate pair is not a character, and could not be written again
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CorruptSourceError(f"its header is no valid JSON: {error}", path=path, hint=_HINT) from error
@@ -213,8 +213,8 @@ def _json(text: bytes, path: str) -> dict[str, Any]:
     return value
 
 
-def _problem(described: Any, data_bytes: int) -> str | None:
-    """What is wrong with the description of a tensor, whatever its type of elements."""
+def _find_problem(described: Any, data_bytes: int) -> str | None:
+    """Return what is wrong with the description of a tensor, or None; the dtype is not looked up."""
     if not isinstance(described, dict) or described.keys() != _KEYS:
         return f"expected {', '.join(sorted(_KEYS))}, found {str(described)[:80]}"
     shape, offsets = described["shape"], described["data_offsets"]
@@ -231,14 +231,14 @@ def _problem(described: Any, data_bytes: int) -> str | None:
     return None
 
 
-def _size_problem(entry: Entry) -> str | None:
+def _find_size_problem(entry: Entry) -> str | None:
     expected = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
     if expected == entry.num_bytes:
         return None
     return f"tensor {entry.name!r}: {entry.dtype} {list(entry.shape)} takes {expected} bytes, it has {entry.num_bytes}"
 
 
-def _cover_problems(entries: Sequence[Entry], data_bytes: int) -> list[str]:
+def _find_cover_problems(entries: Sequence[Entry], data_bytes: int) -> list[str]:
     position = 0
     for entry in entries:
         if entry.start != position:

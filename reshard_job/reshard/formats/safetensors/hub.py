@@ -16,17 +16,17 @@ from reshard.storage.object_store import RemotePath
 _BLOB = re.compile(r"\.\./\.\./blobs/(?:[0-9a-f]{40}|[0-9a-f]{64})")
 
 
-def place_of(folder: Path, name: str) -> str:
-    """Where a file of a folder lies, relative to it: under its own name, or among the blobs of the cache.
+def locate_file(folder: Path, name: str) -> str:
+    """Return the path of a file relative to its folder: its own name, or that of a blob of the cache.
 
-    Only a link that this cache makes is followed, and only one step: into its own folder of blobs, to a plain file that
-    is called by a checksum. Whatever else links somewhere is refused when it is opened.
+    Only a link that this cache makes is followed, and only one step: to a plain file in the cache's own folder of
+    blobs, whose name is a checksum. Any other link is refused when the file is opened.
     """
     if isinstance(folder, RemotePath):
         return name
     try:
         link = str((folder / name).readlink())
-    except OSError:  # a plain file, or nothing: said when it is opened
+    except OSError:  # a plain file, or none: opening it reports the error
         return name
     snapshot = Path(os.path.realpath(folder))
     if _BLOB.fullmatch(link) is None or snapshot.parent.name != "snapshots":

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors are the weights of the model, in which type, and what is left behind."""
+"""Select the weights of the model from a checkpoint's tensors, choose their dtypes, and note what is left behind."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Selection:
     """The target's tensors.
 
     Attributes:
-        tensors: state `weight` of every name, in the source's order.
-        origins: source tensor of each, [tensors].
-        notes: what is left behind, in words.
+        tensors: the state `weight` of every name, in the source's order.
+        origins: position of the source tensor of each, [tensors].
+        notes: messages about what is left behind.
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -30,29 +30,32 @@ class Selection:
     notes: tuple[str, ...]
 
 
-def select(index: Index, dtype: str | None) -> Selection:
-    """Choose the weights.
+def select_weights(index: Index, dtype: str | None) -> Selection:
+    """Select the weights.
 
-    A parameter's weight is its state `weight`; its master weight `fp32` where there is none (ZeRO-3), or where another
-    type is asked for than the weight's own: rounded once, not twice. Only floating-point tensors change their type.
+    A parameter's weight is its state `weight`. Its master weight `fp32` is used if there is no such state (ZeRO-3), or
+    if the requested dtype is not the weight's own: the value is then rounded once, not twice. Only floating-point
+    tensors change their dtype.
 
     Args:
         index: the source.
-        dtype: type of the target's floating-point tensors, or None for each one's own.
+        dtype: dtype of the target's floating-point tensors, or None to keep each one's own.
 
     Raises:
-        UnsupportedError: there are no weights, or some cannot be had in this type.
+        UnsupportedError: there are no weights, or some cannot be converted to this dtype.
     """
     if dtype is not None and dtype not in FLOATS:
         raise UnsupportedError(f"--dtype {dtype}: expected one of {', '.join(FLOATS)}")
-    found = {tensor.key: at for at, tensor in enumerate(index.tensors)}
-    names = dict.fromkeys(key.name for key in found if key.state in (WEIGHT, MASTER) and not key.name.endswith(PADDING))
+    position_of = {tensor.key: at for at, tensor in enumerate(index.tensors)}
+    names = dict.fromkeys(
+        key.name for key in position_of if key.state in (WEIGHT, MASTER) and not key.name.endswith(PADDING)
+    )
     tensors: list[LogicalTensor] = []
     origins: list[int] = []
     problems: list[str] = []
     for name in names:
-        weight, master = found.get(TensorKey(WEIGHT, name)), found.get(TensorKey(MASTER, name))
-        at = _origin(index, weight, master, dtype)
+        weight, master = position_of.get(TensorKey(WEIGHT, name)), position_of.get(TensorKey(MASTER, name))
+        at = _choose_origin(index, weight, master, dtype)
         source = index.tensors[at]
         target = source.dtype if dtype is None or not _is_float(source.dtype) else dtype
         if name == METADATA or not _is_text(name):
@@ -72,7 +75,7 @@ def select(index: Index, dtype: str | None) -> Selection:
         )
     if not tensors:
         raise UnsupportedError("holds no weights: safetensors files hold nothing else", path=str(index.root))
-    return Selection(tensors=tuple(tensors), origins=tuple(origins), notes=_notes(index, origins))
+    return Selection(tensors=tuple(tensors), origins=tuple(origins), notes=_list_notes(index, origins))
 
 
 def _is_text(name: str) -> bool:
@@ -87,7 +90,7 @@ def _is_float(dtype: str) -> bool:
     return dtype in FLOATS or dtype.startswith("float8")
 
 
-def _origin(index: Index, weight: int | None, master: int | None, dtype: str | None) -> int:
+def _choose_origin(index: Index, weight: int | None, master: int | None, dtype: str | None) -> int:
     if weight is None:
         assert master is not None
         return master
@@ -95,8 +98,8 @@ def _origin(index: Index, weight: int | None, master: int | None, dtype: str | N
     return weight if master is None or dtype is None or dtype == own or not _is_float(own) else master
 
 
-def _notes(index: Index, origins: Sequence[int]) -> tuple[str, ...]:
-    """Words about everything that is not written."""
+def _list_notes(index: Index, origins: Sequence[int]) -> tuple[str, ...]:
+    """List notes about everything that is not written."""
     masters = sum(index.tensors[at].key.state == MASTER for at in origins)
     keys = [tensor.key for tensor in index.tensors]
     states = Counter(key.state for key in keys if key.state not in (WEIGHT, MASTER) and not key.name.endswith(PADDING))

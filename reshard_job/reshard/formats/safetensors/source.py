@@ -1,4 +1,4 @@
-"""Files of a safetensors checkpoint: which of a folder's files belong to it, and their headers."""
+"""Find the files of a safetensors checkpoint in a folder, read their headers, and check them against each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.safetensors import header
 from reshard.formats.safetensors.header import Header
-from reshard.formats.safetensors.hub import place_of
+from reshard.formats.safetensors.hub import locate_file
 from reshard.storage.files import File, open_file
 
 SUFFIX = ".safetensors"
@@ -32,10 +32,10 @@ class WeightFile:
     """A file and its header.
 
     Attributes:
-        name: in the folder.
-        place: where it is, relative to the folder: its name, or a blob of a download cache (`hub.place_of`).
-        num_bytes: of the whole file.
-        header: parsed.
+        name: name in the folder.
+        place: path relative to the folder: its name, or a blob of a download cache (`hub.locate_file`).
+        num_bytes: size of the whole file.
+        header: the parsed header.
     """
 
     name: str
@@ -44,15 +44,15 @@ class WeightFile:
     header: Header
 
 
-def names_in(folder: Path) -> list[str]:
-    """Names of the folder's safetensors files, sorted; empty if it cannot be listed."""
+def list_names(folder: Path) -> list[str]:
+    """List the names of the folder's safetensors files, sorted; return none if the folder cannot be listed."""
     try:
-        return sorted(item.name for item in folder.iterdir() if _is_plain(item.name))
+        return sorted(item.name for item in folder.iterdir() if _is_weight_file(item.name))
     except OSError:
         return []
 
 
-def open_source(folder: Path) -> tuple[WeightFile, ...]:
+def read_files(folder: Path) -> tuple[WeightFile, ...]:
     """Read the headers of all files of the checkpoint in `folder` and check them against each other.
 
     Raises:
@@ -71,11 +71,11 @@ def open_source(folder: Path) -> tuple[WeightFile, ...]:
             path=str(folder),
             hint="keep each with its files in a folder of its own",
         )
-    index_path = folder / place_of(folder, indexes[0]) if indexes else None
+    index_path = folder / locate_file(folder, indexes[0]) if indexes else None
     weight_map, stated_bytes = _read_index(index_path) if index_path else (None, 0)
-    wanted = sorted(set(weight_map.values())) if weight_map is not None else present
-    _check_series(folder, present, wanted, indexes)
-    files = tuple(_read_file(folder, name, listed=weight_map is not None) for name in wanted)
+    names = sorted(set(weight_map.values())) if weight_map is not None else present
+    _check_series(folder, present, names, indexes)
+    files = tuple(_read_file(folder, name, listed=weight_map is not None) for name in names)
     _check_names(folder, files, weight_map)
     if index_path and any(SHARDING in file.header.metadata for file in files):
         _check_bytes(index_path, files, stated_bytes)
@@ -83,13 +83,13 @@ def open_source(folder: Path) -> tuple[WeightFile, ...]:
 
 
 def _read_file(folder: Path, name: str, *, listed: bool) -> WeightFile:
-    place = place_of(folder, name)
+    place = locate_file(folder, name)
     path = folder / place
-    with _opened(path) as file:
+    with _open_file(path) as file:
         num_bytes = file.num_bytes
-        length = header.header_bytes(_read(file, header.PREFIX_BYTES, 0), num_bytes, str(path))
-        parsed = header.parse(_read(file, length, header.PREFIX_BYTES), num_bytes, str(path))
-    if SHARDING in parsed.metadata and not (listed and _all_begin_at_zero(parsed, str(path))):
+        length = header.parse_length(_read_bytes(file, header.PREFIX_BYTES, 0), num_bytes, str(path))
+        parsed = header.parse(_read_bytes(file, length, header.PREFIX_BYTES), num_bytes, str(path))
+    if SHARDING in parsed.metadata and not (listed and _has_only_whole_tensors(parsed, str(path))):
         raise UnsupportedError(
             "holds shards of tensors, as torch.distributed.checkpoint writes them for each rank; no file says how large"
             " a tensor is, so that the last shards could be missing",
@@ -99,10 +99,13 @@ def _read_file(folder: Path, name: str, *, listed: bool) -> WeightFile:
     return WeightFile(name=name, place=place, num_bytes=num_bytes, header=parsed)
 
 
-def _all_begin_at_zero(parsed: Header, path: str) -> bool:
-    """No tensor is a later shard. HuggingFaceStorageWriter says so of whole tensors too, which it lists in an index."""
+def _has_only_whole_tensors(parsed: Header, path: str) -> bool:
+    """Return True if every tensor begins at offset 0, so that none is a later shard of a tensor.
+
+    HuggingFaceStorageWriter states offsets of whole tensors too, if it lists the files in an index.
+    """
     try:
-        shards = json.loads(parsed.metadata[SHARDING], object_pairs_hook=header.unique_pairs)
+        shards = json.loads(parsed.metadata[SHARDING], object_pairs_hook=header.build_unique)
         offsets = [shards[entry.name]["saved_offsets"] for entry in parsed.entries]
         return all(isinstance(offset, list) and not any(offset) for offset in offsets)
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -112,8 +115,8 @@ def _all_begin_at_zero(parsed: Header, path: str) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[File]:
-    """An open file; what the operating system or the store says against it is the source's fault."""
+def _open_file(path: Path) -> Iterator[File]:
+    """Open a file, and report errors of the operating system or store as those of the source."""
     try:
         with open_file(path) as file:
             yield file
@@ -128,7 +131,7 @@ def _opened(path: Path) -> Iterator[File]:
         raise CorruptSourceError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
 
 
-def _read(file: File, length: int, position: int) -> bytes:
+def _read_bytes(file: File, length: int, position: int) -> bytes:
     parts: list[bytes] = []
     while length and (part := file.read(length, position)):
         parts.append(part)
@@ -137,47 +140,47 @@ def _read(file: File, length: int, position: int) -> bytes:
 
 
 def _read_index(path: Path) -> tuple[Mapping[str, str], int]:
-    """`weight_map` of an index, tensor -> file, and its `total_size`: 0 where there is none."""
+    """Read an index: its `weight_map` (tensor -> file), and its `total_size`, 0 if not stated."""
     try:
-        with _opened(path) as file:
+        with _open_file(path) as file:
             if file.num_bytes > _MAX_INDEX_BYTES:
                 raise CorruptSourceError(f"is larger than {_MAX_INDEX_BYTES} bytes", path=str(path))
-            text = _read(file, file.num_bytes, 0)
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=header.unique_pairs)
+            text = _read_bytes(file, file.num_bytes, 0)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=header.build_unique)
     except (ValueError, RecursionError) as error:
         raise CorruptSourceError(f"is no valid JSON: {error}", path=str(path)) from error
-    found = value.get("weight_map") if isinstance(value, dict) else None
-    if not isinstance(found, dict) or not found:
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptSourceError("has no weight_map from tensors to files", path=str(path))
-    outside = sorted({str(name)[:80] for name in found.values() if not _is_plain(name)})
+    outside = sorted({str(name)[:80] for name in weight_map.values() if not _is_weight_file(name)})
     if outside:
         raise CorruptSourceError(
             "names files that are no safetensors files of its folder", path=str(path), problems=outside[:20]
         )
-    about = value.get("metadata")
-    total = about.get("total_size") if isinstance(about, dict) else None
-    return found, total if isinstance(total, int) else 0
+    metadata = value.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return weight_map, total if isinstance(total, int) else 0
 
 
-def _is_plain(name: Any) -> bool:
+def _is_weight_file(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name
 
 
-def _check_series(folder: Path, present: Sequence[str], wanted: Sequence[str], indexes: Sequence[str]) -> None:
-    """Every file is there, and none is left over from another save."""
-    problems = [f"{name} is missing" for name in wanted if name not in present]
+def _check_series(folder: Path, present: Sequence[str], expected: Sequence[str], indexes: Sequence[str]) -> None:
+    """Check that every file is there, and that none is left over from another save."""
+    problems = [f"{name} is missing" for name in expected if name not in present]
     series: dict[tuple[str, int], set[int]] = {}
-    for name in wanted:
+    for name in expected:
         if match := _SERIES.match(name):
             series.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
     for (stem, count), numbers in series.items():
-        lost = itertools.islice((number for number in range(1, count + 1) if number not in numbers), _MOST_MISSING)
-        if not indexes and (listed := ", ".join(map(str, lost))):
+        missing = itertools.islice((number for number in range(1, count + 1) if number not in numbers), _MOST_MISSING)
+        if not indexes and (listed := ", ".join(map(str, missing))):
             problems.append(f"{stem}: of {count} files number {listed} is missing")
     stems = {stem for stem, _ in series}
     if indexes:
         stems.add(indexes[0].removesuffix(INDEX_SUFFIX))
-    for name in sorted(set(present) - set(wanted)):
+    for name in sorted(set(present) - set(expected)):
         match = _SERIES.match(name)
         if (match["stem"] if match else name.removesuffix(SUFFIX)) in stems:
             problems.append(f"{name} is not in {indexes[0]}")
@@ -191,19 +194,22 @@ def _check_series(folder: Path, present: Sequence[str], wanted: Sequence[str], i
 
 
 def _check_bytes(index_path: Path, files: Sequence[WeightFile], stated_bytes: int) -> None:
-    """Of torch's writer, `total_size` counts the tensors of all ranks, which may have written the same file."""
-    held = sum(entry.num_bytes for file in files for entry in file.header.entries)
-    if stated_bytes > held:
+    """Check that the files hold as many bytes as the index states.
+
+    In an index of torch's writer, `total_size` counts the tensors of all ranks, which may have written the same file.
+    """
+    num_bytes = sum(entry.num_bytes for file in files for entry in file.header.entries)
+    if stated_bytes > num_bytes:
         raise CorruptSourceError(
-            f"states tensors of {stated_bytes} bytes, the files hold {held}: they are the shards of one rank, which"
-            " wrote over those of the others",
+            f"states tensors of {stated_bytes} bytes, the files hold {num_bytes}: they are the shards of one rank,"
+            " which wrote over those of the others",
             path=str(index_path),
             hint="save again with HuggingFaceStorageWriter(save_distributed=True, enable_consolidation=True)",
         )
 
 
 def _check_names(folder: Path, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None) -> None:
-    """Every tensor is in one file, the one that the index names."""
+    """Check that every tensor is in one file, the one that the index names."""
     holders: dict[str, str] = {}
     problems = []
     for file in files:

@@ -5,9 +5,7 @@ What is read, written and refused: docs/universal-format.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options, understood
@@ -21,6 +19,8 @@ class UniversalFormat:
     """`reshard.formats.base.Format` for universal checkpoints."""
 
     name = NAME
+    takes_patterns = True
+    keeps_zero_stage = False
 
     def sniff(self, path: Path) -> str | None:
         """Why `path` is not a universal checkpoint, or None if it is."""
@@ -30,12 +30,14 @@ class UniversalFormat:
             return f"no file {OPTIMIZER_FILE}"
         return None
 
-    def read(self, path: Path, commit: Commit | None, patterns: Mapping[str, Any] | None = None) -> Index:
-        """Index the checkpoint, see `read_index`; `patterns` are from `pattern_file.load`."""
+    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+        """Index the checkpoint, see `read_index`."""
+        from reshard.formats.deepspeed.tensor_parallel import pattern_file
         from reshard.formats.universal.reader import read_index  # a sniff needs no reader
 
+        stated = None if patterns is None else pattern_file.load(patterns)
         with understood(path, "DeepSpeed", instead=_INSTEAD):
-            return read_index(path, commit, patterns)
+            return read_index(path, commit, stated)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out tensors as a universal checkpoint, see `lay_out`."""

@@ -1,4 +1,4 @@
-"""One parameter's folder: a file per state, and its `step`."""
+"""Read one parameter's folder: its atoms (a file per state) and its `step`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Atom:
     """One state of one parameter.
 
     Attributes:
-        file: its file.
-        path: relative to the checkpoint's folder.
+        file: the file that holds it.
+        path: of the file, relative to the checkpoint's folder.
         tensor: the whole tensor.
-        hints: what else the file says; None for the bare, flat tensors of ZeRO-3.
+        hints: how tensor parallelism cuts it; None for the bare, flat tensors of ZeRO-3.
     """
 
     file: PtFile
@@ -38,11 +38,11 @@ class Atom:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Atoms:
-    """All of a parameter's folder.
+    """The content of a parameter's folder.
 
     Attributes:
         states: state -> atom.
-        step: content of `step.pt` and its file; None where there is none.
+        step: value of `step.pt` and the file itself; None without such a file.
     """
 
     states: Mapping[str, Atom]
@@ -56,13 +56,13 @@ def read_atoms(folder: Path, name: str) -> Atoms:
         CorruptSourceError: with everything that is missing or damaged.
         UnsupportedError, UnsafePickleError: see `reshard.formats.base`.
     """
-    place = folder / ZERO / name
-    linked = place.is_symlink()
-    found = sorted(item.name for item in place.iterdir()) if place.is_dir() and not linked else []
+    atoms_folder = folder / ZERO / name
+    is_link = atoms_folder.is_symlink()
+    file_names = sorted(item.name for item in atoms_folder.iterdir()) if atoms_folder.is_dir() and not is_link else []
     states: dict[str, Atom] = {}
     step: tuple[Any, PtFile] | None = None
-    problems: list[str] = [f"{ZERO}/{name} is a symbolic link: expected a folder of the checkpoint's own"] * linked
-    for state in (known for file_name in found if (known := state_of(file_name)) is not None):
+    problems: list[str] = [f"{ZERO}/{name} is a symbolic link: expected a folder of the checkpoint's own"] * is_link
+    for state in (known for file_name in file_names if (known := state_of(file_name)) is not None):
         path = atom_file(name, state)
         try:
             file = read(folder / path, root=folder)
@@ -76,22 +76,22 @@ def read_atoms(folder: Path, name: str) -> Atoms:
     if MASTER not in states and not problems:
         problems.append(f"{atom_file(name, MASTER)} is missing")
     if problems:
-        raise CorruptSourceError(f"the atoms of {name} cannot be used", path=str(place), problems=problems)
+        raise CorruptSourceError(f"the atoms of {name} cannot be used", path=str(atoms_folder), problems=problems)
     return Atoms(states=states, step=step)
 
 
-def param_of(source: UniversalContents, name: str, atom: Atom) -> Param:
-    """The parameter with its whole shape, compared with what the model files say of its shards.
+def build_param(source: UniversalContents, name: str, atom: Atom) -> Param:
+    """Return the parameter with its whole shape, after a check against the shapes of its shards in the model files.
 
     Raises:
-        CorruptSourceError: the tensor is not of the shape or the size that it was saved with.
+        CorruptSourceError: the tensor does not have the shape or the size that the model files state.
     """
     shards = source.shapes[name]
     hints: Hints = atom.hints or {}
     shape = atom.tensor.shape
     sizes = {math.prod(shards[0]), sum(math.prod(shard) for shard in shards)}
     vocabulary = source.vocabulary_rows(name)
-    if hints.get(IS_EXPERT):  # the model file has the experts of one rank only
+    if hints.get(IS_EXPERT):  # the model file states only the experts of one rank
         fits = bool(shape) and shape[0] == hints.get(NUM_EXPERTS)
     elif hints.get(VOCABULARY) and vocabulary is not None:
         fits = shape[1:] == shards[0][1:] and shape[0] >= vocabulary[0]
@@ -111,10 +111,10 @@ def param_of(source: UniversalContents, name: str, atom: Atom) -> Param:
 
 
 def check_shape(param: Param, atom: Atom) -> Shape:
-    """Strides in elements, `[ndim]`, of a state whose parameter is known.
+    """Return the strides of a state in elements, `[ndim]`, after a check of its shape against its parameter.
 
     Raises:
-        CorruptSourceError: it is of another shape.
+        CorruptSourceError: the state has another shape than the parameter.
     """
     if atom.tensor.shape == param.shape:
         return atom.tensor.stride

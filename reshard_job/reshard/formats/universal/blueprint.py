@@ -1,4 +1,4 @@
-"""What a universal checkpoint says besides tensors, from a native or a universal checkpoint of the same model."""
+"""Collect what a universal checkpoint says besides tensors, from a native or a universal checkpoint of the model."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed import pipeline
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import require_settings
-from reshard.formats.deepspeed.logical import Model, Param, layer_weights, param_groups
-from reshard.formats.deepspeed.reading.groups import group_holder, group_state
+from reshard.formats.deepspeed.logical import Model, Param, read_layer_weights, read_param_groups
+from reshard.formats.deepspeed.reading.groups import find_group_holder, read_group_state
 from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra as NativeExtra
 from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
 from reshard.formats.deepspeed.writing.carried_objects import Template
 from reshard.formats.pt.reader import PtFile
-from reshard.formats.universal.hints import IS_EXPERT, Hints, for_param, for_stack, says_unknown
+from reshard.formats.universal.hints import IS_EXPERT, Hints, for_param, for_stack, is_cut_unknown
+from reshard.formats.universal.module_weights import find_module_weights
 from reshard.formats.universal.names import MASTER
-from reshard.formats.universal.native import weights_of
-from reshard.formats.universal.reader import UniversalExtra
+from reshard.formats.universal.native import UniversalExtra
 from reshard.formats.universal.weights import MODULE, Weights
 from reshard.tensors.layout import Index
 
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""What the optimizer's state says for all groups together, where its kind has it."""
+"""Keys of the optimizer's state that hold for all groups together; not every kind of optimizer saves them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One parameter group, with objects as they go into files.
+    """One parameter group; its objects can be pickled into files as they are.
 
     Attributes:
         names: of its parameters, in the optimizer's order.
-        dtypes: states that are tensors, `fp32` first, and their types.
+        dtypes: state that is a tensor -> its type; `fp32` comes first.
         scalars: states that are one number.
         settings: `lr`, `betas`, ..., without `params`.
     """
@@ -46,22 +45,22 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """What is not tensors.
+    """Everything besides tensors that a universal checkpoint holds.
 
     Attributes:
-        model: model file of rank 0, for everything that travels unchanged.
+        model: model file of rank 0; what no attribute here replaces is copied from it.
         params: optimized parameters with their whole shapes.
-        hints: parameter -> what its atoms have to say about tensor parallelism.
-        weights: what is not optimized, with whole shapes.
-        buffers: those of `weights` that are no parameters.
-        groups: the optimizer's.
-        scaling: what the optimizer says for all groups together.
+        hints: parameter -> how its atoms must describe its cut over tensor-parallel ranks.
+        weights: frozen parameters and buffers with their whole shapes.
+        buffers: names of those `weights` that are buffers.
+        groups: the optimizer's parameter groups.
+        scaling: loss scaling and gradient clipping, which all groups share.
         patterns: `universal_checkpoint_info`.
         tp: degree that the checkpoint was laid out for.
-        cut_is_known: somebody said how tensor parallelism cuts every parameter.
+        cut_is_known: the checkpoint or a pattern file states how tensor parallelism cuts every parameter.
         aliases: second name of a tied weight -> its first.
         commit_model: `Commit.model`.
-        weights_of_module: names and types of the module's weights; None where they are not known.
+        weights_of_module: names and types of the module's weights; None if they are not known.
     """
 
     model: PtFile
@@ -80,19 +79,19 @@ class Blueprint:
 
 
 def blueprint_of(index: Index) -> Blueprint | None:
-    """What the checkpoint behind an index says, or None if its format does not say it.
+    """Collect the blueprint of the checkpoint behind an index; None for a format that is not DeepSpeed's.
 
     Raises:
-        UnsupportedError: it does not say enough.
+        UnsupportedError: the checkpoint lacks facts that a universal checkpoint needs.
     """
     if isinstance(index.extra, NativeExtra):
-        return _of_native(index.extra)
+        return _read_native(index.extra)
     if isinstance(index.extra, UniversalExtra):
-        return _of_universal(index.extra)
+        return _read_universal(index.extra)
     return None
 
 
-def _of_native(extra: NativeExtra) -> Blueprint:
+def _read_native(extra: NativeExtra) -> Blueprint:
     source, model = extra.source, extra.model
     require_settings(source)
     tp = source.topology.tp
@@ -104,20 +103,20 @@ def _of_native(extra: NativeExtra) -> Blueprint:
         params=model.params,
         hints={name: for_param(param, cut_is_known=known) for name, param in model.params.items()} | stacks,
         weights=extra.weights,
-        buffers=_buffers(source.models.values(), extra.weights),
-        groups=tuple(_native_group(extra, number) for number in range(len(model.groups))),
+        buffers=_list_buffers(source.models.values(), extra.weights),
+        groups=tuple(_read_native_group(extra, number) for number in range(len(model.groups))),
         scaling={key: template.copy(state[key]) for key in _SCALING if key in state},
         patterns=model.patterns,
         tp=tp,
         cut_is_known=known,
         aliases=extra.aliases,
         commit_model=extra.commit_model,
-        weights_of_module=_native_weights(source, model),
+        weights_of_module=_read_native_weights(source, model),
     )
 
 
-def _native_weights(source: DeepSpeedContents, model: Model) -> Weights:
-    """Names and types of the module's weights, and which files of a native checkpoint hold some of them."""
+def _read_native_weights(source: DeepSpeedContents, model: Model) -> Weights:
+    """Collect names and types of the module's weights, and the names in each layer file and each expert's file."""
     experts = {at: tuple(file.value) for at, file in source.expert_files.items()}
     dtypes = {name: tensor.dtype for file in source.expert_files.values() for name, tensor in file.value.items()}
     if not source.pipeline:
@@ -126,34 +125,34 @@ def _native_weights(source: DeepSpeedContents, model: Model) -> Weights:
         return Weights(
             dtypes={name: tensor.dtype for name, tensor in module.items()} | dtypes,
             experts=experts,
-            attributes=_attributes({MODULE: module}, file),
+            attributes=_copy_attributes({MODULE: module}, file),
         )
     layers: dict[int, tuple[str, ...]] = {}
     attributes: dict[int, Any] = {}
     for layer in sorted({layer for layer, _ in source.layers}):
-        found = layer_weights(source, model, layer)
-        layers[layer] = tuple(found)
-        dtypes |= {name: shards[0].dtype for name, shards in found.items()}
-        attributes |= _attributes({layer: source.layers[layer, 0].value}, source.layers[layer, 0])
+        shards_by_name = read_layer_weights(source, model, layer)
+        layers[layer] = tuple(shards_by_name)
+        dtypes |= {name: shards[0].dtype for name, shards in shards_by_name.items()}
+        attributes |= _copy_attributes({layer: source.layers[layer, 0].value}, source.layers[layer, 0])
     return Weights(dtypes=dtypes, layers=layers, attributes=attributes, model_axis=source.model_axis)
 
 
-def _attributes(found: Mapping[int, Any], file: PtFile) -> dict[int, Any]:
-    states = {at: getattr(value, "state", None) for at, value in found.items()}
+def _copy_attributes(modules: Mapping[int, Any], file: PtFile) -> dict[int, Any]:
+    states = {at: getattr(module, "state", None) for at, module in modules.items()}
     return {at: Template(file).copy(state) for at, state in states.items() if state is not None}
 
 
-def _buffers(models: Iterable[PtFile], weights: Mapping[str, Param]) -> tuple[str, ...]:
-    """Names of buffers, of all pipeline stages."""
+def _list_buffers(models: Iterable[PtFile], weights: Mapping[str, Param]) -> tuple[str, ...]:
+    """Return the names of the buffers of all pipeline stages."""
     named = (name for file in models for name in file.value.get("buffer_names") or ())
     return tuple(dict.fromkeys(name for name in named if name in weights))
 
 
-def _native_group(extra: NativeExtra, number: int) -> Group:
-    mp, at = group_holder(extra.source, extra.model, number)
-    state = group_state(extra.source, mp, at)
+def _read_native_group(extra: NativeExtra, number: int) -> Group:
+    mp, at = find_group_holder(extra.source, extra.model, number)
+    state = read_group_state(extra.source, mp, at)
     template = Template(extra.source.optimizer_file(mp, 0))
-    settings = param_groups(extra.source, mp)[at]
+    settings = read_param_groups(extra.source, mp)[at]
     tensors = {key: state.flat[key].dtype for key in state.order if key in state.flat}
     return Group(
         names=extra.model.groups[number],
@@ -163,20 +162,20 @@ def _native_group(extra: NativeExtra, number: int) -> Group:
     )
 
 
-def _of_universal(extra: UniversalExtra) -> Blueprint:
+def _read_universal(extra: UniversalExtra) -> Blueprint:
     source = extra.source
     patterns = source.patterns
-    if source.made_for is not None and not source.told:
-        known = not any(says_unknown(hints) for hints in extra.hints.values() if hints is not None)
+    if source.made_for is not None and not source.has_pattern_file:
+        known = not any(is_cut_unknown(hints) for hints in extra.hints.values() if hints is not None)
     else:
         known = patterns.declared and (source.tp > 1 or patterns.tells_rows)
     template = Template(source.optimizer)
     return Blueprint(
         model=source.model,
         params=extra.params,
-        hints={name: _known_hints(extra, name, cut_is_known=known) for name in extra.hints},
+        hints={name: _find_hints(extra, name, cut_is_known=known) for name in extra.hints},
         weights=extra.weights,
-        buffers=_buffers([source.model], extra.weights),
+        buffers=_list_buffers([source.model], extra.weights),
         groups=tuple(
             Group(
                 names=names,
@@ -192,25 +191,25 @@ def _of_universal(extra: UniversalExtra) -> Blueprint:
         cut_is_known=known,
         aliases=source.aliases,
         commit_model=extra.commit_model,
-        weights_of_module=_universal_weights(extra),
+        weights_of_module=_read_universal_weights(extra),
     )
 
 
-def _universal_weights(extra: UniversalExtra) -> Weights | None:
-    """The same, as far as the folder tells."""
-    info = pipeline.parse(extra.commit_model.get("pipeline", extra.source.model.value.get("pipeline_layout")))
+def _read_universal_weights(extra: UniversalExtra) -> Weights | None:
+    """Return names and types of the module's weights, or None if the universal checkpoint does not say them."""
+    info = extra.pipeline_info()
     try:
-        found = weights_of(extra, info)
+        weights = find_module_weights(extra.source, extra.weights, info)
     except UnsupportedError:
         return None  # only a native target needs them
     file = extra.source.model if extra.source.own_weights is None else extra.source.optimizer
-    return dataclasses.replace(found, attributes=Template(file).copy(dict(found.attributes)))
+    return dataclasses.replace(weights, attributes=Template(file).copy(dict(weights.attributes)))
 
 
-def _known_hints(extra: UniversalExtra, name: str, *, cut_is_known: bool) -> Hints:
-    """What the atoms say, where they say something that can be relied on."""
-    found, source = extra.hints[name], extra.source
-    if found is not None and ((cut_is_known and not source.told) or IS_EXPERT in found):
-        return found
+def _find_hints(extra: UniversalExtra, name: str, *, cut_is_known: bool) -> Hints:
+    """Return the hints of the atoms if they are reliable; otherwise make hints from the patterns."""
+    hints, source = extra.hints[name], extra.source
+    if hints is not None and ((cut_is_known and not source.has_pattern_file) or IS_EXPERT in hints):
+        return hints
     rule, _ = source.patterns.resolve(name, source.shapes[name])
     return for_param(dataclasses.replace(extra.params[name], rule=rule), cut_is_known=cut_is_known)

@@ -1,4 +1,4 @@
-"""File names of a universal checkpoint (deepspeed/checkpoint/ds_to_universal.py, 0.19.8)."""
+"""Make and parse file names of a universal checkpoint (deepspeed/checkpoint/ds_to_universal.py, 0.19.8)."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from reshard.errors import UnsupportedError
 
 NAME = "universal"
 ZERO = "zero"
-"""Folder of the folders of parameters, which are called as the parameters are."""
+"""Name of the folder that has a folder for each parameter, under the parameter's name."""
 
 OPTIMIZER_FILE = f"{ZERO}/optimizer_state.pt"
 MADE_FOR = "reshard_topology"
-"""Our own key in the optimizer file: what the folder was laid out for. DeepSpeed takes no notice of it."""
+"""Key in the optimizer file, written by reshard: the topology of the target. DeepSpeed ignores it."""
 
 WEIGHTS = "reshard_weights"
-"""Our own key there: types of the module's weights, and which native files some of them have."""
+"""Key in the optimizer file, written by reshard: types of the module's weights, and the native files of some."""
 
 STEP = "step"
 MASTER = "fp32"
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""One content: stages 1 and 2 look for the first name, stage 3 for the second (engine.py, `_get_ckpt_name`)."""
+"""Both files are the same: stages 1 and 2 load the first name, stage 3 the second (engine.py, `_get_ckpt_name`)."""
 
 _SUFFIX = ".pt"
 _MAX_NAME_BYTES = 255
 
 
 def atom_file(name: str, state: str) -> str:
-    """`zero/NAME/STATE.pt`."""
+    """Return `zero/NAME/STATE.pt`."""
     return f"{ZERO}/{name}/{state}{_SUFFIX}"
 
 
 def state_of(file_name: str) -> str | None:
-    """State that a file in a parameter's folder holds, or None if DeepSpeed takes no notice of the file."""
+    """Return the state that a file in a parameter's folder holds, or None if DeepSpeed ignores the file."""
     return file_name.removesuffix(_SUFFIX) if file_name.endswith(_SUFFIX) else None
 
 
 def check_names(names: Iterable[str], root: str) -> None:
-    """Every name can be a folder's: DeepSpeed joins it to a path as it is.
+    """Check that every name can be the name of a folder, because DeepSpeed joins names to paths as they are.
 
     Raises:
-        UnsupportedError: naming those that cannot.
+        UnsupportedError: some cannot; the message lists them.
     """
     wrong = [
         name

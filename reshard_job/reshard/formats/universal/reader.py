@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,90 +11,46 @@ from reshard.commits.commit import Commit
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import flat
 from reshard.formats.deepspeed.logical import Param
-from reshard.formats.deepspeed.reading.groups import plain
-from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra as NativeExtra
 from reshard.formats.deepspeed.rows import Place, Rows
-from reshard.formats.deepspeed.slots import held_runs
-from reshard.formats.deepspeed.states import same_scalar
+from reshard.formats.deepspeed.slots import locate_tensor
 from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE
-from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
-from reshard.formats.universal.atoms import Atom, Atoms, check_shape, param_of, read_atoms
-from reshard.formats.universal.hints import Hints
-from reshard.formats.universal.names import MASTER, NAME, STEP, ZERO, atom_file, check_names
+from reshard.formats.universal.atoms import Atom, Atoms, build_param, check_shape, read_atoms
+from reshard.formats.universal.groups import read_group_state, read_param_groups
+from reshard.formats.universal.names import MASTER, NAME, ZERO, check_names
+from reshard.formats.universal.native import UniversalExtra
 from reshard.formats.universal.source import UniversalContents, open_source
-from reshard.tensors.layout import Checksum, Index, ParamGroup, SourceFile
+from reshard.tensors.layout import Checksum, Index, SourceFile
 from reshard.topology import Topology
 
 TOPOLOGY = Topology(zero=1)
-"""Of folders of DeepSpeed's own converter, which are laid out for no ranks."""
+"""Topology of folders that DeepSpeed's own converter made; they are not laid out for ranks."""
 
 _MAX_PROBLEMS = 20
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GroupState:
-    """What the parameters of a group have in common.
-
-    Attributes:
-        dtypes: states that are tensors, `fp32` first, and their types.
-        scalars: states that are one number, as saved, and the file that holds their bytes.
-    """
-
-    dtypes: Mapping[str, str]
-    scalars: Mapping[str, tuple[Any, PtFile]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class UniversalExtra:
-    """What the writer needs besides the tensors.
-
-    Attributes:
-        source: the files that are not atoms.
-        params: every optimized parameter.
-        hints: parameter -> what its atoms say about tensor parallelism; None where they say nothing.
-        weights: what is not optimized (frozen, buffers).
-        groups: states of each parameter group.
-        commit_model: `Commit.model` of the source.
-        tp: degree that the folder was laid out for, which the description of the vocabulary is true for.
-    """
-
-    source: UniversalContents
-    params: Mapping[str, Param]
-    hints: Mapping[str, Hints | None]
-    weights: Mapping[str, Param]
-    groups: tuple[GroupState, ...]
-    commit_model: Mapping[str, Any]
-    tp: int
-
-    def native(self) -> NativeExtra:
-        """See `reshard.formats.deepspeed.reading.reader.Describes`."""
-        from reshard.formats.universal.native import native_extra  # only a native target needs it
-
-        return native_extra(self)
-
-
-def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | None = None) -> Index:
+def read_index(folder: Path, commit: Commit | None, pattern_info: Mapping[str, Any] | None = None) -> Index:
     """Index the checkpoint in `folder`.
 
     Args:
         folder: of the checkpoint.
         commit: its commit marker, if it has one.
-        told: how tensors are cut (`pattern_file.load`), instead of what the checkpoint says about it.
+        pattern_info: how tensors are cut, from a pattern file (`pattern_file.load`); it replaces what the checkpoint
+            says about it.
 
     Raises:
-        CorruptSourceError: atoms are missing, left over, damaged or of different steps; all of them are named.
+        CorruptSourceError: atoms are missing, left over, damaged or of different steps; the message lists them.
         UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
-    source = open_source(folder, told)
+    source = open_source(folder, pattern_info)
     check_names((*source.shapes, *source.others), str(folder))
-    atoms, problems = _read_all(source)
-    problems += _left_over(source)
-    groups = tuple(_group_state(source, number, atoms, problems) for number in range(len(source.groups)))
+    atoms, problems = _read_all_atoms(source)
+    problems += _find_unknown_folders(source)
+    groups = tuple(read_group_state(source, number, atoms, problems) for number in range(len(source.groups)))
     rows = _AtomRows(source)
     params = {name: rows.add(name, atoms[name], problems) for name in source.shapes if name in atoms}
     weights = {name: rows.add_other(name, atoms[name]) for name in source.others if name in atoms}
-    weights |= {name: rows.add_pieces(name) for name in _in_pieces(source) if name not in weights}
+    weights |= {name: rows.add_fragments(name) for name in _list_fragmented(source) if name not in weights}
     if problems:
         raise CorruptSourceError(
             f"{len(problems)} things are wrong with its atoms",
@@ -104,18 +58,18 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
             problems=problems[:_MAX_PROBLEMS],
             hint="the conversion that made it did not end, or two are mixed in one folder: convert again",
         )
-    found = source.model.value
+    model = source.model.value
     topology = commit.topology if commit is not None else source.made_for or TOPOLOGY
     return Index(
         root=folder,
         format=NAME,
         topology=topology,
-        step=int(found["global_steps"]),
-        samples=commit.samples if commit is not None else _int(found.get("global_samples")),
+        step=int(model["global_steps"]),
+        samples=commit.samples if commit is not None else _int_or_zero(model.get("global_samples")),
         tensors=tuple(rows.tensors),
-        files=tuple(_source_file(path, file) for path, file in rows.files.items()),
+        files=tuple(_make_source_file(path, file) for path, file in rows.files.items()),
         shards=rows.build(),
-        groups=_param_groups(source, groups),
+        groups=read_param_groups(source, groups),
         aliases=source.aliases,
         extra=UniversalExtra(
             source=source,
@@ -129,97 +83,62 @@ def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | No
     )
 
 
-def _int(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _read_all(source: UniversalContents) -> tuple[dict[str, Atoms], list[str]]:
-    """Atoms of every parameter and of everything else that has some, and what is wrong with them."""
-    found: dict[str, Atoms] = {}
+def _read_all_atoms(source: UniversalContents) -> tuple[dict[str, Atoms], list[str]]:
+    """Read the atoms of all parameters and of everything else that has atoms; return them and a list of problems."""
+    atoms: dict[str, Atoms] = {}
     problems: list[str] = []
     for name in (*source.shapes, *source.others):
-        if name in source.shapes or _needs_atoms(source, name) or (source.folder / ZERO / name).is_dir():
+        if name in source.shapes or _is_atom_required(source, name) or (source.folder / ZERO / name).is_dir():
             try:
-                found[name] = read_atoms(source.folder, name)
+                atoms[name] = read_atoms(source.folder, name)
             except CorruptSourceError as error:
                 problems += error.problems
         elif name in source.module:
-            found[name] = _in_model_file(source, name)
-    known = {*found, *source.stored, *_in_pieces(source)}
+            atoms[name] = _make_atoms(source, name)
+    known = {*atoms, *source.stored, *_list_fragmented(source)}
     if absent := [name for name in source.frozen if name not in known]:
         raise UnsupportedError(
             f"{len(absent)} frozen parameters, such as {absent[0]}, have neither atoms nor pieces in the model files",
             path=str(source.folder),
             hint="convert from the native checkpoint",
         )
-    return found, problems
+    return atoms, problems
 
 
-def _needs_atoms(source: UniversalContents, name: str) -> bool:
-    """Not where a converter of DeepSpeed before 0.19 left what is not optimized in the model file, as it was saved."""
+def _is_atom_required(source: UniversalContents, name: str) -> bool:
+    """Return whether a weight that is not optimized must have an atom.
+
+    It needs none if DeepSpeed's converter before 0.19 left it in the model file.
+    """
     return name in source.stored and (source.made_for is not None or name not in source.module)
 
 
-def _in_pieces(source: UniversalContents) -> tuple[str, ...]:
-    """Frozen parameters of ZeRO-3, which DeepSpeed's converter leaves in pieces in the model files."""
-    pieces = source.ranks[0].value["frozen_param_fragments"] if source.ranks else ()
-    return tuple(name for name in source.frozen if name in pieces)
+def _list_fragmented(source: UniversalContents) -> tuple[str, ...]:
+    """List the frozen parameters of ZeRO-3, whose fragments DeepSpeed's converter leaves in the model files."""
+    fragments = source.ranks[0].value["frozen_param_fragments"] if source.ranks else ()
+    return tuple(name for name in source.frozen if name in fragments)
 
 
-def _in_model_file(source: UniversalContents, name: str) -> Atoms:
-    """A buffer, which DeepSpeed's converter leaves where it was: of ZeRO-3, and before 0.19."""
+def _make_atoms(source: UniversalContents, name: str) -> Atoms:
+    """Return a buffer as atoms; DeepSpeed's converter leaves buffers in the model file at ZeRO-3 and before 0.19."""
     tensor = source.module[name]
     path = Path(source.model.path).name
     return Atoms(states={MASTER: Atom(file=source.model, path=path, tensor=tensor, hints={})}, step=None)
 
 
-def _left_over(source: UniversalContents) -> list[str]:
-    """Folders of parameters that the model files do not know are of another save."""
+def _find_unknown_folders(source: UniversalContents) -> list[str]:
+    """Return a problem for each folder whose parameter the model files do not know; it is of another save."""
     known = {*source.shapes, *source.others, *source.aliases}
-    found = sorted(item.name for item in (source.folder / ZERO).iterdir() if item.is_dir())
-    return [f"{ZERO}/{name} belongs to no parameter that the model files know" for name in found if name not in known]
-
-
-def _group_state(source: UniversalContents, number: int, atoms: Mapping[str, Atoms], problems: list[str]) -> GroupState:
-    """What all parameters of a group have; those that lack something of it go to `problems`."""
-    names = [name for name in source.groups[number] if name in atoms]
-    dtypes: dict[str, str] = {}
-    for name in names:
-        for state, atom in sorted(atoms[name].states.items(), key=lambda item: item[0] != MASTER):
-            dtypes.setdefault(state, atom.tensor.dtype)
-    for name in names:
-        problems += [f"{atom_file(name, state)} is missing" for state in dtypes if state not in atoms[name].states]
-    return GroupState(dtypes=dtypes, scalars=_scalars(source, number, {name: atoms[name] for name in names}, problems))
-
-
-def _scalars(
-    source: UniversalContents, number: int, atoms: Mapping[str, Atoms], problems: list[str]
-) -> dict[str, tuple[Any, PtFile]]:
-    """`step` of a group: of its parameters, or as ZeRO-3 has it, of its states in the optimizer file."""
-    steps = {name: found.step for name, found in atoms.items()}
-    having = {name: step for name, step in steps.items() if step is not None}
-    if not having:
-        inner = source.optimizer.value.get("optimizer_state_dict")
-        states = inner.get("state") if isinstance(inner, Mapping) else None
-        own = states.get(source.first_states[number]) if isinstance(states, Mapping) else None
-        return {
-            str(key): (value, source.optimizer)
-            for key, value in (own.items() if isinstance(own, Mapping) else ())
-            if not isinstance(value, Tensor) or not value.shape
-        }
-    problems += [f"{atom_file(name, STEP)} is missing" for name in steps if name not in having]
-    values = {name: same_scalar(value) for name, (value, _) in having.items()}
-    usual, count = Counter(values.values()).most_common(1)[0]
-    problems += [
-        f"{atom_file(name, STEP)} is of another step than that of {count} others of group {number}"
-        for name, value in values.items()
-        if value != usual
-    ]
-    return {STEP: next(step for name, step in having.items() if values[name] == usual)}
+    names = sorted(item.name for item in (source.folder / ZERO).iterdir() if item.is_dir())
+    return [f"{ZERO}/{name} belongs to no parameter that the model files know" for name in names if name not in known]
 
 
 class _AtomRows(Rows):
-    """Collects tensors, rows and files."""
+    """Collects the tensors, the rows of the shard table and the files of a universal checkpoint."""
 
     def __init__(self, source: UniversalContents) -> None:
         super().__init__()
@@ -228,9 +147,9 @@ class _AtomRows(Rows):
         self._source = source
 
     def add(self, name: str, atoms: Atoms, problems: list[str]) -> Param | None:
-        """Add all states of a parameter; what is wrong with them goes to `problems`."""
+        """Add all states of a parameter; append what is wrong with them to `problems`."""
         try:
-            param = param_of(self._source, name, atoms.states[MASTER])
+            param = build_param(self._source, name, atoms.states[MASTER])
         except CorruptSourceError as error:
             problems.append(f"{error.path}: {error.message}")
             return None
@@ -257,8 +176,8 @@ class _AtomRows(Rows):
         self._add_atom("weight", param, atom)
         return param
 
-    def add_pieces(self, name: str) -> Param:
-        """Add a frozen parameter of ZeRO-3, of which each data-parallel rank's model file has a piece."""
+    def add_fragments(self, name: str) -> Param:
+        """Add a frozen parameter of ZeRO-3, of which each data-parallel rank's model file has a fragment."""
         ranks = self._source.ranks
         for file in ranks:
             path = Path(file.path).name
@@ -266,11 +185,11 @@ class _AtomRows(Rows):
             self.files.setdefault(path, file)
         shape = tuple(self._source.model.value["frozen_param_shapes"][name])
         (slot,), length = flat.zero3_slots([math.prod(shape)], len(ranks))
-        held = [(file, file.value.get("frozen_param_fragments") or {}) for file in ranks]
+        fragments = [(file, file.value.get("frozen_param_fragments") or {}) for file in ranks]
         numbers = {file.path: self._numbers[Path(file.path).name] for file in ranks}
-        dtype, runs = held_runs(held, name, numbers, length=length, what=f"frozen parameter {name}")
+        dtype, ranges = locate_tensor(fragments, name, numbers, length=length, what=f"frozen parameter {name}")
         param = Param(name=name, shape=shape, rule=WHOLE)
-        self.add_slots("weight", param, Place(1, 0, 0, 0, 0), runs, dtype=dtype, offset=0, size=slot.size)
+        self.add_slots("weight", param, Place(1, 0, 0, 0, 0), ranges, dtype=dtype, offset=0, size=slot.size)
         return param
 
     def _add_atom(self, state: str, param: Param, atom: Atom) -> None:
@@ -281,7 +200,7 @@ class _AtomRows(Rows):
         self.add_shard(state, param, place, dtype=atom.tensor.dtype, strides=strides)
 
 
-def _source_file(path: str, file: PtFile) -> SourceFile:
+def _make_source_file(path: str, file: PtFile) -> SourceFile:
     checksums = sorted(
         (storage.file_offset, storage.num_bytes, storage.crc32)
         for storage in file.storages.values()
@@ -292,18 +211,3 @@ def _source_file(path: str, file: PtFile) -> SourceFile:
         num_bytes=file.num_bytes,
         checksums=tuple(Checksum(start=start, num_bytes=count, crc32=crc) for start, count, crc in checksums),
     )
-
-
-def _param_groups(source: UniversalContents, states: tuple[GroupState, ...]) -> tuple[ParamGroup, ...]:
-    found = []
-    for names, settings, state in zip(source.groups, source.settings, states, strict=True):
-        options = plain({key: value for key, value in settings.items() if key != "params"}, source.optimizer)
-        scalars: dict[str, int | float] = {}
-        for key, (value, file) in state.scalars.items():
-            number = plain({key: value}, file)
-            assert isinstance(number, Mapping)
-            if isinstance(numeric := number.get(key), int | float):
-                scalars[key] = numeric
-        assert isinstance(options, Mapping)
-        found.append(ParamGroup(names=names, options=options, scalars=scalars))
-    return tuple(found)

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 cannot load from a universal checkpoint, or loads wrongly without a word."""
+"""Refuse universal checkpoints that DeepSpeed 0.19.8 cannot load, or loads wrongly without an error."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from reshard.formats.universal.names import MASTER, STEP
 from reshard.topology import Topology
 
 _STAGE3_STATES = {MASTER, "exp_avg", "exp_avg_sq"}
-"""Written out in stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`."""
+"""The states that stage 3 loads (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`)."""
 
 _NATIVE_EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
-"""In names of DeepSpeed's own experts, which each rank counts from 0 (deepspeed/moe/experts.py)."""
+"""Part of the names of DeepSpeed's own experts, which each rank counts from 0 (deepspeed/moe/experts.py)."""
 
 _SUB_GROUP_SIZE = 10**9  # DeepSpeed's default for zero_optimization.sub_group_size
 
 
 def refuse(blueprint: Blueprint, target: Topology) -> None:
-    """Refuse targets that would fail, or would train on with other numbers.
+    """Refuse targets that DeepSpeed cannot load, or from which training would continue with wrong numbers.
 
     Raises:
-        UnsupportedError: with the reason.
+        UnsupportedError: the message gives the reason.
     """
     where = str(blueprint.model.path)
     if target.zero == 0:
         raise UnsupportedError(
             f"{target}: DeepSpeed loads universal checkpoints in the ZeRO stages 1, 2 and 3 only", path=where
         )
-    if target.ep > 1 and (experts := _experts(blueprint)):
+    if target.ep > 1 and (experts := _list_experts(blueprint)):
         raise UnsupportedError(
             f"{target}: each rank would load the experts of the first one, as each calls its own {experts[0]}",
             path=where,
@@ -66,7 +66,7 @@ def refuse(blueprint: Blueprint, target: Topology) -> None:
         )
 
 
-def _experts(blueprint: Blueprint) -> list[str]:
+def _list_experts(blueprint: Blueprint) -> list[str]:
     return [name for name in blueprint.params if _NATIVE_EXPERT in name]
 
 
@@ -86,7 +86,7 @@ def _refuse_cut(blueprint: Blueprint, target: Topology, where: str) -> None:
 
 
 def stage3_problems(blueprint: Blueprint) -> list[str]:
-    """What stage 3 would get wrong; stages 1 and 2 are right about all of it."""
+    """List what stage 3 would load wrongly; stages 1 and 2 load all of it correctly."""
     groups = blueprint.groups
     problems = []
     if len(groups) > 1 and isinstance(groups[0].scalars.get(STEP), Tensor):
@@ -94,50 +94,50 @@ def stage3_problems(blueprint: Blueprint) -> list[str]:
             f"the optimizer has {len(groups)} parameter groups: they would share one tensor step, and each would count"
             " its steps onto it"
         )
-    if len({_bytes_of_step(group) for group in groups}) > 1:
+    if len({_read_step(group) for group in groups}) > 1:
         problems.append("parameter groups have done different numbers of steps, and would get that of group 0")
     for number, group in enumerate(groups):
         if set(group.dtypes) != _STAGE3_STATES:
-            found = ", ".join(state for state in group.dtypes if state != MASTER) or "none"
-            problems.append(f"group {number} has the states {found}; only exp_avg and exp_avg_sq would be loaded")
+            states = ", ".join(state for state in group.dtypes if state != MASTER) or "none"
+            problems.append(f"group {number} has the states {states}; only exp_avg and exp_avg_sq would be loaded")
     return problems
 
 
-def _bytes_of_step(group: Group) -> Any:
+def _read_step(group: Group) -> Any:
     step = group.scalars.get(STEP)
     return step.storage.data if isinstance(step, Tensor) else step
 
 
-def warnings(blueprint: Blueprint, target: Topology, params: Mapping[str, Param]) -> tuple[str, ...]:
-    """What the run that loads the folder has to know."""
-    found = []
+def list_warnings(blueprint: Blueprint, target: Topology, params: Mapping[str, Param]) -> tuple[str, ...]:
+    """List the settings that the run which loads the folder needs."""
+    notes = []
     if target.zero < 3 and (problems := stage3_problems(blueprint)):
-        found.append(f"load it in ZeRO stage 1 or 2: stage 3 would load it wrongly ({'; '.join(problems)})")
+        notes.append(f"load it in ZeRO stage 1 or 2: stage 3 would load it wrongly ({'; '.join(problems)})")
     if not blueprint.cut_is_known:
-        found.append("it loads at tp=1 only: it is not said how tensor parallelism cuts the parameters")
-    if _experts(blueprint):
-        found.append("it loads at ep=1 only: each rank would load the experts of the first one")
-    zero = _zero_config(blueprint)
+        notes.append("it loads at tp=1 only: it is not said how tensor parallelism cuts the parameters")
+    if _list_experts(blueprint):
+        notes.append("it loads at ep=1 only: each rank would load the experts of the first one")
+    zero = _read_zero_config(blueprint)
     if zero.get("round_robin_gradients"):
-        found.append("turn round_robin_gradients off in the run that loads it: DeepSpeed loads other values with it")
-    if target.zero == 3 and (needed := _needed_sub_group(blueprint, target, params, zero)):
-        found.append(
+        notes.append("turn round_robin_gradients off in the run that loads it: DeepSpeed loads other values with it")
+    if target.zero == 3 and (needed := _compute_sub_group(blueprint, target, params, zero)):
+        notes.append(
             f"set zero_optimization.sub_group_size to at least {needed} in the run that loads it: the sub-groups of"
             " ZeRO-3 would share one tensor step"
         )
-    return tuple(found)
+    return tuple(notes)
 
 
-def _zero_config(blueprint: Blueprint) -> Mapping[str, Any]:
+def _read_zero_config(blueprint: Blueprint) -> Mapping[str, Any]:
     config = blueprint.model.value.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return zero if isinstance(zero, Mapping) else {}
 
 
-def _needed_sub_group(
+def _compute_sub_group(
     blueprint: Blueprint, target: Topology, params: Mapping[str, Param], zero: Mapping[str, Any]
 ) -> int:
-    """Elements per rank of the largest group, if the configured size (or the default) cuts it; else 0."""
+    """Return the elements per rank of the largest group that the configured size (or the default) cuts; else 0."""
     size = zero.get("sub_group_size")
     size = size if isinstance(size, int) and size > 0 else _SUB_GROUP_SIZE
     needed = 0

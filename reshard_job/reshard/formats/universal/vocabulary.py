@@ -1,7 +1,8 @@
-"""How many rows a vocabulary has in the files.
+"""Decide how many rows a vocabulary has in the files.
 
-Stages 1 and 2 fill up with zeros to what the model needs and fail if there are too many; stage 3 takes the rows as they
-are, and silently shifts everything behind them if they are too few (stage3.py, `load_hp_checkpoint_state`, 0.19.8).
+Stages 1 and 2 pad the rows with zeros to what the model needs, and fail if there are too many rows. Stage 3 takes the
+rows as they are. If there are too few, it shifts everything behind them without an error (stage3.py,
+`load_hp_checkpoint_state`, 0.19.8).
 """
 
 from __future__ import annotations
@@ -11,21 +12,20 @@ import dataclasses
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.universal.blueprint import Blueprint
-from reshard.formats.universal.source import is_vocabulary
 from reshard.topology import Topology
 
 
-def param_in_files(param: Param, blueprint: Blueprint, target: Topology) -> Param:
-    """The parameter with the rows that its atoms get.
+def pad_vocabulary(param: Param, blueprint: Blueprint, target: Topology) -> Param:
+    """Return the parameter with the number of rows that its atoms get.
 
-    All rows that the target's model has, so that the folder is right for every stage and padding rows keep their
-    values. A folder of DeepSpeed's own converter has no padding rows: it gets some for stage 3 only.
+    Atoms get all rows of the target's model, so that every stage can load the folder and padding rows keep their
+    values. A folder of DeepSpeed's own converter has no padding rows; its atoms get some only for stage 3.
 
     Raises:
         UnsupportedError: stage 3 needs the number of rows, and it is not known.
     """
     stated = blueprint.patterns.vocabulary_rows
-    if stated is None or not param.shape or not is_vocabulary(blueprint.patterns, param.name):
+    if stated is None or not param.shape or not blueprint.patterns.is_vocabulary(param.name):
         return param
     true, padded = stated
     certain = blueprint.patterns.vocabulary_multiple is not None or true == padded or target.tp == blueprint.tp

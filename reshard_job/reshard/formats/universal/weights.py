@@ -1,7 +1,7 @@
-"""What the module of the run held: names and types of its weights, and which native files some of them have.
+"""Names and types of the module's weights, and the native files that hold some of them.
 
-DeepSpeed's converter leaves it in the model files, but for those of a PipelineModule. Folders of ours say it in the
-optimizer file, under a key of our own, as their model files hold no module.
+DeepSpeed's converter keeps the module in the model files, except for a PipelineModule. Model files that reshard writes
+have no module; it stores this description in the optimizer file, under its own key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from reshard.errors import CorruptSourceError
 from reshard.tensors.layout import ITEM_BYTES
 
 MODULE = -1
-"""Number of the module where layers of a pipeline have theirs."""
+"""Key of the module in `Weights.attributes`, which has pipeline layers under their numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class Weights:
 
     Attributes:
         dtypes: name -> type, in the module's order.
-        layers: pipeline layer -> full names of what its file holds; None without a PipelineModule.
+        layers: pipeline layer -> full names of the weights in its file; None without a PipelineModule.
         experts: (layer of experts, expert) -> names in its file.
-        attributes: of the module's state dict (`_metadata`), under `MODULE`, or of each layer's, as they are pickled.
+        attributes: `MODULE` or pipeline layer -> attributes of its state dict (`_metadata`), as they are pickled.
         model_axis: names of layer files have the tensor-parallel rank.
     """
 
@@ -36,7 +36,7 @@ class Weights:
     model_axis: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """As it goes into the optimizer file; attributes as they are."""
+        """Return the form that goes into the optimizer file; `attributes` are not copied."""
         layers = None if self.layers is None else {layer: list(names) for layer, names in self.layers.items()}
         experts = [[layer, expert, list(names)] for (layer, expert), names in self.experts.items()]
         return {
@@ -49,31 +49,35 @@ class Weights:
 
 
 def parse(value: Any, path: str) -> Weights:
-    """Read what `to_dict` made.
+    """Parse the result of `to_dict`.
 
     Raises:
-        CorruptSourceError: it is something else.
+        CorruptSourceError: `value` has another form.
     """
     try:
         layers = value["layers"]
-        found = Weights(
-            dtypes={_text(name): _text(dtype) for name, dtype in value["dtypes"].items()},
-            layers=None if layers is None else {int(at): tuple(map(_text, names)) for at, names in layers.items()},
-            experts={(int(at), int(number)): tuple(map(_text, names)) for at, number, names in value["experts"]},
-            attributes={int(at): found for at, found in value["attributes"].items()},
+        weights = Weights(
+            dtypes={_require_text(name): _require_text(dtype) for name, dtype in value["dtypes"].items()},
+            layers=None
+            if layers is None
+            else {int(at): tuple(map(_require_text, names)) for at, names in layers.items()},
+            experts={
+                (int(at), int(number)): tuple(map(_require_text, names)) for at, number, names in value["experts"]
+            },
+            attributes={int(at): attributes for at, attributes in value["attributes"].items()},
             model_axis=bool(value["model_axis"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptSourceError(f"its list of weights is not one of reshard: {error!r:.90}", path=path) from error
-    files = (*(found.layers or {}).values(), *found.experts.values())
-    unknown = {name for names in files for name in names} - found.dtypes.keys()
-    if unknown or set(found.dtypes.values()) - set(ITEM_BYTES):
-        what = f"no type of {min(unknown)}" if unknown else "types that torch has not"
+    files = (*(weights.layers or {}).values(), *weights.experts.values())
+    unknown = {name for names in files for name in names} - weights.dtypes.keys()
+    if unknown or set(weights.dtypes.values()) - set(ITEM_BYTES):
+        what = f"no type of {min(unknown)}" if unknown else "types that torch does not have"
         raise CorruptSourceError(f"its list of weights has {what}", path=path)
-    return found
+    return weights
 
 
-def _text(value: Any) -> str:
+def _require_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is no text")
     return value

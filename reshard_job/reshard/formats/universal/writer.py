@@ -1,7 +1,7 @@
 """Lay out a universal checkpoint that unmodified DeepSpeed loads in ZeRO stages 1, 2 and 3.
 
-DeepSpeed's own converter makes one folder for stages 1 and 2, and another for stage 3. What both loaders ask for goes
-together into one: dicts around tensors (stage 3 takes those too), `step.pt`, the model file under both names, and one
+DeepSpeed's own converter makes one form of folder for stages 1 and 2, and another for stage 3. This folder has what
+both loaders need: dicts around tensors (stage 3 accepts them), `step.pt`, the model file under both names, and one
 optimizer file in both forms (base_optimizer.py, `load_hp_checkpoint_state_from_checkpoint_dir`, and stage3.py, 0.19.8).
 """
 
@@ -36,8 +36,8 @@ from reshard.formats.universal.names import (
     atom_file,
     check_names,
 )
-from reshard.formats.universal.refusals import refuse, warnings
-from reshard.formats.universal.vocabulary import param_in_files
+from reshard.formats.universal.refusals import list_warnings, refuse
+from reshard.formats.universal.vocabulary import pad_vocabulary
 from reshard.tensors.layout import ChecksumField, Index, TargetFile, TargetLayout
 from reshard.tensors.shard_table import ranges_of
 from reshard.topology import Topology
@@ -51,7 +51,7 @@ class _Target:
     files: list[TargetFile] = dataclasses.field(default_factory=list)
 
     def add(self, path: str, value: Any, tensors: Mapping[tuple[str, str], tuple[Param, Tensor]] | None = None) -> None:
-        """Add a file; `tensors` says what its tensors are: (state, name) -> parameter and tensor."""
+        """Add a file; `tensors` describes its tensors: (state, name) -> parameter and tensor."""
         stem = path.rpartition("/")[2].removesuffix(".pt")
         layout = lay_out_pt(stem, value)
         checksums = tuple(
@@ -72,10 +72,10 @@ class _Target:
 
 
 def lay_out(index: Index, request: Request) -> TargetLayout:
-    """Lay out the tensors of `index`; what is not tensors comes from `request.like` or the checkpoint behind `index`.
+    """Lay out the tensors of `index`; everything else comes from `request.like` or the checkpoint behind `index`.
 
     Raises:
-        UnsupportedError: DeepSpeed would load it wrongly, or not at all, or what it needs is not known.
+        UnsupportedError: DeepSpeed would load the target wrongly, or not at all, or a fact that it needs is not known.
     """
     described = index if request.like is None else request.like
     blueprint = blueprint_of(described)
@@ -87,20 +87,20 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
             " from weights alone loads them into the model before deepspeed.initialize",
         )
     progress = None if described is index else Progress.of(index, blueprint.aliases)
-    blueprint = _at_progress(blueprint, progress)
+    blueprint = _apply_progress(blueprint, progress)
     check_names((*blueprint.params, *blueprint.weights), str(index.root))
     if isinstance(index.extra, NativeExtra):
         refuse_small_gradients(index.extra.source, request.topology)
     refuse(blueprint, request.topology)
     params, weights = (
-        {name: param_in_files(param, blueprint, request.topology) for name, param in own.items()}
+        {name: pad_vocabulary(param, blueprint, request.topology) for name, param in own.items()}
         for own in (blueprint.params, blueprint.weights)
     )
     target = _Target(rows=TargetRows(index, blueprint.aliases))
-    model = _model_file(blueprint, params, weights, progress, request.topology)
+    model = _build_model_file(blueprint, params, weights, progress, request.topology)
     for name in MODEL_FILES:
         target.add(name, model)
-    target.add(OPTIMIZER_FILE, _optimizer_file(blueprint, request.topology))
+    target.add(OPTIMIZER_FILE, _build_optimizer_file(blueprint, request.topology))
     for group in blueprint.groups:
         for name in group.names:
             _add_atoms(target, params[name], group, blueprint.hints[name])
@@ -117,17 +117,17 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         zeros=ranges_of(target.rows.zeros),
         tensors=tuple(target.rows.tensors),
         origins=tuple(target.rows.origins),
-        model=_commit_model(blueprint),
+        model=_make_commit_model(blueprint),
         notes=(
             *target.rows.zero_notes(),
-            *_left_behind(index, target.rows),
-            *warnings(blueprint, request.topology, params),
+            *_describe_unused(index, target.rows),
+            *list_warnings(blueprint, request.topology, params),
         ),
     )
 
 
-def _at_progress(blueprint: Blueprint, progress: Progress | None) -> Blueprint:
-    """Settings and scalars of a source of another format."""
+def _apply_progress(blueprint: Blueprint, progress: Progress | None) -> Blueprint:
+    """Replace settings and scalars by those of the source, where the blueprint is of another checkpoint."""
     if progress is None:
         return blueprint
     groups = tuple(
@@ -148,17 +148,17 @@ def _add_atoms(target: _Target, param: Param, group: Group, hints: Hints) -> Non
         target.add(atom_file(param.name, STEP), group.scalars[STEP])
 
 
-def _model_file(
+def _build_model_file(
     blueprint: Blueprint,
     params: Mapping[str, Param],
     weights: Mapping[str, Param],
     progress: Progress | None,
     target: Topology,
 ) -> dict[str, Any]:
-    """The model file of rank 0 as for one rank; weights are in the atoms."""
+    """Build the model file of rank 0 for a run with one rank, without weights, which are in the atoms."""
     like = blueprint.model.value
     frozen = [name for name in weights if name not in blueprint.buffers]
-    untold = None if like.get("frozen_param_shapes") is None else StatefulDict()
+    no_shapes = None if like.get("frozen_param_shapes") is None else StatefulDict()
     replaced: dict[str, Any] = {
         "module": None,
         "buffer_names": list(blueprint.buffers),
@@ -166,14 +166,14 @@ def _model_file(
         "param_shapes": [
             StatefulDict((name, Size(params[name].shape)) for name in group.names) for group in blueprint.groups
         ],
-        "frozen_param_shapes": StatefulDict((name, Size(weights[name].shape)) for name in frozen) or untold,
+        "frozen_param_shapes": StatefulDict((name, Size(weights[name].shape)) for name in frozen) or no_shapes,
         "frozen_param_fragments": None,
         "shared_params": dict(blueprint.aliases),
         "dp_world_size": 1,
         "mp_world_size": 1,  # the loader compares it with the number of model files
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
     }
-    if (layout := _one_stage(like.get("pipeline_layout"))) is not None:
+    if (layout := _merge_stages(like.get("pipeline_layout"))) is not None:
         replaced["pipeline_layout"] = layout
     if blueprint.patterns.declared:
         replaced["universal_checkpoint_info"] = blueprint.patterns.info_at(target.tp, blueprint.tp)
@@ -182,16 +182,16 @@ def _model_file(
     return Template(blueprint.model).copy_except(like, replaced)
 
 
-def _optimizer_file(blueprint: Blueprint, target: Topology) -> dict[str, Any]:
-    """Both forms: `param_groups` for stages 1 and 2, `optimizer_state_dict` for stage 3.
+def _build_optimizer_file(blueprint: Blueprint, target: Topology) -> dict[str, Any]:
+    """Build the optimizer file in both forms: `param_groups` for stages 1 and 2, `optimizer_state_dict` for stage 3.
 
-    Stage 3 gives the settings of group 0 to all groups. It is told only those that all groups have in common, so that
-    each group keeps its own value of the others, as the run that loads it has configured them.
+    Stage 3 gives the settings of group 0 to all groups. Its form therefore has only the settings that all groups have
+    in common, so that each group keeps the other settings as the run that loads the folder has configured them.
     """
     groups = [{**group.settings, "params": [at]} for at, group in enumerate(blueprint.groups)]
     first = blueprint.groups[0]
     step = {STEP: first.scalars[STEP]} if STEP in first.scalars else {}
-    inner = {"state": {0: step} if step else {}, "param_groups": [{**common_settings(blueprint), "params": [0]}]}
+    inner = {"state": {0: step} if step else {}, "param_groups": [{**find_common_settings(blueprint), "params": [0]}]}
     return {
         **blueprint.scaling,
         "ds_version": blueprint.model.value.get("ds_version"),
@@ -202,8 +202,8 @@ def _optimizer_file(blueprint: Blueprint, target: Topology) -> dict[str, Any]:
     }
 
 
-def common_settings(blueprint: Blueprint) -> dict[str, Any]:
-    """Settings about which all groups agree."""
+def find_common_settings(blueprint: Blueprint) -> dict[str, Any]:
+    """Return the settings that have the same value in all groups."""
     first, *others = blueprint.groups
     return {
         key: value
@@ -212,22 +212,25 @@ def common_settings(blueprint: Blueprint) -> dict[str, Any]:
     }
 
 
-def _one_stage(described: Any) -> dict[str, Any] | None:
-    """The description of a pipeline, with all layers on one stage."""
+def _merge_stages(described: Any) -> dict[str, Any] | None:
+    """Return the description of a pipeline with all layers on one stage; None if it is no such description."""
     if not isinstance(described, Mapping) or "num_layers" not in described:
         return None
     return {**described, "parts": [0, described["num_layers"]]}
 
 
-def _commit_model(blueprint: Blueprint) -> dict[str, Any]:
+def _make_commit_model(blueprint: Blueprint) -> dict[str, Any]:
     model = dict(blueprint.commit_model)
-    if (found := _one_stage(model.get("pipeline"))) is not None:
-        model["pipeline"] = found
+    if (description := _merge_stages(model.get("pipeline"))) is not None:
+        model["pipeline"] = description
     return model
 
 
-def _left_behind(index: Index, rows: TargetRows) -> tuple[str, ...]:
-    """What the target does not hold; weights are what DeepSpeed rounds from the master weights when it loads."""
+def _describe_unused(index: Index, rows: TargetRows) -> tuple[str, ...]:
+    """Describe the source's tensors that the target does not hold.
+
+    Weights with master weights are no loss, because DeepSpeed rounds them from the master weights when it loads.
+    """
     used = set(rows.origins)
     stored = {tensor.key.name for tensor in rows.tensors if tensor.key.state == MASTER}
     unused: dict[str, list[str]] = {}

@@ -152,10 +152,10 @@ def test_checking_is_measured(casting: bool) -> None:
 
 def test_plans_that_change_types_are_known() -> None:
     plan = plan_of(4, 4)
-    assert not estimate.casts(plan)
+    assert not estimate.has_casts(plan)
     (tensor,) = plan.index.tensors
     layout = dataclasses.replace(plan.layout, tensors=(dataclasses.replace(tensor, dtype="bfloat16"),), origins=(0,))
-    assert estimate.casts(make_plan(plan.index, layout))
+    assert estimate.has_casts(make_plan(plan.index, layout))
 
 
 def test_requests_are_runs_and_runs_are_cut_into_tiles() -> None:

@@ -129,7 +129,7 @@ def test_an_edited_marker_is_refused_until_its_checksum_is_removed(folder: Path)
     path.write_text(path.read_text().replace('"step": 20', '"step": 21'))
     with pytest.raises(CorruptSourceError, match="damaged, or edited") as caught:
         read_commit(folder)
-    assert "removes its field checksum" in caught.value.hint
+    assert "remove its field checksum" in caught.value.hint
     path.write_text("\n".join(line for line in path.read_text().splitlines() if '"checksum"' not in line))
     assert read_commit(folder).step == 21
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from reshard.execution.compare import Agreement, Side, compare_sides, to_round
+from reshard.execution.compare import Agreement, Side, compare_sides, find_types_to_round
 from reshard.tensors.layout import LogicalTensor, TensorKey
 
 
@@ -98,8 +98,11 @@ def test_tied_weights_may_be_held_under_either_name(swap: bool) -> None:
 
 def test_weights_made_of_master_weights_alone_are_compared_by_rounding() -> None:
     masters, weights = side("fp32/a=1", "fp32/b=2"), side("weight/a:bfloat16=7", "weight/b:bfloat16=8")
-    assert to_round(masters, weights) == ({TensorKey("fp32", "a"): "bfloat16", TensorKey("fp32", "b"): "bfloat16"}, {})
-    assert to_round(weights, masters) == ({}, to_round(masters, weights)[0])
+    assert find_types_to_round(masters, weights) == (
+        {TensorKey("fp32", "a"): "bfloat16", TensorKey("fp32", "b"): "bfloat16"},
+        {},
+    )
+    assert find_types_to_round(weights, masters) == ({}, find_types_to_round(masters, weights)[0])
     good = dataclasses.replace(masters, rounded={TensorKey("fp32", "a"): "7", TensorKey("fp32", "b"): "8"})
     for sides in ((good, weights), (weights, good)):
         found = compare_sides(*sides)
@@ -112,6 +115,6 @@ def test_weights_made_of_master_weights_alone_are_compared_by_rounding() -> None
 def test_nothing_is_rounded_where_the_same_type_can_be_compared() -> None:
     both = side("weight/a:bfloat16=7", "fp32/a=1")
     for other in (side("fp32/a=1"), side("weight/a:bfloat16=7"), both):
-        assert to_round(both, other) == to_round(other, both) == ({}, {})
-    assert to_round(side("weight/a:int64=1"), side("weight/a:bool=1")) == ({}, {})
-    assert to_round(side("weight/a:float16=1"), side("weight/a:bfloat16=1")) == ({}, {})
+        assert find_types_to_round(both, other) == find_types_to_round(other, both) == ({}, {})
+    assert find_types_to_round(side("weight/a:int64=1"), side("weight/a:bool=1")) == ({}, {})
+    assert find_types_to_round(side("weight/a:float16=1"), side("weight/a:bfloat16=1")) == ({}, {})

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from reshard.checksums.crc import Piece, crc32
+from reshard.checksums.crc import CrcRange, crc32
 from reshard.errors import CorruptSourceError
 from reshard.execution import tile
 from reshard.storage.files import LocalFile
@@ -57,7 +57,7 @@ def test_every_element_arrives_with_the_checksum_of_its_run(stored, part, maps, 
     elements = np.zeros(part.size, dtype=np.uint32)
     pieces = tile.gather(source, row, part, elements)
     content = bytes(BEGIN) + values.tobytes()
-    assert pieces == [Piece(at, length, crc32(content[at : at + length])) for at, length, _ in pieces]
+    assert pieces == [CrcRange(at, length, crc32(content[at : at + length])) for at, length, _ in pieces]
     assert sum(piece.num_bytes for piece in pieces) == elements.nbytes
     within = tuple(slice(low, high) for low, high in zip(part.offset, part.end, strict=True))
     assert (elements == array[within]).all()
@@ -76,8 +76,8 @@ def test_a_file_that_became_shorter_is_told(stored, maps):
 def test_only_what_the_kernel_held_before_it_was_asked_for_is_looked_at(stored, held, monkeypatch):
     values, source, _ = stored
     source.may_map = True
-    monkeypatch.setattr(LocalFile, "holds", lambda *_: held)
-    source.expect([(0, BEGIN, BEGIN + 400)])
+    monkeypatch.setattr(LocalFile, "is_cached", lambda *_: held)
+    source.prefetch([(0, BEGIN, BEGIN + 400)])
     monkeypatch.undo()  # by now the disk has brought it
     found = source.view(0, BEGIN + 4, 80)
     assert (found is not None) == held
@@ -88,9 +88,9 @@ def test_only_what_the_kernel_held_before_it_was_asked_for_is_looked_at(stored, 
 def test_a_file_that_was_just_written_is_held(stored):
     _, _, path = stored
     with LocalFile(path) as file:
-        assert file.holds(BEGIN, 400)
-        assert not file.holds(BEGIN, 0)
-        assert not file.holds(path.stat().st_size - 10, 20)
+        assert file.is_cached(BEGIN, 400)
+        assert not file.is_cached(BEGIN, 0)
+        assert not file.is_cached(path.stat().st_size - 10, 20)
 
 
 def test_a_file_that_the_kernel_has_dropped_is_not_held_until_it_is_read_again(tmp_path):
@@ -101,7 +101,7 @@ def test_a_file_that_the_kernel_has_dropped_is_not_held_until_it_is_read_again(t
         if not any(told):
             pytest.skip("a file system in memory")
         file.read(1 << 20, 0)
-        assert file.holds(0, 1 << 20)
+        assert file.is_cached(0, 1 << 20)
 
 
 def dropped(path, file):
@@ -109,7 +109,7 @@ def dropped(path, file):
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
-    return not file.holds(0, 1 << 20)
+    return not file.is_cached(0, 1 << 20)
 
 
 def test_nothing_is_a_view_of_nothing(stored):

@@ -15,8 +15,8 @@ from reshard.execution.executor import execute
 from reshard.formats.base import Request
 from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import Entry
-from reshard.formats.dcp.writing.cutting import cuts
-from reshard.formats.dcp.writing.metadata_file import metadata_file
+from reshard.formats.dcp.writing.cutting import split_rows
+from reshard.formats.dcp.writing.metadata_file import build_metadata_file
 from reshard.formats.dcp.writing.skeleton import RankFiles, file_name
 from reshard.formats.pt.objects import Global, Inert, Storage, Tensor, new_tensor
 from reshard.planning.check import check_plan
@@ -41,15 +41,15 @@ TORCH_CHUNKS = {  # len of torch.arange(n).chunk(world), by hand
 
 @pytest.mark.parametrize(("rows", "world"), TORCH_CHUNKS)
 def test_tensors_are_cut_as_torch_chunk_does(rows, world):
-    found = [(rank, size) for first, last, size in cuts((rows, 2), world) for rank in range(first, last)]
+    found = [(rank, size) for first, last, size in split_rows((rows, 2), world) for rank in range(first, last)]
     assert [size[0] for _, size in found] == TORCH_CHUNKS[rows, world]
     assert [rank for rank, _ in found] == list(range(len(found)))
-    assert list(cuts((), world)) == [(0, 1, ())]
+    assert list(split_rows((), world)) == [(0, 1, ())]
 
 
 def write(folder: Path, files: tuple[TargetFile, ...], entries: list[Entry]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (*files, metadata_file(entries)):
+    for file in (*files, build_metadata_file(entries)):
         content = bytearray(file.num_bytes)
         for position, data in file.fixed:
             content[position : position + len(data)] = data

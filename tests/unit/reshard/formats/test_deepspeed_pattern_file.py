@@ -51,7 +51,7 @@ def patterns(tmp_path):
 def test_rules_say_what_the_second_of_two_ranks_holds(patterns, name, shard, whole, rank1):
     rule, found = patterns.resolve(name, [shard, shard])
     assert found == whole
-    assert [tuple(piece) for piece in rule.pieces(whole, 2, 1)] == rank1
+    assert [tuple(piece) for piece in rule.box_pairs(whole, 2, 1)] == rank1
     assert rule.vocabulary == (name == "embed")
 
 

@@ -36,7 +36,7 @@ def test_rule_says_what_the_second_of_two_ranks_holds(name, shard, whole, rank1)
     rule = parse(INFO).rule(name, len(shard))
     assert rule.whole_shape(name, [shard, shard]) == whole
     assert rule.shard_shape(name, whole, 2) == shard
-    assert [tuple(piece) for piece in rule.pieces(whole, 2, 1)] == rank1
+    assert [tuple(piece) for piece in rule.box_pairs(whole, 2, 1)] == rank1
 
 
 def test_pattern_matches_from_the_start_of_the_name():
@@ -75,7 +75,7 @@ def test_uneven_shards_of_one_tensor_say_their_widths_themselves():
     rule, whole = parse(INFO).resolve("0.other", [(3, 8), (5, 8)])
     assert whole == (8, 8)
     assert [rule.shard_shape("0.other", whole, 2, rank) for rank in (0, 1)] == [(3, 8), (5, 8)]
-    assert [tuple(piece) for piece in rule.pieces(whole, 2, 1)] == [((0, 0), (3, 0), (5, 8))]
+    assert [tuple(piece) for piece in rule.box_pairs(whole, 2, 1)] == [((0, 0), (3, 0), (5, 8))]
     assert rule.shard_shape("0.other", whole, 4, 3) == (2, 8)
 
 
@@ -90,11 +90,11 @@ WIDTHS = {
 def test_declared_widths_say_what_a_rank_holds_of_each_part():
     rule, whole = parse(WIDTHS).resolve("qkv", [(12, 8), (8, 8)])
     assert whole == (20, 8)
-    assert [tuple(piece) for piece in rule.pieces(whole, 2, 0)] == [
+    assert [tuple(piece) for piece in rule.box_pairs(whole, 2, 0)] == [
         ((0, 0), (0, 0), (8, 8)),
         ((8, 0), (12, 0), (4, 8)),
     ]
-    assert [tuple(piece) for piece in rule.pieces(whole, 2, 1)] == [
+    assert [tuple(piece) for piece in rule.box_pairs(whole, 2, 1)] == [
         ((0, 0), (8, 0), (4, 8)),
         ((4, 0), (16, 0), (4, 8)),
     ]
@@ -132,7 +132,7 @@ def test_view_of_more_dims_is_cut_in_runs(shape, dim, shard, whole, runs):
     for rank in (0, 1):
         expected = np.concatenate([np.split(part, 2, axis=dim)[rank] for part in parts], axis=dim).reshape(shard)
         local = np.full(shard, -1)
-        for piece in rule.pieces(whole, 2, rank):
+        for piece in rule.box_pairs(whole, 2, rank):
             box = tuple(slice(low, low + size) for low, size in zip(piece.whole, piece.size, strict=True))
             here = tuple(slice(low, low + size) for low, size in zip(piece.local, piece.size, strict=True))
             local[here] = everything[box]

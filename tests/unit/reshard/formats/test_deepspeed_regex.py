@@ -61,10 +61,10 @@ def test_any_pattern_matches_what_python_matches(pattern, name):
     "pattern", ["(a*)*b", "(a|a)*b", "(a+)+$", "(.*)(.*)(.*)(.*)(.*)x", "(?:a?){60}a{60}b", "(.*a){20}b"]
 )
 def test_a_catastrophic_pattern_takes_work_in_proportion_to_the_name(pattern, monkeypatch):
-    """Python's own engine would take longer than anybody waits."""
+    """Check patterns for which the engine of Python needs exponential time."""
     steps = []
-    reached = Matcher._reached
-    monkeypatch.setattr(Matcher, "_reached", lambda *given: steps.append(1) or reached(*given))
+    reach = Matcher._reach
+    monkeypatch.setattr(Matcher, "_reach", lambda *given: steps.append(1) or reach(*given))
     for length in (1_000, 2_000):
         steps.clear()
         assert not Matcher(pattern).match("a" * length + "!")

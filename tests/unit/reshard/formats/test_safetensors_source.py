@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import CorruptSourceError, ReshardError, UnsupportedError
-from reshard.execution.verify import digests
+from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.formats.safetensors import FORMAT
 
@@ -254,11 +254,11 @@ def test_links_of_a_hugging_face_cache_are_followed_into_its_own_blobs(tmp_path)
     sharded(tmp_path / "plain")
     assert all(path.is_symlink() for path in snapshot.iterdir())
     (tmp_path / "short").symlink_to(snapshot)
-    expected = digests(read_checkpoint(tmp_path / "plain", None))
+    expected = read_digests(read_checkpoint(tmp_path / "plain", None))
     for folder in (snapshot, tmp_path / "short"):
         index = read_checkpoint(folder, None)
         assert all(file.path.startswith(BLOB) for file in index.files)
-        assert digests(index) == expected
+        assert read_digests(index) == expected
 
 
 def abroad(root: Path, link: Path) -> None:

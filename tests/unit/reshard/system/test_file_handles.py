@@ -123,5 +123,5 @@ def test_closing_waits_for_what_is_lent_and_lends_nothing_more() -> None:
         lent.result(20)
         ending.result(20)
     assert closed == [7]
-    with pytest.raises(RuntimeError, match="after the end"), handles.borrow(1):
+    with pytest.raises(RuntimeError, match="after all files were closed"), handles.borrow(1):
         pass

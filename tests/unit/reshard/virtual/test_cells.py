@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.tensors.geometry import Box
-from reshard.virtual.cells import cells, joined, subtract
+from reshard.virtual.cells import join_cells, split_into_cells, subtract
 
 SHAPE = (5, 4, 3)
 
@@ -27,7 +27,7 @@ def mark(found, into):
 
 @given(st.lists(boxes(), min_size=1, max_size=5))
 def test_cells_cover_the_union_once_and_are_inside_or_outside_of_every_box(given_boxes):
-    found = cells(given_boxes)
+    found = split_into_cells(given_boxes)
     count = mark(found, np.zeros(SHAPE, dtype=int))
     assert ((count == 1) == (mark(given_boxes, np.zeros(SHAPE, dtype=int)) > 0)).all()
     assert count.max() == 1
@@ -37,8 +37,8 @@ def test_cells_cover_the_union_once_and_are_inside_or_outside_of_every_box(given
 
 @given(st.lists(st.tuples(st.integers(0, 2), boxes()), min_size=1, max_size=5))
 def test_joined_cells_cover_the_same_once_and_every_copy_holds_all_of_a_cell_or_nothing(copies):
-    found = cells(box for _, box in copies)
-    together = joined(found, copies)
+    found = split_into_cells(box for _, box in copies)
+    together = join_cells(found, copies)
     count = mark(together, np.zeros(SHAPE, dtype=int))
     assert (count == mark(found, np.zeros(SHAPE, dtype=int))).all()
     assert len(together) <= len(found)
@@ -50,12 +50,12 @@ def test_joined_cells_cover_the_same_once_and_every_copy_holds_all_of_a_cell_or_
 
 def test_columns_of_one_copy_become_whole_rows():
     left, right = Box((0, 0), (4, 2)), Box((0, 2), (4, 3))
-    assert joined([left, right], [("a", left), ("a", right)]) == [Box((0, 0), (4, 5))]
+    assert join_cells([left, right], [("a", left), ("a", right)]) == [Box((0, 0), (4, 5))]
 
 
 def test_columns_stay_apart_where_a_second_copy_wants_only_one_of_them():
     left, right = Box((0, 0), (4, 2)), Box((0, 2), (4, 3))
-    assert joined([left, right], [("a", left), ("a", right), ("b", left)]) == [left, right]
+    assert join_cells([left, right], [("a", left), ("a", right), ("b", left)]) == [left, right]
 
 
 @given(boxes(), boxes())
@@ -67,8 +67,8 @@ def test_subtract_leaves_what_is_not_in_the_other(box, other):
 
 def test_equal_boxes_and_boxes_apart_stay_whole():
     first, second = Box((0, 0), (2, 8)), Box((2, 0), (1, 3))
-    assert cells([second, first, first]) == [first, second]
+    assert split_into_cells([second, first, first]) == [first, second]
 
 
 def test_a_scalar_is_one_cell():
-    assert cells([Box((), ()), Box((), ())]) == [Box((), ())]
+    assert split_into_cells([Box((), ()), Box((), ())]) == [Box((), ())]

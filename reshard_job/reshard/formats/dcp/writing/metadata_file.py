@@ -1,4 +1,4 @@
-"""`.metadata` for `FileSystemReader` to unpickle, written as bytes.
+"""Write `.metadata` as the bytes of a pickle for torch's `FileSystemReader`.
 
 Source: torch/distributed/checkpoint/metadata.py of torch 2.13 (`Metadata` as `FileSystemWriter.finish` leaves it).
 """
@@ -18,54 +18,56 @@ _STRIDED = Inert("reduce", Global("torch.serialization", "_get_layout"), ("torch
 _CONTIGUOUS = Inert("reduce", Global(MODULE, "_MEM_FORMAT_ENCODING"), (0,))
 
 
-def metadata_file(entries: Iterable[Entry]) -> TargetFile:
-    """`.metadata` of the entries."""
-    every = list(entries)
+def build_metadata_file(entries: Iterable[Entry]) -> TargetFile:
+    """Build the file `.metadata` of the entries."""
+    listed = list(entries)
     emitter = Emitter()
     records = Records(emitter)
-    emitter.value(Global(MODULE, "Metadata"))
+    emitter.emit_value(Global(MODULE, "Metadata"))
     emitter.parts.append(NEW)
-    emitter.text("state_dict_metadata")
+    emitter.emit_text("state_dict_metadata")
     emitter.parts.append(b"}(")
-    for at, entry in enumerate(every):
+    for at, entry in enumerate(listed):
         if at and at % BATCH == 0:
             emitter.parts.append(b"u(")
-        _describe(emitter, records, entry)
+        _emit_entry(emitter, records, entry)
     emitter.parts.append(b"u")
-    emitter.text("planner_data")
-    emitter.value({entry.key: tuple(entry.path) for entry in every})
-    emitter.text("storage_data")
+    emitter.emit_text("planner_data")
+    emitter.emit_value({entry.key: tuple(entry.path) for entry in listed})
+    emitter.emit_text("storage_data")
     emitter.parts.append(b"}(")
-    for entry in every:
-        records.items(entry)
+    for entry in listed:
+        records.emit_items(entry)
     emitter.parts.append(b"u")
-    emitter.text("storage_meta")
-    emitter.value(_new("StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}))
-    emitter.text("version")
-    emitter.text(VERSION)
+    emitter.emit_text("storage_meta")
+    emitter.emit_value(
+        _make_object("StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []})
+    )
+    emitter.emit_text("version")
+    emitter.emit_text(VERSION)
     emitter.parts.append(BUILT)
-    fixed = tuple(emitter.pieces())
+    fixed = tuple(emitter.iterate_bytes())
     return TargetFile(path=METADATA_FILE, num_bytes=fixed[-1][0] + len(fixed[-1][1]), fixed=fixed)
 
 
-def _describe(emitter: Emitter, records: Records, entry: Entry) -> None:
-    """Key and value of an entry in `state_dict_metadata`."""
-    emitter.text(entry.key)
+def _emit_entry(emitter: Emitter, records: Records, entry: Entry) -> None:
+    """Emit the key and value of an entry in `state_dict_metadata`."""
+    emitter.emit_text(entry.key)
     if entry.shape is None:
-        emitter.value(_new("BytesStorageMetadata", None))
+        emitter.emit_value(_make_object("BytesStorageMetadata", None))
         return
-    emitter.value(Global(MODULE, "TensorStorageMetadata"))
+    emitter.emit_value(Global(MODULE, "TensorStorageMetadata"))
     emitter.parts.append(NEW)
-    emitter.text("properties")
+    emitter.emit_text("properties")
     state = (Global("torch", entry.dtype), _STRIDED, False, _CONTIGUOUS, False)
-    emitter.value(_new("TensorProperties", state))
-    emitter.text("size")
-    emitter.value(Size(entry.shape))
-    emitter.text("chunks")
+    emitter.emit_value(_make_object("TensorProperties", state))
+    emitter.emit_text("size")
+    emitter.emit_value(Size(entry.shape))
+    emitter.emit_text("chunks")
     emitter.parts.append(b"](")
-    records.chunks(entry)
+    records.emit_chunks(entry)
     emitter.parts.append(b"e" + BUILT)
 
 
-def _new(name: str, state: Any) -> Inert:
+def _make_object(name: str, state: Any) -> Inert:
     return Inert("new", Global(MODULE, name), (), state)

@@ -1,4 +1,4 @@
-"""Entries that are not tensors with a shard: options, numbers, and what a DCP source or an example has besides."""
+"""Entries without shards: options, numbers, and other objects that are copied from a DCP checkpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp.items import Items
-from reshard.formats.dcp.metadata import Entry, Path_
-from reshard.formats.dcp.naming import dotted
+from reshard.formats.dcp.metadata import Entry, StatePath
+from reshard.formats.dcp.naming import flat_name
 from reshard.formats.dcp.reader import DcpExtra
 from reshard.formats.dcp.writing.skeleton import RankFiles
 from reshard.formats.dcp.writing.target_tensors import OPTIMIZER
@@ -23,105 +23,105 @@ _CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 _ABSENT = object()
 
 
-def carried(files: RankFiles, folder: Path, chosen: Iterable[Entry]) -> list[Entry]:
-    """Copies of entries, written anew: nothing but what was read and accepted gets into the target."""
+def copy_entries(files: RankFiles, folder: Path, chosen: Iterable[Entry]) -> list[Entry]:
+    """Copy entries to rank 0's file; each is read, checked and written anew, so that no unknown bytes are copied."""
     entries = []
     with Items(folder) as items:
         for entry in sorted(chosen, key=lambda entry: entry.chunks[0][1]):
             box, place = entry.chunks[0]
-            moved = files.add_copy(0, items.whole(entry.key, place))
+            moved = files.add_copy(0, items.read_whole(entry.key, place))
             entries.append(dataclasses.replace(entry, chunks=((box, moved),)))
     return entries
 
 
-def numbers(files: RankFiles, index: Index) -> list[Entry]:
-    """States that are one number for a group, for each parameter that has a state: `step` as torch keeps it."""
-    having = {tensor.key.name for tensor in index.tensors if tensor.key.state not in ("weight", "fp32")}
+def add_numbers(files: RankFiles, index: Index) -> list[Entry]:
+    """Add the states that are one number for a group, once for each parameter with a state, as torch stores `step`."""
+    with_state = {tensor.key.name for tensor in index.tensors if tensor.key.state not in ("weight", "fp32")}
     entries = []
     for group in index.groups:
         for name in group.names:
-            for state, value in group.scalars.items() if name in having else ():
-                path: Path_ = (OPTIMIZER, f"state.{name}.{state}")
-                entries.append(_number(files, path, "float32", value))
+            for state, value in group.scalars.items() if name in with_state else ():
+                path: StatePath = (OPTIMIZER, f"state.{name}.{state}")
+                entries.append(_add_number(files, path, "float32", value))
     return entries
 
 
-def options(files: RankFiles, groups: Iterable[ParamGroup]) -> list[Entry]:
-    """`param_groups` by group and by parameter."""
-    found: list[tuple[Path_, Plain]] = []
+def add_options(files: RankFiles, groups: Iterable[ParamGroup]) -> list[Entry]:
+    """Add the options of `param_groups`, both by group and by parameter."""
+    values: list[tuple[StatePath, Plain]] = []
     for number, group in enumerate(groups):
-        where: Path_ = (OPTIMIZER, "param_groups", number)
-        found += [((*where, option), value) for option, value in group.options.items()]
-        found.append(((*where, "params"), list(group.names)))
-        found += [
+        where: StatePath = (OPTIMIZER, "param_groups", number)
+        values += [((*where, option), value) for option, value in group.options.items()]
+        values.append(((*where, "params"), list(group.names)))
+        values += [
             ((OPTIMIZER, f"param_groups.{name}.{option}"), value)
             for name in group.names
             for option, value in group.options.items()
         ]
     return [
-        Entry(key=dotted(path), path=path, shape=None, dtype="", chunks=((None, files.add_object(0, value)),))
-        for path, value in found
+        Entry(key=flat_name(path), path=path, shape=None, dtype="", chunks=((None, files.add_object(0, value)),))
+        for path, value in values
     ]
 
 
-def _number(files: RankFiles, path: Path_, dtype: str, value: float) -> Entry:
+def _add_number(files: RankFiles, path: StatePath, dtype: str, value: float) -> Entry:
     place = files.add_object(0, new_tensor(dtype, (), struct.pack(_CODES[dtype], value)))
-    return Entry(key=dotted(path), path=path, shape=(), dtype=dtype, chunks=((Box((), ()), place),))
+    return Entry(key=flat_name(path), path=path, shape=(), dtype=dtype, chunks=((Box((), ()), place),))
 
 
-def objects_like(
+def add_objects_like(
     files: RankFiles, index: Index, like: Index, extra: DcpExtra, without: Collection[str]
 ) -> tuple[list[Entry], tuple[str, ...]]:
-    """Entries of `like` that are no tensors, with the source's options and numbers where the source knows them.
+    """Add the entries of `like` that are not tensors, with the options and numbers of the source if it has them.
 
     Args:
-        files: to add items to.
+        files: files to add items to.
         index: the source.
         like: a DCP checkpoint of the same model.
-        extra: of `like`.
+        extra: facts about `like`.
         without: flat names of entries that the target has already.
 
     Returns:
-        The entries, and notes about what is taken from `like`.
+        The entries, and notes about options that are copied from `like`.
 
     Raises:
         UnsupportedError: parameters of one group of `like` have different options in the source.
     """
-    known = _known(index, like, extra)
+    known = _find_source_values(index, like, extra)
     entries: list[Entry] = []
-    taken: set[str] = set()
+    copied: set[str] = set()  # options and keys
     for entry in extra.carried:
         value = known.get(entry.key, _ABSENT)
         if entry.key in without:
             continue
         if value is _ABSENT:
-            entries += carried(files, like.root, [entry])
+            entries += copy_entries(files, like.root, [entry])
             if entry.key not in extra.naming.grouped or extra.naming.grouped[entry.key][1] != "params":
-                taken.add(extra.naming.named.get(entry.key, ("", entry.key))[1])
+                copied.add(extra.naming.named.get(entry.key, ("", entry.key))[1])
         elif entry.is_tensor:
             if entry.dtype not in _CODES or not isinstance(value, int | float):
                 raise UnsupportedError(
                     f"{entry.key} of type {entry.dtype} cannot be {value!r:.80}", path=str(like.root)
                 )
-            entries.append(_number(files, entry.path, entry.dtype, value))
+            entries.append(_add_number(files, entry.path, entry.dtype, value))
         else:
             entries.append(dataclasses.replace(entry, chunks=((None, files.add_object(0, value)),)))
-    numbers_ = {tensor.key: extra.paths[tensor.key] for tensor in like.tensors if tensor.shape == ()}
+    paths = {tensor.key: extra.paths[tensor.key] for tensor in like.tensors if tensor.shape == ()}
     scalars = {name: group.scalars for group in index.groups for name in group.names}
-    for key, path in numbers_.items():
-        if dotted(path) not in without and key.state in scalars.get(key.name, {}):
-            entries.append(_number(files, path, "float32", scalars[key.name][key.state]))
-    few = ", ".join(sorted(taken)[:8])
-    return entries, (f"taken from {like.root}, as the source does not say: {few}",) if taken else ()
+    for key, path in paths.items():
+        if flat_name(path) not in without and key.state in scalars.get(key.name, {}):
+            entries.append(_add_number(files, path, "float32", scalars[key.name][key.state]))
+    few = ", ".join(sorted(copied)[:8])
+    return entries, (f"taken from {like.root}, as the source does not say: {few}",) if copied else ()
 
 
-def _known(index: Index, like: Index, extra: DcpExtra) -> Mapping[str, Any]:
-    """What the source says about entries of `like`, by flat name."""
+def _find_source_values(index: Index, like: Index, extra: DcpExtra) -> Mapping[str, Any]:
+    """Find the values that the source has for entries of `like`, by flat name."""
     group_of = {name: group for group in index.groups for name in group.names}
-    found: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     for key, (name, option) in extra.naming.named.items():
         if name in group_of and option in group_of[name].options:
-            found[key] = group_of[name].options[option]
+            known[key] = group_of[name].options[option]
     for key, (number, option) in extra.naming.grouped.items():
         values = [
             group_of[name].options[option]
@@ -135,8 +135,8 @@ def _known(index: Index, like: Index, extra: DcpExtra) -> Mapping[str, Any]:
                 hint="name with --like a checkpoint with the source's parameter groups",
             )
         if values:
-            found[key] = values[0]
+            known[key] = values[0]
     for key, (state, name) in (*extra.naming.values.items(), *extra.naming.tensors.items()):
         if name in group_of and state in group_of[name].scalars:
-            found[key] = group_of[name].scalars[state]
-    return found
+            known[key] = group_of[name].scalars[state]
+    return known

@@ -1,4 +1,4 @@
-"""Which tensors the target has, where they are in its state dict, and which tensor of the source each is made of."""
+"""Choose the tensors of the target, their paths in its state dict, and the source tensor of each."""
 
 from __future__ import annotations
 
@@ -7,62 +7,62 @@ from collections.abc import Iterable, Iterator
 
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
-from reshard.formats.dcp.metadata import Path_
+from reshard.formats.dcp.metadata import StatePath
 from reshard.formats.dcp.reader import DcpExtra
 from reshard.tensors.layout import PADDING, Index, LogicalTensor, TensorKey
 
 MODEL, OPTIMIZER = "model", "optim"
-"""Where tensors of another format go: what torch's own examples call it."""
+"""Containers for tensors of another format, named as in torch's own examples."""
 
 _FLOATS = frozenset(("float64", "float32", "float16", "bfloat16"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TargetTensor:
     """A tensor of the target.
 
     Attributes:
-        path: where it is in the state dict.
-        tensor: as the reader will find it.
-        origin: source tensor that it is made of, position in `Index.tensors`.
+        path: its path in the state dict.
+        tensor: the logical tensor that the reader will return.
+        origin: position in `Index.tensors` of the source tensor.
     """
 
-    path: Path_
+    path: StatePath
     tensor: LogicalTensor
     origin: int
 
 
-def own_tensors(index: Index, request: Request, extra: DcpExtra) -> Iterator[Wanted]:
-    """From a DCP source: every tensor where it is."""
+def keep_tensors(index: Index, request: Request, extra: DcpExtra) -> Iterator[TargetTensor]:
+    """Yield every tensor of a DCP source, at its own path."""
     for at, tensor in enumerate(index.tensors):
         dtype = tensor.dtype
         if tensor.key.state == "weight" and dtype in _FLOATS:
             dtype = request.weight_dtype or dtype
-        yield Wanted(path=extra.paths[tensor.key], tensor=dataclasses.replace(tensor, dtype=dtype), origin=at)
+        yield TargetTensor(path=extra.paths[tensor.key], tensor=dataclasses.replace(tensor, dtype=dtype), origin=at)
 
 
-def named_tensors(index: Index, request: Request) -> list[Wanted]:
-    """From another format: weights (master weights, if there are any) under `model`, states flattened under `optim`."""
+def name_tensors(index: Index, request: Request) -> list[TargetTensor]:
+    """Name the tensors of another format: weights (masters, if any) under `model`, states flattened under `optim`."""
     at = {tensor.key: number for number, tensor in enumerate(index.tensors)}
     names = dict.fromkeys(key.name for key in at if key.state in ("weight", "fp32") and not _is_padding(key))
     second: dict[str, list[str]] = {}
     for other, name in index.aliases.items():
         second.setdefault(name, []).append(other)
-    wanted: list[Wanted] = []
+    tensors: list[TargetTensor] = []
     for name in names:
-        origin, dtype = _weight(index, at, name, request.weight_dtype)
-        for known in (name, *second.get(name, ())):
-            tensor = dataclasses.replace(index.tensors[origin], key=TensorKey("weight", known), dtype=dtype)
-            wanted.append(Wanted(path=(MODEL, known), tensor=tensor, origin=origin))
+        origin, dtype = _choose_weight(index, at, name, request.weight_dtype)
+        for alias in (name, *second.get(name, ())):
+            tensor = dataclasses.replace(index.tensors[origin], key=TensorKey("weight", alias), dtype=dtype)
+            tensors.append(TargetTensor(path=(MODEL, alias), tensor=tensor, origin=origin))
     for key, number in at.items():
         if key.state not in ("weight", "fp32") and not _is_padding(key):
-            path: Path_ = (OPTIMIZER, f"state.{key.name}.{key.state}")
-            wanted.append(Wanted(path=path, tensor=index.tensors[number], origin=number))
-    return wanted
+            path: StatePath = (OPTIMIZER, f"state.{key.name}.{key.state}")
+            tensors.append(TargetTensor(path=path, tensor=index.tensors[number], origin=number))
+    return tensors
 
 
-def _weight(index: Index, at: dict[TensorKey, int], name: str, asked: str | None) -> tuple[int, str]:
-    """Source tensor and type of a weight: the master weight where there is one, as FSDP2 keeps its parameters."""
+def _choose_weight(index: Index, at: dict[TensorKey, int], name: str, asked: str | None) -> tuple[int, str]:
+    """Choose source tensor and dtype of a weight: its master weight, if there is one, as FSDP2 stores parameters."""
     weight, master = at.get(TensorKey("weight", name)), at.get(TensorKey("fp32", name))
     if weight is not None and (master is None or index.tensors[weight].dtype == asked):
         dtype = index.tensors[weight].dtype
@@ -75,31 +75,31 @@ def _is_padding(key: TensorKey) -> bool:
     return key.name.endswith(PADDING)
 
 
-def weights_alone(index: Index) -> bool:
-    """The source has no state of an optimizer: it comes from a format without, or none was asked for."""
+def has_only_weights(index: Index) -> bool:
+    """Return True if the source has no optimizer states: its format has none, or the user left them out."""
     return all(tensor.key.state in ("weight", "fp32") for tensor in index.tensors)
 
 
-def placed_like(wanted: Iterable[Wanted], index: Index, like: Index, extra: DcpExtra) -> list[Wanted]:
-    """The same tensors where a checkpoint of the same model has them; from weights alone, without its optimizer.
+def place_like(tensors: Iterable[TargetTensor], index: Index, like: Index, extra: DcpExtra) -> list[TargetTensor]:
+    """Move the tensors to the paths that they have in `like`, a checkpoint of the same model.
 
     Raises:
-        UnsupportedError: the two do not hold the same tensors.
+        UnsupportedError: the two do not hold the same tensors; if the source has weights only, the same weights.
     """
     shapes = {tensor.key: tensor.shape for tensor in like.tensors}
     scalars = {TensorKey(state, name) for group in index.groups for name in group.names for state in group.scalars}
-    found: list[Wanted] = []
+    placed: list[TargetTensor] = []
     problems: list[str] = []
-    for item in wanted:
+    for item in tensors:
         key = item.tensor.key
         if key not in extra.paths:
             problems.append(f"{key} is not in the checkpoint that the target shall be like")
         elif shapes[key] != item.tensor.shape:
             problems.append(f"{key} is {list(item.tensor.shape)}, and {list(shapes[key])} in the one it shall be like")
         else:
-            found.append(dataclasses.replace(item, path=extra.paths[key]))
-    wanting = {key for key in shapes if key.state == "weight" or not weights_alone(index)}
-    missing = wanting - {item.tensor.key for item in found} - scalars
+            placed.append(dataclasses.replace(item, path=extra.paths[key]))
+    wanting = {key for key in shapes if key.state == "weight" or not has_only_weights(index)}
+    missing = wanting - {item.tensor.key for item in placed} - scalars
     problems += [f"{key} is only in the checkpoint that the target shall be like" for key in sorted(missing)]
     if problems:
         raise UnsupportedError(
@@ -108,11 +108,11 @@ def placed_like(wanted: Iterable[Wanted], index: Index, like: Index, extra: DcpE
             problems=problems[:20],
             hint="name with --like a checkpoint of the same model and optimizer, or give a map of names",
         )
-    return found
+    return placed
 
 
-def notes_on(index: Index, request: Request, extra: DcpExtra | None = None) -> tuple[str, ...]:
-    """What of a source the target does not hold, where it is not the source's own state dict."""
+def list_notes(index: Index, request: Request, extra: DcpExtra | None = None) -> tuple[str, ...]:
+    """List notes about what the source holds and a target with another state dict does not."""
     notes = []
     keys = {tensor.key: tensor.dtype for tensor in index.tensors}
     rounded = [

@@ -1,9 +1,9 @@
 """Lay out a DCP checkpoint for unmodified `torch.distributed.checkpoint.load`.
 
-From a DCP source the state dict stays as its user made it. From another format it gets the names that torch's
-`get_model_state_dict` and `get_optimizer_state_dict` make under `model` and `optim`, with parameter groups both by
-group and by parameter (`flatten_optimizer_state_dict`), as either form may be asked for; with `Request.like`, those of
-that checkpoint. Pure but for small objects that are copied from a DCP checkpoint.
+A DCP source keeps its state dict. Tensors of another format get the names that torch's `get_model_state_dict` and
+`get_optimizer_state_dict` give them under `model` and `optim`, with parameter groups both by group and by parameter
+(`flatten_optimizer_state_dict`), because a loader may use either form. With `Request.like` they get the names of that
+checkpoint. The only files that are read are those of small objects that are copied from a DCP checkpoint.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Iterable, Mapping
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
 from reshard.formats.dcp.metadata import Entry
-from reshard.formats.dcp.naming import dotted
+from reshard.formats.dcp.naming import flat_name
 from reshard.formats.dcp.reader import NAME, DcpExtra
-from reshard.formats.dcp.writing.cutting import cut
-from reshard.formats.dcp.writing.metadata_file import metadata_file
-from reshard.formats.dcp.writing.objects import carried, numbers, objects_like, options
+from reshard.formats.dcp.writing.cutting import cut_tensor
+from reshard.formats.dcp.writing.metadata_file import build_metadata_file
+from reshard.formats.dcp.writing.objects import add_numbers, add_objects_like, add_options, copy_entries
 from reshard.formats.dcp.writing.skeleton import RankFiles
 from reshard.formats.dcp.writing.target_tensors import (
-    Wanted,
-    named_tensors,
-    notes_on,
-    own_tensors,
-    placed_like,
-    weights_alone,
+    TargetTensor,
+    has_only_weights,
+    keep_tensors,
+    list_notes,
+    name_tensors,
+    place_like,
 )
 from reshard.tensors.layout import Index, TargetLayout
 from reshard.tensors.shard_table import ShardTableBuilder
@@ -39,57 +39,60 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         CorruptSourceError: a small object of the source is damaged.
     """
     files, table = RankFiles(request.topology.world_size), ShardTableBuilder()
-    wanted, objects, order, notes = _content(files, index, request)
-    entries = [*(cut(files, table, at, item, request.topology.world_size) for at, item in enumerate(wanted)), *objects]
+    tensors, objects, order, notes = _choose_content(files, index, request)
+    entries = [
+        *(cut_tensor(files, table, at, item, request.topology.world_size) for at, item in enumerate(tensors)),
+        *objects,
+    ]
     _check_names(entries, index)
     entries.sort(key=lambda entry: order.get(entry.key, 0))
     return TargetLayout(
         format=NAME,
         topology=request.topology,
-        files=(*files.build(), metadata_file(entries)),
+        files=(*files.build(), build_metadata_file(entries)),
         shards=table.build(),
         zeros=files.zeros(),
-        tensors=tuple(item.tensor for item in wanted),
-        origins=tuple(item.origin for item in wanted),
+        tensors=tuple(item.tensor for item in tensors),
+        origins=tuple(item.origin for item in tensors),
         notes=notes,
     )
 
 
-def _content(
+def _choose_content(
     files: RankFiles, index: Index, request: Request
-) -> tuple[list[Wanted], list[Entry], Mapping[str, int], tuple[str, ...]]:
-    """Tensors, other entries, order of the entries, and notes."""
-    extra = _extra(index)
+) -> tuple[list[TargetTensor], list[Entry], Mapping[str, int], tuple[str, ...]]:
+    """Choose tensors and add other entries; return both, the order of all entries by key, and notes."""
+    extra = _find_extra(index)
     if request.like is not None:
-        like = _extra(request.like)
+        like = _find_extra(request.like)
         if like is None:
             raise UnsupportedError(f"is of the format {request.like.format}, not {NAME}", path=str(request.like.root))
-        wanted = placed_like(named_tensors(index, request), index, request.like, like)
-        taken = {dotted(item.path) for item in wanted}
-        if weights_alone(index) and any(key.state != "weight" for key in like.paths):
+        tensors = place_like(name_tensors(index, request), index, request.like, like)
+        names = {flat_name(item.path) for item in tensors}
+        if has_only_weights(index) and any(key.state != "weight" for key in like.paths):
             note = f"the source has weights alone: all that {request.like.root} holds besides is left out"
-            return wanted, [], _positions(like), (*notes_on(index, request), note)
-        objects, notes = objects_like(files, index, request.like, like, taken)
-        return wanted, objects, _positions(like), (*notes_on(index, request), *notes)
+            return tensors, [], _number_keys(like), (*list_notes(index, request), note)
+        objects, notes = add_objects_like(files, index, request.like, like, names)
+        return tensors, objects, _number_keys(like), (*list_notes(index, request), *notes)
     if extra is not None and all(tensor.key in extra.paths for tensor in index.tensors):
-        wanted = list(own_tensors(index, request, extra))
-        if weights_alone(index) and any(key.state != "weight" for key in extra.paths):  # the optimizer was left out
-            return wanted, [], _positions(extra), _left_behind(extra)
-        return wanted, carried(files, index.root, extra.carried), _positions(extra), ()
-    objects = [*numbers(files, index), *options(files, index.groups)]
-    return named_tensors(index, request), objects, {}, notes_on(index, request, extra)
+        tensors = list(keep_tensors(index, request, extra))
+        if has_only_weights(index) and any(key.state != "weight" for key in extra.paths):  # the optimizer was left out
+            return tensors, [], _number_keys(extra), _note_left_behind(extra)
+        return tensors, copy_entries(files, index.root, extra.carried), _number_keys(extra), ()
+    objects = [*add_numbers(files, index), *add_options(files, index.groups)]
+    return name_tensors(index, request), objects, {}, list_notes(index, request, extra)
 
 
-def _extra(index: Index) -> DcpExtra | None:
+def _find_extra(index: Index) -> DcpExtra | None:
     return index.extra if index.format == NAME and isinstance(index.extra, DcpExtra) else None
 
 
-def _positions(extra: DcpExtra) -> Mapping[str, int]:
+def _number_keys(extra: DcpExtra) -> Mapping[str, int]:
     return {key: at for at, key in enumerate(extra.order)}
 
 
-def _left_behind(extra: DcpExtra) -> tuple[str, ...]:
-    """Words about a run's progress: it belongs to the optimizer, and its tensors could be taken for weights."""
+def _note_left_behind(extra: DcpExtra) -> tuple[str, ...]:
+    """Note the other entries that are left out with the optimizer: they are about its run's progress."""
     few = ", ".join(extra.naming.rest[:5]) + (", ..." if len(extra.naming.rest) > 5 else "")
     return (f"left behind with the optimizer: {few}",) if few else ()
 

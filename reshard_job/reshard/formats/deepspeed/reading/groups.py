@@ -1,4 +1,4 @@
-"""The optimizer's parameter groups in words that every format shares: names, settings, and scalars such as `step`."""
+"""Read the optimizer's parameter groups in the form that all formats share: names, settings, scalars like `step`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import is_fused
-from reshard.formats.deepspeed.logical import Model, param_groups
+from reshard.formats.deepspeed.logical import Model, read_param_groups
 from reshard.formats.deepspeed.muon import is_muon
-from reshard.formats.deepspeed.states import GroupState, group_states, same_scalar
-from reshard.formats.deepspeed.unpartitioned import ParamState, param_states
+from reshard.formats.deepspeed.states import GroupState, identify_scalar, read_group_states
+from reshard.formats.deepspeed.unpartitioned import ParamState, read_param_states
 from reshard.formats.pt.objects import Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read_tensor_bytes
 from reshard.tensors.layout import ParamGroup, Plain
@@ -23,70 +23,70 @@ _KINDS = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "int64": "<i8", 
 
 
 def read_groups(source: DeepSpeedContents, model: Model) -> tuple[ParamGroup, ...]:
-    """All parameter groups of the whole model, in its canonical order.
+    """Read all parameter groups of the whole model, in canonical order.
 
     Settings that are neither numbers, texts nor collections of those (functions, hooks) are left out.
     """
-    found = []
+    groups = []
     for number, names in enumerate(model.groups):
-        mp, at = group_holder(source, model, number)
+        mp, at = find_group_holder(source, model, number)
         file = source.optimizer_file(mp, 0)
-        saved = param_groups(source, mp)
+        saved = read_param_groups(source, mp)
         options = {key: value for key, value in saved[at].items() if key != "params"} if at < len(saved) else {}
-        scalars = group_state(source, mp, at).scalars
-        found.append(
+        scalars = read_group_state(source, mp, at).scalars
+        groups.append(
             ParamGroup(
                 names=names,
-                options={str(key): plain(value, file) for key, value in options.items() if _is_plain(value)},
+                options={str(key): to_plain(value, file) for key, value in options.items() if _is_plain(value)},
                 scalars={
                     key: number_
                     for key, value in scalars.items()
-                    if isinstance(number_ := plain(value, file) if _is_plain(value) else None, int | float)
+                    if isinstance(number_ := to_plain(value, file) if _is_plain(value) else None, int | float)
                 },
             )
         )
-    return tuple(found)
+    return tuple(groups)
 
 
-def uses_muon(source: DeepSpeedContents) -> bool:
-    """DeepSpeed's Muon optimizes some of the parameters."""
+def has_muon(source: DeepSpeedContents) -> bool:
+    """Return whether DeepSpeed's Muon optimizes some of the parameters."""
     num_mp = source.topology.tp * source.topology.pp
-    return any(is_muon(group) for mp in range(num_mp) for group in param_groups(source, mp))
+    return any(is_muon(group) for mp in range(num_mp) for group in read_param_groups(source, mp))
 
 
-def group_holder(source: DeepSpeedContents, model: Model, group: int) -> tuple[int, int]:
-    """A model-parallel rank of the first stage that holds a group of the whole model, and the position there."""
+def find_group_holder(source: DeepSpeedContents, model: Model, group: int) -> tuple[int, int]:
+    """Return a model-parallel rank of the first stage that holds a group of the whole model, and its position there."""
     for pp, stage in enumerate(model.stages):
         if group in stage.ids:
             return pp * source.topology.tp, stage.ids.index(group)
     raise AssertionError(f"group {group} is on no stage")
 
 
-def group_state(source: DeepSpeedContents, mp: int, group: int) -> GroupState:
-    """States of a rank's parameter group: their types, order and scalars (ZeRO-3: of its first sub-group).
+def read_group_state(source: DeepSpeedContents, mp: int, group: int) -> GroupState:
+    """Return the states of a rank's parameter group, with their types, order and scalars (ZeRO-3: first sub-group).
 
     Raises:
-        UnsupportedError: ZeRO-0, and the group's parameters do not agree about their scalars.
+        UnsupportedError: at ZeRO-0 the parameters of the group have different scalars.
     """
     if source.topology.zero == 0:
-        return _unpartitioned(source, mp, group)
+        return _read_unpartitioned(source, mp, group)
     at = group
     if source.topology.zero == 3:  # one entry per sub-group, not one per group
-        at = sum(len(other["params"]) for other in param_groups(source, mp)[:group])
-    states = group_states(source, mp, 0)
+        at = sum(len(other["params"]) for other in read_param_groups(source, mp)[:group])
+    states = read_group_states(source, mp, 0)
     return states[at]
 
 
-def _unpartitioned(source: DeepSpeedContents, mp: int, group: int) -> GroupState:
+def _read_unpartitioned(source: DeepSpeedContents, mp: int, group: int) -> GroupState:
     file = source.models[mp, 0]
-    states = param_states(source.optimizer(mp, 0), file.path, source.named[mp])[group]
+    states = read_param_states(source.optimizer(mp, 0), file.path, source.named[mp])[group]
     named = list(zip(source.named[mp][group], states, strict=True))
     counting = expected = states[0]
-    if _counts_in_the_last(param_groups(source, mp)[group], states):
+    if _has_step_in_last_param(read_param_groups(source, mp)[group], states):
         *named, (_, counting) = [pair for pair in named if pair[1].order]
         expected = named[0][1]
     for name, state in named:
-        if state.order and _comparable(state) != _comparable(expected):
+        if state.order and _identify_scalars(state) != _identify_scalars(expected):
             raise UnsupportedError(
                 f"{name} has done another number of optimizer steps than {next(iter(source.named[mp][group]))},"
                 " which stands in the same parameter group",
@@ -96,23 +96,22 @@ def _unpartitioned(source: DeepSpeedContents, mp: int, group: int) -> GroupState
     return GroupState(flat=counting.tensors, scalars=counting.scalars, order=counting.order)
 
 
-def _counts_in_the_last(group: Mapping[str, Any], states: Sequence[ParamState]) -> bool:
-    """The group's steps are counted by the last parameter that had a gradient, as DeepSpeed's FusedAdam does.
+def _has_step_in_last_param(group: Mapping[str, Any], states: Sequence[ParamState]) -> bool:
+    """Return whether only the last parameter with a gradient counts the group's steps, as in DeepSpeed's FusedAdam.
 
-    The others keep the count that they began with (deepspeed/ops/adam/fused_adam.py 0.19.8: `state["step"] += 1` stands
-    behind the loop).
+    The others keep their first count (deepspeed/ops/adam/fused_adam.py 0.19.8: `state["step"] += 1` is after the loop).
     """
-    held = [state.scalars.get("step") for state in states if state.order]
-    steps = [step for step in held if isinstance(step, int)]
-    return is_fused(group) and len(steps) == len(held) > 1 and steps[-1] > steps[0]
+    saved = [state.scalars.get("step") for state in states if state.order]
+    steps = [step for step in saved if isinstance(step, int)]
+    return is_fused(group) and len(steps) == len(saved) > 1 and steps[-1] > steps[0]
 
 
-def _comparable(state: ParamState) -> dict[str, Any]:
-    return {key: same_scalar(value) for key, value in state.scalars.items()}
+def _identify_scalars(state: ParamState) -> dict[str, Any]:
+    return {key: identify_scalar(value) for key, value in state.scalars.items()}
 
 
-def plain(value: Any, file: PtFile) -> Plain:
-    """A setting without the framework's classes; tensors of one element become numbers.
+def to_plain(value: Any, file: PtFile) -> Plain:
+    """Convert a setting to plain Python values; tensors of one element become numbers.
 
     Raises:
         CorruptSourceError: the file ends before the tensor does.
@@ -124,9 +123,9 @@ def plain(value: Any, file: PtFile) -> Plain:
         number: int | float = np.frombuffer(data, dtype=_KINDS.get(value.dtype, "<f4"))[0].item()
         return number
     if isinstance(value, Mapping):
-        return {str(key): plain(item, file) for key, item in value.items() if _is_plain(item)}
+        return {str(key): to_plain(item, file) for key, item in value.items() if _is_plain(item)}
     if isinstance(value, list | tuple):
-        return [plain(item, file) for item in value if _is_plain(item)]
+        return [to_plain(item, file) for item in value if _is_plain(item)]
     assert value is None or isinstance(value, int | float | str | bool)
     return value
 

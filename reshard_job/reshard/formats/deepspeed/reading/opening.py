@@ -1,4 +1,4 @@
-"""Read and check all files of a native DeepSpeed checkpoint (metadata only), and find out what they are."""
+"""Read and check all files of a native DeepSpeed checkpoint (metadata only), and find out its topology and experts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.base import stated_topology
 from reshard.formats.deepspeed import autoep, names, pipeline
-from reshard.formats.deepspeed.contents import DeepSpeedContents, mapping_of
+from reshard.formats.deepspeed.contents import DeepSpeedContents, require_mapping
 from reshard.formats.deepspeed.experts import Experts, find_experts, is_native
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.reading import older_experts
-from reshard.formats.deepspeed.unpartitioned import named_groups, stage_module
-from reshard.formats.pt.equal_files import Twins
+from reshard.formats.deepspeed.unpartitioned import build_stage_module, find_names
+from reshard.formats.pt.equal_files import EqualFileReader
 from reshard.formats.pt.objects import Global, Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read
 from reshard.topology import Topology
@@ -26,57 +26,61 @@ _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
 
 def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> DeepSpeedContents:
-    """Read and check all files of `folder`; `commit_model` is what its commit says about the model.
+    """Read and check all files of `folder`; `commit_model` is the model's description in its commit.
 
     Raises:
         CorruptSourceError: files are missing, left over, of different steps, or damaged.
-        UnsupportedError: ZeRO-0, experts, or another layout that is not converted.
+        UnsupportedError: the checkpoint has a layout that is not converted.
     """
-    found = _scan(folder)
-    _leave_out_experts(found, folder)
-    prefixes = {parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"}
+    file_names = _list_files(folder)
+    _leave_out_experts(file_names, folder)
+    prefixes = {parsed.prefix for parsed in file_names.values() if parsed.kind == "optimizer"}
     if len(prefixes) > 1:
         raise CorruptSourceError(
             "has optimizer files with and without the prefix bf16_: two saves mixed", path=str(folder)
         )
-    models = {(parsed.mp, max(parsed.dp, 0)): name for name, parsed in found.items() if parsed.kind == "model"}
+    models = {(parsed.mp, max(parsed.dp, 0)): name for name, parsed in file_names.items() if parsed.kind == "model"}
     if (0, 0) not in models:
         raise CorruptSourceError("misses the model file of rank 0", path=str(folder))
     first = read(folder / models[0, 0])
-    topology = _topology(first, found, folder)
+    topology = _read_topology(first, file_names, folder)
     prefix = next(iter(prefixes), "")
-    _check_names(folder, topology, found, prefix)
-    twins = Twins()
-    files = {name: twins.read(folder / name) for name in found}
+    _check_names(folder, topology, file_names, prefix)
+    twins = EqualFileReader()
+    files = {name: twins.read(folder / name) for name in file_names}
     source = DeepSpeedContents(
         folder=folder,
         topology=topology,
         prefix=prefix,
-        pipeline=any(parsed.kind == "layer" for parsed in found.values()),
-        model_axis=any(parsed.model_axis for parsed in found.values()),
+        pipeline=any(parsed.kind == "layer" for parsed in file_names.values()),
+        model_axis=any(parsed.model_axis for parsed in file_names.values()),
         models={key: files[name] for key, name in sorted(models.items())},
-        optimizers=_by_rank(found, files, "optimizer"),
+        optimizers=_select_by_rank(file_names, files, "optimizer"),
         layers={
             (parsed.layer, parsed.mp): files[name]
-            for name, parsed in sorted(found.items(), key=lambda item: (item[1].layer, item[1].mp))
+            for name, parsed in sorted(file_names.items(), key=lambda item: (item[1].layer, item[1].mp))
             if parsed.kind == "layer"
         },
         named={},
         expert_files={
             (parsed.layer, parsed.expert): files[name]
-            for name, parsed in sorted(found.items(), key=lambda item: (item[1].layer, item[1].expert))
+            for name, parsed in sorted(file_names.items(), key=lambda item: (item[1].layer, item[1].expert))
             if parsed.kind == "expert"
         },
     )
     _check_contents(source)
-    source = _with_experts(older_experts.complete(source))
-    return source if source.optimizers else _with_names(source, commit_model or {})
+    source = _add_experts(older_experts.complete_model_file(source))
+    return source if source.optimizers else _add_names(source, commit_model or {})
 
 
-def _leave_out_experts(found: dict[str, names.FileName], folder: Path) -> None:
-    """Take out the files that DeepSpeed before 0.19 saves for experts' optimizers where ZeRO has these."""
-    others = [name for name, parsed in found.items() if parsed.kind == "other"]
-    optimizers = [name for name, parsed in found.items() if parsed.kind == "expert_optimizer"]
+def _leave_out_experts(file_names: dict[str, names.FileName], folder: Path) -> None:
+    """Remove the empty optimizer files of experts, which DeepSpeed before 0.19 saves beside the ZeRO files.
+
+    Raises:
+        UnsupportedError: there are files of experts that are not converted.
+    """
+    others = [name for name, parsed in file_names.items() if parsed.kind == "other"]
+    optimizers = [name for name, parsed in file_names.items() if parsed.kind == "expert_optimizer"]
     others += [name for name in optimizers if read(folder / name).value != older_experts.NO_OPTIMIZER]
     if others:
         raise UnsupportedError(
@@ -86,13 +90,18 @@ def _leave_out_experts(found: dict[str, names.FileName], folder: Path) -> None:
             hint="save with DeepSpeed 0.19 at ZeRO stage 1 or 2",
         )
     for name in optimizers:
-        del found[name]
+        del file_names[name]
 
 
-def _with_experts(source: DeepSpeedContents) -> DeepSpeedContents:
-    """Find out about the experts and the degree of expert parallelism."""
+def _add_experts(source: DeepSpeedContents) -> DeepSpeedContents:
+    """Find the experts and the degree of expert parallelism.
+
+    Raises:
+        CorruptSourceError: the degree does not divide the data-parallel degree.
+        UnsupportedError: experts in this layout are not converted.
+    """
     where, value = str(source.folder), source.models[0, 0].value
-    layers = autoep.layers_of(value)
+    layers = autoep.read_layers(value)
     groups = value.get("param_shapes") or []
     local = [name for group in groups if isinstance(group, Mapping) for name in group]
     if not source.expert_files and not layers and not any(map(is_native, local)):
@@ -106,7 +115,7 @@ def _with_experts(source: DeepSpeedContents) -> DeepSpeedContents:
     if source.config.get("use_data_before_expert_parallelism"):
         raise UnsupportedError("use_data_before_expert_parallelism orders ranks otherwise than is read", path=where)
     if layers:
-        counts, _, ep = autoep.stacked_names(layers, where)
+        counts, _, ep = autoep.find_stacks(layers, where)
         experts = Experts(stacked=counts)
     else:
         experts, ep = find_experts({key: file.value for key, file in source.expert_files.items()}, local, where)
@@ -115,29 +124,29 @@ def _with_experts(source: DeepSpeedContents) -> DeepSpeedContents:
     return dataclasses.replace(source, experts=experts, topology=dataclasses.replace(topology, ep=ep))
 
 
-def _with_names(source: DeepSpeedContents, commit_model: Mapping[str, Any]) -> DeepSpeedContents:
-    """ZeRO-0: find out which parameters the optimizer's numbers mean, or why only the weights are to be had."""
+def _add_names(source: DeepSpeedContents, commit_model: Mapping[str, Any]) -> DeepSpeedContents:
+    """Find the names of the parameters that the optimizer of ZeRO-0 numbers; without them only weights can be read."""
     layers = commit_model.get("pipeline", source.models[0, 0].value.get("pipeline_layout"))
     info = pipeline.parse(layers) if source.pipeline else None
     try:
-        return dataclasses.replace(source, named={mp: _names(source, info, mp) for mp, _ in source.models})
+        return dataclasses.replace(source, named={mp: _find_names(source, info, mp) for mp, _ in source.models})
     except UnsupportedError as error:
-        if source.pipeline:  # whose layers are known by their parameters
+        if source.pipeline:  # without parameters the layers of a pipeline are not known
             raise
-        return weights_alone(source, error)
+        return drop_optimizer(source, error)
 
 
-def weights_alone(source: DeepSpeedContents, why: UnsupportedError) -> DeepSpeedContents:
-    """The same as if its optimizer had no groups, because of what is not understood of it."""
+def drop_optimizer(source: DeepSpeedContents, why: UnsupportedError) -> DeepSpeedContents:
+    """Return the contents without the optimizer's groups; `why` says what of the optimizer cannot be read."""
     hint = "; ".join(filter(None, (why.hint, "--states weight takes the weights alone")))
     unread = UnsupportedError(why.message, path=why.path, problems=why.problems, hint=hint)
     return dataclasses.replace(source, named={mp: [] for mp, _ in source.models}, unread=unread)
 
 
-def _names(source: DeepSpeedContents, info: PipelineInfo | None, mp: int) -> list[dict[str, tuple[int, ...]]]:
+def _find_names(source: DeepSpeedContents, info: PipelineInfo | None, mp: int) -> list[dict[str, tuple[int, ...]]]:
     file = source.models[mp, 0]
     if not isinstance(file.value.get("optimizer"), Mapping):
-        lost = _lost_by_deepspeed(file.value)
+        lost = _is_lost_by_deepspeed(file.value)
         raise UnsupportedError(
             "has no optimizer, and there are no *_optim_states.pt files",
             path=file.path,
@@ -146,12 +155,12 @@ def _names(source: DeepSpeedContents, info: PipelineInfo | None, mp: int) -> lis
             else "save from an engine with an optimizer",
         )
     pp, tp = divmod(mp, source.topology.tp)
-    module = stage_module(source, info, pp, tp) if source.pipeline else mapping_of(file, "module")
+    module = build_stage_module(source, info, pp, tp) if source.pipeline else require_mapping(file, "module")
     tensors = {name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor)}
-    return named_groups(mapping_of(file, "optimizer"), tensors, file)
+    return find_names(require_mapping(file, "optimizer"), tensors, file)
 
 
-def _scan(folder: Path) -> dict[str, names.FileName]:
+def _list_files(folder: Path) -> dict[str, names.FileName]:
     try:
         listed = sorted(item.name for item in folder.iterdir())
     except OSError as error:
@@ -159,22 +168,22 @@ def _scan(folder: Path) -> dict[str, names.FileName]:
     return {name: parsed for name in listed if (parsed := names.parse(name)) is not None}
 
 
-def _by_rank(
-    found: Mapping[str, names.FileName], files: Mapping[str, PtFile], kind: str
+def _select_by_rank(
+    file_names: Mapping[str, names.FileName], files: Mapping[str, PtFile], kind: str
 ) -> dict[tuple[int, int], PtFile]:
-    ranks = sorted((parsed.mp, parsed.dp, name) for name, parsed in found.items() if parsed.kind == kind)
+    ranks = sorted((parsed.mp, parsed.dp, name) for name, parsed in file_names.items() if parsed.kind == kind)
     return {(mp, dp): files[name] for mp, dp, name in ranks}
 
 
-def zero_stage(state: Mapping[str, Any]) -> int:
-    """The stage that an `optimizer_state_dict` says; BF16_Optimizer says none and is stage 1."""
+def read_zero_stage(state: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage of an `optimizer_state_dict`: 1 if it states none (BF16_Optimizer), -1 if it is invalid."""
     value = state.get("zero_stage", 1)
     if isinstance(value, Inert) and value.target == _STAGE_ENUM and len(value.args) == 1:
         value = value.args[0]
     return value if isinstance(value, int) else -1
 
 
-def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) -> Topology:
+def _read_topology(first: PtFile, file_names: Mapping[str, names.FileName], folder: Path) -> Topology:
     value = first.value
     if not isinstance(value, Mapping) or "dp_world_size" not in value or "global_steps" not in value:
         raise CorruptSourceError("is not a DeepSpeed model file: no dp_world_size, global_steps", path=first.path)
@@ -186,49 +195,55 @@ def _topology(first: PtFile, found: Mapping[str, names.FileName], folder: Path) 
     if isinstance(dims, Mapping):
         tp, pp = dims.get("tp_degree"), dims.get("pp_degree")
     else:  # before DeepSpeed 0.19: count the tensor-parallel ranks of the layer files, as ds_to_universal does
-        layers = {parsed.mp for parsed in found.values() if parsed.kind == "layer"}
+        layers = {parsed.mp for parsed in file_names.values() if parsed.kind == "layer"}
         tp = len(layers) or mp
         pp = mp // tp if isinstance(mp, int) else None
     degrees = {"tp": tp, "pp": pp, "dp": dp, "mp": mp}
     integers = all(type(degree) is int and degree >= 1 for degree in degrees.values())
-    tp, cp = (1, tp) if integers and mp == pp == 1 and dp % tp == 0 else (tp, 1)  # as parallel_dimensions says it
+    tp, cp = (1, tp) if integers and mp == pp == 1 and dp % tp == 0 else (tp, 1)  # see `make_parallel_dimensions`
     if not integers or tp * pp != mp:
         raise CorruptSourceError(f"its degrees of parallelism {degrees} do not fit each other", path=first.path)
-    prefixes = [parsed.prefix for parsed in found.values() if parsed.kind == "optimizer"]
+    prefixes = [parsed.prefix for parsed in file_names.values() if parsed.kind == "optimizer"]
     if not prefixes:
-        return _topology_without_zero(first, stated_topology(first.path, tp=tp, pp=pp, dp=dp, cp=cp), found)
+        return _make_zero0_topology(first, stated_topology(first.path, tp=tp, pp=pp, dp=dp, cp=cp), file_names)
     path = folder / names.optimizer_file(prefixes[0], 0, 0)
     if not path.exists():
         raise CorruptSourceError(f"misses {path.name}", path=str(folder))
     state = read(path).value
     inner = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
-    stage = zero_stage(inner) if isinstance(inner, Mapping) else -1
+    stage = read_zero_stage(inner) if isinstance(inner, Mapping) else -1
     if stage not in (1, 2, 3):
         raise UnsupportedError(f"ZeRO stage {stage}: expected 1, 2 or 3", path=str(path))
     return stated_topology(first.path, tp=tp, pp=pp, dp=dp, cp=cp, zero=stage)
 
 
-def parallel_dimensions(topology: Topology) -> dict[str, int]:
-    """What a model file of such a run says as `checkpoint_parallel_dimensions`.
+def make_parallel_dimensions(topology: Topology) -> dict[str, int]:
+    """Return `checkpoint_parallel_dimensions` as a model file of such a run has it.
 
-    DeepSpeed's own mpu for sequence parallelism calls its group the model's
-    (deepspeed/runtime/sequence_parallel/parallel_state_sp.py 0.19.8), and the engine takes that for tensor parallelism,
-    here only: the files are those of tp=1. Other mpus name their tensor parallelism, and nothing tells of cp.
+    DeepSpeed's own mpu for sequence parallelism calls its group the model-parallel group
+    (deepspeed/runtime/sequence_parallel/parallel_state_sp.py 0.19.8). The engine states its size as the tensor-parallel
+    degree in this field only; the files are those of tp=1. Other mpus state their tensor parallelism here. Then nothing
+    in the files states cp.
     """
     plain = topology.tp * topology.pp == 1
     return {"pp_degree": topology.pp, "tp_degree": topology.cp if plain else topology.tp}
 
 
-def _topology_without_zero(first: PtFile, topology: Topology, found: Mapping[str, names.FileName]) -> Topology:
-    """Without optimizer files it is ZeRO-0, unless the model file says that there were some, or has experts."""
-    experts = any(parsed.kind == "expert" for parsed in found.values()) and first.value.get("optimizer") is None
-    if experts or (first.value.get("param_shapes") is not None and not _lost_by_deepspeed(first.value)):
+def _make_zero0_topology(first: PtFile, topology: Topology, file_names: Mapping[str, names.FileName]) -> Topology:
+    """Return the topology of a checkpoint without optimizer files, which is of ZeRO-0.
+
+    Raises:
+        CorruptSourceError: the run saved optimizer files, which are missing.
+    """
+    has_experts = any(parsed.kind == "expert" for parsed in file_names.values())
+    misses_experts = has_experts and first.value.get("optimizer") is None
+    if misses_experts or (first.value.get("param_shapes") is not None and not _is_lost_by_deepspeed(first.value)):
         raise CorruptSourceError("has no *_optim_states.pt files beside it, and was saved with them", path=first.path)
     return dataclasses.replace(topology, zero=0)
 
 
-def _lost_by_deepspeed(model: Mapping[str, Any]) -> bool:
-    """bf16 at ZeRO-0, of which DeepSpeed 0.17 saves no optimizer states (seen in 0.17.6)."""
+def _is_lost_by_deepspeed(model: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed 0.17 saved no optimizer states, as it does for bf16 at ZeRO-0 (seen in 0.17.6)."""
     config = model.get("ds_config")
     sections = [config.get(key) for key in ("bf16", "zero_optimization")] if isinstance(config, Mapping) else [None]
     bf16, zero = [section if isinstance(section, Mapping) else {} for section in (*sections, None)[:2]]
@@ -236,15 +251,19 @@ def _lost_by_deepspeed(model: Mapping[str, Any]) -> bool:
     return version.startswith("0.17.") and bf16.get("enabled") is True and zero.get("stage", 0) == 0
 
 
-def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.FileName], prefix: str) -> None:
-    """Every rank has its files, and there is no file of a rank that does not exist."""
-    most = len(found) + _MOST_MISSING  # numbers in names and files may promise any number of files
-    expected = set(itertools.islice(_expected_names(topology, found, prefix), most + 1))
-    problems = [f"{name} is missing" for name in sorted(expected - found.keys())[:_MOST_MISSING]]
+def _check_names(folder: Path, topology: Topology, file_names: Mapping[str, names.FileName], prefix: str) -> None:
+    """Check that every rank has its files, and that no file belongs to a rank that does not exist.
+
+    Raises:
+        CorruptSourceError: the message lists missing and unexpected files.
+    """
+    most = len(file_names) + _MOST_MISSING  # a hostile checkpoint can state any number of ranks
+    expected = set(itertools.islice(_expect_names(topology, file_names, prefix), most + 1))
+    problems = [f"{name} is missing" for name in sorted(expected - file_names.keys())[:_MOST_MISSING]]
     if len(expected) <= most:
-        problems += [f"{name} belongs to no rank of this layout" for name in sorted(found.keys() - expected)]
+        problems += [f"{name} belongs to no rank of this layout" for name in sorted(file_names.keys() - expected)]
     else:
-        problems += [f"{len(found)} files are there, more than {most} are expected"]
+        problems += [f"{len(file_names)} files are there, more than {most} are expected"]
     if problems:
         raise CorruptSourceError(
             f"its files do not fit {topology}",
@@ -255,7 +274,7 @@ def _check_names(folder: Path, topology: Topology, found: Mapping[str, names.Fil
         )
 
 
-def _expected_names(topology: Topology, found: Mapping[str, names.FileName], prefix: str) -> Iterator[str]:
+def _expect_names(topology: Topology, file_names: Mapping[str, names.FileName], prefix: str) -> Iterator[str]:
     """Yield the name of every file of the layout."""
     num_mp = topology.tp * topology.pp
     for mp in range(num_mp):
@@ -263,12 +282,12 @@ def _expected_names(topology: Topology, found: Mapping[str, names.FileName], pre
             yield names.model_file(mp, dp=dp)
         for dp in range(topology.dp) if topology.zero else ():
             yield names.optimizer_file(prefix, dp, mp)
-    axis = any(parsed.model_axis for parsed in found.values())
-    for layer in {parsed.layer for parsed in found.values() if parsed.kind == "layer"}:
+    axis = any(parsed.model_axis for parsed in file_names.values())
+    for layer in {parsed.layer for parsed in file_names.values() if parsed.kind == "layer"}:
         for tp in range(topology.tp):
             yield names.layer_file(layer, tp, model_axis=axis)
     counts: dict[int, int] = {}
-    for parsed in found.values():
+    for parsed in file_names.values():
         if parsed.kind == "expert":
             counts[parsed.layer] = max(counts.get(parsed.layer, 0), parsed.expert + 1)
     for layer, count in counts.items():
@@ -276,7 +295,7 @@ def _expected_names(topology: Topology, found: Mapping[str, names.FileName], pre
             yield names.expert_file(layer, expert)
 
 
-def _divides(count: object, dp: int) -> bool:
+def _is_divisor(count: object, dp: int) -> bool:
     return isinstance(count, int) and count > 0 and dp % count == 0
 
 
@@ -288,14 +307,14 @@ def _check_contents(source: DeepSpeedContents) -> None:
             if not isinstance(file.value, Mapping) or file.value.get(key) != reference.get(key):
                 name = Path(file.path).name
                 problems.append(f"{name}: another {key} than rank 0's {reference.get(key)!r}")
-    stages = {zero_stage(source.optimizer(*rank)) for rank in source.optimizers}
+    stages = {read_zero_stage(source.optimizer(*rank)) for rank in source.optimizers}
     if stages - {source.topology.zero}:
         problems.append(f"optimizer files are of the ZeRO stages {sorted(stages)}")
     for rank, file in source.optimizers.items():
         counts = source.optimizer(*rank).get("partition_count", source.topology.dp)
         counts = counts if isinstance(counts, list) else [counts]
-        dp = source.topology.dp  # the partitions of experts are fewer: each part of them has its own ranks
-        if any(count != dp and not (source.expert_files and _divides(count, dp)) for count in counts):
+        dp = source.topology.dp  # experts have fewer partitions, because each expert is on some of the ranks only
+        if any(count != dp and not (source.expert_files and _is_divisor(count, dp)) for count in counts):
             problems.append(f"{Path(file.path).name}: written for {counts} partitions, not {source.topology.dp}")
     problems += [
         f"{Path(file.path).name}: not a dict of tensors"

@@ -1,4 +1,4 @@
-"""The optimizer's partitions as boxes of logical tensors: flat groups, ZeRO-3's slots, and ZeRO-0's whole states."""
+"""Index the optimizer's states as boxes of logical tensors: flat groups, slots of ZeRO-3, whole states of ZeRO-0."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from typing import Any
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed import flat, muon
 from reshard.formats.deepspeed.contents import DeepSpeedContents
-from reshard.formats.deepspeed.fields import Kind, kind_of
-from reshard.formats.deepspeed.logical import Model, param_groups, param_shapes
+from reshard.formats.deepspeed.fields import Kind, detect_kind
+from reshard.formats.deepspeed.logical import Model, read_param_groups, read_param_shapes
 from reshard.formats.deepspeed.rows import Place, Rows, add_span
-from reshard.formats.deepspeed.slots import held_runs
-from reshard.formats.deepspeed.states import group_states
-from reshard.formats.deepspeed.unpartitioned import param_states
+from reshard.formats.deepspeed.slots import locate_tensor
+from reshard.formats.deepspeed.states import read_group_states
+from reshard.formats.deepspeed.unpartitioned import read_param_states
 from reshard.formats.pt.objects import Inert
 
 
 def add_unpartitioned(rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int]) -> None:
-    """ZeRO-0: every state has the shape of its parameter's shard."""
+    """Add the states of ZeRO-0, each of which has the shape of its parameter's shard.
+
+    Raises:
+        CorruptSourceError: a state has another shape.
+    """
     topology = source.topology
-    copies = _copies(model)
+    copies = _map_stages(model)
     for (mp, _), file in source.models.items():
         pp, tp = divmod(mp, topology.tp)
-        states = param_states(source.optimizer(mp, 0), file.path, source.named[mp])
+        states = read_param_states(source.optimizer(mp, 0), file.path, source.named[mp])
         for group, own in zip(source.named[mp], states, strict=True):
             for name, state in zip(group, own, strict=True):
                 for key, tensor in state.tensors.items():
@@ -39,22 +43,28 @@ def add_unpartitioned(rows: Rows, source: DeepSpeedContents, model: Model, files
 def add_partitions(
     rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], element_bytes: int
 ) -> None:
-    """ZeRO-1/2: flat groups cut into equal partitions.
+    """Add the flat groups of ZeRO-1/2, which are cut into equal partitions.
 
-    Positions follow from the order in `param_shapes`, which is the buffer's; `param_slice_mappings` is wrong under
-    `round_robin_gradients` and only compared where it should agree.
+    Positions follow from the order in `param_shapes`, which is that of the buffer. `param_slice_mappings` is wrong with
+    `round_robin_gradients`, and is compared otherwise.
+
+    Raises:
+        CorruptSourceError: a partition has another length than the parameters need, or files contradict each other.
+        UnsupportedError: Muon's momentum is in a form that is not converted.
     """
     topology = source.topology
-    copies = _copies(model)
-    kind = kind_of(source.optimizer(0, 0))
+    copies = _map_stages(model)
+    kind = detect_kind(source.optimizer(0, 0))
     aligned = bool(source.zero_config.get("parameter_alignment")) and kind is Kind.ZERO12
     alignment = flat.param_alignment(element_bytes, aligned)
     for (mp, dp), file in source.optimizers.items():
         pp, tp = divmod(mp, topology.tp)
-        shapes = param_shapes(source, mp)
-        states = group_states(source, mp, dp)
-        groups = param_groups(source, mp)
-        whole_groups = {at for at, group in enumerate(groups) if muon.keeps_whole(kind, group, source.zero_config)}
+        shapes = read_param_shapes(source, mp)
+        states = read_group_states(source, mp, dp)
+        groups = read_param_groups(source, mp)
+        whole_groups = {
+            at for at, group in enumerate(groups) if muon.has_whole_momentum(kind, group, source.zero_config)
+        }
         if len(states) != len(shapes):
             raise CorruptSourceError(f"{len(states)} groups, param_shapes has {len(shapes)}", path=file.path)
         for at, (state, group) in enumerate(zip(states, shapes, strict=True)):
@@ -63,15 +73,15 @@ def add_partitions(
             num_partitions, own = source.partition(names, dp)
             layout = flat.FlatGroup(num_elements=counts, dp=num_partitions, param_alignment=alignment)
             spans = layout.spans(own)
-            lean = layout.partition - layout.padding(own)
-            partitioned, whole = muon.split(state.flat, whole=at in whole_groups)
-            muon.check(at, whole, layout, own, file.path)
+            unpadded = layout.partition - layout.padding(own)
+            partitioned, whole = muon.split_states(state.flat, whole=at in whole_groups)
+            muon.check_momentum(at, whole, layout, own, file.path)
             for key, tensor in partitioned.items():
-                if tensor.num_elements not in (lean, layout.partition):
+                if tensor.num_elements not in (unpadded, layout.partition):
                     if key == muon.MOMENTUM and not groups:
                         muon.refuse_elastic(file.path)
                     raise CorruptSourceError(
-                        f"group {at}: partition {key!r} has {tensor.num_elements} elements, expected {lean}"
+                        f"group {at}: partition {key!r} has {tensor.num_elements} elements, expected {unpadded}"
                         f" or with padding {layout.partition}",
                         path=file.path,
                     )
@@ -83,48 +93,53 @@ def add_partitions(
                 if source.experts is not None and param.name in source.experts.stacked:
                     place = place._replace(tp=topology.ep, rank=dp % topology.ep)
                 add_span(rows, param, partitioned, span, place)
-            for span in muon.whole_spans(layout, own) if whole else ():
+            for span in muon.locate_momentum(layout, own) if whole else ():
                 param = model.params[source.whole_name(names[span.index], dp)]
                 if source.experts is not None and param.name in source.experts.stacked:
                     muon.refuse_experts(param.name, file.path)
                 stages = copies[param.name]
-                copy = stages.index(pp) + muon.nth_copy(layout, own, span.index) * len(stages)
+                copy = stages.index(pp) + muon.count_earlier_copies(layout, own, span.index) * len(stages)
                 add_span(rows, param, whole, span, Place(topology.tp, tp, copy, files[file.path], 0))
 
 
 def add_zero3(rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int]) -> None:
-    """ZeRO-3: every parameter has a slot in each rank's sub-group."""
+    """Add the states of ZeRO-3, where every parameter has a slot in each rank's sub-group.
+
+    Raises:
+        CorruptSourceError: a rank has another number of sub-groups, or a sub-group another length.
+    """
     topology = source.topology
     for mp in range(topology.tp * topology.pp):
-        shapes = param_shapes(source, mp)
+        shapes = read_param_shapes(source, mp)
         own = [source.optimizers[mp, dp] for dp in range(topology.dp)]
-        states = [group_states(source, mp, dp) for dp in range(topology.dp)]
-        for file, found in zip(own, states, strict=True):
-            if len(found) != len(shapes):
-                raise CorruptSourceError(f"{len(found)} sub-groups, param_shapes has {len(shapes)}", path=file.path)
+        states = [read_group_states(source, mp, dp) for dp in range(topology.dp)]
+        for file, rank_states in zip(own, states, strict=True):
+            if len(rank_states) != len(shapes):
+                count = len(rank_states)
+                raise CorruptSourceError(f"{count} sub-groups, param_shapes has {len(shapes)}", path=file.path)
         for at, group in enumerate(shapes):
             slots, length = flat.zero3_slots([math.prod(shape) for shape in group.values()], topology.dp)
-            held = [(file, state[at].flat) for file, state in zip(own, states, strict=True)]
-            keys = dict.fromkeys(key for _, tensors in held for key in tensors)
-            runs = {
-                key: held_runs(held, key, files, length=length, what=f"sub-group {at}: partition {key!r}")
+            rank_tensors = [(file, state[at].flat) for file, state in zip(own, states, strict=True)]
+            keys = dict.fromkeys(key for _, tensors in rank_tensors for key in tensors)
+            located = {
+                key: locate_tensor(rank_tensors, key, files, length=length, what=f"sub-group {at}: partition {key!r}")
                 for key in keys
             }
             place = Place(topology.tp, mp, 0, 0, 0)
             for name, slot in zip(group, slots, strict=True):
-                for key, (dtype, found_runs) in runs.items():
+                for key, (dtype, ranges) in located.items():
                     rows.add_slots(
-                        key, model.params[name], place, found_runs, dtype=dtype, offset=slot.offset, size=slot.size
+                        key, model.params[name], place, ranges, dtype=dtype, offset=slot.offset, size=slot.size
                     )
 
 
-def _copies(model: Model) -> dict[str, list[int]]:
-    """Stages that hold each parameter; tied ones are on several."""
-    found: dict[str, list[int]] = {}
+def _map_stages(model: Model) -> dict[str, list[int]]:
+    """Map each parameter to the stages that hold it; tied parameters are on several."""
+    stages: dict[str, list[int]] = {}
     for pp, stage in enumerate(model.stages):
         for name in (name for group in stage.groups for name in group):
-            found.setdefault(name, []).append(pp)
-    return found
+            stages.setdefault(name, []).append(pp)
+    return stages
 
 
 def _compare_mappings(

@@ -1,4 +1,4 @@
-"""Index a native DeepSpeed checkpoint: every stored byte of model and optimizer as a box of a logical tensor."""
+"""Index a native DeepSpeed checkpoint: every stored byte of model and optimizer is in a box of a logical tensor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from reshard.commits.commit import Commit
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import pipeline
 from reshard.formats.deepspeed.contents import DeepSpeedContents
-from reshard.formats.deepspeed.logical import Model, Param, describe
+from reshard.formats.deepspeed.logical import Model, Param, describe_model
 from reshard.formats.deepspeed.names import NAME
 from reshard.formats.deepspeed.reading.groups import read_groups
-from reshard.formats.deepspeed.reading.opening import open_source, weights_alone
+from reshard.formats.deepspeed.reading.opening import drop_optimizer, open_source
 from reshard.formats.deepspeed.reading.partitions import add_partitions, add_unpartitioned, add_zero3
 from reshard.formats.deepspeed.reading.weights import (
     add_experts,
@@ -22,7 +22,7 @@ from reshard.formats.deepspeed.reading.weights import (
     add_modules,
     add_zero3_buffers,
     add_zero3_frozen,
-    shared_names,
+    read_shared_names,
 )
 from reshard.formats.deepspeed.rows import Rows
 from reshard.formats.deepspeed.states import check_scalars
@@ -38,9 +38,9 @@ class DeepSpeedExtra:
     Attributes:
         source: the files.
         model: the whole model.
-        weights: module parameters and buffers that are not optimized (frozen, buffers), by name.
+        weights: frozen parameters and buffers, by name.
         commit_model: `Commit.model` of the source.
-        element_bytes: of the model's dtype, which `parameter_alignment` depends on.
+        element_bytes: of the model's dtype, from which `parameter_alignment` follows.
         aliases: second name of a tied weight -> its first.
     """
 
@@ -53,49 +53,52 @@ class DeepSpeedExtra:
 
 
 @runtime_checkable
-class Describes(Protocol):
-    """`Index.extra` of another format whose files say all that native ones hold besides tensors."""
+class NativeConvertible(Protocol):
+    """`Index.extra` of another format whose files hold all that native ones hold besides tensors."""
 
-    def native(self) -> DeepSpeedExtra:
-        """The same in the words of a native checkpoint.
+    def to_native(self) -> DeepSpeedExtra:
+        """Describe the checkpoint as a native one.
 
         Raises:
-            UnsupportedError: naming the fact that is not told.
+            UnsupportedError: the checkpoint lacks a fact; the message names it.
         """
         ...
 
 
-def read_index(folder: Path, commit: Commit | None, told: Mapping[str, Any] | None = None) -> Index:
+def read_index(folder: Path, commit: Commit | None, pattern_info: Mapping[str, Any] | None = None) -> Index:
     """Index the checkpoint in `folder`.
 
     Args:
         folder: of the tag.
         commit: its commit marker, if it has one.
-        told: how tensors are cut (`pattern_file.load`), instead of what the checkpoint says about it.
+        pattern_info: how tensors are cut, from a pattern file (`pattern_file.load`); it replaces what the checkpoint
+            says about it.
 
     Raises:
         CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
     source = open_source(folder, dict(commit.model) if commit is not None else {})
     try:
-        return _index(source, commit, told)
+        return _build_index(source, commit, pattern_info)
     except UnsupportedError as error:
-        if source.unread is not None or source.pipeline or source.topology.zero == 3:  # no weights without optimizer
+        if (
+            source.unread is not None or source.pipeline or source.topology.zero == 3
+        ):  # their weights need the optimizer
             raise
         try:
-            return _index(weights_alone(source, error), commit, told)
+            return _build_index(drop_optimizer(source, error), commit, pattern_info)
         except UnsupportedError:
             raise error from None
 
 
-def _index(source: DeepSpeedContents, commit: Commit | None, told: Mapping[str, Any] | None) -> Index:
+def _build_index(source: DeepSpeedContents, commit: Commit | None, pattern_info: Mapping[str, Any] | None) -> Index:
     if source.unread is None:
         check_scalars(source)
     commit_model = dict(commit.model) if commit is not None else {}
     first = source.models[0, 0].value
-    info = first.get("universal_checkpoint_info") if told is None else told
+    info = first.get("universal_checkpoint_info") if pattern_info is None else pattern_info
     layers = commit_model.get("pipeline", first.get("pipeline_layout"))
-    model = describe(source, patterns.parse(info), pipeline.parse(layers))
+    model = describe_model(source, patterns.parse(info), pipeline.parse(layers))
     rows = Rows()
     files = {file.path: at for at, file in enumerate(source.files)}
     weights: dict[str, Param] = {}
@@ -106,7 +109,7 @@ def _index(source: DeepSpeedContents, commit: Commit | None, told: Mapping[str, 
         aliases = add_modules(rows, source, model, files, weights)
         add_experts(rows, source, model, files, weights)
     else:
-        aliases = shared_names(first.get("shared_params"), model)
+        aliases = read_shared_names(first.get("shared_params"), model)
     element_bytes = 2 if source.half_type else 4
     if source.unread is not None:
         pass
@@ -125,13 +128,13 @@ def _index(source: DeepSpeedContents, commit: Commit | None, told: Mapping[str, 
         step=source.step,
         samples=source.samples if commit is None else commit.samples,
         tensors=tuple(rows.tensors),
-        files=_source_files(source.files),
+        files=_make_source_files(source.files),
         shards=rows.build(),
         groups=read_groups(source, model),
         aliases=aliases,
         unread=source.unread,
         has_rounded_weights=_has_rounded_weights(source),
-        rank_local=_rank_local(source),
+        rank_local=_find_rank_local(source),
         extra=DeepSpeedExtra(
             source=source,
             model=model,
@@ -144,9 +147,9 @@ def _index(source: DeepSpeedContents, commit: Commit | None, told: Mapping[str, 
 
 
 def _has_rounded_weights(source: DeepSpeedContents) -> bool:
-    """DeepSpeed rounds each weight from its master in every step, and when it loads a checkpoint.
+    """Return whether each weight is its master weight, rounded: DeepSpeed rounds in every step and when it loads.
 
-    Not with what changes weights behind the optimizer's back, or lets them lag behind their masters.
+    It does not hold with features that change weights without the optimizer, or that let weights lag behind masters.
     """
     config = source.models[0, 0].value.get("ds_config")
     config = config if isinstance(config, Mapping) else {}
@@ -158,30 +161,30 @@ def _has_rounded_weights(source: DeepSpeedContents) -> bool:
     return source.unread is None and source.topology.zero < 3 and not changed and not lags
 
 
-def _rank_local(source: DeepSpeedContents) -> frozenset[TensorKey]:
-    """Buffers of ZeRO-3, of which each data-parallel rank saves its own (running means of a batch norm)."""
+def _find_rank_local(source: DeepSpeedContents) -> frozenset[TensorKey]:
+    """Return the buffers that differ between data-parallel ranks (running means of a batch norm): those of ZeRO-3."""
     if source.topology.zero < 3:
         return frozenset()
     names = {name for file in source.models.values() for name in file.value.get("buffer_names") or ()}
     return frozenset(TensorKey("weight", name) for name in names)
 
 
-def _source_files(files: Sequence[PtFile]) -> tuple[SourceFile, ...]:
-    known: dict[int, tuple[Checksum, ...]] = {}  # files of alike ranks hold the same object
-    found = []
+def _make_source_files(files: Sequence[PtFile]) -> tuple[SourceFile, ...]:
+    known: dict[int, tuple[Checksum, ...]] = {}  # equal files of many ranks share one object
+    source_files = []
     for file in files:
         if id(file.storages) not in known:
-            known[id(file.storages)] = _checksums(file)
-        found.append(
+            known[id(file.storages)] = _read_checksums(file)
+        source_files.append(
             SourceFile(path=Path(file.path).name, num_bytes=file.num_bytes, checksums=known[id(file.storages)])
         )
-    return tuple(found)
+    return tuple(source_files)
 
 
-def _checksums(file: PtFile) -> tuple[Checksum, ...]:
-    found = sorted(
+def _read_checksums(file: PtFile) -> tuple[Checksum, ...]:
+    stated = sorted(
         (storage.file_offset, storage.num_bytes, storage.crc32)
         for storage in file.storages.values()
         if storage.crc32 is not None and storage.num_elements
     )
-    return tuple(Checksum(start=start, num_bytes=count, crc32=crc) for start, count, crc in found)
+    return tuple(Checksum(start=start, num_bytes=count, crc32=crc) for start, count, crc in stated)

@@ -1,4 +1,4 @@
-"""Weights of the model as boxes of logical tensors: modules, pipeline layers, experts, frozen parameters, buffers."""
+"""Index weights as boxes of logical tensors: modules, pipeline layers, experts, frozen parameters, buffers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed import autoep, flat
 from reshard.formats.deepspeed.contents import DeepSpeedContents
-from reshard.formats.deepspeed.logical import Model, Param, layer_weights, make_param
+from reshard.formats.deepspeed.logical import Model, Param, make_param, read_layer_weights
 from reshard.formats.deepspeed.rows import Place, Rows
-from reshard.formats.deepspeed.slots import held_runs
+from reshard.formats.deepspeed.slots import locate_tensor
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
 
@@ -20,11 +20,15 @@ from reshard.formats.pt.reader import PtFile
 def add_layers(
     rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
 ) -> None:
-    """Weights of a PipelineModule: one file per layer and tensor-parallel rank."""
+    """Add the weights of a PipelineModule, which has a file per layer and tensor-parallel rank.
+
+    Raises:
+        CorruptSourceError: the layer files lack parameters.
+    """
     copies: dict[str, int] = {}
     for layer in sorted({layer for layer, _ in source.layers}):
-        for name, shards in layer_weights(source, model, layer).items():
-            param = _weight(name, shards, model, source, weights)
+        for name, shards in read_layer_weights(source, model, layer).items():
+            param = _find_param(name, shards, model, source, weights)
             copy = copies[name] = copies.get(name, -1) + 1
             for tp, tensor in enumerate(shards):
                 _add_weight(
@@ -38,21 +42,24 @@ def add_layers(
         )
 
 
-def shared_names(shared: Any, model: Model) -> dict[str, str]:
-    """Second names of tied weights as ZeRO-3 states them."""
-    found = shared.items() if isinstance(shared, Mapping) else ()
-    return {alias: name for alias, name in found if name in model.params and alias not in model.params}
+def read_shared_names(shared: Any, model: Model) -> dict[str, str]:
+    """Return the second names of tied weights that `shared_params` states: second name -> first name."""
+    pairs = shared.items() if isinstance(shared, Mapping) else ()
+    return {alias: name for alias, name in pairs if name in model.params and alias not in model.params}
 
 
 def add_modules(
     rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
 ) -> dict[str, str]:
-    """Weights of a model without pipeline: `module` in each tensor-parallel rank's model file.
+    """Add the weights of a model without pipeline, from `module` in each tensor-parallel rank's model file.
 
     Returns:
         Second name of a tied weight -> its first.
+
+    Raises:
+        CorruptSourceError: ranks have modules of different names, or the modules lack parameters.
     """
-    modules = [_module(source.models[tp, 0]) for tp in range(source.topology.tp)]
+    modules = [_read_module(source.models[tp, 0]) for tp in range(source.topology.tp)]
     if any(list(module) != list(modules[0]) for module in modules):
         raise CorruptSourceError("tensor-parallel ranks hold modules of different names", path=str(source.folder))
     seen: dict[str, Tensor] = {}
@@ -60,14 +67,14 @@ def add_modules(
     aliases: dict[str, str] = {}
 
     def add(name: str, shards: list[Tensor]) -> None:
-        param = _weight(name, shards, model, source, weights)
+        param = _find_param(name, shards, model, source, weights)
         for tp, tensor in enumerate(shards):
             place = Place(source.topology.tp, tp, copies[name], files[source.models[tp, 0].path], 0)
             _add_weight(rows, param, tensor, place)
         copies[name] += 1
 
-    # Models with experts are saved with a copy for each name of a tied weight.
-    shared = shared_names(source.models[0, 0].value.get("shared_params"), model)
+    # DeepSpeed saves models with experts with one copy for each name of a tied weight.
+    shared = read_shared_names(source.models[0, 0].value.get("shared_params"), model)
     for name in modules[0]:
         shards = [module[name] for module in modules]
         twin = next((other for other, tensor in seen.items() if shards[0].same_view(tensor)), shared.get(name))
@@ -78,7 +85,7 @@ def add_modules(
                 add(twin, shards)
             continue
         seen[name] = shards[0]
-        for own in (shards, *_stated_again(source, name, shards)):
+        for own in (shards, *_find_frozen_copies(source, name, shards)):
             add(name, own)
     experts = source.experts
     others = (name for name in model.params.keys() - set(modules[0]) if experts is None or not experts.holds(name))
@@ -87,39 +94,45 @@ def add_modules(
     return aliases
 
 
-def _stated_again(source: DeepSpeedContents, name: str, shards: list[Tensor]) -> list[list[Tensor]]:
-    """Shards of a frozen parameter as `frozen_param_fragments` holds them, where that is a copy of its own."""
+def _find_frozen_copies(source: DeepSpeedContents, name: str, shards: list[Tensor]) -> list[list[Tensor]]:
+    """Return the shards of a frozen parameter in `frozen_param_fragments`, if those are separate copies."""
     fragments = [source.models[tp, 0].value.get("frozen_param_fragments") for tp in range(source.topology.tp)]
-    found = [held.get(name) if isinstance(held, Mapping) else None for held in fragments]
-    again = [tensor for tensor in found if isinstance(tensor, Tensor)]
-    kinds = [(tensor.shape, tensor.dtype) for tensor in again]
+    values = [own.get(name) if isinstance(own, Mapping) else None for own in fragments]
+    copies = [tensor for tensor in values if isinstance(tensor, Tensor)]
+    kinds = [(tensor.shape, tensor.dtype) for tensor in copies]
     is_whole = kinds == [(tensor.shape, tensor.dtype) for tensor in shards]
-    return [again] if is_whole and not again[0].same_view(shards[0]) else []
+    return [copies] if is_whole and not copies[0].same_view(shards[0]) else []
 
 
 def add_experts(
     rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
 ) -> None:
-    """Weights of experts: a file for each, with names as in the whole model, or slices of stacks."""
+    """Add the weights of experts: a file for each, with the whole model's names, or with slices of stacks.
+
+    Raises:
+        CorruptSourceError: files hold unknown names, or lack weights.
+    """
     experts = source.experts
     if experts is None:
         return
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for (_, expert), file in source.expert_files.items():
         for name, tensor in file.value.items():
             if not experts.stacked:
-                param = _weight(name, [tensor], model, source, weights)
+                param = _find_param(name, [tensor], model, source, weights)
                 _add_weight(rows, param, tensor, Place(1, 0, 0, files[file.path], 0))
-                found[name] = 1
+                counts[name] = 1
                 continue
-            stack = autoep.split_name(name, expert, file.path)
+            stack = autoep.find_stack(name, expert, file.path)
             known = model.params.get(stack)
             if known is None or tensor.shape != known.shape[1:]:
                 raise CorruptSourceError(f"holds {name} {tensor.shape}, a slice of no known stack", path=file.path)
             place = Place(known.shape[0], expert, 0, files[file.path], tensor.file_offset)
             rows.add_shard("weight", known, place, dtype=tensor.dtype, strides=(tensor.num_elements, *tensor.stride))
-            found[stack] = found.get(stack, 0) + 1
-    lacking = (name for name in model.params if experts.holds(name) and found.get(name) != experts.stacked.get(name, 1))
+            counts[stack] = counts.get(stack, 0) + 1
+    lacking = (
+        name for name in model.params if experts.holds(name) and counts.get(name) != experts.stacked.get(name, 1)
+    )
     if missing := sorted(lacking):
         raise CorruptSourceError(f"no file of an expert holds {', '.join(missing[:5])}", path=str(source.folder))
 
@@ -127,32 +140,33 @@ def add_experts(
 def add_zero3_frozen(
     rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
 ) -> None:
-    """Parameters that are not optimized: each rank's slot in `frozen_param_fragments`. Buffers travel in the files."""
+    """Add frozen parameters of ZeRO-3, of which each rank has a slot in `frozen_param_fragments`."""
     topology = source.topology
     for mp in range(topology.tp * topology.pp):
         own = [source.models[mp, dp] for dp in range(topology.dp)]
-        held = [(file, file.value.get("frozen_param_fragments") or {}) for file in own]
-        for name in dict.fromkeys(name for _, fragments in held for name in fragments):
+        rank_tensors = [(file, file.value.get("frozen_param_fragments") or {}) for file in own]
+        for name in dict.fromkeys(name for _, fragments in rank_tensors for name in fragments):
             if name not in weights:
-                found = [
+                shapes = [
                     tuple((source.models[tp, 0].value.get("frozen_param_shapes") or {}).get(name, ()))
                     for tp in range(topology.tp)
                 ]
-                weights[name] = make_param(name, found, model.patterns, topology.tp)
+                weights[name] = make_param(name, shapes, model.patterns, topology.tp)
             shape = (own[0].value.get("frozen_param_shapes") or {}).get(name, ())
             (slot,), length = flat.zero3_slots([math.prod(shape)], topology.dp)
-            dtype, runs = held_runs(held, name, files, length=length, what=f"frozen parameter {name}")
+            dtype, ranges = locate_tensor(rank_tensors, name, files, length=length, what=f"frozen parameter {name}")
             place = Place(topology.tp, mp, 0, 0, 0)
-            rows.add_slots("weight", weights[name], place, runs, dtype=dtype, offset=0, size=slot.size)
+            rows.add_slots("weight", weights[name], place, ranges, dtype=dtype, offset=0, size=slot.size)
 
 
 def add_zero3_buffers(
     rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
 ) -> None:
-    """Buffers are not partitioned: every rank's model file holds them whole."""
-    known: dict[int, Mapping[str, Tensor]] = {}  # files of alike ranks hold the same object
+    """Add buffers of ZeRO-3, which are not partitioned: every rank's model file holds them whole."""
+    known: dict[int, Mapping[str, Tensor]] = {}  # equal files of many ranks share one object
     modules = {
-        rank: known.get(id(file.value.get("module"))) or known.setdefault(id(file.value.get("module")), _module(file))
+        rank: known.get(id(file.value.get("module")))
+        or known.setdefault(id(file.value.get("module")), _read_module(file))
         for rank, file in source.models.items()
     }
     for (mp, dp), file in source.models.items():
@@ -161,21 +175,25 @@ def add_zero3_buffers(
             if tensor is None:
                 continue
             shards = [modules[tp, dp].get(name, tensor) for tp in range(source.topology.tp)]
-            param = _weight(name, shards, model, source, weights)
+            param = _find_param(name, shards, model, source, weights)
             _add_weight(rows, param, tensor, Place(source.topology.tp, mp, dp, files[file.path], 0))
 
 
-def _module(file: PtFile) -> Mapping[str, Tensor]:
+def _read_module(file: PtFile) -> Mapping[str, Tensor]:
     value = file.value.get("module")
     if not isinstance(value, Mapping) or not all(isinstance(item, Tensor) for item in value.values()):
         raise CorruptSourceError("its module is not a dict of tensors", path=file.path)
     return value
 
 
-def _weight(
+def _find_param(
     name: str, shards: list[Tensor], model: Model, source: DeepSpeedContents, weights: dict[str, Param]
 ) -> Param:
-    """The parameter that a stored weight belongs to; buffers and frozen parameters get one of their own."""
+    """Return the parameter that a stored weight belongs to; buffers and frozen parameters are added to `weights`.
+
+    Raises:
+        CorruptSourceError: the shards have other shapes than the parameter.
+    """
     shapes = [tensor.shape for tensor in shards]
     param = model.params.get(name) or weights.get(name)
     if param is None:

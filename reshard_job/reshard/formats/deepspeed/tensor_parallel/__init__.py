@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts each parameter: rules, patterns, affine maps, and the file of patterns.
+"""Rules, patterns, affine maps and pattern files: how tensor parallelism cuts each parameter.
 
-Pure arithmetic and strict readers. Imports nothing of DeepSpeed's files.
+Pure arithmetic and strict readers. Imports no module that reads DeepSpeed's files; imported by `formats.deepspeed`.
 """

@@ -1,6 +1,6 @@
-"""A file of patterns: how tensor parallelism cuts each parameter, for checkpoints that do not say it.
+"""Read a pattern file, which says how tensor parallelism cuts each parameter of a checkpoint that does not say it.
 
-The words are those of Universal Checkpointing (Lian et al., USENIX ATC 2025, section 5.3): `unique`, `replicate`,
+The kinds are those of Universal Checkpointing (Lian et al., USENIX ATC 2025, section 5.3): `unique`, `replicate`,
 `shard-v`, `shard-h`, `shard-hy`, `shard-nc`, `average`. Docs: docs/deepspeed-format.md.
 """
 
@@ -21,10 +21,10 @@ _VOCABULARY = {"rows", "padded_rows", "multiple"}
 
 
 def load(path: str | Path) -> Mapping[str, Any]:
-    """Read a file of patterns, as the `universal_checkpoint_info` that it stands for.
+    """Read a pattern file and return the `universal_checkpoint_info` that it stands for.
 
     Raises:
-        UsageError: with everything that is wrong with the file.
+        UsageError: the file is wrong; the message lists every problem.
     """
     value = read_yaml(Path(path))
     try:
@@ -34,24 +34,24 @@ def load(path: str | Path) -> Mapping[str, Any]:
 
 
 def build(value: Any) -> Mapping[str, Any]:
-    """The same from the file's content.
+    """Convert the content of a pattern file to `universal_checkpoint_info`.
 
     Raises:
-        UsageError: with every problem found.
+        UsageError: the content is wrong; the message lists every problem.
     """
     if not isinstance(value, Mapping) or value.get("version") != VERSION or not isinstance(value.get("rules"), list):
         raise UsageError(f"expected a mapping with version: {VERSION} and a list of rules")
     problems = [f"unknown key {key}" for key in sorted(value.keys() - {"version", "rules", "vocabulary"}, key=str)]
     info: dict[str, Any] = {"universal_checkpoint_version": 0.2, patterns.COLUMN: []}
-    problems += _vocabulary(info, value.get("vocabulary") or {})
+    problems += _read_vocabulary(info, value.get("vocabulary") or {})
     for number, rule in enumerate(value["rules"], start=1):
-        problems += [f"rule {number}: {problem}" for problem in _rule(info, rule)]
+        problems += [f"rule {number}: {problem}" for problem in _read_rule(info, rule)]
     if problems:
         raise UsageError("is no file of patterns", problems=problems)
     return info
 
 
-def _vocabulary(info: dict[str, Any], value: Any) -> list[str]:
+def _read_vocabulary(info: dict[str, Any], value: Any) -> list[str]:
     if not isinstance(value, Mapping) or value.keys() - _VOCABULARY:
         return [f"vocabulary: expected {', '.join(sorted(_VOCABULARY))}, found {value!r:.80}"]
     problems = [f"vocabulary: {key} is {size!r}, expected a number above 0" for key, size in value.items()
@@ -63,7 +63,7 @@ def _vocabulary(info: dict[str, Any], value: Any) -> list[str]:
     return problems
 
 
-def _rule(info: dict[str, Any], rule: Any) -> list[str]:
+def _read_rule(info: dict[str, Any], rule: Any) -> list[str]:
     if not isinstance(rule, Mapping) or not isinstance(rule.get("pattern"), str):
         return [f"expected a mapping with pattern and kind, found {rule!r:.80}"]
     problems = [f"unknown key {key}" for key in sorted(rule.keys() - _KEYS, key=str)]
@@ -74,13 +74,13 @@ def _rule(info: dict[str, Any], rule: Any) -> list[str]:
     add = _KINDS.get(rule.get("kind", ""))
     if add is None:
         return [*problems, f"kind {rule.get('kind')!r}: expected one of {', '.join(_KINDS)}"]
-    pattern = f"(?:{rule['pattern']})$"  # the whole name, where DeepSpeed's patterns match from its start
+    pattern = f"(?:{rule['pattern']})$"  # here a pattern matches the whole name, in DeepSpeed only its start
     if rule.get("vocabulary"):
         info.setdefault("vocabulary_parameter_patterns", []).append(pattern)
     return problems + add(info, pattern, rule)
 
 
-def _listed(key: str, *fixed: tuple[str, int]) -> Callable[[dict[str, Any], str, Mapping[str, Any]], list[str]]:
+def _make_adder(key: str, *fixed: tuple[str, int]) -> Callable[[dict[str, Any], str, Mapping[str, Any]], list[str]]:
     def add(info: dict[str, Any], pattern: str, rule: Mapping[str, Any]) -> list[str]:
         info.setdefault(key, []).append(pattern)
         given = {name: rule[name] for name in ("dim", "parts", "view") if name in rule}
@@ -89,19 +89,19 @@ def _listed(key: str, *fixed: tuple[str, int]) -> Callable[[dict[str, Any], str,
     return add
 
 
-def _average(_info: dict[str, Any], _pattern: str, _rule: Mapping[str, Any]) -> list[str]:
+def _refuse_average(_info: dict[str, Any], _pattern: str, _rule: Mapping[str, Any]) -> list[str]:
     return ["average: an average over ranks is no copy, no exact conversion exists"]
 
 
-def _parts(info: dict[str, Any], pattern: str, rule: Mapping[str, Any]) -> list[str]:
-    """Fused tensors, or dims that the tensor has not: `shard-nc`, and `shard-hy` for one tensor."""
+def _add_view(info: dict[str, Any], pattern: str, rule: Mapping[str, Any]) -> list[str]:
+    """Add a rule for fused tensors or for a view with other dims: `shard-nc`, and `shard-hy` for one tensor."""
     dim, parts, view = rule.get("dim"), rule.get("parts"), rule.get("view")
     problems = []
     if type(dim) is not int or dim < 0:
         problems.append(f"{rule['kind']}: dim is {dim!r}, expected the dim that is cut")
-    if view is not None and not _sizes(view):
+    if view is not None and not _is_size_list(view):
         problems.append(f"view is {view!r}, expected a list of sizes")
-    if not (parts is None or (type(parts) is int and parts > 0) or _sizes(parts)):
+    if not (parts is None or (type(parts) is int and parts > 0) or _is_size_list(parts)):
         problems.append(f"parts is {parts!r}, expected sizes along dim, or how many equal ones")
     if view is None and parts is None and rule["kind"] == "shard-nc":
         problems.append("shard-nc: expected parts, or a view, or both")
@@ -128,16 +128,16 @@ def _add_parts(info: dict[str, Any], pattern: str, dim: int, parts: Any, view: l
     info.setdefault("parameter_with_sub_params", []).append(entry)
 
 
-def _sizes(value: Any) -> bool:
+def _is_size_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(size) is int and size > 0 for size in value)
 
 
 _KINDS: dict[str, Callable[[dict[str, Any], str, Mapping[str, Any]], list[str]]] = {
-    "unique": _listed("tp_replicated_parameter_patterns"),
-    "replicate": _listed("tp_replicated_parameter_patterns"),
-    "average": _average,
-    "shard-v": _listed(patterns.COLUMN, ("dim", 0)),
-    "shard-h": _listed("parameter_with_row_parallelism_patterns", ("dim", 1)),
-    "shard-hy": _parts,
-    "shard-nc": _parts,
+    "unique": _make_adder("tp_replicated_parameter_patterns"),
+    "replicate": _make_adder("tp_replicated_parameter_patterns"),
+    "average": _refuse_average,
+    "shard-v": _make_adder(patterns.COLUMN, ("dim", 0)),
+    "shard-h": _make_adder("parameter_with_row_parallelism_patterns", ("dim", 1)),
+    "shard-hy": _add_view,
+    "shard-nc": _add_view,
 }

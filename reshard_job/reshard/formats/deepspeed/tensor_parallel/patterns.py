@@ -1,8 +1,8 @@
-"""How tensor parallelism cut each parameter, from `universal_checkpoint_info`.
+"""Find how tensor parallelism cut each parameter, from the patterns of `universal_checkpoint_info`.
 
-DeepSpeed describes this by regular expressions (deepspeed/checkpoint/constants.py and ds_to_universal.py, 0.19.8; they
-match from the start of a name, `re.match`). Here each parameter gets one `Rule`, and a rule says which boxes of the
-whole tensor a rank holds. The rest of the program knows boxes only.
+DeepSpeed describes the cuts by regular expressions that match from the start of a name (`re.match`;
+deepspeed/checkpoint/constants.py and ds_to_universal.py, 0.19.8). Here each parameter gets one `Rule`, which says which
+boxes of the whole tensor a rank holds. The rest of the program knows only boxes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.deepspeed.tensor_parallel.affine import Unrolled, check_map, maps_of
+from reshard.formats.deepspeed.tensor_parallel.affine import Unrolled, check_map, read_maps
 from reshard.formats.deepspeed.tensor_parallel.regex import PatternError, PatternSet
 from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE, Rule, Shape
 
@@ -27,7 +27,7 @@ _WIDTHS = "sub_param_shard_widths"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _MAPS = "affine_map"
 COLUMN = "parameter_with_column_parallelism_patterns"
-"""Ours: names what is cut along dim 0, in a description in which nothing is left to a default."""
+"""Key of pattern files for parameters that are cut along dim 0; a description with this key has no default rule."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Patterns:
 
     Attributes:
         info: as saved.
-        declared: there was one at all.
+        declared: the checkpoint has one.
     """
 
     info: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Patterns:
 
     @property
     def vocabulary_rows(self) -> tuple[int, int] | None:
-        """True and padded number of rows of the vocabulary, or None if it is not said."""
+        """Return the true and the padded number of rows of the vocabulary, or None if they are not stated."""
         true, padded = self.info.get("original_vocab_size"), self.info.get("padded_vocab_size")
         if not isinstance(true, int) or not isinstance(padded, int):
             return None
@@ -58,12 +58,15 @@ class Patterns:
 
     @property
     def vocabulary_multiple(self) -> int | None:
-        """The padded size is a multiple of this times tp (our own key), or None for a size that stays as it is."""
+        """Return the number whose multiple times tp is the padded size; None if the padded size is fixed.
+
+        The key is reshard's own.
+        """
         value = self.info.get("vocab_multiple")
         return value if isinstance(value, int) and value > 0 else None
 
     def padded_rows(self, tp: int) -> int | None:
-        """Rows of the vocabulary at another tensor-parallel degree."""
+        """Return the padded rows of the vocabulary at a tensor-parallel degree, or None if they are not stated."""
         rows = self.vocabulary_rows
         if rows is None:
             return None
@@ -79,7 +82,7 @@ class Patterns:
 
     @property
     def tells_rows(self) -> bool:
-        """Row-parallel parameters are declared. Megatron-DeepSpeed leaves them out when it runs at tp=1."""
+        """Return whether row-parallel parameters are declared; Megatron-DeepSpeed leaves them out at tp=1."""
         return (
             COLUMN in self.info
             or bool(self.info.get(_ROW))
@@ -89,19 +92,19 @@ class Patterns:
         )
 
     def names(self, name: str) -> bool:
-        """Some pattern says how a tensor is cut; otherwise that is DeepSpeed's default for parameters, dim 0."""
+        """Return whether a pattern says how a tensor is cut; DeepSpeed cuts other parameters along dim 0."""
         listed = (_REPLICATED, _AVERAGED, COLUMN, _ROW, _TWO_SUB, _VOCABULARY)
         return any(self._find(key, name) for key in (*listed, _SUB))
 
     def is_vocabulary(self, name: str) -> bool:
-        """A pattern calls it a vocabulary's."""
+        """Return whether a pattern declares that a tensor belongs to the vocabulary."""
         return bool(self._find(_VOCABULARY, name))
 
     def _find(self, key: str, name: str) -> list[int]:
-        """Positions of the entries of a list or a mapping of the description that match a name.
+        """Return the positions of the entries under a key of the description whose patterns match a name.
 
         Raises:
-            UnsupportedError: a pattern is refused, or there is something else than patterns.
+            UnsupportedError: a pattern is refused, or the entries are no patterns.
         """
         if key not in self._sets:
             self._sets[key] = self._read(key)
@@ -112,55 +115,56 @@ class Patterns:
             raise UnsupportedError(f"universal_checkpoint_info: {error}") from error
 
     def _values(self, key: str, name: str) -> Iterator[Any]:
-        """What a mapping of the description says of the patterns that match a name."""
+        """Yield the values of those patterns under a key of the description that match a name."""
         numbers = self._find(key, name)
         if numbers:
-            values = list((maps_of(self.info) if key == _MAPS else self.info[key]).values())
+            values = list((read_maps(self.info) if key == _MAPS else self.info[key]).values())
             yield from (values[at] for at in numbers)
 
     def _read(self, key: str) -> tuple[PatternSet, Sequence[int]]:
-        """The patterns of a list or a mapping, and which of its entries each is of."""
-        found = maps_of(self.info) if key == _MAPS else self.info.get(key) or ()
+        """Read the patterns under a key of the description; return them and the entry that each belongs to."""
+        patterns = read_maps(self.info) if key == _MAPS else self.info.get(key) or ()
         expected: Any = Mapping if key in (_MAPS, _WIDTHS, _UNSUPPORTED) else list | tuple
-        if found and not isinstance(found, expected):
-            raise UnsupportedError(f"{key} of universal_checkpoint_info is {found!r:.80}: expected patterns")
-        entries: Sequence[int] = range(len(found))
+        if patterns and not isinstance(patterns, expected):
+            raise UnsupportedError(f"{key} of universal_checkpoint_info is {patterns!r:.80}: expected patterns")
+        entries: Sequence[int] = range(len(patterns))
         if key == _SUB:
-            owned = [(at, pattern) for at, entry in enumerate(found) for pattern in _patterns_of(entry)]
-            found, entries = [pattern for _, pattern in owned], [at for at, _ in owned]
+            owned = [(at, pattern) for at, entry in enumerate(patterns) for pattern in _patterns_of(entry)]
+            patterns, entries = [pattern for _, pattern in owned], [at for at, _ in owned]
         try:
-            return PatternSet(found), entries
+            return PatternSet(patterns), entries
         except PatternError as error:
             raise UnsupportedError(f"universal_checkpoint_info: {error}") from error
 
     def rule(self, name: str, num_dims: int) -> Rule:
-        """The rule for a parameter.
+        """Return the rule for a parameter.
 
         Raises:
-            UnsupportedError: two categories claim it, or a category that cannot be converted exactly.
+            UnsupportedError: several categories match it, or one that cannot be converted exactly.
         """
-        found = [key for key in (_REPLICATED, _AVERAGED, COLUMN, _ROW, _TWO_SUB) if self._find(key, name)]
+        categories = [key for key in (_REPLICATED, _AVERAGED, COLUMN, _ROW, _TWO_SUB) if self._find(key, name)]
         subs = [self.info[_SUB][at] for at in self._find(_SUB, name)]
-        if len(found) + len(subs) > 1:
-            raise UnsupportedError(f"{name}: {[*found, *[_SUB] * len(subs)]} of universal_checkpoint_info all claim it")
+        if len(categories) + len(subs) > 1:
+            claims = [*categories, *[_SUB] * len(subs)]
+            raise UnsupportedError(f"{name}: {claims} of universal_checkpoint_info all claim it")
         vocabulary = self.is_vocabulary(name)
         self._refuse_unsupported(name)
         if subs:
             return self._sub_rule(name, num_dims, subs[0])
-        if not found and COLUMN in self.info:
+        if not categories and COLUMN in self.info:
             raise UnsupportedError(
                 f"{name}: no pattern matches it", hint="add a rule to the file of patterns: none is assumed"
             )
-        if _AVERAGED in found:
+        if _AVERAGED in categories:
             raise UnsupportedError(
                 f"{name}: {_AVERAGED} of universal_checkpoint_info asks for an average over ranks",
                 hint="an average is not a copy: no exact conversion exists",
             )
-        if _REPLICATED in found or num_dims == 0:
+        if _REPLICATED in categories or num_dims == 0:
             return Rule(dim=None, vocabulary=vocabulary)
-        if _ROW in found:
+        if _ROW in categories:
             return Rule(dim=1, vocabulary=vocabulary)
-        if _TWO_SUB in found:
+        if _TWO_SUB in categories:
             return Rule(dim=0, num_parts=2)
         return Rule(dim=0, vocabulary=vocabulary)
 
@@ -184,7 +188,7 @@ class Patterns:
         return Rule(dim=dim, parts=parts, widths=widths, view=() if own else view)
 
     def _declared_widths(self, name: str) -> tuple[Shape, ...]:
-        """What each rank of the source holds of each fused part, `[parts][ranks]`; empty where it is not said."""
+        """Return the size that each rank holds of each fused tensor, `[parts][ranks]`; empty if it is not stated."""
         for widths in self._values(_WIDTHS, name):
             return tuple(tuple(int(width) for width in part) for part in widths)
         return ()
@@ -194,10 +198,10 @@ class Patterns:
             raise UnsupportedError(f"{name}: DeepSpeed's AutoTP says it cannot be converted: {reason!s:.200}")
 
     def resolve(self, name: str, shards: Sequence[Shape]) -> tuple[Rule, Shape]:
-        """The rule of a parameter with shards of these shapes, one for each rank, and its whole shape.
+        """Return the rule and the whole shape of a parameter whose ranks have shards of these shapes.
 
         Raises:
-            UnsupportedError: see `rule` and `Rule.resolve`; or an affine map says otherwise.
+            UnsupportedError: see `rule` and `Rule.resolve`; or an affine map contradicts the rule.
         """
         if not self.declared:
             return WHOLE.resolve(name, shards)
@@ -207,7 +211,7 @@ class Patterns:
         return rule, whole
 
     def info_at(self, tp: int, source_tp: int) -> Mapping[str, Any]:
-        """The description as true for a tensor-parallel degree: maps and widths of other ranks are left out."""
+        """Return the description for a tensor-parallel degree, without maps and widths that hold for another one."""
         rows = self.padded_rows(tp)
         padded = {} if rows is None else {"padded_vocab_size": rows}
         if tp == source_tp:
@@ -224,7 +228,11 @@ class Patterns:
 
 
 def _patterns_of(entry: Any) -> Sequence[Any]:
-    """The patterns of an entry about a fused parameter, which has what is asked for below."""
+    """Return the patterns of an entry about fused parameters, after a check of its keys.
+
+    Raises:
+        UnsupportedError: keys are missing, or the patterns are no list.
+    """
     if not isinstance(entry, Mapping) or not {"patterns", "shape", "partition_dim"} <= entry.keys():
         raise UnsupportedError(
             f"{_SUB} of universal_checkpoint_info has an entry without patterns, shape, partition_dim"
@@ -235,7 +243,7 @@ def _patterns_of(entry: Any) -> Sequence[Any]:
 
 
 def parse(info: Any) -> Patterns:
-    """Read `universal_checkpoint_info` as saved; None means that there was none."""
+    """Read `universal_checkpoint_info` as saved; None means that the checkpoint has none."""
     if not isinstance(info, Mapping):
         return Patterns(info={}, declared=False)
     return Patterns(info=info, declared=True)

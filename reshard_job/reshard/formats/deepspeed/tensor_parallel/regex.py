@@ -1,10 +1,10 @@
-"""Regular expressions that a checkpoint names, matched in time linear in the text.
+"""Match regular expressions from a checkpoint in time linear in the text.
 
-Python's own engine tries again at every choice, so that a pattern of 20 characters and a name of 40 can take longer
-than anybody waits. Here a pattern becomes an automaton whose states are followed side by side (Thompson 1968), and what
-a set of states does at a character is remembered (Cox, "Regular Expression Matching Can Be Simple And Fast", 2007).
-Python's parser reads the patterns, so that they mean what they mean to DeepSpeed. What cannot be followed this way
-(references to groups, looking ahead and behind, possessive repeats) is refused.
+Python's own engine backtracks at every choice, so that a short pattern and a short name can take exponential time.
+Here a pattern becomes an automaton whose states are followed in parallel (Thompson 1968). The successors of a set of
+states are cached (Cox, "Regular Expression Matching Can Be Simple And Fast", 2007). Python's parser reads the patterns,
+so that they mean the same as in DeepSpeed. Constructs that an automaton cannot follow (references to groups, lookahead,
+lookbehind, possessive repeats) are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 MOST_PATTERNS = 512
-"""In one list, besides those that name one parameter each, which DeepSpeed's AutoTP writes."""
+"""Limit on the patterns of one list, without those that name a single parameter, which DeepSpeed's AutoTP writes."""
 
 _MOST_CHARACTERS = 4096
 _MOST_STATES = 4096
@@ -35,18 +35,18 @@ _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _parser: Any = importlib.import_module("re._parser")
 
 _START, _WORD, _OTHER = range(3)
-"""What stands before a position."""
+"""Kinds of what is before a position: the start of the text, a word character, another character."""
 
 _END, _LAST_BREAK = "", "\n$"
-"""What stands behind it, besides a character: nothing, and a line break at the end."""
+"""Symbols after a position that are no plain character: the end of the text, and a line break at the end."""
 
 
 class PatternError(ValueError):
-    """A pattern that is no regular expression, or none that is matched here."""
+    """The pattern is no regular expression, or uses a construct that is not supported."""
 
 
 class PatternSet:
-    """Patterns as DeepSpeed matches them with names: by `re.match`, from the start of the name.
+    """Patterns that match names as in DeepSpeed: by `re.match`, from the start of the name.
 
     Raises:
         PatternError: one of them is refused, or there are too many.
@@ -67,38 +67,38 @@ class PatternSet:
 
     def find(self, name: str) -> list[int]:
         """Return the positions of the patterns that match a name, ascending."""
-        found = [*self._exact.get(name, ())]
-        if name.endswith("\n"):  # `$` is also before a line break at the end
-            found += self._exact.get(name[:-1], ())
-        found += [number for number, matcher in self._others if matcher.match(name)]
-        return sorted(found)
+        numbers = [*self._exact.get(name, ())]
+        if name.endswith("\n"):  # `$` also matches before a line break at the end
+            numbers += self._exact.get(name[:-1], ())
+        numbers += [number for number, matcher in self._others if matcher.match(name)]
+        return sorted(numbers)
 
 
 class Matcher:
-    """One pattern.
+    """One compiled pattern.
 
     Args:
         pattern: a regular expression of Python.
         flags: of the module `re`.
-        anywhere: it may match anywhere in the text (`re.search`), not at its start alone (`re.match`).
+        anywhere: match anywhere in the text (`re.search`), not only at its start (`re.match`).
 
     Raises:
-        PatternError: it is refused; the message names it.
+        PatternError: the pattern is refused; the message names it.
     """
 
     def __init__(self, pattern: str, flags: int = 0, *, anywhere: bool = False) -> None:
         self._pattern = pattern
-        program, self._literal = _program(pattern, int(flags))
+        program, self._literal = _compile(pattern, int(flags))
         self._program = program
         self._anywhere = anywhere
         self._steps_left = _FREE_STEPS
         self._sets: dict[tuple[frozenset[int], int], _States] = {}
 
     def match(self, text: str) -> bool:
-        """Tell whether the pattern matches.
+        """Return whether the pattern matches.
 
         Raises:
-            PatternError: that takes too much work for a text of this length.
+            PatternError: matching takes too many steps for a text of this length.
         """
         if self._literal not in text:
             return False
@@ -107,12 +107,12 @@ class Matcher:
         last = len(text) - 1
         for at, character in enumerate(text):
             symbol = _LAST_BREAK if at == last and character == "\n" else character
-            found = here.after.get(symbol)
-            if found is None:
-                found = self._step(here, symbol)
-            if isinstance(found, bool):
-                return found
-            here = found
+            following = here.after.get(symbol)
+            if following is None:
+                following = self._step(here, symbol)
+            if isinstance(following, bool):
+                return following
+            here = following
         return self._step(here, _END) is True
 
     def _states(self, numbers: frozenset[int], before: int) -> _States:
@@ -124,23 +124,23 @@ class Matcher:
         return self._sets[key]
 
     def _step(self, here: _States, symbol: str) -> _States | bool:
-        """Follow all states over one character: the states behind it, True for a match, False for none any more."""
-        reached = self._reached(here, symbol)
-        found: _States | bool
+        """Follow all states over one character; return the next states, True for a match, False if none is left."""
+        reached = self._reach(here, symbol)
+        following: _States | bool
         if _MATCH in reached:
-            found = True
+            following = True
         elif symbol == _END:
-            found = False
+            following = False
         else:
             character = symbol[0]
-            behind = {number + 1 for number in reached if self._program[number].accepts(character)}
-            behind |= {0} if self._anywhere else set()
-            found = self._states(frozenset(behind), _kind(character)) if behind else False
-        here.after[symbol] = found
-        return found
+            numbers = {number + 1 for number in reached if self._program[number].accepts(character)}
+            numbers |= {0} if self._anywhere else set()
+            following = self._states(frozenset(numbers), _kind(character)) if numbers else False
+        here.after[symbol] = following
+        return following
 
-    def _reached(self, here: _States, symbol: str) -> set[int]:
-        """Every state that is reached without taking a character, between what is before and what is behind."""
+    def _reach(self, here: _States, symbol: str) -> set[int]:
+        """Return all states that are reached from `here` without consuming a character, if `symbol` comes next."""
         seen: set[int] = set()
         todo = list(here.numbers)
         while todo:
@@ -156,12 +156,12 @@ class Matcher:
 
 
 _MATCH = -1
-"""The state in which the pattern has matched."""
+"""Number of the state in which the pattern has matched."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _States:
-    """States that are followed side by side, and what they become at each character."""
+    """States that are followed in parallel, and their cached successors at each symbol."""
 
     numbers: frozenset[int]
     before: int
@@ -173,10 +173,10 @@ class _State:
     """One state of the automaton.
 
     Attributes:
-        to: states that are reached without a character; where `node` is None.
-        at: where the position must be for that (`re`'s name of the assertion), empty for anywhere.
-        node: what character is taken, as parsed; the state behind is the next one.
-        flags: of the pattern there.
+        to: states that are reached without consuming a character, if `node` is None.
+        at: assertion about the position that `to` needs (the parser's name), empty for none.
+        node: parsed node that says which characters are consumed; the following state has the next number.
+        flags: of the pattern at this node.
     """
 
     to: list[int] = dataclasses.field(default_factory=list)
@@ -186,23 +186,23 @@ class _State:
     known: dict[str, bool] = dataclasses.field(default_factory=dict)
 
     def accepts(self, character: str) -> bool:
-        """It takes this character."""
-        found = self.known.get(character)
-        if found is None:
+        """Return whether this state consumes the character."""
+        is_accepted = self.known.get(character)
+        if is_accepted is None:
             if len(self.known) >= _MOST_REMEMBERED:
                 self.known.clear()
-            found = self.node is not None and _accepts(*self.node, character, self.flags)
-            self.known[character] = found
-        return found
+            is_accepted = self.node is not None and _accepts(*self.node, character, self.flags)
+            self.known[character] = is_accepted
+        return is_accepted
 
     def goes_to(self, before: int, symbol: str) -> Sequence[int]:
-        """States that are reached from here without a character."""
+        """Return the states that are reached from this one without consuming a character."""
         return self.to if self.node is None and (not self.at or _holds(self.at, before, symbol, self.flags)) else ()
 
 
 @functools.lru_cache(maxsize=4 * MOST_PATTERNS)
-def _program(pattern: str, flags: int) -> tuple[list[_State], str]:
-    """The automaton of a pattern, and a text that is in everything that matches."""
+def _compile(pattern: str, flags: int) -> tuple[list[_State], str]:
+    """Return the automaton of a pattern, and a text that every match contains."""
     if len(pattern) > _MOST_CHARACTERS:
         raise PatternError(f"pattern {pattern!r:.80}: {len(pattern)} characters, at most {_MOST_CHARACTERS} are read")
     try:
@@ -210,18 +210,18 @@ def _program(pattern: str, flags: int) -> tuple[list[_State], str]:
             warnings.simplefilter("ignore")
             parsed = _parser.parse(pattern, flags)
         builder = _Builder(pattern)
-        found = parsed.state.flags
-        builder.check_flags(found)
-        builder.add(parsed, found & _FLAGS)
+        pattern_flags = parsed.state.flags
+        builder.check_flags(pattern_flags)
+        builder.add(parsed, pattern_flags & _FLAGS)
     except (re.error, RecursionError, OverflowError) as error:
         why = str(error) if isinstance(error, re.error) else "nested too deeply"
         raise PatternError(f"pattern {pattern!r:.80}: {why}") from error
     builder.states.append(_State(to=[_MATCH]))
-    return builder.states, "" if found & _IGNORECASE else _literal(parsed)
+    return builder.states, "" if pattern_flags & _IGNORECASE else _find_literal(parsed)
 
 
-def _literal(parsed: Any) -> str:
-    """The longest text that stands in the pattern as it is."""
+def _find_literal(parsed: Any) -> str:
+    """Return the longest text that every match contains literally."""
     texts = [""]
     for op, value in parsed:
         if str(op) == "LITERAL":
@@ -232,22 +232,22 @@ def _literal(parsed: Any) -> str:
 
 
 class _Builder:
-    """Appends states for what Python's parser has found."""
+    """Builds the states of an automaton from the nodes of Python's parser."""
 
     def __init__(self, pattern: str) -> None:
         self.states: list[_State] = []
         self._pattern = pattern
         self._left = _MOST_STATES
 
-    def refused(self, what: str) -> PatternError:
+    def error(self, what: str) -> PatternError:
         return PatternError(f"pattern {self._pattern!r:.80}: {what} is not matched here")
 
     def check_flags(self, flags: int) -> None:
         if other := flags & ~_KNOWN_FLAGS:
-            raise self.refused(f"the flag {re.RegexFlag(other)!r}")
+            raise self.error(f"the flag {re.RegexFlag(other)!r}")
 
     def new(self, state: _State) -> int:
-        """Append a state and return its number; repeats of nothing count too."""
+        """Append a state and return its number; raise PatternError if there are too many."""
         self._spend()
         self.states.append(state)
         return len(self.states) - 1
@@ -258,7 +258,7 @@ class _Builder:
             raise PatternError(f"pattern {self._pattern!r:.80}: more than {_MOST_STATES} states, with repeats unrolled")
 
     def add(self, parsed: Any, flags: int) -> None:
-        """Append a sequence; it is left by reaching the number of the state that is appended next."""
+        """Append the states of a sequence; its successor is the state that is appended next."""
         for op, value in parsed:
             name = str(op)
             if name in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
@@ -272,11 +272,11 @@ class _Builder:
                 self.add(inner, (flags | more & _FLAGS) & ~less)
             elif name == "BRANCH":
                 self._branch(value[1], flags)
-            elif name in ("MAX_REPEAT", "MIN_REPEAT"):  # which of them makes no difference to whether there is a match
+            elif name in ("MAX_REPEAT", "MIN_REPEAT"):  # whether there is a match does not depend on greediness
                 least, most, inner = value
                 self._repeat(least, most, inner, flags)
             else:
-                raise self.refused(name.lower().replace("_", " "))
+                raise self.error(name.lower().replace("_", " "))
 
     def _branch(self, ways: Sequence[Any], flags: int) -> None:
         split = self.new(_State())
@@ -313,7 +313,7 @@ def _kind(character: str) -> int:
 
 
 def _holds(at: str, before: int, symbol: str, flags: int) -> bool:
-    """An assertion is true between what is before and what is behind."""
+    """Return whether an assertion holds between the kind before a position and the symbol after it."""
     if at in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
         return before == _START
     if at == "AT_END":
@@ -343,7 +343,7 @@ def _variants(character: str) -> Iterator[str]:
 
 
 def _is_in(kind: str, item: Any, character: str, flags: int) -> bool:
-    """A character is what a class in brackets names."""
+    """Return whether a character belongs to an item of a class in brackets."""
     if kind == "LITERAL":
         return ord(character) == int(item)
     if kind == "RANGE":

@@ -1,4 +1,5 @@
-"""Lay out a native DeepSpeed checkpoint for another topology, for unmodified DeepSpeed to load.
+"""Lay out a native DeepSpeed checkpoint for another topology, in files that unmodified DeepSpeed loads.
 
-Imports `reading` for sources of the same format; imported by the format's entry in the registry.
+Imports `reading` for sources of the same format. Imported by the entry of the format in the registry, and by
+`formats.universal`.
 """

@@ -1,71 +1,82 @@
-"""What a run has to set as the source did, because DeepSpeed's files say nothing of it and its load does not check."""
+"""List settings that a run must take over from the source, because DeepSpeed neither saves nor checks them."""
 
 from __future__ import annotations
 
 import re
 
-from reshard.formats.deepspeed.fields import Kind, offload_device
-from reshard.formats.deepspeed.reading.groups import uses_muon
+from reshard.formats.deepspeed.fields import Kind, read_offload_device
+from reshard.formats.deepspeed.reading.groups import has_muon
 from reshard.formats.deepspeed.writing.target import Target
-from reshard.formats.deepspeed.writing.zero3 import sub_groups
+from reshard.formats.deepspeed.writing.zero3 import list_sub_groups
 from reshard.topology import Topology
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _OTHER_PIPELINES = (0, 16, 0), (0, 19, 8)
-"""From, and before: 0.15.4 and 0.19.8 divide a pipeline's gradients by the number of micro-batches, once."""
+"""First version with other gradients of pipelines, and first version without.
+
+0.15.4 and 0.19.8 divide a pipeline's gradients by the number of micro-batches, once.
+"""
 _LOADS_BF16 = (0, 18, 0)
-"""0.14 to 0.16 take BF16_Optimizer for bf16 at ZeRO-0, and 0.17 fails; 0.18.9 and 0.19.8 load the files."""
+"""First version that loads bf16 at ZeRO-0.
+
+0.14 to 0.16 take BF16_Optimizer, and 0.17 fails; 0.18.9 and 0.19.8 load the files.
+"""
 
 
-def advice(target: Target, before: Topology | None) -> tuple[str, ...]:
-    """Settings of the run that loads the target, for people; none where DeepSpeed's defaults do.
+def collect_advice(target: Target, before: Topology | None) -> tuple[str, ...]:
+    """List the settings of the run that loads the target, for people; empty if DeepSpeed's defaults are right.
 
-    `before` is the source's topology, None where its files do not tell all of it.
+    `before` is the source's topology, None if its files do not state all of it.
     """
-    source, zero, found = target.source, target.source.zero_config, []
+    source, zero, notes = target.source, target.source.zero_config, []
     if target.round_robin:
-        found.append("resume with round_robin_gradients on, as the source ran: DeepSpeed loads other values without it")
-    scaled = target.kind is Kind.ZERO3 and source.half_type == "float16"  # offloaded it has no loss scale
-    if (target.kind is Kind.ZERO12 or scaled) and uses_muon(source):
-        how = "with" if offload_device(zero) else "without"
-        found.append(f"resume {how} offload_optimizer, as the source ran: Muon's momentum is laid out for that")
+        notes.append("resume with round_robin_gradients on, as the source ran: DeepSpeed loads other values without it")
+    scaled = target.kind is Kind.ZERO3 and source.half_type == "float16"  # an offloaded optimizer has no loss scale
+    if (target.kind is Kind.ZERO12 or scaled) and has_muon(source):
+        how = "with" if read_offload_device(zero) else "without"
+        notes.append(f"resume {how} offload_optimizer, as the source ran: Muon's momentum is laid out for that")
     size = int(zero.get("sub_group_size") or 0)
-    if target.topology.zero == 3 and size and any(len(parts) > 1 for parts in sub_groups(target, 0)):
-        found.append(f"resume with zero_optimization.sub_group_size {size}, as the source ran: groups are cut by it")
-    gain = 1.0 if before is None else _gradient_gain(target.topology) / _gradient_gain(before)
+    if target.topology.zero == 3 and size and any(len(parts) > 1 for parts in list_sub_groups(target, 0)):
+        notes.append(f"resume with zero_optimization.sub_group_size {size}, as the source ran: groups are cut by it")
+    gain = 1.0 if before is None else _compute_gradient_gain(target.topology) / _compute_gradient_gain(before)
     if gain != 1:
-        found.append(
+        notes.append(
             f"DeepSpeed's gradients are {gain:g} times the source's at this cp and stage, and the moments do not scale:"
             f" multiply the loss by {1 / gain:g}, unless the script makes up for it"
         )
     version = str(source.models[0, 0].value.get("ds_version"))
-    if source.pipeline and _scales_pipelines_otherwise(version):
-        found.append(
+    if source.pipeline and _has_other_pipeline_scale(version):
+        notes.append(
             f"moments of pipelines by DeepSpeed {version} have the size of its gradients, which were too large by"
             " gradient_accumulation_steps (since 0.16.0), or too small by it in all stages but the last (0.18.9): where"
             " that number, pp or the version changes, losses differ until the moments have adapted"
         )
     if target.kind in (Kind.UNFUSED, Kind.FUSED) and _is_before(version, _LOADS_BF16):
-        found.append(
+        notes.append(
             f"DeepSpeed {version} does not load these files (seen in 0.14 to 0.17): train on with 0.18 or later,"
             " or choose zero=1"
         )
-    return tuple(found)
+    return tuple(notes)
 
 
 def _is_before(version: str, other: tuple[int, ...]) -> bool:
-    found = _VERSION.match(version)
-    return found is not None and tuple(map(int, found.groups())) < other
+    match = _VERSION.match(version)
+    return match is not None and tuple(map(int, match.groups())) < other
 
 
-def _scales_pipelines_otherwise(version: str) -> bool:
-    """Seen in moments of 0.16.9 and 0.18.9; in the sources of 0.16.0 to 0.18.0, and 0.19.0 (engine.py, `backward`)."""
+def _has_other_pipeline_scale(version: str) -> bool:
+    """Return whether a version scales gradients of pipelines otherwise than 0.19.8.
+
+    Seen in moments of 0.16.9 and 0.18.9, and in the sources of 0.16.0 to 0.18.0 and 0.19.0 (engine.py, `backward`).
+    """
     first, fixed = _OTHER_PIPELINES
     return _is_before(version, fixed) and not _is_before(version, first)
 
 
-def _gradient_gain(topology: Topology) -> int:
-    """By how much gradients exceed their mean over all ranks: those of one sequence are summed but in ZeRO-3.
+def _compute_gradient_gain(topology: Topology) -> int:
+    """Return the factor between gradients and their mean over all ranks.
+
+    The gradients of the ranks of one sequence are summed, except in ZeRO-3.
 
     Source: engine.py, zero/stage_1_and_2.py (`dp_world_size / sequence_parallel_size`), zero/stage3.py (its
     reduce-scatter, the default, divides by all ranks); DeepSpeed 0.19.8, and seen in its moments.

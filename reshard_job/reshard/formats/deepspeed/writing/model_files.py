@@ -1,6 +1,6 @@
-"""Files with the model's weights and the run's scalars: `mp_rank_*` below ZeRO-3, and a pipeline's `layer_*`.
+"""Write the files with the model's weights and the run's scalars: `mp_rank_*` below ZeRO-3, and `layer_*` of pipelines.
 
-ZeRO-3 stores no weights beside its master weights. A target below gets its weights from those, rounded.
+ZeRO-3 stores no weights beside its master weights. A target of another stage gets its weights from those, rounded.
 """
 
 from __future__ import annotations
@@ -10,33 +10,35 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError
 from reshard.formats.deepspeed import names
-from reshard.formats.deepspeed.logical import Param, layer_weights
+from reshard.formats.deepspeed.logical import Param, read_layer_weights
 from reshard.formats.deepspeed.writing.carried_objects import Template
 from reshard.formats.deepspeed.writing.optimizer_files import Buffer
-from reshard.formats.deepspeed.writing.stages import inside
+from reshard.formats.deepspeed.writing.stages import is_inside
 from reshard.formats.deepspeed.writing.target import Target
-from reshard.formats.deepspeed.writing.zero0 import unpartitioned_optimizer
+from reshard.formats.deepspeed.writing.zero0 import lay_out_optimizer
 from reshard.formats.pt.objects import Size, StatefulDict, Tensor, new_tensor
 
 Module = dict[str, tuple[Param, Tensor]]
 
 
 def write_model(target: Target, pp: int, tp: int, buffers: list[Buffer]) -> None:
-    """`mp_rank_*_model_states.pt` of one model-parallel rank; `buffers` are its first rank's groups."""
+    """Write `mp_rank_*_model_states.pt` of one model-parallel rank; `buffers` are the groups of its first rank."""
     like = target.source.models[target.like(pp, tp), 0]
     template = Template(like, target.budget)
     replaced: dict[str, Any] = {
         **target.common(like.value, first=pp == tp == 0),
         **target.config(template, like.value),
-        "param_shapes": [_param_shapes(target, buffer, tp) for buffer in buffers] if target.topology.zero else None,
+        "param_shapes": [_make_param_shapes(target, buffer, tp) for buffer in buffers]
+        if target.topology.zero
+        else None,
     }
     own: Module = {}
     if target.source.pipeline:
-        replaced["buffer_names"] = _buffer_names(target, pp)
+        replaced["buffer_names"] = _list_buffer_names(target, pp)
     else:
-        replaced["module"], own = _module(target, like.value["module"], template, tp)
-        replaced |= _frozen(target, like.value, replaced["module"], tp)
-    optimizer = unpartitioned_optimizer(target, pp, tp) if target.topology.zero == 0 else None
+        replaced["module"], own = _make_module(target, like.value["module"], template, tp)
+        replaced |= _make_frozen(target, like.value, replaced["module"], tp)
+    optimizer = lay_out_optimizer(target, pp, tp) if target.topology.zero == 0 else None
     if optimizer is not None:
         replaced["optimizer"] = optimizer.value
     value = template.copy_except(like.value, replaced)
@@ -48,27 +50,27 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[Buffer]) -> None
 
 
 def write_layers(target: Target) -> None:
-    """`layer_*` files: the same for every pp, cut anew for another tp."""
+    """Write the `layer_*` files, which do not depend on pp and are cut anew for another tp."""
     source = target.source
     model_axis = source.model_axis or target.topology.tp > 1
     copies: dict[str, int] = {}
     for layer in sorted({layer for layer, _ in source.layers}):
-        found = layer_weights(source, target.extra.model, layer)
-        for name in found:
+        shards_by_name = read_layer_weights(source, target.extra.model, layer)
+        for name in shards_by_name:
             copies[name] = copies.get(name, -1) + 1
         for tp in range(target.topology.tp):
             like = source.layers[layer, min(tp, source.topology.tp - 1)]
             value = StatefulDict()
             value.state = Template(like, target.budget).copy(getattr(like.value, "state", None))
-            for key, (name, shards) in zip(like.value, found.items(), strict=True):
+            for key, (name, shards) in zip(like.value, shards_by_name.items(), strict=True):
                 value[key] = new_tensor(shards[0].dtype, target.shard(name, tp))
             file = target.add_file(names.layer_file(layer, tp, model_axis=model_axis), value)
-            for key, name in zip(like.value, found, strict=True):
+            for key, name in zip(like.value, shards_by_name, strict=True):
                 file.add_weight(target.params.get(name) or target.weights[name], value[key], tp, copies[name])
 
 
 def write_experts(target: Target) -> None:
-    """A file for each expert, with names as in the whole model: the same for every degree of expert parallelism."""
+    """Write a file for each expert with the whole model's names; it does not depend on the degree of parallelism."""
     for (layer, expert), like in target.source.expert_files.items():
         value = StatefulDict() if isinstance(like.value, StatefulDict) else {}
         for name, tensor in like.value.items():
@@ -82,14 +84,14 @@ def write_experts(target: Target) -> None:
                 file.add_weight(target.params.get(name) or target.weights[name], tensor, 0, 0)
 
 
-def _param_shapes(target: Target, buffer: Buffer, tp: int) -> StatefulDict:
+def _make_param_shapes(target: Target, buffer: Buffer, tp: int) -> StatefulDict:
     return StatefulDict(
         (name, Size(target.shard(whole, tp))) for name, whole in zip(buffer.names, buffer.whole, strict=True)
     )
 
 
-def _module(target: Target, like: StatefulDict, template: Template, tp: int) -> tuple[StatefulDict, Module]:
-    """The module's state dict with new shapes; a tied weight's second name shares the first one's tensor."""
+def _make_module(target: Target, like: StatefulDict, template: Template, tp: int) -> tuple[StatefulDict, Module]:
+    """Return the module's state dict with new shapes; a tied weight's second name shares the first one's tensor."""
     module = StatefulDict()
     own: Module = {}
     module.state = template.copy(like.state)
@@ -100,18 +102,18 @@ def _module(target: Target, like: StatefulDict, template: Template, tp: int) -> 
         elif name in target.params or name in target.weights:
             module[name] = new_tensor(tensor.dtype, target.shard(name, tp))
             own[name] = (target.params.get(name) or target.weights[name], module[name])
-        elif target.source.topology.zero < 3 or tensor.num_elements:  # else the second name of what was not saved
+        elif target.source.topology.zero < 3 or tensor.num_elements:  # else a second name of a weight that is not saved
             raise CorruptSourceError(f"the module holds {name}, which is neither parameter nor buffer")
     return module, own
 
 
-def _frozen(target: Target, like: dict[str, Any], module: StatefulDict, tp: int) -> dict[str, Any]:
-    """ZeRO-2 states parameters that are not optimized once more: the same tensors under two keys.
+def _make_frozen(target: Target, like: dict[str, Any], module: StatefulDict, tp: int) -> dict[str, Any]:
+    """Return the entries of frozen parameters; ZeRO-2 saves the same tensors there and in the module.
 
-    With `exclude_frozen_parameters` there are none, and None has to say so: whatever else DeepSpeed's load finds, an
-    empty dict too, it looks every frozen parameter of the model up in (engine.py 0.19.8, `load_module_state_dict`).
+    A run with `exclude_frozen_parameters` saves none. The entries must then be None: in any other value, such as an
+    empty dict, DeepSpeed looks up every frozen parameter (engine.py 0.19.8, `load_module_state_dict`).
     """
-    frozen = frozen_names(target, like)
+    frozen = list_frozen_names(target, like)
     if target.topology.zero < 2 or (not frozen and like.get("frozen_param_shapes") is None):
         return {"frozen_param_shapes": None, "frozen_param_fragments": None}
     return {
@@ -120,21 +122,21 @@ def _frozen(target: Target, like: dict[str, Any], module: StatefulDict, tp: int)
     }
 
 
-def frozen_names(target: Target, like: Mapping[str, Any]) -> tuple[str, ...]:
-    """Parameters that are not optimized, by their first names: the module has the second one of some left out."""
+def list_frozen_names(target: Target, like: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the first names of the frozen parameters, without the second names of tied ones."""
     second = target.source.models[0, 0].value.get("shared_params")
     others = {*(like.get("buffer_names") or ()), *(second or ())}
     return tuple(name for name in target.weights if name not in others)
 
 
-def _buffer_names(target: Target, pp: int) -> list[str]:
-    """Names of the buffers of a stage's layers: those of all source stages that lie inside its bounds."""
+def _list_buffer_names(target: Target, pp: int) -> list[str]:
+    """Return the names of the buffers in a stage's layers, collected from all stages of the source."""
     if not target.bounds and target.topology.pp > 1:  # the stages are the source's
         return list(target.source.models[target.like(pp, 0), 0].value.get("buffer_names") or ())
-    found: dict[str, None] = {}
+    names_of_all: dict[str, None] = {}
     for file in target.source.models.values():
-        found.update(dict.fromkeys(file.value.get("buffer_names") or ()))
+        names_of_all.update(dict.fromkeys(file.value.get("buffer_names") or ()))
     if target.topology.pp == 1:
-        return list(found)
+        return list(names_of_all)
     layers = range(target.bounds[pp], target.bounds[pp + 1])
-    return [name for name in found if inside(target.extra.model, name, layers)]
+    return [name for name in names_of_all if is_inside(target.extra.model, name, layers)]

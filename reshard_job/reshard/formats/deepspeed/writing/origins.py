@@ -1,4 +1,4 @@
-"""Which tensor of the source each tensor of the target is made of. Pure."""
+"""Find the source tensor that each target tensor is made of. Pure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.rows import Rows
-from reshard.formats.deepspeed.slots import Chunks, Run
+from reshard.formats.deepspeed.slots import Chunks, RankRange
 from reshard.tensors.layout import PADDING, Index, LogicalTensor, TensorKey
 from reshard.tensors.shard_table import ShardRow
 
 _OTHER = {"weight": "fp32", "fp32": "weight"}
-"""Weights and master weights are rounded forms of one another: either can be made of the other."""
+"""State that can be made of another state: weights are rounded master weights, and either is made of the other."""
 
 
 class TargetRows(Rows):
-    """Collects a target's tensors, each with its origin, and its rows.
+    """Collects a target's tensors, each with its origin, and the rows of their shard table.
 
-    Padding rows of a vocabulary that the source lacks, or has in another number, are left out: they will be zero.
+    Padding rows of a vocabulary that the source lacks, or has in another number, are left out and stay zero.
 
     Attributes:
-        origins: position in the source's tensors of each of `tensors`.
-        zeros: bytes that stay zero on purpose: (first file, file behind the last, first byte, byte behind the last).
+        origins: for each of `tensors` the position of its origin in the source's tensors.
+        zeros: bytes that stay zero on purpose, as (first file, one past the last file, first byte, one past the last).
     """
 
     def __init__(self, index: Index, aliases: Mapping[str, str]) -> None:
@@ -41,38 +41,38 @@ class TargetRows(Rows):
         self._missing: list[str] = []
 
     def add_zeros(self, file: int, start: int, num_bytes: int, *, num_files: int = 1) -> None:
-        """Bytes at the same place of consecutive files are padding."""
+        """Mark bytes at the same offset of consecutive files as padding."""
         if num_bytes and num_files > 0:
             self.zeros.append((file, file + num_files, start, start + num_bytes))
 
     def _leave_out(self, row: ShardRow, item_bytes: int) -> None:
-        positions, num_bytes = row.runs(row.box, item_bytes)
+        positions, num_bytes = row.byte_ranges(row.box, item_bytes)  # consecutive bytes at each position
         for position in positions:
             self.add_zeros(row.file, position, num_bytes)
 
-    def _leave_out_chunks(self, chunks: Sequence[tuple[Run, Chunks]], item_bytes: int) -> None:
-        for run, chunk in chunks:
+    def _leave_out_chunks(self, chunks: Sequence[tuple[RankRange, Chunks]], item_bytes: int) -> None:
+        for ranks, chunk in chunks:
             count, rest = divmod(chunk.stop - chunk.start, chunk.size)
-            start = run.byte_offset + chunk.skipped * item_bytes
+            start = ranks.byte_offset + chunk.skipped * item_bytes
             self.add_zeros(chunk.file, start, chunk.size * item_bytes, num_files=count)
             self.add_zeros(chunk.file + count, start, rest * item_bytes)
 
     def source_type(self, state: str, name: str) -> str | None:
-        """Type of a tensor in the source, or None if the source does not hold it."""
+        """Return the type of a tensor in the source, or None if the source does not hold it."""
         at = self._known.get(TensorKey(state, name))
         return None if at is None else self._index.tensors[at].dtype
 
     def require(self) -> None:
-        """Refuse a source that lacks something.
+        """Refuse a source that lacks tensors of the target.
 
         Raises:
-            UnsupportedError: naming every tensor.
+            UnsupportedError: the message lists the tensors.
         """
-        asked_away = dict.fromkeys(state for state in self._missing if state in self._index.left_out)
-        if asked_away and asked_away.keys() >= set(self._missing) and len(self._missing) == len(self._problems):
+        deselected = dict.fromkeys(state for state in self._missing if state in self._index.left_out)
+        if deselected and deselected.keys() >= set(self._missing) and len(self._missing) == len(self._problems):
             kept = ",".join(sorted({tensor.key.state for tensor in self._index.tensors}))
             raise UnsupportedError(
-                f"--states {kept} leaves out {', '.join(asked_away)}, which DeepSpeed's checkpoints hold besides",
+                f"--states {kept} leaves out {', '.join(deselected)}, which DeepSpeed's checkpoints hold besides",
                 path=str(self._index.root),
                 hint="leave --states out, or choose a format for these states alone: --format safetensors or dcp",
             )
@@ -86,7 +86,7 @@ class TargetRows(Rows):
             )
 
     def notes(self) -> tuple[str, ...]:
-        """What of the source the target does not hold, and what is less exact than its type says, for people."""
+        """Describe for people what the target lacks of the source, and what is less exact than its type."""
         pairs = zip(self.tensors, self.origins, strict=True)
         made = [
             tensor.key.name
@@ -97,7 +97,7 @@ class TargetRows(Rows):
         return (*lossy, *self.zero_notes(), *self._left_behind())
 
     def zero_notes(self) -> tuple[str, ...]:
-        """Which padding rows of the target are zero, whatever they were before the source was made."""
+        """Describe the padding rows of the target that are zero because the source does not hold them."""
         padded = sorted({key.name.removesuffix(PADDING) for key in self._left_out if key.name.endswith(PADDING)})
         return (f"padding rows of {', '.join(padded)} are zero: the source does not hold them",) if padded else ()
 
@@ -133,11 +133,11 @@ class TargetRows(Rows):
             at = self._known.get(candidate)
             if at is None:
                 continue
-            found = self._index.tensors[at].shape
-            if found == shape:
+            source_shape = self._index.tensors[at].shape
+            if source_shape == shape:
                 return at
             if not is_padding:
-                self._problems[f"{candidate} has the shape {list(found)}, expected {list(shape)}"] = None
+                self._problems[f"{candidate} has the shape {list(source_shape)}, expected {list(shape)}"] = None
                 return None
         if not is_padding:
             self._problems[f"{key} {list(shape)} is missing"] = None

@@ -1,4 +1,4 @@
-"""How far a run had come, from a source of another format, in the words of a DeepSpeed checkpoint like the target."""
+"""Convert a run's progress from a source of another format to the form of a DeepSpeed checkpoint like the target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = {"float64": "<f8", "float32": "<f4", "int64": "<i8", "int32": "<i4"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What the source says besides tensors.
+    """What the source says about the run besides tensors.
 
     Attributes:
         step: optimizer steps done.
@@ -35,7 +35,7 @@ class Progress:
 
     @classmethod
     def of(cls, index: Index, aliases: Mapping[str, str]) -> Progress:
-        """What `index` says; `aliases` are those of the checkpoint like the target."""
+        """Return the progress that `index` states; `aliases` are those of the checkpoint like the target."""
         return cls(
             step=index.step,
             samples=index.samples,
@@ -45,22 +45,22 @@ class Progress:
         )
 
     def settings(self, names: Sequence[str], like: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of a parameter group: the source's where it knows them, else those of the checkpoint like it.
+        """Return the settings of a parameter group: the source's, or those of `like` that the source lacks.
 
         Raises:
             UnsupportedError: the group's parameters have different settings in the source.
         """
-        found = self._common(names, "options")
-        return {key: _as(found[key], value) if key in found else value for key, value in like.items()}
+        options = self._common(names, "options")
+        return {key: _convert_to(options[key], value) if key in options else value for key, value in like.items()}
 
     def scalars(self, names: Sequence[str], like: Mapping[str, Any]) -> dict[str, Any]:
-        """States of a parameter group that are one number.
+        """Return the states of a parameter group that are one number.
 
         Raises:
-            UnsupportedError: the group's parameters have different ones in the source.
+            UnsupportedError: the group's parameters have different scalars in the source.
         """
-        found = self._common(names, "scalars") or {"step": self.step}
-        return {key: _as(found[key], value) if key in found else value for key, value in like.items()}
+        scalars = self._common(names, "scalars") or {"step": self.step}
+        return {key: _convert_to(scalars[key], value) if key in scalars else value for key, value in like.items()}
 
     def _common(self, names: Sequence[str], what: str) -> Mapping[str, Any]:
         wanted = {self.aliases.get(name, name) for name in names}
@@ -77,8 +77,8 @@ class Progress:
         return values[0] if values else {}
 
 
-def _as(value: Any, like: Any) -> Any:
-    """A number in the form that DeepSpeed's file has it: a tensor of no dims, an int, a float, a tuple."""
+def _convert_to(value: Any, like: Any) -> Any:
+    """Convert a value to the form of `like` in DeepSpeed's file: a tensor without dims, an int, a float, a tuple."""
     if isinstance(like, Tensor):
         if like.dtype not in _KINDS:
             return like

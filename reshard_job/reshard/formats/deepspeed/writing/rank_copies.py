@@ -1,4 +1,4 @@
-"""Files of many ranks that differ in nothing but their names."""
+"""Write files of many ranks that differ only in their names."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from reshard.formats.deepspeed.writing.target import File, Target
-from reshard.formats.pt.writer import Pickled, pickled
+from reshard.formats.pt.writer import PickledObject, pickle_object
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-class Twins(Generic[Made]):
-    """Adds files to a target; what is made of the same objects as the file before is pickled and laid out once."""
+class RankCopies(Generic[Result]):
+    """Adds files to a target; a file made of the same objects as the previous one is not pickled again."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._parts: tuple[Any, ...] | None = None  # kept, so that no other object gets the identity of one of them
-        self._made: tuple[Pickled, Made] | None = None
-        self._by_length: dict[int, File] = {}  # an archive's places depend on the length of its name
+        self._sources: tuple[Any, ...] | None = None  # kept alive, because they are compared by identity
+        self._made: tuple[PickledObject, Result] | None = None
+        self._by_length: dict[int, File] = {}  # offsets in an archive depend on the length of its name
 
-    def add(self, name: str, parts: Sequence[Any], make: Callable[[], tuple[Any, Made]]) -> tuple[File, Made]:
+    def add(self, name: str, sources: Sequence[Any], make: Callable[[], tuple[Any, Result]]) -> tuple[File, Result]:
         """Add a file.
 
         Args:
             name: of the file.
-            parts: all objects that the file's content depends on, besides the target.
-            make: makes the content, and what else the caller wants to know of it.
+            sources: all objects that the file's content depends on, besides the target.
+            make: returns the content and a second result for the caller.
         """
-        same = self._parts is not None and len(parts) == len(self._parts)
-        if self._made is None or not (same and all(map(operator.is_, parts, self._parts or ()))):
+        same = self._sources is not None and len(sources) == len(self._sources)
+        if self._made is None or not (same and all(map(operator.is_, sources, self._sources or ()))):
             value, made = make()
-            self._parts, self._made, self._by_length = tuple(parts), (pickled(value), made), {}
+            self._sources, self._made, self._by_length = tuple(sources), (pickle_object(value), made), {}
         known = self._by_length.get(len(name))
         file = self._target.add_file(name, self._made[0]) if known is None else self._target.add_twin(name, known)
         self._by_length.setdefault(len(name), file)

@@ -1,4 +1,4 @@
-"""What the writers of the different files share: the target's parameters, its files so far, and their rows."""
+"""The target that the writers of all files share: its parameters, the files so far, and the rows of its shard table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from reshard.formats.deepspeed import autoep, flat
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import Kind
-from reshard.formats.deepspeed.logical import Param, Stage, param_groups
-from reshard.formats.deepspeed.reading.groups import group_holder, group_state
-from reshard.formats.deepspeed.reading.opening import parallel_dimensions
+from reshard.formats.deepspeed.logical import Param, Stage, read_param_groups
+from reshard.formats.deepspeed.reading.groups import find_group_holder, read_group_state
+from reshard.formats.deepspeed.reading.opening import make_parallel_dimensions
 from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra
 from reshard.formats.deepspeed.rows import Place
 from reshard.formats.deepspeed.writing.carried_objects import Budget, Template
@@ -40,13 +40,13 @@ class GroupTemplate:
     scalars: Mapping[str, Any]
 
     def state(self, own: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The optimizer's state of one group or sub-group, with partitions `own`; states without one are left out.
+        """Return the optimizer's state of one group or sub-group with partitions `own`; others are left out.
 
-        Scalars are copied for each: groups that share one `step` tensor in the file would share it after loading, and
-        each of them would count its own steps onto it.
+        Every call copies the scalars. Groups that share one `step` tensor in the file would share it after loading, and
+        each group would add its own steps to it.
         """
-        held = [key for key in self.order if key in own or key in self.scalars]
-        return {key: own[key] if key in own else copy.deepcopy(self.scalars[key]) for key in held}
+        keys = [key for key in self.order if key in own or key in self.scalars]
+        return {key: own[key] if key in own else copy.deepcopy(self.scalars[key]) for key in keys}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -54,18 +54,18 @@ class Target:
     """A checkpoint that is being laid out.
 
     Attributes:
-        extra: the checkpoint that says what is not tensors: the source, or one like the target.
-        progress: how far the run had come, where `extra` is not the source.
+        extra: the checkpoint that everything besides tensors comes from: the source, or one like the target.
+        progress: the run's progress, if `extra` is not the source.
         topology: of the target.
         kind: of the optimizer.
         stages: what each pipeline stage holds.
-        bounds: first layer of each stage and the number of layers; empty where the stages are the source's, or one.
+        bounds: first layer of each stage and the number of layers; empty if the stages are the source's, or only one.
         params: optimized parameters, with shapes as in the target.
-        weights: frozen parameters and buffers, likewise.
-        rows: where tensors go.
-        layout_note: `pipeline_layout` of the client state, as true for the target; None where there is none.
-        files: files so far.
-        budget: of what is copied into them.
+        weights: frozen parameters and buffers, with shapes as in the target.
+        rows: tensors of the target and where they lie.
+        layout_note: `pipeline_layout` of the client state for the target; None if the source has none.
+        files: the files so far.
+        budget: limit on the bytes that are copied into files.
     """
 
     extra: DeepSpeedExtra
@@ -90,80 +90,80 @@ class Target:
 
     @property
     def source(self) -> DeepSpeedContents:
-        """The source's files."""
+        """Return the files of the source, or of the checkpoint like the target."""
         return self.extra.source
 
     def local_names(self, group: tuple[str, ...], part: int) -> dict[str, str]:
-        """Names of a group's parameters on the ranks of a part of the experts -> names in the whole model."""
+        """Map the names of a group's parameters on the ranks of a part of the experts to names in the whole model."""
         if self.source.experts is None:
             return {name: name for name in group}
         return self.source.experts.local_names(group, self.topology.ep, part)
 
     def copy_of(self, name: str, pp: int) -> int:
-        """How many earlier stages hold the parameter too."""
+        """Count the earlier stages that also hold the parameter."""
         return self._holders[name].index(pp)
 
     def num_copies(self, name: str) -> int:
-        """Stages that hold the parameter."""
+        """Count the stages that hold the parameter."""
         return len(self._holders[name])
 
     @property
     def round_robin(self) -> bool:
-        """Flat buffers are in round-robin order."""
+        """Return whether flat buffers are in round-robin order."""
         return bool(self.source.zero_config.get("round_robin_gradients")) and self.topology.zero in (1, 2)
 
     def is_stacked(self, name: str) -> bool:
-        """The parameter is a stack of experts, which expert parallelism cuts."""
+        """Return whether the parameter is a stack of experts, which expert parallelism cuts."""
         return self.source.experts is not None and name in self.source.experts.stacked
 
     def shard(self, name: str, tp: int) -> tuple[int, ...]:
-        """Shape `[ndim]` of a tensor-parallel rank's shard of a parameter or weight; of experts that of any part."""
+        """Return the shape `[ndim]` of a tensor-parallel rank's shard; stacks of experts have one on all ranks."""
         param = self.params.get(name) or self.weights[name]
         if self.is_stacked(name):
             return param.rule.shard_shape(name, param.shape, self.topology.ep)
         return param.rule.shard_shape(name, param.shape, self.topology.tp, tp)
 
     def shapes(self, names: tuple[str, ...], tp: int) -> StatefulDict:
-        """An entry of a rank's `param_shapes`."""
+        """Make an entry of a rank's `param_shapes`."""
         return StatefulDict((name, Size(self.shard(name, tp))) for name in names)
 
     def elements(self, names: tuple[str, ...], tp: int) -> tuple[int, ...]:
-        """Elements of each parameter's shard."""
+        """Return the number of elements of each parameter's shard."""
         return tuple(math.prod(self.shard(name, tp)) for name in names)
 
     @property
     def prefix(self) -> str:
-        """Before the names of optimizer files (engine.py, `_get_zero_ckpt_prefix`)."""
+        """Return the prefix of the names of optimizer files (engine.py, `_get_zero_ckpt_prefix`)."""
         return "bf16_" if self.source.half_type == "bfloat16" else ""
 
     def like(self, pp: int, tp: int) -> int:
-        """Model-parallel rank of the source whose scalars a target rank inherits."""
-        found = self.source.topology
-        return min(pp * found.pp // self.topology.pp, found.pp - 1) * found.tp + min(tp, found.tp - 1)
+        """Return the model-parallel rank of the source whose scalars a target rank inherits."""
+        before = self.source.topology
+        return min(pp * before.pp // self.topology.pp, before.pp - 1) * before.tp + min(tp, before.tp - 1)
 
     def like_dp(self, dp: int) -> int:
-        """Data-parallel rank of the source whose scalars a target rank inherits."""
+        """Return the data-parallel rank of the source whose scalars a target rank inherits."""
         return min(dp, self.source.topology.dp - 1)
 
     def common(self, like: Mapping[str, Any], *, first: bool) -> dict[str, Any]:
-        """Fields of a model file that follow from the topology; `first` is the file of rank 0."""
+        """Return the fields of a model file that follow from the topology; `first` marks the file of rank 0."""
         topology = self.topology
         fields: dict[str, Any] = {} if self.layout_note is None else {"pipeline_layout": self.layout_note}
         if topology.zero == 0:
             fields["shared_params"] = None
-        elif not first:  # only rank 0 says which names are shared
+        elif not first:  # only the file of rank 0 states shared names
             fields["shared_params"] = {}
         elif self.source.topology.zero == 0:
             fields["shared_params"] = dict(self.extra.aliases)
         if topology.zero:
             fields["optimizer"] = None
-        told = self.extra.model.patterns
-        if told.declared:  # as true for the target; also where a file of patterns told it
+        patterns = self.extra.model.patterns
+        if patterns.declared:  # by the source or by a pattern file, of which `like` has no entry
             like = {"universal_checkpoint_info": None, **like}
-            fields["universal_checkpoint_info"] = told.info_at(topology.tp, self.source.topology.tp)
-        if layers := autoep.layers_of(like):
+            fields["universal_checkpoint_info"] = patterns.info_at(topology.tp, self.source.topology.tp)
+        if layers := autoep.read_layers(like):
             shapes = {name: param.shape for name, param in self.params.items()}
-            described = autoep.layers_at(layers, shapes, topology.ep, topology.dp)
+            described = autoep.convert_layers(layers, shapes, topology.ep, topology.dp)
             fields |= dict.fromkeys(autoep.KEYS, described)
             fields["universal_checkpoint_info"] = {
                 **fields.get("universal_checkpoint_info", {}),
@@ -175,21 +175,21 @@ class Target:
             **{key: value for key, value in fields.items() if key in like},
             "dp_world_size": topology.dp,
             "mp_world_size": topology.tp * topology.pp,
-            "checkpoint_parallel_dimensions": parallel_dimensions(topology),
+            "checkpoint_parallel_dimensions": make_parallel_dimensions(topology),
         }
 
     def config(self, template: Template, like: Mapping[str, Any]) -> dict[str, Any]:
-        """`ds_config` with the ZeRO stage of the target; the rest says how the source was trained."""
-        found = like.get("ds_config")
-        zero = found.get("zero_optimization") if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping) or not isinstance(zero, Mapping) or "stage" not in zero:
+        """Return `ds_config` with the ZeRO stage of the target; other settings stay those of the source's training."""
+        saved = like.get("ds_config")
+        zero = saved.get("zero_optimization") if isinstance(saved, Mapping) else None
+        if not isinstance(saved, Mapping) or not isinstance(zero, Mapping) or "stage" not in zero:
             return {}
         elastic = {"elastic_checkpoint": False} if zero.get("elastic_checkpoint") else {}
         patched = template.copy_except(zero, {"stage": self.topology.zero, **elastic})
-        return {"ds_config": template.copy_except(found, {"zero_optimization": patched})}
+        return {"ds_config": template.copy_except(saved, {"zero_optimization": patched})}
 
     def add_file(self, name: str, value: Any) -> File:
-        """Lay out a file for an object tree, or for what `pickled` made of it."""
+        """Lay out a file for a value, or for the result of `pickled`."""
         layout = lay_out_pt(name.removesuffix(".pt"), value)
         checksums = tuple(
             ChecksumField(start=slot.offset, num_bytes=slot.num_bytes, positions=slot.crc_positions)
@@ -201,30 +201,30 @@ class Target:
 
     def add_twin(self, name: str, other: File) -> File:
         """Add a file with the same content as another, and a name of the same length."""
-        layout = other.layout.named(name.removesuffix(".pt"))
+        layout = other.layout.with_stem(name.removesuffix(".pt"))
         self.files.append(dataclasses.replace(self.files[other.index], path=name, fixed=layout.fixed))
         return File(target=self, index=len(self.files) - 1, layout=layout)
 
     def param_group(self, group: int, params: list[int]) -> dict[str, Any]:
-        """An entry of the optimizer's `param_groups`."""
-        mp, at = group_holder(self.source, self.extra.model, group)
-        copied = Template(self.source.optimizer_file(mp, 0), self.budget).copy(param_groups(self.source, mp)[at])
+        """Make an entry of the optimizer's `param_groups`."""
+        mp, at = find_group_holder(self.source, self.extra.model, group)
+        copied = Template(self.source.optimizer_file(mp, 0), self.budget).copy(read_param_groups(self.source, mp)[at])
         if self.progress is not None:
             copied = self.progress.settings(self.extra.model.groups[group], copied)
         if copied.get("moe") and str(copied.get("name", "")).startswith("ep_size_"):
-            copied["name"] = f"ep_size_{self.topology.ep}"  # names the process group
+            copied["name"] = f"ep_size_{self.topology.ep}"  # DeepSpeed looks up the process group by this name
         return {**copied, "params": params}
 
     def group_template(self, group: int, tp: int) -> GroupTemplate:
-        """States of a parameter group, from the source (ZeRO-3: from its first sub-group)."""
+        """Return the states of a parameter group, from the source (ZeRO-3: from its first sub-group)."""
         tp = min(tp, self.source.topology.tp - 1)
         if (group, tp) not in self._groups:
             self._groups[group, tp] = self._read_group(group, tp)
         return self._groups[group, tp]
 
     def _read_group(self, group: int, tp: int) -> GroupTemplate:
-        mp, at = group_holder(self.source, self.extra.model, group)
-        state = group_state(self.source, mp + tp, at)
+        mp, at = find_group_holder(self.source, self.extra.model, group)
+        state = read_group_state(self.source, mp + tp, at)
         template = Template(self.source.optimizer_file(mp + tp, 0), self.budget)
         scalars = {key: template.copy(value) for key, value in state.scalars.items()}
         if self.progress is not None:
@@ -238,54 +238,54 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A file that was laid out, to say what its tensors are."""
+    """A file that was laid out; its methods add rows for its tensors."""
 
     target: Target
     index: int
     layout: PtLayout
 
     def place(self, tensor: Tensor, tp: int, copy: int) -> Place:
-        """Where a tensor is."""
+        """Return the position of a tensor in the file, with its owner."""
         offset = self.layout.slots[tensor.storage].offset + tensor.offset * ITEM_BYTES[tensor.dtype]
         return Place(self.target.topology.tp, tp, copy, self.index, offset)
 
     def add_weight(self, param: Param, tensor: Tensor, tp: int, copy: int) -> None:
-        """The tensor is the shard of a weight."""
+        """Add a tensor that is the shard of a weight."""
         place = self.place(tensor, tp, copy)
         self.target.rows.add_shard("weight", param, place, dtype=tensor.dtype, strides=tensor.stride)
 
     def add_state(self, state: str, param: Param, tensor: Tensor, tp: int, copy: int) -> None:
-        """The tensor is a state of the shape of a parameter's shard."""
+        """Add a tensor that is a state in the shape of a parameter's shard."""
         place = self.place(tensor, tp, copy)
         self.target.rows.add_shard(state, param, place, dtype=tensor.dtype, strides=tensor.stride)
 
     def add_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, tp: int, copy: int) -> None:
-        """Part of each partition is part of a parameter's shard."""
+        """Add a span of a parameter's shard, which lies in each of the partitions."""
         for state, tensor in tensors.items():
-            self._add_part(state, param, tensor, span, self.place(tensor, tp, copy))
+            self._add_elements(state, param, tensor, span, self.place(tensor, tp, copy))
 
     def add_gaps(self, tensors: Iterable[Tensor], gaps: Iterable[tuple[int, int]]) -> None:
-        """Elements of each partition, (position, number), are padding; some partitions end before theirs."""
+        """Mark elements of each partition, (position, number), as padding; partitions that end before have none."""
         padding = tuple(gaps)
         for tensor in tensors:
             start, item_bytes = self.place(tensor, 0, 0).byte_offset, ITEM_BYTES[tensor.dtype]
             for position, count in padding:
-                held = max(0, min(count, tensor.num_elements - position))
-                self.target.rows.add_zeros(self.index, start + position * item_bytes, held * item_bytes)
+                num_zeros = max(0, min(count, tensor.num_elements - position))
+                self.target.rows.add_zeros(self.index, start + position * item_bytes, num_zeros * item_bytes)
 
     def add_experts_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, part: int) -> None:
-        """Part of each partition is part of a stack of experts, of which the rank holds a part."""
+        """Add a span of a stack of experts, which lies in each of the partitions; `part` is the rank's experts."""
         for state, tensor in tensors.items():
             place = self.place(tensor, part, 0)._replace(tp=self.target.topology.ep)
-            self._add_part(state, param, tensor, span, place)
+            self._add_elements(state, param, tensor, span, place)
 
     def add_expert(self, param: Param, tensor: Tensor, expert: int) -> None:
-        """The tensor is the weight of one expert, a slice of a stack."""
+        """Add a tensor that is the weight of one expert, a slice of a stack."""
         place = self.place(tensor, expert, 0)._replace(tp=param.shape[0])
         strides = (tensor.num_elements, *tensor.stride)
         self.target.rows.add_shard("weight", param, place, dtype=tensor.dtype, strides=strides)
 
-    def _add_part(self, state: str, param: Param, tensor: Tensor, span: flat.Span, place: Place) -> None:
+    def _add_elements(self, state: str, param: Param, tensor: Tensor, span: flat.Span, place: Place) -> None:
         at = place.byte_offset + span.offset * ITEM_BYTES[tensor.dtype]
         self.target.rows.add_flat(
             state, param, place._replace(byte_offset=at), dtype=tensor.dtype, start=span.start, stop=span.stop

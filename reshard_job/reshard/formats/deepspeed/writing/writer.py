@@ -1,4 +1,4 @@
-"""Lay out a native DeepSpeed checkpoint for another topology, for unmodified DeepSpeed to load."""
+"""Lay out a native DeepSpeed checkpoint for another topology, in files that unmodified DeepSpeed loads."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from reshard.formats.deepspeed import pipeline
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.deepspeed.fields import (
-    kind_of,
-    offload_device,
+    choose_kind,
+    detect_kind,
+    read_offload_device,
     refuse_small_gradients,
     require_settings,
-    target_kind,
 )
 from reshard.formats.deepspeed.logical import Model, Param
-from reshard.formats.deepspeed.muon import same_numbers
+from reshard.formats.deepspeed.muon import is_same_training
 from reshard.formats.deepspeed.names import NAME
-from reshard.formats.deepspeed.reading.groups import uses_muon
-from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra, Describes
-from reshard.formats.deepspeed.writing.advice import advice
+from reshard.formats.deepspeed.reading.groups import has_muon
+from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra, NativeConvertible
+from reshard.formats.deepspeed.writing.advice import collect_advice
 from reshard.formats.deepspeed.writing.model_files import write_experts, write_layers, write_model
-from reshard.formats.deepspeed.writing.optimizer_files import buffers_of, write_optimizer
+from reshard.formats.deepspeed.writing.optimizer_files import list_buffers, write_optimizer
 from reshard.formats.deepspeed.writing.origins import TargetRows
 from reshard.formats.deepspeed.writing.progress import Progress
-from reshard.formats.deepspeed.writing.stages import target_stages
+from reshard.formats.deepspeed.writing.stages import assign_stages
 from reshard.formats.deepspeed.writing.target import Target
 from reshard.formats.deepspeed.writing.zero3 import write_zero3
 from reshard.tensors.layout import Index, TargetLayout
@@ -39,32 +39,32 @@ from reshard.topology import Topology
 def lay_out(index: Index, request: Request) -> TargetLayout:
     """Lay out the tensors of `index` for `request.topology`.
 
-    What is not tensors (files, settings, client state) comes from `request.like` where there is one, else from the
+    Everything besides tensors (files, settings, client state) comes from `request.like` if it is given, else from the
     checkpoint behind `index`.
 
     Raises:
-        UnsupportedError: a conversion that would need a guess or is not implemented.
+        UnsupportedError: the conversion would need a guess or is not implemented.
     """
-    extra, target = _template(index, request), request.topology
+    extra, target = _find_extra(index, request), request.topology
     _refuse(extra, target)
     if isinstance(index.extra, DeepSpeedExtra):
         refuse_small_gradients(index.extra.source, target)
         _refuse_muon(index.extra.source, extra.source, target)
-    stages, bounds = target_stages(extra.source, extra.model, target)
-    params = {name: _at_target(param, extra.model, target.tp) for name, param in extra.model.params.items()}
-    weights = {name: _at_target(param, extra.model, target.tp) for name, param in extra.weights.items()}
+    stages, bounds = assign_stages(extra.source, extra.model, target)
+    params = {name: _pad_param(param, extra.model, target.tp) for name, param in extra.model.params.items()}
+    weights = {name: _pad_param(param, extra.model, target.tp) for name, param in extra.weights.items()}
     rows = TargetRows(index, extra.aliases)
     result = Target(
         extra=extra,
         progress=None if request.like is None else Progress.of(index, extra.aliases),
         topology=target,
-        kind=target_kind(extra.source, target.zero),
+        kind=choose_kind(extra.source, target.zero),
         stages=stages,
         bounds=bounds,
         params=params,
         weights=weights,
         rows=rows,
-        layout_note=_with_parts(extra.source.models[0, 0].value.get("pipeline_layout"), target, bounds),
+        layout_note=_set_parts(extra.source.models[0, 0].value.get("pipeline_layout"), target, bounds),
     )
     for pp in range(target.pp):
         for tp in range(target.tp):
@@ -80,25 +80,28 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         shards=rows.build(),
         tensors=tuple(rows.tensors),
         origins=tuple(rows.origins),
-        model=_commit_model(extra, target, bounds),
-        notes=(*rows.notes(), *advice(result, _known_topology(index))),
+        model=_make_commit_model(extra, target, bounds),
+        notes=(*rows.notes(), *collect_advice(result, _find_topology(index))),
         aliases=extra.aliases,
         zeros=ranges_of(rows.zeros),
     )
 
 
-def _known_topology(index: Index) -> Topology | None:
-    """The topology of a source whose files tell all of it: others than DeepSpeed's own say nothing of cp."""
+def _find_topology(index: Index) -> Topology | None:
+    """Return the topology of a source whose files state all of it, else None.
+
+    Only native checkpoints at tp=1 and pp=1 state cp.
+    """
     own = isinstance(index.extra, DeepSpeedExtra) and index.topology.tp * index.topology.pp == 1
     return index.topology if own else None
 
 
-def _template(index: Index, request: Request) -> DeepSpeedExtra:
-    found = index.extra if request.like is None else request.like.extra
-    if isinstance(found, DeepSpeedExtra):
-        return found
-    if isinstance(found, Describes):
-        return found.native()
+def _find_extra(index: Index, request: Request) -> DeepSpeedExtra:
+    extra = index.extra if request.like is None else request.like.extra
+    if isinstance(extra, DeepSpeedExtra):
+        return extra
+    if isinstance(extra, NativeConvertible):
+        return extra.to_native()
     if request.like is not None:
         raise UnsupportedError(
             f"--like names a checkpoint of the format {request.like.format}, expected {NAME}",
@@ -116,24 +119,24 @@ def _write_rank(target: Target, pp: int, tp: int) -> None:
     if target.topology.zero == 3:
         write_zero3(target, tp)
         return
-    parts = [buffers_of(target, pp, part) for part in range(target.topology.ep)]
-    write_model(target, pp, tp, parts[0])
+    buffers = [list_buffers(target, pp, part) for part in range(target.topology.ep)]
+    write_model(target, pp, tp, buffers[0])
     for dp in range(target.topology.dp if target.topology.zero else 0):
-        write_optimizer(target, pp, tp, dp, parts[dp % target.topology.ep])
+        write_optimizer(target, pp, tp, dp, buffers[dp % target.topology.ep])
 
 
-def _commit_model(extra: DeepSpeedExtra, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any]:
-    """The commit's description of the model, with the boundaries of the target's stages."""
+def _make_commit_model(extra: DeepSpeedExtra, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any]:
+    """Return the commit's description of the model, with the bounds of the target's stages."""
     model = dict(extra.commit_model)
-    info = extra.model.pipeline  # the commit's, else that of the client state
-    described = model.get("pipeline") or (None if info is None else pipeline.described(info))
-    if (found := _with_parts(described, target, bounds)) is not None:
-        model["pipeline"] = found
+    info = extra.model.pipeline  # from the commit, or else from the client state
+    described = model.get("pipeline") or (None if info is None else pipeline.to_wire(info))
+    if (description := _set_parts(described, target, bounds)) is not None:
+        model["pipeline"] = description
     return model
 
 
-def _with_parts(described: Any, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any] | None:
-    """A description of a pipeline with the target's boundaries of stages."""
+def _set_parts(described: Any, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any] | None:
+    """Return a description of a pipeline with the bounds of the target's stages; None if it is no such description."""
     if not isinstance(described, Mapping) or "num_layers" not in described:
         return None
     parts = bounds or ((0, described["num_layers"]) if target.pp == 1 else tuple(described.get("parts", ())))
@@ -141,7 +144,11 @@ def _with_parts(described: Any, target: Topology, bounds: tuple[int, ...]) -> di
 
 
 def _refuse(extra: DeepSpeedExtra, target: Topology) -> None:
-    """Conversions that need more than is known."""
+    """Refuse conversions that need facts which the checkpoint lacks.
+
+    Raises:
+        UnsupportedError: the message says what is lacking.
+    """
     topology = extra.source.topology
     where = str(extra.source.folder)
     _refuse_stage(extra, target, where)
@@ -169,7 +176,11 @@ def _refuse(extra: DeepSpeedExtra, target: Topology) -> None:
 
 
 def _refuse_buffers(extra: DeepSpeedExtra, target: Topology, where: str) -> None:
-    """DeepSpeed's default for parameters says nothing about buffers: those are as often whole as cut."""
+    """Refuse buffers that no pattern describes: DeepSpeed's default, dim 0, holds for parameters only.
+
+    Raises:
+        UnsupportedError: the message names the buffers.
+    """
     buffers = {name for file in extra.source.models.values() for name in file.value.get("buffer_names") or ()}
     unknown = sorted(
         name
@@ -196,7 +207,11 @@ def _refuse_experts(experts: Experts, target: Topology, where: str) -> None:
 
 
 def _refuse_stage(extra: DeepSpeedExtra, target: Topology, where: str) -> None:
-    """Stages that DeepSpeed has not, or that need what was not saved."""
+    """Refuse ZeRO stages that DeepSpeed does not support for the model, or that need settings that were not saved.
+
+    Raises:
+        UnsupportedError: the message gives the reason.
+    """
     source = extra.source
     change = f"from ZeRO stage {source.topology.zero} to {target.zero}"
     if source.pipeline and target.zero > 1:
@@ -217,17 +232,21 @@ def _refuse_stage(extra: DeepSpeedExtra, target: Topology, where: str) -> None:
 
 
 def _refuse_muon(source: DeepSpeedContents, like: DeepSpeedContents, target: Topology) -> None:
-    """Muon's momentum means other things to other optimizers of DeepSpeed; `like` is the source, or its template."""
-    if not uses_muon(source):
+    """Refuse targets whose optimizer uses Muon's momentum in another way; `like` is the source or its template.
+
+    Raises:
+        UnsupportedError: training would continue with other numbers.
+    """
+    if not has_muon(source):
         return
-    found, wanted = kind_of(source.optimizer(0, 0)), target_kind(like, target.zero)
-    if not same_numbers(found, wanted):
+    before, after = detect_kind(source.optimizer(0, 0)), choose_kind(like, target.zero)
+    if not is_same_training(before, after):
         raise UnsupportedError(
-            f"{target}: DeepSpeed's Muon trains with other numbers in {wanted.value} than in {found.value}",
+            f"{target}: DeepSpeed's Muon trains with other numbers in {after.value} than in {before.value}",
             path=str(source.folder),
             hint=f"choose zero={source.topology.zero} as in the source, or a stage with the same optimizer",
         )
-    devices = {offload_device(found.zero_config) for found in (source, like)}
+    devices = {read_offload_device(contents.zero_config) for contents in (source, like)}
     if source.half_type == "float16" and None in devices and len(devices) > 1:
         raise UnsupportedError(
             f"{target}: the momentum of DeepSpeed's Muon has the loss scale in it where the optimizer is not offloaded",
@@ -236,8 +255,12 @@ def _refuse_muon(source: DeepSpeedContents, like: DeepSpeedContents, target: Top
         )
 
 
-def _at_target(param: Param, model: Model, tp: int) -> Param:
-    """The same parameter with the vocabulary padding of another tensor-parallel degree; checks that it divides."""
+def _pad_param(param: Param, model: Model, tp: int) -> Param:
+    """Return the parameter with the vocabulary padding of another tensor-parallel degree.
+
+    Raises:
+        UnsupportedError: the degree does not divide the parameter.
+    """
     padded = model.patterns.padded_rows(tp)
     if param.rule.vocabulary and padded is not None and param.shape:
         rows = model.patterns.vocabulary_rows
