@@ -72,9 +72,9 @@ test-cluster: comm-op ## the tier on a real cluster
 	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # 3: not on this machine, as tests say
 	$(BIN)/pytest tests/cluster
 
-soak: setup ## other random examples in every run, and more of them; SOAK_SECONDS=600 for the readers' fuzz targets
+soak: setup ## other random examples in every run, and more of them; SECONDS=600 for the readers' fuzz targets
 	ETJ_SOAK=1 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
-	$(BIN)/python -m tests.fuzz --seconds $(or $(SOAK_SECONDS),600) --seed $$(date +%s)
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $$(date +%s)
 
 demo: setup ## the whole story on real parts: train, lose a node, reshard, resume, grow back
 	$(BIN)/python -m demo $(DEMO_ARGS)

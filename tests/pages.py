@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = sorted([README, ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 _FENCE = re.compile(
     r"(?:^<!-- (?P<marker>[a-z ]+): (?P<reason>[^\n]*) -->\n+)?^ *```(?P<language>\w*)\n(?P<text>.*?)^ *```$",

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from elastic_operator.observed.timeouts import Timeouts
-from elastic_operator.settings import read
+from elastic_operator.settings import read_settings
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "charts/elastic-training-operator"
@@ -93,4 +93,4 @@ def test_settings_are_the_operators_options_with_their_defaults() -> None:
     lists = [key for key, value in VALUES["settings"].items() if isinstance(value, list)]
     options = [f"--{re.sub('([A-Z])', lambda found: f'-{found[0].lower()}', key)}=a=True" for key in lists]
     assert len(lists) == 2
-    read(["run", *options], {})
+    read_settings(["run", *options], {})
