@@ -14,11 +14,13 @@ import pytest
 from reshard import api
 from reshard.cli.main import main
 from reshard.contract import ExitCode
-from reshard.execution.executor import Mover
+from reshard.errors import VerificationError
+from reshard.execution.executor import Mover, Outcome
 from reshard.execution.journal import from_json, to_json
 from reshard.execution.masters import find_unexplained
 from reshard.execution.verify import read_digests, total_digest
 from reshard.formats import FORMATS, read_checkpoint
+from reshard.planning import plan as plan_module
 from reshard.planning.plan import make_plan
 from reshard.tensors.layout import Index, TargetLayout
 from reshard.tensors.shard_table import ShardTable
@@ -364,16 +366,40 @@ def test_weights_that_are_changed_behind_the_optimizers_back_are_not_compared(se
     assert not read_checkpoint(source, None).has_rounded_weights
 
 
-def test_records_of_an_older_version_are_compared_by_reading(tmp_path: Path) -> None:
-    plan = api.plan_of(read_checkpoint(BF16, None), Topology.parse("dp=3,zero=1"), num_threads=1)
+def finish_as_resumed(source: Path, target: Path, is_older: Callable[[int], bool]) -> Outcome:
+    """Finish a conversion of which an older version, whose records compare no weights, did some units."""
+    plan = api.plan_of(read_checkpoint(source, None), Topology.parse("dp=3,zero=1"), num_threads=1)
     assert plan.roundings
-    (tmp_path / "out").mkdir()
-    with Mover(plan, tmp_path / "out", sync=False) as mover:
+    target.mkdir()
+    with Mover(plan, target, sync=False) as mover:
         records = [from_json(to_json(record)) for record in mover.do(range(len(plan.units)))]
         assert any(record.rounded for record in records)
-        for record in records[:1]:
-            record.rounded.clear()
-        assert mover.finish(records).digests
+        for record in records:
+            if is_older(record.unit):
+                record.rounded.clear()
+        return mover.finish(records)
+
+
+OLDER = {
+    "first": lambda unit: unit == 0,
+    "all": lambda _unit: True,
+    "all but the first": lambda unit: unit > 0,
+}
+
+
+@pytest.mark.parametrize("is_older", OLDER.values(), ids=OLDER)
+def test_records_of_an_older_version_are_compared_by_reading(
+    is_older: Callable[[int], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "_SMALLEST_UNIT_BYTES", 128)
+    assert finish_as_resumed(BF16, tmp_path / "out", is_older).digests
+    source = without_checksums.copied(BF16, tmp_path / "in")
+    index = read_checkpoint(source, None)
+    masters = {tensor.key.name for tensor in index.tensors if tensor.key.state == "fp32"}
+    keys = [tensor.key for tensor in index.tensors]
+    without_checksums.flip(index, lambda row: keys[row.tensor].state == "weight" and keys[row.tensor].name in masters)
+    with pytest.raises(VerificationError, match="weight/"):
+        finish_as_resumed(source, tmp_path / "other", is_older)
 
 
 def test_a_copy_of_a_tied_weight_under_its_second_name_must_be_equal(tmp_path: Path) -> None:

@@ -83,12 +83,24 @@ def check_written(plan: Plan, written: Mapping[int, list[CrcRange]]) -> None:
 
 
 def unequal_roundings(plan: Plan, records: Iterable[UnitRecord]) -> list[Rounding]:
-    """Return the weights whose digest differs from that of their rounded masters."""
+    """Return the weights whose digest differs from that of their rounded masters, or is not known.
+
+    Records of older versions, which a resumed run finds, state no digest of the rounded elements.
+    """
+    if not plan.roundings:
+        return []
+    origins, compared = plan.origins.tolist(), plan.rounded_types.keys()
     terms: dict[int, int] = defaultdict(int)
+    unknown: set[int] = set()
     for record in records:
         for number, term in record.rounded.items():
             terms[number] ^= term
-    return [pair for pair in plan.roundings if terms[pair.weight] != terms[pair.master]]
+        unknown |= compared & {origins[target] for target in record.source} - record.rounded.keys()
+    return [
+        pair
+        for pair in plan.roundings
+        if terms[pair.weight] != terms[pair.master] or not unknown.isdisjoint((pair.weight, pair.master))
+    ]
 
 
 def compare_copies(plan: Plan, records: Iterable[UnitRecord]) -> dict[int, int]:
