@@ -206,7 +206,7 @@ class JobController:
             waker.clear()
             start = time.monotonic()
             try:
-                seconds = await self._reconcile(key)
+                seconds = await self.reconcile(key)
                 _count_pass("success", start)
                 backoff = _FIRST_BACKOFF_SECONDS
             except NodesReservedError as error:
@@ -276,7 +276,7 @@ class JobController:
         self._reservations.forget(key)
         exporter.forget(key)
 
-    async def _reconcile(self, key: Key) -> float | None:
+    async def reconcile(self, key: Key) -> float | None:
         """Run one pass; return the seconds until the next one, or None if the resource was deleted.
 
         The store is sufficient to see that there is nothing to do, and to write progress: the write fails if the
@@ -306,7 +306,7 @@ class JobController:
             return await self._reconcile_from_api(key)
 
     async def _reconcile_from_api(self, key: Key) -> float | None:
-        """Run one pass from a fresh read; return as `_reconcile`."""
+        """Run one pass from a fresh read; return as `reconcile`."""
         stored = self._reader.last_record(key)
         resource = await self._reader.training_job(*key)
         self._store_until.pop(key, None)

@@ -63,7 +63,7 @@ def look_after(crowd: Crowd, step: int, monkeypatch: pytest.MonkeyPatch) -> None
     """Let time for a report of progress pass, and then a step be made and looked at."""
     later(monkeypatch, 11.0)
     report(crowd, step)
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
 
 
 def test_progress_is_written_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_what_was_written_is_remembered_before_the_watch_tells_of_it(monkeypatch
     later(monkeypatch, 11.0)
     report(crowd, 9)
     crowd.tell_job(KEY, version="7", status=Status())  # of before the write
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     assert [resource["metadata"]["resourceVersion"] for resource, _ in crowd.writer.written] == ["7", "8"]
     assert crowd.reader.asked == []
 
@@ -106,7 +106,7 @@ def test_a_list_is_believed_whatever_its_versions() -> None:
 def test_the_first_step_is_written_and_told_without_a_look() -> None:
     crowd = Crowd(1)
     report(crowd, 1)
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     ((_, status),) = crowd.writer.written
     assert status.phase == Phase.RUNNING
     assert crowd.writer.told == ["job-0 Running"]
@@ -117,7 +117,7 @@ def test_a_drain_begins_after_a_fresh_look(monkeypatch: pytest.MonkeyPatch) -> N
     crowd = running()
     later(monkeypatch, 11.0)
     crowd.tell("nodes", {**node("n0"), "spec": {"unschedulable": True}}, "MODIFIED")
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     assert (crowd.writer.written, crowd.writer.told) == ([], [])
     assert crowd.reader.asked == [KEY]
 
@@ -125,7 +125,7 @@ def test_a_drain_begins_after_a_fresh_look(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_request_by_hand_is_answered_after_a_fresh_look() -> None:
     crowd = Crowd(1)  # no training loop answers yet, as far as is remembered
     crowd.tell_job(KEY, annotations={DRAIN_REQUESTED: "now"})
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     assert (crowd.writer.written, crowd.writer.told) == ([], [])
     assert crowd.reader.asked == [KEY]
 
@@ -142,7 +142,7 @@ def test_a_refused_edit_that_suspends_a_running_job_drains_it() -> None:
     crowd = running()
     crowd.reader.kept = parse_spec(SPEC)
     crowd.reader.there[KEY] = crowd.tell_job(KEY, spec={**SPEC, "nodes": "three", "suspend": True}, generation=2)
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     ((_, status),) = crowd.writer.written
     assert status.drain is not None
     assert status.drain.cause == "Suspended"
@@ -175,7 +175,7 @@ def test_an_edit_is_accepted_after_a_fresh_look(monkeypatch: pytest.MonkeyPatch)
     report(crowd, 5)
     edited = {**SPEC, "recovery": {"drainSeconds": 77}}
     crowd.tell_job(KEY, spec=edited, generation=2)
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     assert crowd.writer.written == []
     assert crowd.reader.asked == [KEY]
 
@@ -187,11 +187,11 @@ def test_the_more_jobs_the_more_rarely_progress_is_written(monkeypatch: pytest.M
     crowd.controller._start_time -= 3600
     later(monkeypatch, PROGRESS_SECONDS_PER_JOB * num_jobs - 1)
     report(crowd, 5)
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     assert crowd.writer.written == []
     later(monkeypatch, 2)
     report(crowd, 6)
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     assert len(crowd.writer.written) == 1
 
 
@@ -204,12 +204,12 @@ def test_after_a_start_progress_is_written_in_turns_where_there_are_many_jobs(
     crowd.controller._tasks = dict.fromkeys(range(num_jobs))  # type: ignore[arg-type]
     later(monkeypatch, 3600.0)
     report(crowd, 5)
-    seconds = asyncio.run(crowd.controller._reconcile(KEY))
+    seconds = asyncio.run(crowd.controller.reconcile(KEY))
     assert (crowd.writer.written == []) == (num_jobs > 1)
     if num_jobs > 1:
         assert seconds is not None and seconds <= PROGRESS_SECONDS_PER_JOB * num_jobs / 2
         crowd.controller._start_time -= PROGRESS_SECONDS_PER_JOB * num_jobs / 2
-        asyncio.run(crowd.controller._reconcile(KEY))
+        asyncio.run(crowd.controller.reconcile(KEY))
         assert len(crowd.writer.written) == 1
 
 
@@ -218,7 +218,7 @@ def test_after_a_start_what_is_news_does_not_wait_for_its_turn(monkeypatch: pyte
     crowd = Crowd(1)
     crowd.controller._tasks = dict.fromkeys(range(1000))  # type: ignore[arg-type]
     report(crowd, 1)
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     ((_, status),) = crowd.writer.written
     assert status.phase == Phase.RUNNING
     assert crowd.writer.told == ["job-0 Running"]
@@ -267,7 +267,7 @@ def test_after_a_start_what_has_to_be_done_does_not_wait_for_its_turn(monkeypatc
     later(monkeypatch, 3600.0)
     report(crowd, 5)
     crowd.tell("nodes", node("n0"), "DELETED")
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     assert crowd.reader.asked == [KEY]
 
 
@@ -278,7 +278,7 @@ def test_a_job_whose_status_lost_its_attempt_is_told_and_left_alone() -> None:
     crowd.store.put_record(resource, listed=True)
     crowd.reader.there[KEY] = resource
     for _ in range(3):
-        assert asyncio.run(crowd.controller._reconcile(KEY)) == 30
+        assert asyncio.run(crowd.controller.reconcile(KEY)) == 30
     assert (crowd.writer.written, crowd.writer.done) == ([], [])
     assert crowd.writer.told == ["job-0 StatusUnreadable"], "once"
 
@@ -289,7 +289,7 @@ def test_a_status_with_a_field_that_does_not_fit_is_mended_by_the_next_write() -
     resource["status"]["progress"]["step"] = "²"
     crowd.store.put_record(resource, listed=True)
     crowd.reader.there[KEY] = resource
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     ((_, status),) = crowd.writer.written
     assert status.progress is not None and status.progress.phase == TrainerPhase.TRAINING
     assert crowd.writer.told[0] == "job-0 StatusMended"

@@ -18,7 +18,7 @@ def look_at_all(crowd: Crowd, times: int = 1) -> int:
     async def run() -> None:
         for _ in range(times):
             for key in crowd.keys:
-                await crowd.controller._reconcile(key)
+                await crowd.controller.reconcile(key)
 
     asyncio.run(run())
     return len(crowd.reader.asked)
@@ -116,7 +116,7 @@ def test_a_job_that_is_not_there_is_forgotten_with_its_task() -> None:
     crowd.store.drop_record(key, "uid-job-0")
     crowd.tell_job(key)  # the answer to a last write, which comes after the watch has told that the job is gone
     crowd.informer("jobs").is_live = False
-    assert asyncio.run(crowd.controller._reconcile(key)) is None
+    assert asyncio.run(crowd.controller.reconcile(key)) is None
     assert crowd.store.last_record(key) is None
 
 
@@ -129,7 +129,7 @@ def test_a_job_that_comes_while_its_predecessor_is_missed_is_looked_at() -> None
         crowd.tell_job((namespace, name), generation=2)
 
     crowd.reader.training_job = missed  # type: ignore[method-assign]
-    assert asyncio.run(crowd.controller._reconcile(key)) == 0.0
+    assert asyncio.run(crowd.controller.reconcile(key)) == 0.0
     assert crowd.store.last_record(key) is not None
 
 

@@ -58,7 +58,7 @@ def test_a_job_in_the_operators_own_namespace_is_refused_with_a_condition_and_no
         "metadata": {"namespace": "ns", "name": "job-0", "uid": "uid-job-0", "resourceVersion": "7", "generation": 1},
         "spec": SPEC,
     }
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     ((_, status),) = crowd.writer.written
     condition = find(status.conditions, Type.SPEC_VALID)
     assert condition is not None
@@ -75,7 +75,7 @@ def test_a_job_that_ran_there_before_is_neither_recovered_nor_touched() -> None:
     crowd.reader.kept = parse_spec(SPEC)
     crowd.reader.there[KEY] = crowd.tell_job(KEY)
     for _ in range(3):
-        asyncio.run(crowd.controller._reconcile(KEY))
+        asyncio.run(crowd.controller.reconcile(KEY))
     assert crowd.writer.done == []
     assert crowd.writer.written
     status = crowd.writer.written[-1][1]
@@ -89,7 +89,7 @@ def test_an_accepted_spec_does_not_bring_the_operators_account_back() -> None:
     crowd.controller._boundary = SHARED
     crowd.reader.kept = parse_spec(spec_with({"serviceAccountName": "operator"}))
     crowd.reader.there[KEY] = crowd.tell_job(KEY, spec={**SPEC, "nodes": "three", "suspend": True}, generation=2)
-    asyncio.run(crowd.controller._reconcile(KEY))
+    asyncio.run(crowd.controller.reconcile(KEY))
     assert crowd.writer.done == []
 
 
