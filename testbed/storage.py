@@ -9,8 +9,9 @@ from testbed.paths import state_dir
 from testbed.shell import run
 
 LIMITED = "limited"
-LIMITED_MEBIBYTES = 64
-"""A volume that can be filled; it is there from the start, because nodes do not see mounts that come later."""
+LIMITED_MEBIBYTES = 160
+"""A volume that can be filled, with room for ten commits of the tests' training. It is there from the start,
+because nodes do not see mounts that come later."""
 
 
 def make_volume(name: str, *, limit_mebibytes: int = 0) -> Path:

@@ -181,7 +181,7 @@ def test_a_loss_before_the_first_commit_restarts_from_nothing_and_says_so(run: R
 
 @pytest.fixture
 def full_volume(testbed: Any, namespace: str) -> Iterator[Path]:
-    """The claim `ckpt` on a volume of 64 MiB."""
+    """The claim `ckpt` on a volume of limited size."""
     folder = storage.make_volume(storage.LIMITED)
     testbed.apply(*storage.claim(namespace, "ckpt", folder))
     yield folder
