@@ -186,6 +186,11 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         yield found
 
 
+def _owners(item: dict[str, Any]) -> list[Any]:
+    """Return the owners of an object; none where it does not exist."""
+    return list(item.get("metadata", {}).get("ownerReferences", ()))
+
+
 def live(api: Api, folder: Path, served: str) -> None:
     """Let an operator serve a job, and do everything that it may have to do for one.
 
@@ -234,7 +239,8 @@ def live(api: Api, folder: Path, served: str) -> None:
         api.wait("attempt 1 to be fenced", lambda: not api.kubectl.get("lease", "gpt-a1", "-n", TEAM))
         api.wait("a look at the Job", lambda: any(right == ("batch", "jobs", "get") for _, right in api.asked()))
         api.kubectl("delete", "job", "gpt-a2", "-n", TEAM, "--wait=false")
-        api.wait("attempt 2", lambda: api.kubectl.get("job", "gpt-a2", "-n", TEAM)["metadata"].get("ownerReferences"))
+        # Between the two Jobs of that name there may be none.
+        api.wait("attempt 2", lambda: _owners(api.kubectl.get("job", "gpt-a2", "-n", TEAM)))
     finally:
         process.stop()
         text = log.read_text()
