@@ -43,7 +43,7 @@ from elastic_operator.reconcile.record import (
 from reshard.contract import LeaseKey, sentence
 
 DEBOUNCE_SECONDS = 0.05
-"""How long a pass waits after an event. Events come in bursts, and one pass handles all of them."""
+"""Time that a pass waits after an event. Events come in bursts, and one pass handles all of them."""
 
 CROWD_DEBOUNCE_SECONDS = 0.3
 
@@ -57,7 +57,7 @@ TICK_SECONDS = 5.0
 """Above `FEW_JOBS`, timed passes start at multiples of this time, so that they share requests."""
 
 STORE_PASSES_SECONDS = 120.0
-"""How long a job's passes may use the store only. A fresh read then finds resources whose deletion the watch missed."""
+"""Time for which a job's passes may use the store only. A fresh read then finds deletions that the watch missed."""
 
 MAX_CONCURRENT_PASSES = 200
 """Passes that read and write at the same time; with more, requests would time out while they wait for each other."""
@@ -142,7 +142,7 @@ class JobController:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether there are too many jobs to run a pass of every job for every change."""
+        """True if there are too many jobs to run a pass of every job for every change."""
         return self._num_jobs > FEW_JOBS
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -376,37 +377,37 @@ _MAX_VERSIONS = 16
 _Reader = Callable[[str, object], Any]
 _READERS: Mapping[type, Mapping[str, _Reader]] = {
     CommitRef: {
-        "uri": lambda path, value: _text(path, value, MAX_URI),
-        "step": lambda path, value: _whole(path, value, MAX_COUNT),
-        "samples": lambda path, value: _whole(path, value, MAX_COUNT),
-        "attempt": lambda path, value: _whole(path, value, MAX_ATTEMPT),
+        "uri": functools.partial(_text, most=MAX_URI),
+        "step": functools.partial(_whole, most=MAX_COUNT),
+        "samples": functools.partial(_whole, most=MAX_COUNT),
+        "attempt": functools.partial(_whole, most=MAX_ATTEMPT),
         "topology": _topology,
-        "num_bytes": lambda path, value: _whole(path, value, MAX_BYTES),
+        "num_bytes": functools.partial(_whole, most=MAX_BYTES),
     },
     VirtualLoader: {
         "manifests": _versions,
-        "memory_bytes": lambda path, value: _whole(path, value, MAX_BYTES),
+        "memory_bytes": functools.partial(_whole, most=MAX_BYTES),
     },
     ReshardReport: {
         "ok": _flag,
-        "exit_code": lambda path, value: _whole(path, value, 255),
+        "exit_code": functools.partial(_whole, most=255),
         "message": _prose,
-        "source": lambda path, value: _text(path, value, MAX_URI),
-        "target": lambda path, value: _text(path, value, MAX_URI),
-        "step": lambda path, value: _whole(path, value, MAX_COUNT),
-        "samples": lambda path, value: _whole(path, value, MAX_COUNT),
-        "mode": lambda path, value: _text(path, value, 32),
+        "source": functools.partial(_text, most=MAX_URI),
+        "target": functools.partial(_text, most=MAX_URI),
+        "step": functools.partial(_whole, most=MAX_COUNT),
+        "samples": functools.partial(_whole, most=MAX_COUNT),
+        "mode": functools.partial(_text, most=32),
         "mode_reason": _prose,
-        "bytes_read": lambda path, value: _whole(path, value, MAX_BYTES),
-        "bytes_written": lambda path, value: _whole(path, value, MAX_BYTES),
-        "num_files": lambda path, value: _whole(path, value, MAX_COUNT),
-        "seconds": lambda path, value: _number(path, value, MAX_SECONDS),
-        "peak_rss_bytes": lambda path, value: _whole(path, value, MAX_BYTES),
-        "num_tensors": lambda path, value: _whole(path, value, MAX_COUNT),
-        "digest": lambda path, value: _text(path, value, 128),
+        "bytes_read": functools.partial(_whole, most=MAX_BYTES),
+        "bytes_written": functools.partial(_whole, most=MAX_BYTES),
+        "num_files": functools.partial(_whole, most=MAX_COUNT),
+        "seconds": functools.partial(_number, most=MAX_SECONDS),
+        "peak_rss_bytes": functools.partial(_whole, most=MAX_BYTES),
+        "num_tensors": functools.partial(_whole, most=MAX_COUNT),
+        "digest": functools.partial(_text, most=128),
         "verified": _flag,
-        "latest": lambda path, value: _text(path, value, MAX_URI),
-        "contract_version": lambda path, value: _whole(path, value, MAX_ATTEMPT),
+        "latest": functools.partial(_text, most=MAX_URI),
+        "contract_version": functools.partial(_whole, most=MAX_ATTEMPT),
     },
 }
 """Reader of each field. A value that a pod wrote is accepted only if it has the expected type and range."""

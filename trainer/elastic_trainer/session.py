@@ -124,7 +124,7 @@ class Session:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process is rank 0, which talks to the operator and publishes commits."""
+        """True if this process is rank 0, which talks to the operator and publishes commits."""
         return self.settings.rank == 0
 
     def batch_plan(self, *, global_batch: int = 0, micro_batch: int = 0) -> BatchPlan:

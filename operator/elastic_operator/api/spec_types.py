@@ -20,7 +20,7 @@ and the training pods read the bytes from there.
 
 
 class Strategy(enum.StrEnum):
-    """How the planner chooses among the topologies that can run."""
+    """Rule by which the planner chooses among the topologies that can run."""
 
     AUTO = "Auto"
     FIXED = "Fixed"
@@ -28,7 +28,7 @@ class Strategy(enum.StrEnum):
 
 
 class Activations(enum.StrEnum):
-    """Which activations the backward pass recomputes."""
+    """Activations that the backward pass recomputes."""
 
     NONE = "None"
     SELECTIVE = "Selective"
@@ -180,7 +180,7 @@ class ReshardSpec:
 
     @property
     def may_be_virtual(self) -> bool:
-        """Whether a conversion may be virtual, so that training pods need a volume in memory."""
+        """True if a conversion may be virtual, so that training pods need a volume in memory."""
         return self.mode == VIRTUAL or (self.mode == AUTO and self.parallelism == 1 and self.template is None)
 
 

@@ -396,12 +396,12 @@ class Status:
 
     @property
     def launched(self) -> bool:
-        """Whether the Job of the current attempt may exist."""
+        """True if the Job of the current attempt may exist."""
         return self.current is not None and self.current.launch_time is not None
 
     @property
     def terminal(self) -> bool:
-        """Whether the job is Complete or Failed, so that no attempt is started."""
+        """True if the job is Complete or Failed, so that no attempt is started."""
         return self.phase in TERMINAL
 
 

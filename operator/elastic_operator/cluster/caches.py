@@ -16,7 +16,7 @@ from elastic_operator.observed.observation import NodeView, PodView, node_view
 
 
 class RenewalCache:
-    """When the operator first saw the values that other machines write, independent of their clocks."""
+    """Times at which the operator first saw the values that other machines write, independent of their clocks."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[str, float]] = {}

@@ -12,7 +12,7 @@ FEW = 8
 """Maximum number of concurrent reads that are sent one by one; the answer for one job arrives sooner than a list."""
 
 GATHER_SECONDS = 0.01
-"""How long a read waits for others to join. Tasks that were woken together call within a few milliseconds."""
+"""Time that a read waits for others to join. Tasks that were woken together call within a few milliseconds."""
 
 _T = TypeVar("_T")
 

@@ -15,7 +15,7 @@ from elastic_operator.observed.capacity import Capacity
 from elastic_operator.observed.observation import Key, Observation
 
 RESERVATION_SECONDS = 15.0
-"""How long a reservation lasts. Pods are scheduled within a second or two, or wait for something else."""
+"""Lifetime of a reservation. Pods are scheduled within a second or two, or wait for something else."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

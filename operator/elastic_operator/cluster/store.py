@@ -143,12 +143,12 @@ class ClusterStore:
 
     @property
     def is_live(self) -> bool:
-        """Whether every collection was listed and its watch is open."""
+        """True if every collection was listed and its watch is open."""
         return all(informer.is_live for informer in self.informers)
 
     @property
     def is_usage_current(self) -> bool:
-        """Whether `pod_usage` is complete and current.
+        """True if `pod_usage` is complete and current.
 
         It never is if only some namespaces are served: pods of other namespaces are listed, but not watched.
         """

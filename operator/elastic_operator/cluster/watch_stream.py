@@ -19,7 +19,7 @@ from lightkube.config.models import User
 from lightkube.core.resource import api_info
 
 SERVER_SECONDS = 290
-"""How long the API server keeps one watch open; the next one continues from the last version."""
+"""Time that the API server keeps one watch open; the next one continues from the last version."""
 
 SILENCE_SECONDS = 90.0
 """A watch without any event for so long is dead: the API server sends a bookmark about once a minute."""

@@ -45,7 +45,7 @@ RESHARD_RESULTS = (
 
 
 class Result(enum.StrEnum):
-    """How a recovery ended."""
+    """Outcome of a recovery."""
 
     RESUMED = "resumed"
     """The next attempt made a step, or the job was complete."""

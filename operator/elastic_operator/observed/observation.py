@@ -165,12 +165,12 @@ class LeaseView:
 
     @property
     def first_step_at(self) -> float | None:
-        """When this attempt finished its first step, by the trainer's clock."""
+        """Time at which this attempt finished its first step, by the trainer's clock."""
         return pod_reports.parse_or_none(pod_reports.parse_timestamp, self.get(LeaseKey.FIRST_STEP_TIME))
 
     @property
     def step_at(self) -> float | None:
-        """When the last step finished, by the trainer's clock."""
+        """Time at which the last step finished, by the trainer's clock."""
         return pod_reports.parse_or_none(pod_reports.parse_timestamp, self.get(LeaseKey.STEP_TIME))
 
     @property

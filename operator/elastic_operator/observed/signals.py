@@ -42,7 +42,7 @@ class Kind(enum.StrEnum):
 
 
 class Weight(enum.Enum):
-    """How strongly a signal of a kind indicates a failure."""
+    """Strength with which a signal of a kind indicates a failure."""
 
     STRONG = "confirms at once"
     WEAK = "needs a second source, or its grace"

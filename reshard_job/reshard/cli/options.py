@@ -183,8 +183,8 @@ def _add_run(verb: Parser) -> None:
     verb.add_argument(
         "--latest",
         action="store_true",
-        help="let the file beside DST in which DeepSpeed (latest, latest_universal) or Megatron-LM"
-        " (latest_checkpointed_iteration.txt) looks name it",
+        help="update the framework's file beside DST to point to DST: latest or latest_universal (DeepSpeed),"
+        " latest_checkpointed_iteration.txt (Megatron-LM)",
     )
     verb.add_argument("--reread", action="store_true", help="read the whole result back before it is published")
     verb.add_argument("--no-sync", action="store_true", help="do not wait for the disk: for results that can be lost")
