@@ -77,6 +77,10 @@ def index_of(source: Path, *, require_commit: bool = False, patterns: Path | Non
         UsageError: the patterns cannot be read, or the source takes none.
         UncommittedError: there is no marker and `require_commit` asks for one.
         SourceError: damaged, or of no known format.
+
+    >>> index = index_of(Path("ckpt/global_step2"))
+    >>> index.format, str(index.topology), len(index.tensors)
+    ('deepspeed', 'tp=1,pp=1,dp=3,zero=2', 29)
     """
     marker = None
     with contextlib.suppress(UncommittedError):
@@ -131,6 +135,10 @@ def plan_of(
     Raises:
         UnsupportedError: the conversion would need a guess.
         PlanError: the plan is not exact.
+
+    >>> plan = plan_of(index_of(Path("ckpt/global_step2")), Topology(dp=2, zero=2))
+    >>> [file.path for file in plan.layout.files][-1]
+    'zero_pp_rank_1_mp_rank_00_optim_states.pt'
     """
     if index.unread is not None:
         raise index.unread
@@ -167,6 +175,10 @@ def view_of(index: Index, *, states: tuple[str, ...] = (), names: Path | None = 
     Raises:
         UsageError: the name map cannot be read.
         UnsupportedError: the checkpoint has no such state, or the name map does not fit it.
+
+    >>> index = view_of(index_of(Path("ckpt/global_step2")), states=("weight",))
+    >>> {tensor.key.state for tensor in index.tensors}
+    {'weight'}
     """
     index = select_states(index, states)
     if names is None:
@@ -181,6 +193,11 @@ def plan_conversion(conversion: Conversion, *, memory_bytes: int = DEFAULT_MEMOR
 
     Raises:
         ReshardError: see `reshard.errors`.
+
+    >>> source, target = Path("ckpt/global_step2"), Path("out/weights")
+    >>> conversion = Conversion(source=source, target=target, topology=Topology(), target_format="safetensors")
+    >>> plan_conversion(conversion).summary()["files_to_write"]
+    1
     """
     with trusting(conversion.allow_globals), report_damage_first():
         index = index_of(conversion.source, require_commit=conversion.require_commit, patterns=conversion.patterns)
@@ -249,6 +266,12 @@ def convert(
 
     Raises:
         ReshardError: see `reshard.errors`.
+
+    >>> source, target = Path("ckpt/global_step2"), Path("out/weights")
+    >>> conversion = Conversion(source=source, target=target, topology=Topology(), target_format="safetensors")
+    >>> report = convert(conversion, RunOptions(reread=True))
+    >>> report.message
+    'converted deepspeed tp=1,pp=1,dp=3,zero=2 to safetensors, 8 tensors verified'
     """
     report = functools.partial(
         done_report, source=conversion.source, target=conversion.target, started=time.monotonic()
@@ -385,6 +408,10 @@ def reshard(source: Path | str, target: Path | str, topology: Topology | str, *,
 
     Raises:
         ReshardError: see `reshard.errors`.
+
+    >>> report = reshard("ckpt/global_step2", "out/global_step2", "dp=2")
+    >>> report.message
+    'converted tp=1,pp=1,dp=3,zero=2 to tp=1,pp=1,dp=2,zero=2, 29 tensors verified'
     """
     conversion = Conversion(
         source=location(source).absolute() if isinstance(source, str) else source,

@@ -120,7 +120,7 @@ class LeaseKey(enum.StrEnum):
 
 
 class TrainerPhase(enum.StrEnum):
-    """What the training pods are doing."""
+    """Phase of the training pods, as rank 0 reports it on the Lease."""
 
     STARTING = "Starting"
     RESTORING = "Restoring"
@@ -248,7 +248,8 @@ class ReshardReport:
         seconds: wall time of the conversion.
         peak_rss_bytes: largest resident set of any process of the command.
         num_tensors: logical tensors verified.
-        digest: sum of all tensors' digests, in hex; equal for source and target.
+        digest: CRC-32 of all tensors' names and digests, in hex (docs/verification.md); equal for source and target
+            unless names or types change.
         verified: the target was checked against the source.
         latest: file that names the target to its framework, if this run wrote it.
         contract_version: `CONTRACT_VERSION` of the writer.

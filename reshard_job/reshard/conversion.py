@@ -1,4 +1,4 @@
-"""What a conversion shall do (`Conversion`), and how it runs (`RunOptions`)."""
+"""A conversion as data: its source and target (`Conversion`), and the options of a run (`RunOptions`)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How a conversion runs. The result is the same for all options.
+    """Options of a run. The result is the same for all of them.
 
     Attributes:
         memory_bytes: for buffers.

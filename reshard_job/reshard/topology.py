@@ -47,6 +47,10 @@ class Topology:
         ep: expert parallel degree; divides dp.
         cp: context (sequence) parallel degree; divides dp.
         zero: ZeRO stage 0..3: optimizer state (1), gradients too (2) and weights too (3) are partitioned over dp.
+
+    >>> topology = Topology(tp=2, dp=3)
+    >>> topology.world_size, topology.coordinate(5)
+    (6, Coordinate(pp=0, dp=2, tp=1))
     """
 
     tp: int = 1
@@ -144,6 +148,9 @@ class Topology:
 
         Raises:
             TopologyError: unreadable or repeated degree, or impossible combination.
+
+        >>> str(Topology.parse("tp=2, dp=3"))
+        'tp=2,pp=1,dp=3,zero=1'
         """
         values: dict[str, int] = {}
         for item in filter(None, (item.strip() for item in text.split(","))):

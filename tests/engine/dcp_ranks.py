@@ -27,7 +27,7 @@ BATCH = 12
 
 
 class Velocity(torch.optim.Optimizer):
-    """Of nobody's making but ours: a state of an uncommon name, and few options."""
+    """An optimizer of our own, with a state of an uncommon name and few options."""
 
     def __init__(self, groups):
         super().__init__(groups, {"lr": 1e-1, "weight_decay": 0.0})

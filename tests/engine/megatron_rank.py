@@ -36,7 +36,7 @@ CONTENT = {
 
 
 class OnCpu(TorchFunctionMode):
-    """Whatever is asked for on `cuda` is made on the CPU."""
+    """Mode that makes tensors on the CPU where a caller asks for `cuda`."""
 
     def __torch_function__(self, function, _types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -147,7 +147,7 @@ CONFIGURED = {
 
 
 class CutModel(torch.nn.Module):
-    """What AutoTP can cut: one layer by columns, one by rows, unevenly where the width is odd."""
+    """Model for AutoTP to cut: one layer by columns, one by rows, unevenly where the width is odd."""
 
     def __init__(self, config, inner):
         super().__init__()
@@ -349,7 +349,7 @@ def write_truth(engine, path, place):
 
 
 def check_client(state, client):
-    """What the user saved beside the model has come through unchanged."""
+    """Check that the client state is unchanged."""
     for key, value in client.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(state[key], value), key

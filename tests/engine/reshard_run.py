@@ -50,7 +50,7 @@ def launch_all(runs: list[dict], script: Path = _RANK) -> dict[str, list[float]]
 
 
 def folder_of(root: Path, name: str) -> Path:
-    """Where a case keeps its second step."""
+    """Return the folder of a case's second step."""
     return root / re.sub("[^a-z0-9]+", "-", name) / "step-00000002"
 
 

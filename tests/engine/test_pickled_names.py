@@ -156,7 +156,7 @@ def through_the_resharder(path: Path) -> Path:
 
 
 def told(value) -> str:
-    """What tells one object from another: types, attributes and elements."""
+    """Describe an object by its types, attributes and elements, for comparisons."""
     if isinstance(value, torch.Tensor):
         return f"{type(value)} {value.dtype} {value.float().tolist()} {value.requires_grad} {value.__dict__}"
     if isinstance(value, list | tuple):

@@ -68,7 +68,7 @@ def losses(tmp_path_factory) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def results(losses, tmp_path_factory) -> dict[str, object]:
-    """What other code computes with the converted weights, all in one process."""
+    """Results that other code computes with the converted weights, all in one process."""
     out = tmp_path_factory.mktemp("targets")
     source = {name: losses["folder"] / name / "step-00000002" for name in RUNS}
     golden = json.dumps({**GOLDEN_SIZES, "vocabulary": 13, "padded_vocabulary": 13, "sequence": 4})

@@ -24,7 +24,7 @@ VARIANTS = {
     "bf16": ((0, 1, 2, 3), {"bf16": True}),
     "bf16-optimizer": ((1, 2, 3), {"bf16": True, "data_types": {"grad_accum_dtype": "fp32"}}),
 }
-"""How to train, and at which stages. At stage 1 the last one is DeepSpeed's BF16_Optimizer."""
+"""Stages and settings of each training. At stage 1 the last one is DeepSpeed's BF16_Optimizer."""
 
 PAIRS = [
     (name, source, target)

@@ -59,7 +59,7 @@ def model():
 
 
 def weights_of(folder: Path, keys) -> dict:
-    """What torch reads of the golden checkpoint or of another with the same tree."""
+    """Read the golden checkpoint, or another with the same tree, with torch."""
     import torch
     from torch.distributed import checkpoint
 

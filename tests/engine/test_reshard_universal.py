@@ -115,7 +115,7 @@ def test_round_robin_gradients_load_other_values(uninterrupted, resumed):
 
 
 def told_tasks(root: Path, name: str, tp: int) -> Iterator[tuple[dict, dict[str, str]]]:
-    """What to load of a golden checkpoint's conversion, and the digests that the model's own cut has."""
+    """Yield tasks that load a golden checkpoint's conversion, with the digests that the model's own cut has."""
     tensors = assemble(read_checkpoint(golden(name), None))
     folder = universal(golden(name), root / f"{name}-{tp}" / STEP, f"tp={tp},zero=1")
     names = [key.removeprefix("fp32/") for key in tensors if key.startswith("fp32/") and "#" not in key]

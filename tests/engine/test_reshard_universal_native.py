@@ -60,7 +60,7 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
 
 
 def theirs(source: Path, target: Path) -> Path:
-    """What DeepSpeed's own converter makes of a native checkpoint."""
+    """Convert a native checkpoint with DeepSpeed's own converter."""
     from deepspeed.checkpoint import ds_to_universal
 
     tuples_of_parts(source)

@@ -1,4 +1,4 @@
-"""How a process ends: none of the session's threads is left to meet an interpreter that is going down."""
+"""End of a process: no thread of the session runs while the interpreter shuts down."""
 
 import os
 import socket

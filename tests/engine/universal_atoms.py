@@ -1,4 +1,4 @@
-"""What DeepSpeed's own loader cuts out of a universal checkpoint, without ranks. Started by the test, never collected.
+"""Run DeepSpeed's own loader of universal checkpoints without ranks. Started by the test, never collected.
 
 Reads a JSON list of tasks from argv (folder, name, shard shape, tensor-parallel rank and degree), prints a JSON list:
 for each state the SHA-256 of what the rank gets, or the error.

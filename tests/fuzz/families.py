@@ -25,7 +25,7 @@ class Source:
     target_format: str = ""
 
     def convert(self, case: Path, folder: Path) -> Any:
-        """What becomes of a copy of it, which may be damaged."""
+        """Convert a copy of the source, which may be damaged."""
         return run(case, folder / "out" / STEP, Topology.parse(self.topology), target_format=self.target_format)
 
 
@@ -113,7 +113,7 @@ def _move(chance: Random, victim: Path, files: list[Path]) -> bool:
 
 @functools.cache
 def undamaged(source: Source) -> Any:
-    """What the conversion of the golden checkpoint comes to."""
+    """Convert the golden checkpoint without damage."""
     with tempfile.TemporaryDirectory() as folder:
         found = source.convert(GOLDEN / source.path, Path(folder))
     assert not isinstance(found, ReshardError), found

@@ -67,7 +67,7 @@ def limits(*, seconds: float = MAX_SECONDS, num_bytes: int = MAX_BYTES) -> Itera
 
 
 def outcome_of(action: Callable[[], Any]) -> Any:
-    """What `action` returns, or the error of ours that it ends in; anything else that it raises is a finding."""
+    """Return the result of `action`, or the `ReshardError` that it raises; any other exception is a finding."""
     with limits():
         try:
             return action()

@@ -16,7 +16,7 @@ NUMBERS = (
     0, 1, 2, 3, 7, 8, 63, 64, 65, 127, 128, 255, 256, 32767, 32768, 65535, 65536,
     2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1,
 )  # fmt: skip
-"""Where arithmetic of fixed width goes wrong."""
+"""Numbers at the limits of fixed-width arithmetic."""
 
 NAMES = (
     "", ".", "..", "/", "../x", "/etc/passwd", "a/../../b", "a\0b", "\ud800", "x" * 300, "x/" * 40 + "x", "data.pkl",

@@ -1,4 +1,4 @@
-"""What is fuzzed: each target makes one case from a `random.Random`, in a folder of its own, and judges what comes out.
+"""Fuzz targets: each makes one case from a `random.Random`, in a folder of its own, and judges what comes out.
 
 A target returns what became of the case (`same`, `other`, or the name of the error's class), so that a run can tell
 whether its cases reach anything. A finding is an exception.
@@ -96,7 +96,7 @@ def _name_of(result: Any, same: bool | None = None) -> str:
 
 
 def _walk(value: Any) -> None:
-    """What every consumer of an object tree may do: look at all of it, and print it."""
+    """Visit and print a whole object tree, as any consumer may."""
     repr(value)
     json.dumps(str(value)[:1000])
 
@@ -322,7 +322,7 @@ def protected(name: str) -> bool:
 
 @functools.cache
 def undamaged(name: str) -> Any:
-    """What the conversion of a golden checkpoint comes to."""
+    """Convert a golden checkpoint without damage."""
     import tempfile
 
     path, topology = checkpoints()[name]
@@ -359,7 +359,7 @@ def run(source: Path, target: Path, topology: Topology, *, target_format: str = 
 
 
 def _items(folder: Path) -> tuple[Any, ...]:
-    """What the items of a DCP checkpoint hold: unused bytes of their archives travel as they are."""
+    """Read the items of a DCP checkpoint: unused bytes of their archives travel as they are."""
     found = []
     for entry in read_metadata(folder):
         for box, place in entry.chunks:

@@ -18,7 +18,7 @@ EVERY = sorted(path for path in HERE.glob("*/*/step-*") if path.is_dir())
 
 
 class Answer:
-    """What a command said."""
+    """The `reshard` command in this process, and what it printed."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys

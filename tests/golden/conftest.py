@@ -16,7 +16,7 @@ def say(capsys: pytest.CaptureFixture[str]) -> Answer:
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_as_a_terminal_has_them() -> Iterator[None]:
-    """What runs under `nohup` or behind a shell's `&` ignores some signals, and so do all commands that it starts."""
+    """Restore signals that pytest ignores under `nohup` or behind a shell's `&`; its commands would ignore them too."""
     ours = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
     ignored = [number for number in ours if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:

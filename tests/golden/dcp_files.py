@@ -48,7 +48,7 @@ def items(folder: Path) -> dict[tuple[str, tuple[int, ...]], bytes]:
 
 
 def meaning(item: bytes) -> object:
-    """What an item stands for: every recipe, number and text, and the bytes of every storage."""
+    """Decode an item: every recipe, number and text, and the bytes of every storage."""
     with zipfile.ZipFile(io.BytesIO(item)) as archive:
         files = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
 

@@ -38,7 +38,7 @@ NUMPY = {"float32": np.uint32, "bfloat16": np.uint16, "uint8": np.uint8, "int64"
 
 
 def patterns(*, rows: int, padded_rows: int, parts: Sequence[int]) -> str:
-    """How the pipelines of examples/gpt_deepspeed are cut, for a file of `--patterns`."""
+    """Return the content of a file for `--patterns` that describes the pipelines of examples/gpt_deepspeed."""
     return rf"""
 version: 1
 vocabulary: {{rows: {rows}, padded_rows: {padded_rows}}}
@@ -127,7 +127,7 @@ def edit(folder: Path, name: str, change) -> None:
 
 
 def refused_but_for_weights(folder: Path, text: str) -> None:
-    """What is asked of it besides weights is refused with `text`; those are there, and go to safetensors."""
+    """Check that a checkpoint gives its weights to safetensors and refuses all else with `text`."""
     index = read_checkpoint(folder, None)
     for refused in (lambda: plan_of(index, Topology(dp=3)), lambda: select_states(index, ())):
         with pytest.raises(UnsupportedError, match=text) as caught:

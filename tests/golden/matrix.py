@@ -58,7 +58,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """How a conversion ended.
+    """Result of a conversion.
 
     Attributes:
         refused: why, or empty.
@@ -165,7 +165,7 @@ def _cell(name: str, target: Target, folder: Path) -> Cell:
 
 
 def agreeing(first: tuple[Index, Mapping[str, str]], second: tuple[Index, Mapping[str, str]]) -> int:
-    """How many tensors both hold, all of which must be equal (weights of other types: when rounded)."""
+    """Count the tensors that both hold, all of which must be equal (weights of other types: when rounded)."""
     sides = compare.make_side(*first), compare.make_side(*second)
     rounded = [
         rounded_digests(index, keys)
@@ -206,7 +206,7 @@ def render() -> str:
 
 
 def on_page() -> str:
-    """What the page says now."""
+    """Return the table that the page has now."""
     text = PAGE.read_text(encoding="utf-8")
     return text.partition(BEGIN)[2].partition(END)[0].strip() + "\n"
 

@@ -1,4 +1,4 @@
-"""What the benchmark of virtual mode counts against."""
+"""The bytes that a rank needs, to which the benchmark of virtual mode compares."""
 
 import pytest
 

@@ -25,12 +25,12 @@ def tensors(folder: Path) -> list[Item]:
 
 
 def alone(folder: Path, item: Item) -> Chunk | str:
-    """Where an item is that nothing is known of, or the error."""
+    """Return the position of an item that is read first, or the error."""
     return after(folder, [item])
 
 
 def after(folder: Path, items: list[Item]) -> Chunk | str:
-    """The same of the last, after the others."""
+    """Return the position of the last item, read after the others, or the error."""
     with Items(folder) as found:
         try:
             return [found.chunk(*item) for item in items][-1]

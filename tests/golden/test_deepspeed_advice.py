@@ -1,4 +1,4 @@
-"""What DeepSpeed's load does not check is said: the run has to set it as the source did."""
+"""Notes name the settings that DeepSpeed's load does not check and that the run has to set as the source did."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the files do not say: how tensors are cut and layers spread, from the client state or from COMMIT.json."""
+"""Descriptions of cut tensors and spread layers, from the client state or from COMMIT.json."""
 
 import dataclasses
 import shutil
@@ -98,7 +98,7 @@ def test_source_with_tensor_parallelism_and_no_description_is_refused(tmp_path):
 
 
 def test_description_without_row_parallel_parameters_is_refused(tmp_path):
-    """What Megatron-DeepSpeed writes at tp=1: cut along dim 0, the same number of elements, silently wrong."""
+    """Megatron-DeepSpeed writes it at tp=1. A cut along dim 0 would fit in size, and the values would be wrong."""
     folder = Path(shutil.copytree(golden("pipeline-dp2"), tmp_path / "source"))
     key = "parameter_with_row_parallelism_patterns"
     edit(folder, MODEL.format(0), lambda value: value["universal_checkpoint_info"].update({key: []}))

@@ -156,7 +156,7 @@ def _save(folder: Path, name: str, value: dict) -> None:
 
 
 def _as_before_0_19(value: dict) -> None:
-    """What `_save_moe_checkpoint` left out of model files then; the tied weight is a copy in both."""
+    """Remove the keys that `_save_moe_checkpoint` left out of model files then; the tied weight is a copy in both."""
     for key in ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buffer_names", "shared_params"):
         del value[key]
     for key in ("ds_config", "ds_version", "checkpoint_parallel_dimensions", "ds_autoep_layers", "optimizer"):

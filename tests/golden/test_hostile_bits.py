@@ -63,7 +63,7 @@ def flat(value) -> object:
 
 
 def fields(content: bytes, used: list[tuple[int, int]]) -> list[str]:
-    """What each byte of an archive is."""
+    """Label each byte of an archive."""
     labels = [""] * len(content)
     for start, length in used:
         labels[start : start + length] = ["used payload"] * length

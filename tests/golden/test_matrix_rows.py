@@ -35,7 +35,7 @@ def test_names_of_a_pipeline_are_no_plain_models(source):
 
 @pytest.mark.parametrize("target_format", ["deepspeed", "universal"])
 def test_weights_alone_are_no_checkpoint_with_an_optimizer(target_format):
-    """Who wants the weights without the optimizer gets them in a format that has none, not half a checkpoint."""
+    """Weights without the optimizer go to a format that has none; half a checkpoint is refused."""
     with pytest.raises(UnsupportedError, match=r"--states weight leaves out exp_avg, exp_avg_sq") as refused:
         plan(golden("zero2-dp3"), target_format=target_format, states=("weight",))
     assert "leave --states out" in refused.value.hint
@@ -78,7 +78,7 @@ def test_every_test_that_the_page_names_is_there():
 
 
 def test_a_plain_model_becomes_a_pipeline_with_a_map_and_a_checkpoint_of_it(tmp_path):
-    """What the refusal of pp > 1 says to do: names of layers by --names, everything else by --like."""
+    """The refusal of pp > 1 advises: names of layers by --names, everything else by --like."""
     rules = {
         "embed": "from: tied_modules.embed.weight, to: embed.weight",
         "layers": 'from: "{layer}.{w:attention_norm|ffn_norm|qkv|out|gate_up|down}", to: "blocks.{layer-1}.{w}"',

@@ -1,4 +1,4 @@
-"""What a checkpoint's pickles may name: hostile ones are refused in files of every format, and results are clean."""
+"""Names in a checkpoint's pickles: hostile ones are refused in files of every format, and results are clean."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What a run refuses because two things that must be equal are not: places, copies, weights and their masters."""
+"""A run refuses differences between things that must be equal: places, copies, weights and their masters."""
 
 import dataclasses
 import itertools
@@ -391,7 +391,7 @@ OLDER = {
 def test_records_of_an_older_version_are_compared_by_reading(
     is_older: Callable[[int], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "_SMALLEST_UNIT_BYTES", 128)
+    monkeypatch.setattr(plan_module, "SMALLEST_UNIT_BYTES", 128)
     assert finish_as_resumed(BF16, tmp_path / "out", is_older).digests
     source = without_checksums.copied(BF16, tmp_path / "in")
     index = read_checkpoint(source, None)

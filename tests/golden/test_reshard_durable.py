@@ -1,4 +1,4 @@
-"""What a published result leaves to a power failure: every folder that it made has been synced before its marker."""
+"""A published result survives a power failure: every folder that it made is synced before its marker."""
 
 from __future__ import annotations
 

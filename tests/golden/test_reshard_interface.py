@@ -1,4 +1,4 @@
-"""What all verbs of `reshard` have in common: errors, JSON, paths, stores, streams, names."""
+"""The common interface of all verbs of `reshard`: errors, JSON, paths, stores, streams, names."""
 
 import os
 import re

@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], source: Path, target: Path, *, code:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Path:
-    """What plain DeepSpeed leaves: two tags, of which `latest` names the older one."""
+    """Make a folder of plain DeepSpeed: two tags, of which `latest` names the older one."""
     folder = tmp_path / "run"
     for tag in ("global_step2", "global_step10"):
         shutil.copytree(ZERO2, folder / tag)
@@ -38,7 +38,7 @@ def training(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """What a training job leaves: commits of two attempts, the newest step by the older one, and a folder without."""
+    """Make a job's folder: commits of two attempts, the newest step by the older one, and a folder without a commit."""
     folder = tmp_path / "job"
     for name in ("a1/step-00000002", "a2/step-start", "a10/step-00000002"):
         api.reshard(ZERO2, folder / name, "dp=2")

@@ -1,14 +1,16 @@
 """Large conversions are done by forked processes: the same result, and no failure of one that is not told."""
 
 import filecmp
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,8 +39,8 @@ from reshard.planning import plan
 from reshard.storage import files
 from reshard.cli.main import main
 
-plan._SMALLEST_UNIT_BYTES = 256
-executor.FORK_BYTES = verify._TASK_BYTES = tile._SMALLEST_BOX_BYTES = 0
+plan.SMALLEST_UNIT_BYTES = 256
+executor.FORK_BYTES = verify.TASK_BYTES = tile.SMALLEST_BOX_BYTES = 0
 parent = os.getpid()
 def in_child(before):
     def wrap(real):
@@ -68,7 +70,7 @@ def started(*words: object, prelude: str = "") -> subprocess.Popen[str]:
 
 
 def run(*words: object, code: ExitCode = ExitCode.OK, prelude: str = "") -> str:
-    """What it says."""
+    """Run `reshard` in a process, check its exit code, and return all that it printed."""
     process = started(*words, prelude=prelude)
     out, error = process.communicate(timeout=120)
     assert process.returncode == code, error
@@ -221,9 +223,21 @@ def waiting(target: Path, mark: Path, *options: str) -> subprocess.Popen[str]:
     return process
 
 
-def until(found: object, seconds: float = 30) -> None:
+def has_taken_all_signals(process: int) -> bool:
+    """Return True if no signal is pending that a process does not block, or if the process is gone."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return True
+    masks = {
+        name: int(mask, 16) for name, mask in re.findall(r"^(SigPnd|ShdPnd|SigBlk):\s*(\w+)$", status, re.MULTILINE)
+    }
+    return not (masks["SigPnd"] | masks["ShdPnd"]) & ~masks["SigBlk"]
+
+
+def until(found: Callable[[], object], seconds: float = 30) -> None:
     end = time.monotonic() + seconds
-    while not found():  # type: ignore[operator]
+    while not found():
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -248,7 +262,8 @@ def test_a_signal_that_processes_hear_before_the_command_is_an_interrupt(
     process = waiting(target, tmp_path / "mark")
     for child in set(children(tmp_path)) - {process.pid}:
         os.kill(child, number)
-    time.sleep(0.2)
+    for child in set(children(tmp_path)) - {process.pid}:
+        until(functools.partial(has_taken_all_signals, child))
     assert len(children(tmp_path)) == 3
     process.send_signal(number)
     _, error = process.communicate(timeout=60)

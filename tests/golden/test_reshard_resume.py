@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,21 +26,34 @@ from reshard.topology import Topology
 SOURCE = Path(__file__).parent / "deepspeed-0.19.8/zero2-dp3/step-00000002"
 TO = "dp=2,zero=2"
 CALLS = ("pwrite", "fdatasync", "fsync", "rename", "ftruncate")
-"""Where a run can be killed: before every system call that changes the disk."""
+"""System calls that change the disk; a test kills a run before each of them."""
 
 WORKER = """
 import sys
 from reshard.cli import main as cli
 from reshard.planning import plan
-plan._SMALLEST_UNIT_BYTES = 128
+plan.SMALLEST_UNIT_BYTES = 128
+{prelude}
 sys.exit(cli.main(sys.argv[1:]))
 """
+STOP_AFTER_FIRST_CLAIM = """
+import os, signal
+from reshard.execution.journal import Journal
+claim = Journal.claim
+def claim_and_stop(journal, unit):
+    claimed = claim(journal, unit)
+    Journal.claim = claim
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return claimed
+Journal.claim = claim_and_stop
+"""
+"""Part of WORKER that stops the process when it has claimed its first unit."""
 
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny checkpoints have several units too."""
-    monkeypatch.setattr(plan, "_SMALLEST_UNIT_BYTES", 128)
+    monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 128)
 
 
 def command(target: Path, *options: str) -> list[str]:
@@ -182,14 +194,11 @@ def test_a_result_that_is_published_between_two_looks_is_no_error(tmp_path: Path
 
 def test_a_worker_that_stands_still_does_not_hold_up_the_others(tmp_path: Path, undisturbed: Path) -> None:
     target = tmp_path / "shared" / "step-00000002"
-    straggler = worker(target, "0/2")
+    straggler = worker(target, "0/2", prelude=STOP_AFTER_FIRST_CLAIM)
     try:
-        deadline = time.monotonic() + 30
-        while not list(target.parent.glob(f".{target.name}.partial-*/.journal/*.claim")):
-            assert time.monotonic() < deadline
-            assert straggler.poll() is None
-            time.sleep(0.0005)
-        straggler.send_signal(signal.SIGSTOP)
+        _, status = os.waitpid(straggler.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert len(list(target.parent.glob(f".{target.name}.partial-*/.journal/*.claim"))) == 1
         assert worker(target, "1/2").wait(timeout=60) == 0
         assert same_files(target, undisturbed)
     finally:
@@ -198,8 +207,9 @@ def test_a_worker_that_stands_still_does_not_hold_up_the_others(tmp_path: Path, 
     assert same_files(target, undisturbed)
 
 
-def worker(target: Path, share: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", WORKER, *command(target, "--worker", share)])
+def worker(target: Path, share: str, *options: str, prelude: str = "") -> subprocess.Popen[bytes]:
+    code = WORKER.format(prelude=prelude)
+    return subprocess.Popen([sys.executable, "-c", code, *command(target, "--worker", share, *options)])
 
 
 @pytest.mark.parametrize("share", ["2/2", "1", "a/b", "-1/2"])
@@ -270,12 +280,7 @@ def test_a_run_that_fails_says_what_is_kept(
 def test_a_worker_that_only_helped_reports_its_own_bytes(tmp_path: Path) -> None:
     target = tmp_path / "shared" / "step-00000002"
     reports = [tmp_path / f"report-{number}" for number in range(2)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, *command(target, "--worker", f"{number}/2", "--report", str(report))]
-        )
-        for number, report in enumerate(reports)
-    ]
+    workers = [worker(target, f"{number}/2", "--report", str(report)) for number, report in enumerate(reports)]
     assert [process.wait(timeout=60) for process in workers] == [0, 0]
     first, second = sorted(
         (ReshardReport.from_json(path.read_text(encoding="utf-8")) for path in reports),
@@ -297,7 +302,8 @@ def test_a_worker_for_another_topology_that_comes_too_late_leaves_nothing(
     def overtaken(self: Journal, *values: int) -> Iterator[int]:
         yield from real(self, *values)
         if not target.exists():
-            assert subprocess.run([sys.executable, "-c", WORKER, *command(target)], check=False).returncode == 0
+            code = WORKER.format(prelude="")
+            assert subprocess.run([sys.executable, "-c", code, *command(target)], check=False).returncode == 0
 
     monkeypatch.setattr(Journal, "share", overtaken)
     other = ["run", str(SOURCE), str(target), "--to", "dp=1,zero=2", "--worker", "0/1"]

@@ -1,4 +1,4 @@
-"""What happens to those who listen to `reshard` does not decide what becomes of a conversion."""
+"""A closed or full output stream does not change the result of a conversion."""
 
 import json
 import os
@@ -88,6 +88,7 @@ def test_a_closed_terminal_undoes_a_run_unless_nohup_says_otherwise(tmp_path: Pa
     command = [*RESHARD, "run", str(PIPELINE), str(tmp_path / "out"), "--to", "dp=2", "--limit-rate", "8KiB"]
     process = subprocess.Popen(["nohup", *command] if ignored else command, stderr=subprocess.PIPE)
     while not list(tmp_path.iterdir()):
+        assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGHUP)
     _, told = process.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""What is said to a terminal is text of the program's own lines: names in files are chosen by others.
+"""Names from files cannot fake or control the program's output on a terminal: others choose them.
 
 A name may hold line breaks, which fake a line of the program; control characters, which a terminal obeys; marks that
 reverse the direction of text, which fool the reader's eye.

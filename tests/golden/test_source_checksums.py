@@ -1,4 +1,4 @@
-"""What a source's COMMIT.json states is checked by `run`, from what it has read anyway; damage is never published."""
+"""`run` compares the bytes that it reads with the source's COMMIT.json; damage is never published."""
 
 import dataclasses
 import json
@@ -290,7 +290,7 @@ def test_what_is_not_needed_is_not_read_where_containers_state_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an optimizer's file one state in three is converted."""
-    monkeypatch.setattr(source_checks, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(source_checks, "SMALL_BYTES", 0)
     stated = committed(ZERO2, tmp_path / "stated")
     bare = committed(ZERO2, tmp_path / "bare", without_crc=True)
     some, every = (
@@ -306,7 +306,7 @@ def test_what_is_not_needed_is_not_read_where_containers_state_checksums(
 def test_a_file_of_which_little_is_needed_is_checked_whole_where_only_the_commit_states_a_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_checks, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(source_checks, "SMALL_BYTES", 0)
     source = committed(ZERO2, tmp_path / "source", without_crc=True)
     index = index_of(source)
     unread = next(row for row in index.shards.iterate_boxes(index.shards.by_tensor(len(index.tensors))[-1], 1))
@@ -346,8 +346,8 @@ def test_overlapping_ranges_count_once_and_are_compared() -> None:
 def test_damage_in_a_store_is_refused_and_a_sound_object_is_fetched_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(plan, "_LARGEST_REMOTE_UNIT_BYTES", 1 << 12)
-    monkeypatch.setattr(plan, "_SMALLEST_UNIT_BYTES", 1 << 12)
+    monkeypatch.setattr(plan, "LARGEST_REMOTE_UNIT_BYTES", 1 << 12)
+    monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 1 << 12)
     folder = committed(LLAMA, tmp_path / "local")
     source = location(f"memory://checksums-{where}")
     source.filesystem().put(str(folder), str(source), recursive=True)
@@ -371,7 +371,7 @@ def test_what_one_worker_read_damaged_is_refused_by_the_one_that_publishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The damage is gone when the second one comes, and size and times of the file are as they were."""
-    monkeypatch.setattr(plan, "_SMALLEST_UNIT_BYTES", 128)
+    monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 128)
     source = committed(ZERO2, tmp_path / "source", without_crc=True)
     index = index_of(source)
     first = next(iter(index.shards.iterate_boxes(rows_of(index, 0), 1)))

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,20 +24,24 @@ Change = Callable[[Path], None]
 
 
 class StoppedError(Exception):
-    """A run that ends before its time."""
+    """Error that stops a run before its end."""
 
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_SMALLEST_UNIT_BYTES", 128)
-    monkeypatch.setattr(plan, "_LARGEST_UNIT_BYTES", 4096)
+    monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 128)
+    monkeypatch.setattr(plan, "LARGEST_UNIT_BYTES", 4096)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Weights without any checksum."""
     shutil.copytree(LLAMA, tmp_path / "source")
-    time.sleep(0.02)  # file systems tell times in steps of some milliseconds
+    newest = max(path.stat().st_ctime_ns for path in (tmp_path / "source").iterdir())
+    probe = tmp_path / "probe"
+    while probe.write_bytes(b"") or probe.stat().st_ctime_ns <= newest:  # times of files advance in steps
+        pass
+    probe.unlink()
     return tmp_path / "source"
 
 
@@ -179,7 +182,7 @@ def test_other_owners_modes_and_links_of_a_source_do_not_matter(tmp_path: Path, 
 def test_a_source_that_changed_since_is_not_gone_on_with(
     tmp_path: Path, source: Path, change: Change, name: str, say: Answer
 ) -> None:
-    """Whether a run has read of that file before or not."""
+    """The answer does not depend on whether the stopped run had read the file."""
     partial = stopped(source, tmp_path / "out")
     kept = sorted(path.name for path in partial.rglob("*"))
     change(source / name)

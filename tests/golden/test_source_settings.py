@@ -1,4 +1,4 @@
-"""What is taken from a committed checkpoint without reading it whole, settings and virtual commits, is proved too."""
+"""Settings and virtual commits are proved too, although they take parts of a committed checkpoint only."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_damaged_settings_of_a_committed_source_get_no_virtual_commit(
 
 
 def loaded(decoded: Manifest, folder: Path, nodes: list[list[int]]) -> list[Ranges]:
-    """What the nodes read when they load a virtual commit."""
+    """Return the ranges that the nodes read when they load a virtual commit."""
     ranges: list[Ranges] = []
     for number, ranks in enumerate(nodes):
         (folder / f"node{number}").mkdir()
@@ -64,7 +64,7 @@ def loaded(decoded: Manifest, folder: Path, nodes: list[list[int]]) -> list[Rang
 def test_a_file_that_only_the_commit_proves_is_proved_however_little_of_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(load, "_LARGEST_PADDING_BYTES", 0)
+    monkeypatch.setattr(load, "LARGEST_PADDING_BYTES", 0)
     source = committed(ZERO2, tmp_path / "source", without_crc=True)
     prepare(wanted(source, tmp_path / "virtual", "dp=2"))
     decoded = manifest.decode(tmp_path / "virtual")

@@ -49,7 +49,7 @@ def steps(page: str) -> Iterator[Step]:
 
 
 def run(command: str, folder: Path) -> str:
-    """What a command prints, in a folder that looks like a checkout at `HOME`; it must succeed."""
+    """Return the output of a command that must succeed, in a folder that looks like a checkout at `HOME`."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command],

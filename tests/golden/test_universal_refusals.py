@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot load from a universal folder, or loads wrongly: refused, or said."""
+"""Universal folders that DeepSpeed cannot load, or loads wrongly, are refused or noted."""
 
 import dataclasses
 from types import SimpleNamespace

@@ -29,7 +29,7 @@ from reshard.virtual import process
 from reshard.virtual.manifest import decode
 
 executor.FORK_BYTES, executor.can_fork = 0, lambda: False
-process._COMMAND = "import os, time; from reshard.virtual import process as p; " \\
+process.COMMAND = "import os, time; from reshard.virtual import process as p; " \\
     "p.load_files = lambda *_: (print(os.getpid(), flush=True), time.sleep(600)); p.serve(__import__('sys').argv[1:])"
 commit, folder = map(Path, sys.argv[1:])
 process.load_files_in_process(decode(commit), [0], folder)
@@ -111,13 +111,13 @@ def in_the_middle(does):
     ],
 )
 def test_a_process_that_ends_without_an_answer_is_told(commit, target, monkeypatch, command, how):
-    monkeypatch.setattr(process, "_COMMAND", command)
+    monkeypatch.setattr(process, "COMMAND", command)
     with pytest.raises(ReshardError, match=f"was ended by {how}"):
         load_files_in_process(decode(commit), [0], target)
 
 
 def test_what_the_system_refuses_there_is_an_error_with_words_here(commit, target, monkeypatch):
-    monkeypatch.setattr(process, "_COMMAND", in_the_middle("open('/nowhere/at/all')"))
+    monkeypatch.setattr(process, "COMMAND", in_the_middle("open('/nowhere/at/all')"))
     with pytest.raises(ReshardError, match=r"the files of this node cannot be made: .*No such file"):
         load_files_in_process(decode(commit), [0], target)
 

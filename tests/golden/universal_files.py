@@ -14,12 +14,12 @@ NAMES = ("pipeline-tp2-pp2", "zero2-dp3", "zero3-dp3")
 
 
 def converted(name: str) -> Path:
-    """What DeepSpeed's own converter made of the native checkpoint of this name."""
+    """Return the universal folder that DeepSpeed's own converter made of the native checkpoint of this name."""
     return ROOT / name / STEP
 
 
 def universal(source: Path, target: Path, topology: str = "dp=1,zero=1", like: Path | None = None) -> Path:
-    """What ours makes of a checkpoint."""
+    """Convert a checkpoint to a universal one with `reshard`."""
     wanted = Conversion(
         source=source, target=target, topology=Topology.parse(topology), target_format="universal", like=like
     )

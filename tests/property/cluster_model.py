@@ -11,9 +11,9 @@ import dataclasses
 import json
 from typing import Any
 
-from elastic_operator.api.serialization import format_time, from_wire, to_wire
+from elastic_operator.api.serialization import format_time, to_wire
 from elastic_operator.api.spec import parse_spec
-from elastic_operator.api.status import Status
+from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.commit_history import format_released
 from elastic_operator.observed.observation import (
@@ -66,7 +66,7 @@ class CrashError(Exception):
 
 
 class World:
-    """A cluster with one job. `external`: folder of a checkpoint of others that it starts from, empty for none."""
+    """A cluster with one job. `external`: folder of an external checkpoint that the job starts from, empty for none."""
 
     def __init__(self, external: str = "") -> None:
         self.now = START
@@ -122,7 +122,7 @@ class World:
 
     def operate(self, crash_after: int | None = None) -> None:
         """One pass of the operator; it may die after any of its writes."""
-        status = from_wire(Status, json.loads(json.dumps(self.status)))
+        status = read_status(json.loads(json.dumps(self.status))).status
         decision = decide(self.job, parse_spec(self.spec), status, self.observe(), limits=Timeouts(), now=self.now)
         assert not decision.needs_fresh_capacity
         assert not [event for event in decision.events if event.reason == UNSETTLED], "every decision settles"

@@ -88,7 +88,7 @@ def test_a_target_in_columns_is_the_one_of_single_chunks(case, batch):
 
 
 def boxes(layout) -> list[dcp_one_by_one.Row]:
-    """Where every chunk goes, by tensor and rank; each lies there as an array of its own."""
+    """List the place of every chunk, by tensor and rank; each lies there as an array of its own."""
     table = layout.shards.boxes()
     found = []
     for at in range(len(table)):

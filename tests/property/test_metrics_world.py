@@ -1,4 +1,4 @@
-"""What is counted, against a model of the cluster that knows the truth, for losses and suspensions in any order."""
+"""Counters against a model of the cluster that knows the truth, for node losses and suspensions in any order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.api.serialization import from_wire
-from elastic_operator.api.status import MAX_RECOVERIES, Phase, Status
+from elastic_operator.api.status import MAX_RECOVERIES, Phase
+from elastic_operator.api.status_reader import read_status
 from elastic_operator.metrics import definitions
 from elastic_operator.metrics.counters import increments
 from elastic_operator.metrics.definitions import MetricDefinition
@@ -21,7 +21,7 @@ from tests.property.test_decide_world import complete, settle
 
 
 class CountingWorld(World):
-    """Counts what every written status counts for, and the steps that are really made."""
+    """World that adds up the increments of every written status, and the steps that the training really makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class CountingWorld(World):
         before = copy.deepcopy(self.status)
         super().operate(crash_after)
         if before != self.status:
-            for sample in increments(from_wire(Status, before), from_wire(Status, self.status)):
+            for sample in increments(read_status(before).status, read_status(self.status).status):
                 self.counted[sample.definition.name] += int(sample.value)
                 self.observed[sample.definition.name] += 1
 
@@ -149,7 +149,7 @@ def test_a_recovery_that_was_suspended_ends_with_the_next_first_step(again: bool
         world.suspend(False)
         world.operate()
     settle(world, Phase.COMPLETE)
-    status = from_wire(Status, world.status)
+    status = read_status(world.status).status
     assert [(item.cause, item.planned) for item in status.recoveries][:2] == [
         ("NodeNotReady", False),
         ("Suspended", True),
@@ -170,7 +170,7 @@ def test_a_failure_while_suspending_loses_its_steps_once_and_is_no_endless_outag
     assert world.phase == Phase.SUSPENDED
     world.suspend(False)
     settle(world, Phase.COMPLETE)
-    status = from_wire(Status, world.status)
+    status = read_status(world.status).status
     assert [item.planned for item in status.recoveries][:2] == [False, True]
     assert status.goodput["windowSeconds"] < 200
     assert world.total(definitions.LOST_STEPS) == world.made_steps - STEPS > 0

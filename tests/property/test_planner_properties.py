@@ -1,4 +1,4 @@
-"""What holds for every spec and every capacity."""
+"""Properties of the planner for every spec and every capacity."""
 
 from __future__ import annotations
 

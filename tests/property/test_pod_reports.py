@@ -94,7 +94,7 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(NASTY), st.text(max_size=40), st.just({}), st.just([]), st.just({"tp": "2"}),
     st.just({"tp": 10**30}), st.just([10**30]), st.dictionaries(st.text(max_size=4), st.integers(), max_size=3),
 )  # fmt: skip
-GOOD = CommitRef(uri="/checkpoint/gpt/a1/step-00000012", step=12, samples=240, attempt=1, topology=BIG)
+GOOD = CommitRef(uri="/checkpoint/gpt/a1/step-00000012", step=12, samples=240, attempt=1, topology=BIG.to_dict())
 LOADER = VirtualLoader(manifests=(1, 2), memory_bytes=5)
 REPORT = ReshardReport(
     ok=True, exit_code=0, message="done", source=COMMIT.uri, target="/checkpoint/gpt/a2/step-00000010", verified=True

@@ -129,8 +129,8 @@ def test_any_cut_becomes_any_other_cut_reading_and_writing_each_byte_once(
 ) -> None:
     copies, threads, band = limits
     monkeypatch.setattr(SourceReader, "may_map", mapped)
-    monkeypatch.setattr(tile, "_SLICE_BYTES", band)
-    monkeypatch.setattr(tile, "_SMALLEST_BOX_BYTES", 0)
+    monkeypatch.setattr(tile, "SLICE_BYTES", band)
+    monkeypatch.setattr(tile, "SMALLEST_BOX_BYTES", 0)
     shape, dtype, source_ranks, target_ranks = case
     full = elements(shape, dtype)
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")

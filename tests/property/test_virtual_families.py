@@ -15,7 +15,7 @@ from tests.property.test_shard_families import plan_of, shape_lists
 
 
 def origins(plan: Plan) -> dict[tuple[str, int], tuple[str, int]]:
-    """Where every element of the target's files comes from: (path, byte) -> (path, byte)."""
+    """Map every element of the target's files to its origin: (path, byte) -> (path, byte)."""
     found = {}
     sides = (plan.index.shards, plan.index.files), (plan.layout.shards, plan.layout.files)
     places: list[dict[tuple[int, int], list[tuple[str, int]]]] = [{}, {}]

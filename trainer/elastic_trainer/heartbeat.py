@@ -18,11 +18,11 @@ from reshard.contract import LeaseKey
 _log = logging.getLogger(__name__)
 
 FENCED_AFTER_SECONDS = 15.0
-"""How long the Lease must be refused before the attempt counts as fenced; a shorter refusal may be an error of the API
-server's authorizer."""
+"""Time for which the Lease must be refused before the attempt counts as fenced; a shorter refusal may be an error of
+the API server's authorizer."""
 
 _LAST_BEATS = 3
-_LAST_BEAT_PAUSE_SECONDS = 1.0
+LAST_BEAT_PAUSE_SECONDS = 1.0
 
 
 class Heartbeat:
@@ -85,7 +85,7 @@ class Heartbeat:
         self._stopping.set()
         self._pending.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=_LAST_BEATS * (_LAST_BEAT_PAUSE_SECONDS + 6))
+            self._thread.join(timeout=_LAST_BEATS * (LAST_BEAT_PAUSE_SECONDS + 6))
 
     def _beat(self) -> None:
         while True:
@@ -98,7 +98,7 @@ class Heartbeat:
         for _ in range(_LAST_BEATS):
             if self._exchange():
                 return
-            time.sleep(_LAST_BEAT_PAUSE_SECONDS)
+            time.sleep(LAST_BEAT_PAUSE_SECONDS)
 
     def _exchange(self) -> bool:
         with self._exchanging:

@@ -47,6 +47,9 @@ class FileMailbox:
         """Merge `annotations` into the file and return the result.
 
         The lock keeps concurrent writers from losing updates; the rename keeps readers from seeing a partial file.
+
+        >>> FileMailbox(Path("mailbox.json")).exchange({"elastictraining.dev/request": "drain"})
+        {'elastictraining.dev/request': 'drain'}
         """
         with open(self.path.with_name(f".{self.path.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -24,7 +24,7 @@ from reshard.errors import NotOwnerError
 from reshard.storage.durable import make_folder, sync_folder, sync_folders
 
 _log = logging.getLogger(__name__)
-_CONFIRM_AT_END_SECONDS = 60.0
+CONFIRM_AT_END_SECONDS = 60.0
 _CONFIRM_PAUSE_SECONDS = 1.0
 MARKED = 1 << 32
 """See `commit_name`."""
@@ -130,7 +130,7 @@ class Publisher:
         Raises:
             NotOwnerError: the checkpoint root belongs to another job.
         """
-        deadline = time.monotonic() + _CONFIRM_AT_END_SECONDS
+        deadline = time.monotonic() + CONFIRM_AT_END_SECONDS
         while self._unpublished:
             self._confirm()
             if not self._unpublished or time.monotonic() >= deadline:

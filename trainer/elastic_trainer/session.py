@@ -62,7 +62,7 @@ class Position:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What all ranks do after this step.
+    """Decision after a step, the same on all ranks.
 
     Attributes:
         save: save a checkpoint now.
@@ -80,6 +80,14 @@ class Session:
         settings_: settings from the environment.
         mailbox: mailbox between rank 0 and the operator.
         keep: number of newest commits that are never removed. In a cluster the operator may keep more.
+
+    >>> session = Session.from_env()
+    >>> session.start()
+    >>> position = session.restore(lambda folder: print("load", folder))
+    >>> action = session.after_step(step=position.step + 1, samples=8, loss=0.5)
+    >>> print(session.save(lambda folder, tag: (folder / tag).mkdir(parents=True)))
+    checkpoints/a1/step-00000001
+    >>> session.finish()
     """
 
     def __init__(self, settings_: settings.Settings, mailbox: Mailbox, *, keep: int = 3) -> None:

@@ -54,7 +54,7 @@ _MOST_PROBLEMS = 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What a verb reports: a value for machines, lines for people, and the exit code of the process."""
+    """Report of a verb: a value for machines, lines for people, and the exit code of the process."""
 
     value: dict[str, Any]
     lines: Sequence[str]

@@ -22,7 +22,7 @@ from reshard.tensors.layout import Index
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something that is wrong with a folder.
+    """A problem of a folder.
 
     Attributes:
         kind: class of the error.
@@ -44,7 +44,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What is known of a folder.
+    """Result of the inspection of a folder.
 
     Attributes:
         path: the folder.

@@ -64,7 +64,7 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what is wrong with the command line, so that it is reported like every other error."""
+    """Parser that raises UsageError for an invalid command line, so that it is reported like every other error."""
 
     def error(self, message: str) -> Never:
         """Raise UsageError."""
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class ShowVersion(argparse.Action):
-    """Looks up the version only when it is asked for: that takes longer than parsing the command line."""
+    """Action that looks up the version when `--version` is given: that takes longer than parsing the command line."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_values: object) -> Never:
         """Print the version and exit."""

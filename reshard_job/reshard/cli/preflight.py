@@ -1,4 +1,4 @@
-"""What a run would find at its target, without starting it."""
+"""Check the target of a run without starting it."""
 
 from __future__ import annotations
 

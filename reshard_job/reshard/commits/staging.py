@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"[0-9a-f]{1,16}")
 
 
 class Sharing(enum.Enum):
-    """Who may work on an unfinished result, and whether a failure removes it."""
+    """Mode of access to an unfinished result: the runs that may work on it, and the effect of a failure."""
 
     ALONE = "alone"
     """Only this run works on it; a failure removes it."""

@@ -33,7 +33,9 @@ ReadRanges = Mapping[int, Sequence[CrcRange]]
 
 _MAX_LINES = 20
 _MAX_NAME = 200
-_SMALL_BYTES = 1 << 20
+SMALL_BYTES = 1 << 20
+"""Size up to which a file, or the unread rest of a file, is read whole to check it."""
+
 _SMALL_SHARE = 8
 _BLAMED_BYTES = 1 << 30
 _THREADS = 16
@@ -248,9 +250,9 @@ def _is_compared(file: SourceFile, ranges: Sequence[CrcRange]) -> bool:
     if file.crc32 is None:
         return False
     if not ranges:  # only metadata was read, of which containers that state checksums state one, too
-        return not file.checksums or file.num_bytes <= _SMALL_BYTES
+        return not file.checksums or file.num_bytes <= SMALL_BYTES
     rest = file.num_bytes - sum(crc_range.num_bytes for crc_range in crc.separate_overlaps(ranges)[0])
-    return rest <= max(_SMALL_BYTES, file.num_bytes // _SMALL_SHARE) or not _are_stated(file, ranges)
+    return rest <= max(SMALL_BYTES, file.num_bytes // _SMALL_SHARE) or not _are_stated(file, ranges)
 
 
 def _are_stated(file: SourceFile, ranges: Sequence[CrcRange]) -> bool:

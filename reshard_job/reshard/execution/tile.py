@@ -29,11 +29,13 @@ from reshard.tensors.intervals import Int64Array
 from reshard.tensors.layout import ITEM_BYTES, LogicalTensor
 from reshard.tensors.shard_table import ShardRow, ShardTable
 
-_SLICE_BYTES = 1 << 20
-_SMALLEST_BOX_BYTES = 256 << 10
+SLICE_BYTES = 1 << 20
+"""Bytes of a tile that are copied and added to the digest at a time, while they are in the processor's cache."""
+
+SMALLEST_BOX_BYTES = 256 << 10
 """Smallest mean size of boxes that are moved as tiles of their own; smaller boxes are faster to copy into one tile."""
 
-_GATHER_BYTES = 4 << 20
+GATHER_BYTES = 4 << 20
 """Bytes of a file that are mapped at a time to copy ranges from the mapping."""
 
 _LARGEST_SPAN = 64
@@ -67,12 +69,12 @@ def gather(source: SourceReader, row: ShardRow, box: Box, elements: Bits) -> lis
     ranges = list(split_into_ranges(row, box, elements))
     if len(ranges) < 2:
         return [source.read_into(row.file, position, content) for position, content in ranges]
-    step = max(1, _GATHER_BYTES * len(ranges) // _span(ranges)[1])
+    step = max(1, GATHER_BYTES * len(ranges) // _span(ranges)[1])
     read: list[CrcRange] = []
     for first in range(0, len(ranges), step):
         some = ranges[first : first + step]
         low, num_bytes = _span(some)
-        is_near = len(some) > 1 and num_bytes <= min(2 * _GATHER_BYTES, _LARGEST_SPAN * len(some) * len(some[0][1]))
+        is_near = len(some) > 1 and num_bytes <= min(2 * GATHER_BYTES, _LARGEST_SPAN * len(some) * len(some[0][1]))
         window = source.view(row.file, low, num_bytes) if is_near else None
         for position, content in some:
             if window is None:
@@ -154,7 +156,7 @@ class Carrier:
         self, sources: Sequence[_RowBox], tile: Box, tensor: LogicalTensor
     ) -> list[tuple[Box, Sequence[_RowBox]]]:
         """Split a tile into the boxes of its sources if each can be used without a copy; else return it whole."""
-        is_large = len(sources) * _SMALLEST_BOX_BYTES <= tile.num_elements * tensor.item_bytes
+        is_large = len(sources) * SMALLEST_BOX_BYTES <= tile.num_elements * tensor.item_bytes
         if (
             len(sources) > 1
             and is_large
@@ -291,7 +293,7 @@ class Carrier:
         """
         lead = _num_ones(elements.shape)
         rows = elements.reshape(elements.shape[lead:] or (1,))
-        step = max(1, _SLICE_BYTES * len(rows) // max(1, rows.nbytes))
+        step = max(1, SLICE_BYTES * len(rows) // max(1, rows.nbytes))
         crc32 = 0
         for first in range(0, len(rows), step):
             tile_slice = rows[first : first + step]

@@ -21,7 +21,7 @@ from reshard.tensors.geometry import Box, tiles
 from reshard.tensors.layout import Index
 from reshard.tensors.shard_table import ShardRow
 
-_TASK_BYTES = 64 << 20
+TASK_BYTES = 64 << 20
 
 
 def read_digests(index: Index, *, commit: Commit | None = None, progress: Progress | None = None) -> dict[str, str]:
@@ -93,16 +93,16 @@ def _read_boxes(index: Index, source: SourceReader, collect: Callable[[Sequence[
 
 
 def _tasks(index: Index) -> Iterator[list[tuple[ShardRow, Box]]]:
-    """Yield all boxes in tasks of about `_TASK_BYTES`; larger boxes are cut."""
+    """Yield all boxes in tasks of about `TASK_BYTES`; larger boxes are cut."""
     task: list[tuple[ShardRow, Box]] = []
     held = 0
     for number, rows in enumerate(index.shards.by_tensor(len(index.tensors))):
         tensor = index.tensors[number]
         for row in index.shards.iterate_boxes(rows, len(tensor.shape)):
-            for tile in tiles(row.box.size, _TASK_BYTES // tensor.item_bytes):
+            for tile in tiles(row.box.size, TASK_BYTES // tensor.item_bytes):
                 task.append((row, tile.shift(row.box.offset)))
                 held += tile.num_elements * tensor.item_bytes
-                if held >= _TASK_BYTES:
+                if held >= TASK_BYTES:
                     yield task
                     task, held = [], 0
     if task:

@@ -51,6 +51,9 @@ def read_checkpoint(path: Path, commit: Commit | None, patterns: Path | None = N
         NotACheckpointError: no format recognises it; says why each said no.
         SourceError: recognised, but damaged.
         UnsupportedError: recognised, but not read by this version.
+
+    >>> read_checkpoint(Path("ckpt/global_step2"), None).format
+    'deepspeed'
     """
     if patterns is not None:
         return _read_with_patterns(path, commit, patterns)

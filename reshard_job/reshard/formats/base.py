@@ -1,4 +1,4 @@
-"""What a checkpoint format has to offer."""
+"""The interface of a checkpoint format, and checks that all formats share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_FILE_BYTES = 5 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the target shall be.
+    """Options of a target: its topology, types, example and file sizes.
 
     Attributes:
         topology: degrees of parallelism; formats that are not cut for ranks take no notice.
@@ -66,7 +66,7 @@ class Format(Protocol):
         ...
 
     def sniff(self, path: Path) -> str | None:
-        """Why `path` is not of this format, or None if it is."""
+        """Return why `path` is not of this format, or None if it is."""
         ...
 
     def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:

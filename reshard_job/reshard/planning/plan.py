@@ -21,9 +21,11 @@ from reshard.tensors.intervals import Int64Array
 from reshard.tensors.layout import Index, LogicalTensor, TargetLayout, TensorKey
 from reshard.tensors.shard_table import ShardTable
 
-_LARGEST_UNIT_BYTES = 64 << 20
-_LARGEST_REMOTE_UNIT_BYTES = 8 << 20  # every thread holds a whole remote unit in memory
-_SMALLEST_UNIT_BYTES = 1 << 20
+LARGEST_UNIT_BYTES = 64 << 20
+LARGEST_REMOTE_UNIT_BYTES = 8 << 20
+"""Limit for a source in an object store: every thread holds a whole unit of it in memory."""
+
+SMALLEST_UNIT_BYTES = 1 << 20
 _UNITS = 64
 
 _PLACES = ("tensor", "replica", "offset", "size", "file", "byte_offset", "start", "stop", "chunk")
@@ -65,7 +67,7 @@ class Rounding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that `execute` needs to convert a source into a target.
+    """Plan of a conversion: source, target, and the units of work between them.
 
     Attributes:
         index: the source.
@@ -130,8 +132,8 @@ class Plan:
 
         It does not depend on the machine, so that workers with different memory agree about the units.
         """
-        largest = _LARGEST_REMOTE_UNIT_BYTES if self.is_remote else _LARGEST_UNIT_BYTES
-        return max(_SMALLEST_UNIT_BYTES, min(largest, self.bytes_to_read // _UNITS))
+        largest = LARGEST_REMOTE_UNIT_BYTES if self.is_remote else LARGEST_UNIT_BYTES
+        return max(SMALLEST_UNIT_BYTES, min(largest, self.bytes_to_read // _UNITS))
 
     @property
     def is_remote(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple, Protocol, overload
 
 import numpy as np
 
@@ -181,6 +181,17 @@ class ParamGroup:
     scalars: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
 
 
+class FormatExtra(Protocol):
+    """Facts of a checkpoint besides its tensors, for writers of its own or of a related format.
+
+    Each format has a frozen class of its own. A writer narrows `Index.extra` with `isinstance` to a class that it
+    knows. All other modules hand the object on or drop it.
+    """
+
+    format_name: ClassVar[str]
+    """`Index.format` of the checkpoint."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
     """Description of a source checkpoint, made from its metadata alone.
@@ -196,7 +207,7 @@ class Index:
         shards: all boxes and the bytes that hold them.
         groups: the optimizer's parameter groups, for writers of other formats; empty if there is no optimizer.
         aliases: second name of a tied weight -> name of the tensor that holds it.
-        extra: further data for the format's own writer; no other module reads it.
+        extra: facts besides the tensors that only formats read; None if there are none or if they no longer hold.
         notes: sentences for the user about data that writers of other formats cannot write.
         left_out: states that the source holds and that the user did not select.
         metadata: files without shards that were read to make the index; empty if they were not recorded.
@@ -217,7 +228,7 @@ class Index:
     shards: ShardTable
     groups: tuple[ParamGroup, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    extra: Any = None
+    extra: FormatExtra | None = None
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     metadata: tuple[SourceFile, ...] = dataclasses.field(default=(), compare=False)
@@ -225,6 +236,15 @@ class Index:
     has_rounded_weights: bool = False
     rank_local: frozenset[TensorKey] = frozenset()
     renamed: Mapping[TensorKey, TensorKey | None] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse facts that another format's reader collected: a writer would take them for its own.
+
+        Raises:
+            ValueError: `extra` is of another format than the index.
+        """
+        if self.extra is not None and self.extra.format_name != self.format:
+            raise ValueError(f"Index.extra is of the format {self.extra.format_name!r}, expected {self.format!r}")
 
     def own_key(self, key: TensorKey) -> TensorKey | None:
         """Return the key that the files use for a tensor; None if a name map split or merged the tensor."""

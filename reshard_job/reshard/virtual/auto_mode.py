@@ -38,7 +38,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """Who will load the target: `elastic_trainer`, which alone loads virtual commits.
+    """The training processes that will load the target with `elastic_trainer`, which alone loads virtual commits.
 
     Attributes:
         ranks_per_node: ranks that share a node's memory.

@@ -21,7 +21,8 @@ from reshard.tensors.layout import Checksum, SourceFile
 from reshard.virtual.manifest import Manifest, commit_crc32
 from reshard.virtual.restrict import restrict
 
-_LARGEST_PADDING_BYTES = 1 << 20
+LARGEST_PADDING_BYTES = 1 << 20
+"""Largest total of gaps between ranges that are read to complete a checksum."""
 
 Ranges = Mapping[int, Sequence[CrcRange]]
 """Ranges that were read of each source file, with their checksums."""
@@ -46,7 +47,7 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """How much of what was read the source's own checksums prove.
+    """Numbers of the source's own checksums that cover the ranges that were read.
 
     Attributes:
         proved: number of checksums that agree.
@@ -198,7 +199,7 @@ def _padding(
         if item.start > position:
             gaps.append((position, item.start - position))
         position = max(position, item.start + item.num_bytes)
-    if is_limited and sum(length for _, length in gaps) > _LARGEST_PADDING_BYTES:
+    if is_limited and sum(length for _, length in gaps) > LARGEST_PADDING_BYTES:
         return []
     return [source.checksum(file, start, length) for start, length in gaps]
 

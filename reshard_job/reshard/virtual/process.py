@@ -24,7 +24,8 @@ from reshard.virtual.manifest import Manifest
 
 _log = logging.getLogger(__name__)
 _BEGUN = "begun"
-_COMMAND = "import sys; from reshard.virtual.process import serve; sys.exit(serve(sys.argv[1:]))"
+COMMAND = "import sys; from reshard.virtual.process import serve; sys.exit(serve(sys.argv[1:]))"
+"""Python code that the process runs."""
 
 
 def load_files_in_process(manifest: Manifest, ranks: Collection[int], folder: Path) -> Loaded:
@@ -80,7 +81,7 @@ def _start(theirs: Connection) -> subprocess.Popen[bytes]:
         "OPENBLAS_NUM_THREADS": "1",  # a process with numpy's threads cannot fork workers
     }
     return subprocess.Popen(
-        [sys.executable or "", "-P", "-c", _COMMAND, str(os.getpid()), str(theirs.fileno())],
+        [sys.executable or "", "-P", "-c", COMMAND, str(os.getpid()), str(theirs.fileno())],
         env=environment,
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],

@@ -55,7 +55,7 @@ def digest(tensor):
 
 
 class Odd(torch.nn.Module):
-    """What Hugging Face's models have not: a tied name that save_model keeps, a scalar, nothing, other types."""
+    """Tensors as in no model of Hugging Face: a tied name kept by save_model, a scalar, an empty one, more types."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Who may publish and remove below a checkpoint root: attempts without the API server, second saves, other owners."""
+"""The right to publish and remove below a checkpoint root: no API server, second saves, other owners."""
 
 import json
 from pathlib import Path
@@ -344,7 +344,7 @@ def test_an_attempt_below_one_that_has_started_is_refused_with_both_numbers(tmp_
 
 
 def test_a_training_whose_last_save_was_never_published_does_not_end_as_complete(tmp_path, monkeypatch):
-    monkeypatch.setattr(publisher, "_CONFIRM_AT_END_SECONDS", 0.0)
+    monkeypatch.setattr(publisher, "CONFIRM_AT_END_SECONDS", 0.0)
     session = make(tmp_path)
     session.start()
     save(session, 1)

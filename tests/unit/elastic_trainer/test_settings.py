@@ -1,4 +1,4 @@
-"""What the environment says, and what is said about an environment that makes no sense."""
+"""Settings from the environment, and the errors for an environment that is invalid."""
 
 from pathlib import Path
 

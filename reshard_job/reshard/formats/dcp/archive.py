@@ -10,21 +10,11 @@ from __future__ import annotations
 import struct
 
 from reshard.errors import CorruptSourceError, UnsupportedError
-from reshard.formats.pt.archive import Entry
+from reshard.formats.pt.archive import CENTRAL, END, END64, LIMIT32, LOCAL, LOCATOR64, MAX_DIRECTORY_BYTES, Entry
 from reshard.storage.files import File
 
 END_BYTES = 2 << 10
 """Number of bytes read at each end of an item: enough for the pickle, headers and directory of a usual one."""
-
-MAX_DIRECTORY_BYTES = 64 << 20
-
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR64 = struct.Struct("<4sIQI")
-_LIMIT32 = 0xFFFFFFFF
-_LIMIT16 = 0xFFFF
 
 
 class Window:
@@ -129,15 +119,15 @@ def _read_end(window: Window) -> tuple[int, int, int]:
     Returns:
         Number of entries, and length and position of the directory in bytes.
     """
-    end = window.length - _END.size
-    fields = _END.unpack(window.get(end, _END.size)) if end >= 0 else (b"",)
+    end = window.length - END.size
+    fields = END.unpack(window.get(end, END.size)) if end >= 0 else (b"",)
     if fields[0] != b"PK\x05\x06":
         raise CorruptSourceError(f"{window.where}: does not end with a zip directory: truncated or damaged")
     count, num_bytes, position = fields[4], fields[5], fields[6]
-    if end >= _LOCATOR64.size:
-        locator = _LOCATOR64.unpack(window.get(end - _LOCATOR64.size, _LOCATOR64.size))
+    if end >= LOCATOR64.size:
+        locator = LOCATOR64.unpack(window.get(end - LOCATOR64.size, LOCATOR64.size))
         if locator[0] == b"PK\x06\x07":
-            wide = _END64.unpack(window.get(locator[2], _END64.size))
+            wide = END64.unpack(window.get(locator[2], END64.size))
             if wide[0] != b"PK\x06\x06":
                 raise CorruptSourceError(f"{window.where}: its zip directory has no ZIP64 end record")
             return wide[7], wide[8], wide[9]
@@ -150,24 +140,24 @@ def _parse_central(data: bytes, at: int, where: str) -> tuple[str, tuple[int, in
     Returns:
         Name of the entry; (CRC-32, size, position of the local header); byte behind the record.
     """
-    record = _CENTRAL.unpack_from(data, at)
+    record = CENTRAL.unpack_from(data, at)
     if record[0] != b"PK\x01\x02":
         raise CorruptSourceError(f"{where}: its zip directory is damaged at byte {at}")
     flags, method, crc, packed, size = record[3], record[4], record[7], record[8], record[9]
-    name_end = at + _CENTRAL.size + record[10]
+    name_end = at + CENTRAL.size + record[10]
     end = name_end + record[11] + record[12]
     if end > len(data):
         raise CorruptSourceError(f"{where}: its zip directory is cut off")
-    name = data[at + _CENTRAL.size : name_end].decode()
+    name = data[at + CENTRAL.size : name_end].decode()
     if method != 0 or flags & 1:
         raise UnsupportedError(f"{where}: entry {name!r} is compressed or encrypted, torch.save does neither")
     wide = _parse_zip64(data[name_end : name_end + record[11]])
     header = record[16]
-    if size == _LIMIT32:
+    if size == LIMIT32:
         size, wide = wide[0], wide[1:]
-    if packed == _LIMIT32:
+    if packed == LIMIT32:
         packed, wide = wide[0], wide[1:]
-    if header == _LIMIT32:
+    if header == LIMIT32:
         header = wide[0]
     if packed != size:
         raise CorruptSourceError(f"{where}: entry {name!r} has the sizes {packed} and {size}")
@@ -187,8 +177,8 @@ def _parse_zip64(extra: bytes) -> tuple[int, ...]:
 
 def _locate_payload(window: Window, header: int, size: int) -> int:
     """Locate the payload in the file, behind the *local* header: only its extra field includes the padding."""
-    fields = _LOCAL.unpack(window.get(header, _LOCAL.size))
-    offset: int = header + _LOCAL.size + fields[9] + fields[10]
+    fields = LOCAL.unpack(window.get(header, LOCAL.size))
+    offset: int = header + LOCAL.size + fields[9] + fields[10]
     if fields[0] != b"PK\x03\x04" or offset + size > window.length:
         raise CorruptSourceError(f"{window.where}: no entry of {size} bytes at byte {header}")
     return window.start + offset

@@ -28,7 +28,7 @@ _FILE_NAME = re.compile(r"^[^/\\\0]+$")
 
 
 class EntryError(Exception):
-    """What `.metadata` says about one entry is invalid."""
+    """The records of one entry in `.metadata` are invalid."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

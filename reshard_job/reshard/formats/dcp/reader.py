@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class DcpExtra:
         naming: class of each entry.
     """
 
+    format_name: ClassVar[str] = NAME
     paths: Mapping[TensorKey, StatePath]
     order: tuple[str, ...]
     carried: tuple[Entry, ...]

@@ -23,7 +23,7 @@ class DeepSpeedFormat:
     keeps_zero_stage = True
 
     def sniff(self, path: Path) -> str | None:
-        """Why `path` is not a native checkpoint, or None if it is."""
+        """Return why `path` is not a native checkpoint, or None if it is one."""
         if not path.is_dir():
             return "not a folder"
         if not has_checkpoint(path):

@@ -16,7 +16,7 @@ from reshard.topology import Topology
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedContents:
-    """The files of a native checkpoint and what they say together.
+    """The files of a native checkpoint, and the facts in which they agree.
 
     Attributes:
         folder: of the checkpoint.

@@ -17,6 +17,7 @@ from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
 from reshard.formats.deepspeed.tensor_parallel.rules import Rule
 from reshard.formats.pt.objects import Tensor
+from reshard.formats.pt.reader import PtFile
 
 _LAYER_NAME = re.compile(r"^(\d+)\.")
 _TIED_NAME = re.compile(r"^tied_modules\.([^.]+)\.")
@@ -41,7 +42,7 @@ class Param:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What one pipeline stage optimizes.
+    """Parameter groups of one pipeline stage.
 
     Attributes:
         groups: names of each parameter group, in the optimizer's order (not the flat buffer's).
@@ -164,7 +165,15 @@ def read_param_shapes(source: DeepSpeedContents, mp: int) -> list[Mapping[str, t
     """
     if source.named:
         return list(source.named[mp])
-    file = source.models[mp, 0]
+    return [*parse_param_shapes(source.models[mp, 0])]
+
+
+def parse_param_shapes(file: PtFile) -> list[dict[str, tuple[int, ...]]]:
+    """Parse `param_shapes` of a model file: per group name -> shape of the shard, in buffer order.
+
+    Raises:
+        CorruptSourceError: `param_shapes` is missing, or has another form.
+    """
     value = file.value.get("param_shapes")
     if not isinstance(value, list) or not all(isinstance(group, Mapping) for group in value):
         raise CorruptSourceError("has no list param_shapes", path=file.path)

@@ -10,7 +10,7 @@ Shape = tuple[int, ...]
 _MAX_STATES = 1 << 20
 _Taken = tuple[int, ...]
 _Ways = dict[_Taken, tuple[int, _Taken | None, int]]
-"""How much each group has taken -> in how many ways (2: or more), from which state, by which group (-1: by none)."""
+"""Parameters that each group took -> number of ways (2: or more), previous state, last group that took (-1: none)."""
 
 
 def match_names(

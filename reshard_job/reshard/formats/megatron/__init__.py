@@ -11,7 +11,8 @@ from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options
 from reshard.formats.dcp import understood_as_torch
 from reshard.formats.dcp.tables import CONFIG_FILE, read_backend
-from reshard.formats.megatron.reader import NAME, read_index
+from reshard.formats.megatron.names import NAME
+from reshard.formats.megatron.reader import read_index
 from reshard.formats.megatron.writer import lay_out
 from reshard.tensors.layout import Index, TargetLayout
 

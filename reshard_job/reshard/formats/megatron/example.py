@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 from reshard.formats.dcp.metadata import Entry
+from reshard.formats.megatron.names import NAME
 from reshard.tensors.layout import TensorKey
 
 
@@ -40,6 +42,7 @@ class MegatronExtra:
         buckets: the optimizer's states are laid out for its own buffers.
     """
 
+    format_name: ClassVar[str] = NAME
     locations: Mapping[TensorKey, TensorLocation]
     order: tuple[str, ...]
     objects: tuple[Entry, ...]

@@ -17,6 +17,7 @@ from reshard.formats.dcp.chunks import Chunks
 from reshard.formats.dcp.metadata import Entry
 from reshard.tensors.layout import TensorKey
 
+NAME = "megatron"
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<name>.+)$")
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")

@@ -24,10 +24,9 @@ from reshard.formats.dcp.tables import (
 )
 from reshard.formats.megatron.common import COMMON_KEY, Common, find_differing, find_groups, read_common
 from reshard.formats.megatron.example import MegatronExtra, TensorLocation
-from reshard.formats.megatron.names import EntryNames, find_names, split_layers
+from reshard.formats.megatron.names import NAME, EntryNames, find_names, split_layers
 from reshard.tensors.layout import Index, LogicalTensor, TensorKey
 
-NAME = "megatron"
 _BACKEND = "torch_dist"
 
 

@@ -22,9 +22,8 @@ from reshard.formats.dcp.writing.objects import copy_entries
 from reshard.formats.dcp.writing.skeleton import RankFiles
 from reshard.formats.megatron.amend import Progress, add_common_object, build_common_file
 from reshard.formats.megatron.example import MegatronExtra, TensorLocation
-from reshard.formats.megatron.names import is_optimizer_key
+from reshard.formats.megatron.names import NAME, is_optimizer_key
 from reshard.formats.megatron.placing import PlacedTensor, Placement, place_tensors
-from reshard.formats.megatron.reader import NAME
 from reshard.storage.files import open_file
 from reshard.tensors.geometry import Box
 from reshard.tensors.layout import Index, TargetFile, TargetLayout
@@ -42,7 +41,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     """
     example = request.like or index
     extra = example.extra
-    if not isinstance(extra, MegatronExtra) or example.format != NAME:
+    if not isinstance(extra, MegatronExtra):
         raise UnsupportedError(
             _explain_no_example(example, named=example is not index),
             path=str(example.root),

@@ -23,13 +23,15 @@ ALIGNMENT_BYTES = 64
 MAX_ENTRIES = 1 << 20
 MAX_DIRECTORY_BYTES = 64 << 20
 
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR64 = struct.Struct("<4sIQI")
+LOCAL = struct.Struct("<4s5H3I2H")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+END = struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR64 = struct.Struct("<4sIQI")
 _UTF8 = 0x0800
-_LIMIT32 = 0xFFFFFFFF
+LIMIT32 = 0xFFFFFFFF
+"""Value of a field of 32 bits whose number stands in a ZIP64 record."""
+
 _LIMIT16 = 0xFFFF
 
 
@@ -123,13 +125,13 @@ def _find_payload(file: File, info: zipfile.ZipInfo, behind: int | None, path: s
     if file.is_remote and behind is not None:
         for descriptor in (16, 24) if info.flag_bits & 8 else (0,):
             offset = behind - descriptor - info.file_size
-            if offset > info.header_offset + _LOCAL.size and offset % ALIGNMENT_BYTES == 0:
+            if offset > info.header_offset + LOCAL.size and offset % ALIGNMENT_BYTES == 0:
                 return offset
-    header = file.read(_LOCAL.size, info.header_offset) if info.header_offset >= 0 else b""
-    if len(header) < _LOCAL.size or header[:4] != b"PK\x03\x04":
+    header = file.read(LOCAL.size, info.header_offset) if info.header_offset >= 0 else b""
+    if len(header) < LOCAL.size or header[:4] != b"PK\x03\x04":
         raise CorruptSourceError(f"no local header for {info.filename!r} at byte {info.header_offset}", path=path)
-    fields = _LOCAL.unpack(header)
-    return int(info.header_offset + _LOCAL.size + fields[9] + fields[10])
+    fields = LOCAL.unpack(header)
+    return int(info.header_offset + LOCAL.size + fields[9] + fields[10])
 
 
 def _check_apart(entries: dict[str, Entry], path: str) -> None:
@@ -228,35 +230,35 @@ def lay_out(prefix: str, payloads: Sequence[Payload]) -> Skeleton:
         fixed=_join_adjacent(fixed),
         slots=slots,
         prefixes=(
-            *(local + _LOCAL.size for local in local_positions),
-            *(position + central + _CENTRAL.size for central in central_offsets),
+            *(local + LOCAL.size for local in local_positions),
+            *(position + central + CENTRAL.size for central in central_offsets),
         ),
     )
 
 
 def _build_local_header(name: bytes, num_bytes: int, crc: int, position: int) -> bytes:
-    wide = num_bytes >= _LIMIT32
+    wide = num_bytes >= LIMIT32
     extra = struct.pack("<2H2Q", 1, 16, num_bytes, num_bytes) if wide else b""
-    unpadded = position + _LOCAL.size + len(name) + len(extra) + 4
+    unpadded = position + LOCAL.size + len(name) + len(extra) + 4
     padding = -unpadded % ALIGNMENT_BYTES
     extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    size = _LIMIT32 if wide else num_bytes
+    size = LIMIT32 if wide else num_bytes
     return (
-        _LOCAL.pack(b"PK\x03\x04", 45 if wide else 0, _UTF8, 0, 0, 0, crc, size, size, len(name), len(extra))
+        LOCAL.pack(b"PK\x03\x04", 45 if wide else 0, _UTF8, 0, 0, 0, crc, size, size, len(name), len(extra))
         + name
         + extra
     )
 
 
 def _build_central_header(name: bytes, num_bytes: int, crc: int, position: int) -> bytes:
-    wide_size, wide_offset = num_bytes >= _LIMIT32, position >= _LIMIT32
+    wide_size, wide_offset = num_bytes >= LIMIT32, position >= LIMIT32
     values = [num_bytes] * 2 * wide_size + [position] * wide_offset
     extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-    size = _LIMIT32 if wide_size else num_bytes
-    offset = _LIMIT32 if wide_offset else position
+    size = LIMIT32 if wide_size else num_bytes
+    offset = LIMIT32 if wide_offset else position
     version = 45 if values else 0
     fields = (version, version, _UTF8, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, offset)
-    return _CENTRAL.pack(b"PK\x01\x02", *fields) + name + extra
+    return CENTRAL.pack(b"PK\x01\x02", *fields) + name + extra
 
 
 def _build_end_records(num_entries: int, num_directory_bytes: int, directory_offset: int) -> bytes:
@@ -264,16 +266,16 @@ def _build_end_records(num_entries: int, num_directory_bytes: int, directory_off
     end64 = directory_offset + num_directory_bytes
     count = min(num_entries, _LIMIT16)
     return (
-        _END64.pack(b"PK\x06\x06", 44, 0, 45, 0, 0, num_entries, num_entries, num_directory_bytes, directory_offset)
-        + _LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1)
-        + _END.pack(
+        END64.pack(b"PK\x06\x06", 44, 0, 45, 0, 0, num_entries, num_entries, num_directory_bytes, directory_offset)
+        + LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1)
+        + END.pack(
             b"PK\x05\x06",
             0,
             0,
             count,
             count,
-            min(num_directory_bytes, _LIMIT32),
-            min(directory_offset, _LIMIT32),
+            min(num_directory_bytes, LIMIT32),
+            min(directory_offset, LIMIT32),
             0,
         )
     )

@@ -239,7 +239,7 @@ def _make_get(width: int) -> Callable[[ColumnMachine], None]:
 
 
 _COLUMN_TABLE: list[Any] = [None] * 256
-"""What each opcode does that `ColumnMachine` runs in another way than `Machine`."""
+"""Operations of the opcodes that `ColumnMachine` runs in another way than `Machine`, by opcode."""
 for _code, _operation in {
     b"(": ColumnMachine.begin_segment,
     b"u": ColumnMachine.set_segment,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard.formats.pt.archive import Entry
+from reshard.formats.pt.archive import END, END64, Entry
 from reshard.formats.pt.exchange import StorageExchange, find_holders
 from reshard.formats.pt.objects import Storage
 from reshard.formats.pt.reader import PtFile, read, read_open
@@ -25,8 +25,6 @@ from reshard.tensors.intervals import Int64Array
 _MAX_KNOWN_BYTES = 64 << 20  # of files to compare with; the latest are kept
 _GAP_BYTES = 1 << 16  # payloads up to this size are read with what is around them, larger ones are skipped
 _LOCAL_CRC, _LOCAL_NAME, _CENTRAL_CRC, _CENTRAL_NAME = 14, 30, 16, 46
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
 _TAIL_BYTES = 22 + 20 + 56  # the three records at the end of an archive without comment
 _DESCRIPTOR = b"PK\x07\x08"  # before the CRC-32 behind a payload, if the local header does not state it
 
@@ -114,10 +112,10 @@ def _read_key(file: File) -> FileKey | None:
         tail = file.read(_TAIL_BYTES, max(0, num_bytes - _TAIL_BYTES))
         if len(tail) != _TAIL_BYTES:
             return None
-        fields = _END.unpack(tail[-_END.size :])
+        fields = END.unpack(tail[-END.size :])
         if fields[0] != b"PK\x05\x06":  # it has a comment
             return None
-        position = _END64.unpack(tail[: _END64.size])[9] if tail[:4] == b"PK\x06\x06" else fields[6]
+        position = END64.unpack(tail[: END64.size])[9] if tail[:4] == b"PK\x06\x06" else fields[6]
         return num_bytes, position, file.read(_CENTRAL_NAME, position)
     except (OSError, OverflowError):
         return None

@@ -30,7 +30,7 @@ def _always(_value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """What a pickle may do with a name, in addition to holding it as a value.
+    """Operations that a pickle may apply to a name, in addition to holding it as a value.
 
     Attributes:
         reduce: arguments that it may be called with (REDUCE).

@@ -99,6 +99,13 @@ def trusting(names: Iterable[str], findings: list[UnsafePickleError] | None = No
 
     Raises:
         UsageError: a name is not of this form, or can never be allowed.
+
+    >>> from reshard.api import index_of
+    >>> from pathlib import Path
+    >>> with trusting(["my_project.config.Schedule"]):
+    ...     index = index_of(Path("ckpt/global_step2"))
+    >>> index.step
+    2
     """
     outer = _current()
     trust = _Trust(outer.names | check_names(names), outer.findings if findings is None else findings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from reshard.commits.commit import Commit
 from reshard.errors import CorruptSourceError
@@ -30,6 +31,7 @@ class SafetensorsExtra:
         metadata: the user's `__metadata__`; keys about which files differ are left out.
     """
 
+    format_name: ClassVar[str] = NAME
     metadata: Mapping[str, str]
 
 

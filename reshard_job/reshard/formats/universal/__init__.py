@@ -23,7 +23,7 @@ class UniversalFormat:
     keeps_zero_stage = False
 
     def sniff(self, path: Path) -> str | None:
-        """Why `path` is not a universal checkpoint, or None if it is."""
+        """Return why `path` is not a universal checkpoint, or None if it is one."""
         if not path.is_dir():
             return "not a folder"
         if not (path / OPTIMIZER_FILE).is_file():

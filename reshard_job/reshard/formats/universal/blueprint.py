@@ -45,7 +45,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """Everything besides tensors that a universal checkpoint holds.
+    """Content of a universal checkpoint besides its tensors.
 
     Attributes:
         model: model file of rank 0; what no attribute here replaces is copied from it.

@@ -19,7 +19,7 @@ from reshard.tensors.layout import ParamGroup
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupState:
-    """What the parameters of a group have in common.
+    """Types and scalars that all parameters of a group have in common.
 
     Attributes:
         dtypes: state that is a tensor -> its type; `fp32` comes first.

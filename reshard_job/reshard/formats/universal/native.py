@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from reshard.formats.deepspeed import autoep, pipeline
 from reshard.formats.deepspeed.experts import Experts, find_experts
@@ -21,6 +21,7 @@ from reshard.formats.deepspeed.tensor_parallel.rules import Rule
 from reshard.formats.universal.groups import GroupState
 from reshard.formats.universal.hints import Hints
 from reshard.formats.universal.module_weights import find_module_weights
+from reshard.formats.universal.names import NAME
 from reshard.formats.universal.native_files import build_native_contents
 from reshard.formats.universal.source import Shape, UniversalContents
 from reshard.formats.universal.weights import Weights
@@ -28,7 +29,7 @@ from reshard.formats.universal.weights import Weights
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UniversalExtra:
-    """What a writer needs of a universal checkpoint besides its tensors.
+    """Facts of a universal checkpoint besides its tensors that writers of DeepSpeed's formats need.
 
     Attributes:
         source: the files that are not atoms.
@@ -40,6 +41,7 @@ class UniversalExtra:
         tp: degree that the folder was laid out for; the description of the vocabulary is true for this degree.
     """
 
+    format_name: ClassVar[str] = NAME
     source: UniversalContents
     params: Mapping[str, Param]
     hints: Mapping[str, Hints | None]

@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard.errors import CorruptSourceError, TopologyError, UnsupportedError
 from reshard.formats.deepspeed import names as native_names
+from reshard.formats.deepspeed.logical import parse_param_shapes
 from reshard.formats.deepspeed.reading.opening import read_zero_stage
 from reshard.formats.deepspeed.tensor_parallel import patterns
 from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
@@ -103,7 +104,7 @@ def open_source(folder: Path, pattern_info: Mapping[str, Any] | None = None) -> 
     settings = optimizer.value.get("param_groups") if isinstance(optimizer.value, Mapping) else None
     if not isinstance(settings, list) or not all(isinstance(group, Mapping) for group in settings):
         raise CorruptSourceError("has no list param_groups", path=optimizer.path)
-    per_rank = [_read_param_shapes(file) for file in models]
+    per_rank = [parse_param_shapes(file) for file in models]
     stages = _group_by_stage(per_rank, folder)
     groups: list[dict[str, None]] = [{} for _ in settings]
     firsts: tuple[int, ...] = ()
@@ -237,17 +238,6 @@ def _int_or_zero(value: Any) -> int:
 def _read_stage3_copy(folder: Path, first: str, named: Mapping[str, Any]) -> list[PtFile]:
     """Read the copy of the model file under stage 3's name, which a folder for all stages has."""
     return [read(folder / MODEL_FILES[1])] if first == MODEL_FILES[0] and MODEL_FILES[1] in named else []
-
-
-def _read_param_shapes(file: PtFile) -> list[dict[str, Shape]]:
-    value = file.value.get("param_shapes")
-    if not isinstance(value, list) or not all(isinstance(group, Mapping) for group in value):
-        raise CorruptSourceError("has no list param_shapes", path=file.path)
-    for group in value:
-        for name, shape in group.items():
-            if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
-                raise CorruptSourceError(f"param_shapes: {name!r:.80} has the shape {shape!r:.80}", path=file.path)
-    return [{name: tuple(shape) for name, shape in group.items()} for group in value]
 
 
 def _group_by_stage(per_rank: Sequence[list[dict[str, Shape]]], folder: Path) -> list[list[list[dict[str, Shape]]]]:

@@ -1,4 +1,4 @@
-"""What makes no sense on a command line is said before any file is looked at."""
+"""Invalid command lines are refused before any file is read."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a conversion will take: sampling, rates and arithmetic."""
+"""Estimate of a conversion's time: sampling, rates and arithmetic."""
 
 import dataclasses
 import itertools

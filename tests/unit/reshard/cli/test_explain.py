@@ -1,4 +1,4 @@
-"""Where boxes lie and go, in words and in a picture."""
+"""Places of boxes in source and target, in words and in a picture."""
 
 import itertools
 import json

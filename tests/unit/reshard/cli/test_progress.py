@@ -1,4 +1,4 @@
-"""What the resharder says on stderr while it works, and how sizes are read and written."""
+"""Progress of the resharder on stderr, and sizes as text."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""What a command does before it begins: a conversion of a small checkpoint takes no longer than that."""
+"""Imports at the start of a command, which takes longer than a conversion of a small checkpoint."""
 
 import subprocess
 import sys

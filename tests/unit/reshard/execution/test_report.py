@@ -1,4 +1,4 @@
-"""What the operator takes from the termination messages of reshard pods."""
+"""Termination messages of reshard pods, as the operator reads them."""
 
 import pytest
 

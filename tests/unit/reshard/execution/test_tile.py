@@ -41,7 +41,7 @@ def stored(tmp_path):
 
 @pytest.fixture
 def window(request, monkeypatch):
-    monkeypatch.setattr(tile, "_GATHER_BYTES", request.param)
+    monkeypatch.setattr(tile, "GATHER_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("window")

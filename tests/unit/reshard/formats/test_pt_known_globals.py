@@ -200,7 +200,7 @@ def test_every_entry_of_python_and_numpy_is_in_the_pickle_of_a_real_object_that_
 
 
 def test_names_of_python_2_in_the_list_lead_to_names_in_the_list():
-    """What is written is of protocol 2, where a loader puts other names in the place of some."""
+    """`reshard` writes protocol 2, in which a loader replaces some names."""
     for name in KNOWN:
         module, attribute = _compat_pickle.NAME_MAPPING.get((name.module, name.name), (None, None))
         if module is None:

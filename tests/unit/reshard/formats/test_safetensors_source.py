@@ -321,7 +321,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, name):
 
 
 def of_torch(folder: Path, offsets: object, total: object = 26, *, index: bool = True) -> None:
-    """What HuggingFaceStorageWriter of torch 2.13 leaves."""
+    """Write files as HuggingFaceStorageWriter of torch 2.13 does."""
     sharding = offsets if isinstance(offsets, str) else json.dumps(offsets)
     about = {"DCP_VERSION": "1.0", "format": "pt", "DCP_SHARDING_INFO": sharding}
     write(folder / "model-00001-of-00001.safetensors", {**entries(), "__metadata__": about})

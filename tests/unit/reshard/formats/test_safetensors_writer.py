@@ -1,4 +1,4 @@
-"""How weights are laid out as safetensors files: cuts, names, notes, and what cannot be written."""
+"""Layout of weights as safetensors files: cuts, names, notes, refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is said in an atom's file about tensor parallelism, and what is understood of it."""
+"""Statements about tensor parallelism in an atom's file, and the rules that follow."""
 
 import pytest
 

@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +17,11 @@ from reshard.tensors.geometry import whole
 from reshard.tensors.layout import Index, LogicalTensor, ParamGroup, SourceFile, TensorKey
 from reshard.tensors.shard_table import ShardTableBuilder
 from reshard.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extra:
+    format_name: ClassVar[str] = "made-up"
 
 
 def index_of(tensors: dict[str, tuple[int, ...]], *, dtypes: dict[str, str] | None = None, **more) -> Index:
@@ -36,7 +42,7 @@ def index_of(tensors: dict[str, tuple[int, ...]], *, dtypes: dict[str, str] | No
         tensors=tuple(logical),
         files=(SourceFile(path="data.bin", num_bytes=position),),
         shards=builder.build(),
-        extra="of the format",
+        extra=Extra(),
         **more,
     )
 

@@ -1,4 +1,4 @@
-"""What tells the known bytes of one target file from those of another."""
+"""Known bytes that differ between target files."""
 
 import numpy as np
 import pytest

@@ -12,7 +12,7 @@ from reshard.system.file_handles import Handles, default_limit
 
 
 class Files:
-    """Counts what is open."""
+    """Opener that counts open files."""
 
     def __init__(self):
         self.open: set[int] = set()
@@ -117,7 +117,10 @@ def test_closing_waits_for_what_is_lent_and_lends_nothing_more() -> None:
         lent = pool.submit(borrow)
         assert borrowed.wait(20)
         ending = pool.submit(close)
-        time.sleep(0.05)
+        with pytest.raises(RuntimeError, match="after all files were closed"):
+            while True:  # until closing has begun
+                with handles.borrow(1):
+                    pass
         assert not ending.done()
         returned.set()
         lent.result(20)

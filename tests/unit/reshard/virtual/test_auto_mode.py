@@ -1,4 +1,4 @@
-"""What `--mode auto` chooses: one table of what was measured, promised, and at the borders."""
+"""Choices of `--mode auto`: one table of measured cases, promised cases, and borders."""
 
 import dataclasses
 

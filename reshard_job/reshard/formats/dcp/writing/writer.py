@@ -84,7 +84,7 @@ def _choose_content(
 
 
 def _find_extra(index: Index) -> DcpExtra | None:
-    return index.extra if index.format == NAME and isinstance(index.extra, DcpExtra) else None
+    return index.extra if isinstance(index.extra, DcpExtra) else None
 
 
 def _number_keys(extra: DcpExtra) -> Mapping[str, int]:

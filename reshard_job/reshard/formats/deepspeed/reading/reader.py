@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from reshard.commits.commit import Commit
 from reshard.errors import UnsupportedError
@@ -28,12 +28,12 @@ from reshard.formats.deepspeed.rows import Rows
 from reshard.formats.deepspeed.states import check_scalars
 from reshard.formats.deepspeed.tensor_parallel import patterns
 from reshard.formats.pt.reader import PtFile
-from reshard.tensors.layout import Checksum, Index, SourceFile, TensorKey
+from reshard.tensors.layout import Checksum, FormatExtra, Index, SourceFile, TensorKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedExtra:
-    """What the writer needs besides the tensors.
+    """Facts of a native checkpoint besides its tensors that writers of DeepSpeed's formats need.
 
     Attributes:
         source: the files.
@@ -44,6 +44,7 @@ class DeepSpeedExtra:
         aliases: second name of a tied weight -> its first.
     """
 
+    format_name: ClassVar[str] = NAME
     source: DeepSpeedContents
     model: Model
     weights: Mapping[str, Param]
@@ -53,7 +54,7 @@ class DeepSpeedExtra:
 
 
 @runtime_checkable
-class NativeConvertible(Protocol):
+class NativeConvertible(FormatExtra, Protocol):
     """`Index.extra` of another format whose files hold all that native ones hold besides tensors."""
 
     def to_native(self) -> DeepSpeedExtra:

@@ -22,7 +22,7 @@ class BoxPair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How one parameter is cut over the tensor-parallel ranks.
+    """Rule that cuts one parameter over the tensor-parallel ranks.
 
     Fused tensors lie one after the other along `dim`, and each is cut by itself. With `repeat` the whole sequence
     recurs: a mixture of experts fused as `[experts * out, in]` has `experts` times `out` rows. With `unit` a fused

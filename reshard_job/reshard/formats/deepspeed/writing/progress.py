@@ -17,7 +17,7 @@ _KINDS = {"float64": "<f8", "float32": "<f4", "int64": "<i8", "int32": "<i4"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What the source says about the run besides tensors.
+    """Facts besides tensors about the source's run: its progress, and the settings of its parameter groups.
 
     Attributes:
         step: optimizer steps done.
