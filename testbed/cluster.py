@@ -178,7 +178,7 @@ def wait_ready(members: tuple[nodes.Node, ...]) -> None:
 
 
 def settings() -> dict[str, object]:
-    """What the running cluster was made with, and what has to be put back."""
+    """Read the settings of the running cluster, and the settings of this machine that its end restores."""
     try:
         value: dict[str, object] = json.loads((run_dir() / "settings.json").read_text())
     except (OSError, ValueError):

@@ -94,7 +94,7 @@ def cni_dir() -> Path:
 
 
 def missing() -> list[Path]:
-    """What is not in the cache yet."""
+    """List the programs that are not in the cache yet."""
     wanted = [bin_dir() / name for name in (*KUBERNETES, *RUNTIME)] + [cni_dir() / name for name in CNI]
     return [path for path in wanted if not path.exists()]
 
@@ -121,7 +121,7 @@ def ensure() -> None:
 
 
 def reachable(url: str) -> bool:
-    """Whether anybody answers there."""
+    """Return True if a server answers at `url`."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_CONNECT_SECONDS):
             return True

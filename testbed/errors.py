@@ -1,10 +1,10 @@
-"""What the test bed says when it cannot do what was asked."""
+"""Errors of the test bed."""
 
 from __future__ import annotations
 
 
 class TestbedError(Exception):
-    """Base: the message says what is wrong and what to do."""
+    """Base class; the message says what is wrong and what to do."""
 
     __test__ = False
 
@@ -14,4 +14,4 @@ class CannotRunHereError(TestbedError):
 
 
 class TimedOutError(TestbedError):
-    """Something that should have happened did not."""
+    """An expected event did not happen in time."""

@@ -28,7 +28,7 @@ for builder in (ShareMemCommBuilder, FusedAdamBuilder, CPUAdamBuilder):
 
 
 def folder() -> Path:
-    """Where torch keeps them; pods of the test bed mount it."""
+    """Return the folder in which torch keeps compiled extensions; pods of the test bed mount it."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache_dir() / "torch_extensions")
 
 

@@ -1,4 +1,4 @@
-"""What can happen to a machine."""
+"""Inject faults into nodes: power loss, hangs, cut networks, failed GPUs."""
 
 from __future__ import annotations
 

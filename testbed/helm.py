@@ -35,7 +35,7 @@ _RUN_SECONDS = 240
 
 
 class HelmError(TestbedError):
-    """helm failed; the text says at what, and ends with what it said."""
+    """helm failed; the text names the command and ends with helm's output."""
 
 
 def run(

@@ -1,4 +1,4 @@
-"""What a node runs: containerd, kubelet and, on GPU nodes, the device plugin. Pure text, but for writing the files."""
+"""Configure a node's processes: containerd, kubelet and, on GPU nodes, the device plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the test bed keeps things, and the fixed names and addresses that it uses."""
+"""Folders of the test bed, and its fixed names and addresses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state_dir() -> Path:
 
 
 def run_dir() -> Path:
-    """What exists exactly while a cluster exists."""
+    """Return the folder of the running cluster; it is there as long as the cluster is."""
     return state_dir() / "run"
 
 

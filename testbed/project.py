@@ -64,7 +64,7 @@ def ensure_built() -> tuple[oci.Image, ...]:
 
 
 def archive(built: Iterable[oci.Image]) -> Path:
-    """Where `ensure_built` writes these images. `podman load`, `docker load` and `ctr images import` read it."""
+    """Return the archive that `ensure_built` writes: for `podman load`, `docker load` and `ctr images import`."""
     return state_dir() / "images" / f"elastic-{_key(*(image.digest for image in built))}.tar"
 
 

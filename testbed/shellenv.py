@@ -1,4 +1,4 @@
-"""What a shell needs to work with the test bed: `eval "$(python -m testbed env)"`."""
+"""Make the environment in which a shell works with the test bed: `eval "$(python -m testbed env)"`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How random the tests are: not at all in `make test`, where a change must be the cause of a failure; in a soak, quite.
+"""Randomness of the tests: none in `make test`, where a failure must come from a change; much in a soak.
 
 `ETJ_SOAK=1` (`make soak`) draws other examples in every run, and more of them.
 """

@@ -1,4 +1,4 @@
-"""What `python -m testbed env` prints: programs that are found, also the second time in the same shell."""
+"""Output of `python -m testbed env`: a shell finds the programs, also the second time."""
 
 from __future__ import annotations
 
