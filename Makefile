@@ -11,7 +11,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CACHE_DIR)/torch_extensions
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster demo bench format lock clean testbed-up testbed-down lock-images images images-load
+.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster demo bench format lock clean testbed-up testbed-down generate lock-images images images-load
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -52,6 +52,10 @@ lint: setup ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+generate: setup ## write the CRD, its copy in the chart and the reference pages from the models and parsers
+	$(BIN)/python -m crds.generate
+	$(BIN)/python -m docs.cli_reference
 
 format: setup ## let ruff format and fix what it can
 	$(BIN)/ruff format .

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from lightkube import AsyncClient
-from lightkube.config.kubeconfig import KubeConfig
 
 from benchmarks import crowd
 from benchmarks.apiserver import apiserver
 from benchmarks.checkpoints import OUTPUT, ROOT
 from elastic_operator.api.status import Phase
-from elastic_operator.cluster.resources import JOB, NODE, POD, TRAINING_JOB
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.credentials import read_kubeconfig
+from elastic_operator.client.resources import JOB, NODE, POD, TRAINING_JOB, ResourceKind
 from elastic_operator.metrics.definitions import JOB_ATTEMPT
 from testbed.kubectl import Kubectl
 
@@ -55,7 +55,7 @@ async def _measure(num_nodes: int, num_jobs: int) -> str:
         kubectl = Kubectl(config)
         kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
         kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
-        client = AsyncClient(config=KubeConfig.from_file(config), trust_env=False)
+        client = KubernetesClient(read_kubeconfig([config], None, {}))
         await crowd.add_nodes(client, num_nodes)
         await crowd.add_jobs(client, num_jobs)
         with _operator(config) as process:
@@ -150,12 +150,12 @@ async def _until(count, wanted: int) -> float:  # type: ignore[no-untyped-def]  
     return time.monotonic() - begin
 
 
-async def _count(client: AsyncClient, kind: object) -> int:
-    return len([item async for item in client.list(kind, namespace=crowd.NAMESPACE)])  # type: ignore[call-overload]
+async def _count(client: KubernetesClient, kind: ResourceKind) -> int:
+    return len([item async for item in client.list_objects(kind, namespace=crowd.NAMESPACE)])
 
 
-async def _count_running(client: AsyncClient) -> int:
-    found = [item async for item in client.list(TRAINING_JOB, namespace=crowd.NAMESPACE)]
+async def _count_running(client: KubernetesClient) -> int:
+    found = [item async for item in client.list_objects(TRAINING_JOB, namespace=crowd.NAMESPACE)]
     return sum(item["status"]["phase"] == Phase.RUNNING for item in found)
 
 
@@ -177,12 +177,14 @@ def _scrape(port: int) -> str:
         return str(answer.read().decode())
 
 
-async def _lose_a_node(client: AsyncClient) -> float:
+async def _lose_a_node(client: KubernetesClient) -> float:
     """Delete the first job's first node; seconds until the job's next attempt is decided."""
     name = "job-0000"
     pods = [
         item
-        async for item in client.list(POD, namespace=crowd.NAMESPACE, labels={"elastictraining.dev/job-name": name})
+        async for item in client.list_objects(
+            POD, namespace=crowd.NAMESPACE, labels=f"elastictraining.dev/job-name={name}"
+        )
     ]
     before = (await client.get(TRAINING_JOB, name, namespace=crowd.NAMESPACE))["status"]["attempt"]
     begin = time.monotonic()

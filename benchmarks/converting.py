@@ -24,7 +24,7 @@ def zero1(repeat: int) -> str:
 
 
 def zero1_large(repeat: int) -> str:
-    """The same at four times the size, where the start of a program weighs less."""
+    """ZeRO-1 at four times the size, where the start of a program weighs less."""
     return _converting(checkpoints.zero1(layers=28), "tp=2,dp=3", [], repeat)
 
 

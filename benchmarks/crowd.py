@@ -6,14 +6,13 @@ import asyncio
 import inspect
 import time
 from collections.abc import Coroutine, Iterable
+from http import HTTPStatus
 from typing import Any
 
-import httpx2
-from lightkube import AsyncClient
-
 from elastic_operator.api.serialization import format_time
-from elastic_operator.cluster.resources import JOB, LEASE, NODE, POD, TRAINING_JOB, make
-from elastic_operator.cluster.watch_stream import connect
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.api_errors import ApiError
+from elastic_operator.client.resources import JOB, LEASE, NODE, POD, TRAINING_JOB
 from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import LeaseKey, TrainerPhase
 
@@ -40,7 +39,7 @@ async def in_parallel(calls: Iterable[Coroutine[Any, Any, object]], at_once: int
                 call.close()
 
 
-async def add_nodes(client: AsyncClient, count: int) -> None:
+async def add_nodes(client: KubernetesClient, count: int) -> None:
     """Ready nodes of 8 accelerators, each with a kubelet's Lease."""
 
     async def add(number: int) -> None:
@@ -48,9 +47,9 @@ async def add_nodes(client: AsyncClient, count: int) -> None:
         gpus = {RESOURCE: "8", "cpu": "128", "memory": "1Ti", "pods": "110"}
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastTransitionTime": _now()}
         body: dict[str, Any] = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
-        await client.create(make(NODE, body))
+        await client.create(NODE, body)
         status = {"capacity": gpus, "allocatable": gpus, "conditions": [ready]}
-        await client.patch(NODE.Status, name, {"status": status})
+        await client.patch(NODE, name, {"status": status}, subresource="status")
         spec = {"holderIdentity": name, "leaseDurationSeconds": _NODE_LEASE_SECONDS, "renewTime": _now()}
         lease = {
             "apiVersion": "coordination.k8s.io/v1",
@@ -58,12 +57,12 @@ async def add_nodes(client: AsyncClient, count: int) -> None:
             "metadata": {"name": name, "namespace": "kube-node-lease"},
             "spec": spec,
         }
-        await client.create(make(LEASE, lease))
+        await client.create(LEASE, lease)
 
     await in_parallel(add(number) for number in range(count))
 
 
-async def add_jobs(client: AsyncClient, count: int) -> None:
+async def add_jobs(client: KubernetesClient, count: int) -> None:
     """Jobs of four nodes each."""
     container = {"name": "train", "image": "train:1", "command": ["train"]}
     spec = {
@@ -83,12 +82,12 @@ async def add_jobs(client: AsyncClient, count: int) -> None:
         }
         for number in range(count)
     )
-    await in_parallel(client.create(make(TRAINING_JOB, job)) for job in jobs)
+    await in_parallel(client.create(TRAINING_JOB, job) for job in jobs)
 
 
-async def add_pods(client: AsyncClient) -> int:
-    """What the Job controller, the scheduler and the kubelets would have made of the Jobs that are there."""
-    jobs = [item async for item in client.list(JOB, namespace=NAMESPACE)]
+async def add_pods(client: KubernetesClient) -> int:
+    """Create the pods that the Job controller, the scheduler and the kubelets would have made of the Jobs."""
+    jobs = [item async for item in client.list_objects(JOB, namespace=NAMESPACE)]
 
     async def add(job: Any, index: int, node: int) -> None:
         name = f"{job['metadata']['name']}-{index}"
@@ -107,8 +106,8 @@ async def add_pods(client: AsyncClient) -> int:
         }
         meta = {"name": name, "namespace": NAMESPACE, "labels": labels, "ownerReferences": [owner]}
         spec = {**template["spec"], "nodeName": f"gpu-{node:05d}", "restartPolicy": "Never"}
-        await client.create(make(POD, {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}))
-        await client.patch(POD.Status, name, {"status": {"phase": "Running"}}, namespace=NAMESPACE)
+        await client.create(POD, {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
+        await client.patch(POD, name, {"status": {"phase": "Running"}}, namespace=NAMESPACE, subresource="status")
 
     places = [(job, index) for job in jobs for index in range(job["spec"]["completions"])]
     await in_parallel(add(*place, node) for node, place in enumerate(places))
@@ -116,33 +115,32 @@ async def add_pods(client: AsyncClient) -> int:
 
 
 class Reports:
-    """What rank 0 of every job does: renew the attempt's Lease in time, each time with one more step.
+    """Heartbeats of rank 0 of every job: renew the attempt's Lease in time, each time with one more step.
 
     Attributes:
         step: of all jobs.
         late: rounds after which a heartbeat may have been missed.
     """
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: KubernetesClient) -> None:
         self._client = client
         self.step = 0
         self.late = 0
 
     async def run(self) -> None:
         """Never ends. Jobs that have lost their Lease fall silent."""
-        names = [item["metadata"]["name"] async for item in self._client.list(LEASE, namespace=NAMESPACE)]
+        names = [item["metadata"]["name"] async for item in self._client.list_objects(LEASE, namespace=NAMESPACE)]
         begin = _now()
-        async with connect(self._client.config) as http:
-            while True:
-                start = time.monotonic()
-                await in_parallel((_renew(http, name, self.step + 1, begin) for name in names), at_once=8)
-                self.step += 1
-                seconds = time.monotonic() - start
-                self.late += seconds > 2 * Timeouts().heartbeat_seconds
-                await asyncio.sleep(max(0.0, Timeouts().heartbeat_seconds - seconds))
+        while True:
+            start = time.monotonic()
+            await in_parallel((_renew(self._client, name, self.step + 1, begin) for name in names), at_once=8)
+            self.step += 1
+            seconds = time.monotonic() - start
+            self.late += seconds > 2 * Timeouts().heartbeat_seconds
+            await asyncio.sleep(max(0.0, Timeouts().heartbeat_seconds - seconds))
 
 
-async def _renew(http: httpx2.AsyncClient, name: str, step: int, begin: str) -> None:
+async def _renew(client: KubernetesClient, name: str, step: int, begin: str) -> None:
     notes = {
         LeaseKey.PHASE: str(TrainerPhase.TRAINING),
         LeaseKey.STEP: str(step),
@@ -152,13 +150,11 @@ async def _renew(http: httpx2.AsyncClient, name: str, step: int, begin: str) -> 
         LeaseKey.STEP_TIME: _now(),
     }
     change = {"metadata": {"annotations": notes}, "spec": {"renewTime": _now()}}
-    answer = await http.patch(
-        f"apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{name}",
-        json=change,
-        headers={"Content-Type": "application/merge-patch+json"},
-    )
-    if answer.status_code != httpx2.codes.NOT_FOUND:
-        answer.raise_for_status()
+    try:
+        await client.patch(LEASE, name, change, namespace=NAMESPACE)
+    except ApiError as error:
+        if error.code != HTTPStatus.NOT_FOUND:
+            raise
 
 
 def _now() -> str:

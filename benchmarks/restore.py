@@ -25,7 +25,7 @@ from reshard.topology import Topology
 
 
 def model_and_groups(kind: str, topology: Topology) -> tuple[torch.nn.Module, list[dict[str, object]]]:
-    """What trained the checkpoints of `benchmarks.checkpoints`."""
+    """Return the model that trained the checkpoints of `benchmarks.checkpoints`, and its parameter groups."""
     if kind == "zero3":
         model = build(100e6)
         return model, [{"params": list(model.parameters())}]

@@ -23,7 +23,7 @@ def build(parameters: float) -> nn.Sequential:
 
 
 def counters() -> dict[str, int]:
-    """What the kernel has counted for this process, in bytes: `rchar` by read calls, `read_bytes` from disks, ..."""
+    """Read the kernel's counters of this process, in bytes: `rchar` by read calls, `read_bytes` from disks, ..."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 

@@ -61,7 +61,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one rank said of its load.
+    """Measurements that one rank took of its load.
 
     Attributes:
         seconds: from the beginning until the engine has everything.
@@ -116,7 +116,7 @@ def _case(case: Case, repeat: int) -> str:
 
 
 def compared(ways: Sequence[Way]) -> str:
-    """Whether all ranks hold the same, however they came to it: a sentence.
+    """Return a sentence that says whether all ranks hold the same weights and moments in all ways.
 
     Raises:
         RuntimeError: ours differ.
@@ -221,7 +221,7 @@ def _prepared_table(case: Case, source: Path, ways: Sequence[Way]) -> str:
 
 
 def _rank_table(ways: Sequence[Way], needs: Sequence[int]) -> str:
-    """What was read of the checkpoint, by rank, as multiples of what it needs."""
+    """Tabulate the bytes that each rank read of the checkpoint, as a multiple of the bytes that it needs."""
     lines = [
         "What each rank reads of the checkpoint, as a multiple of what it needs:",
         "",

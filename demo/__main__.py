@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def story(options: argparse.Namespace, kube: Kube, timeline: Timeline) -> None:
-    """What happens to the job."""
+    """Run the demo's events on the job, one after the other."""
     job = manifests.job(options)
     timeline.restart_clock()
     kube.apply(job)
@@ -129,7 +129,7 @@ def events(kube: Kube) -> list[tuple[str, str, str]]:
 
 
 def reference(options: argparse.Namespace, timeline: Timeline) -> None:
-    """The same steps in the first attempt's topology, without a cluster and without a disturbance."""
+    """Train the same steps in the first attempt's topology, without a cluster and without faults."""
     spec: dict[str, Any] = timeline.job["spec"]
     zero = spec.get("parallelism", {}).get("zeroStage", 1)
     topology = Topology.parse(f"{timeline.topologies[1]},zero={zero}")
@@ -185,7 +185,7 @@ def judge(options: argparse.Namespace, timeline: Timeline) -> int:
 
 
 def report_of(options: argparse.Namespace, timeline: Timeline, result: Comparison) -> dict[str, Any]:
-    """Everything that was seen, for machines."""
+    """Return all observations as values for JSON."""
     status = timeline.status
     return {
         "ok": result.ok,

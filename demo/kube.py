@@ -21,11 +21,11 @@ from testbed.paths import kubeconfig as testbed_kubeconfig
 
 
 class DemoError(Exception):
-    """The story did not go as it should have."""
+    """The demo's job did not do what the demo shows."""
 
 
 class Kube:
-    """kubectl, and what can be done to nodes."""
+    """kubectl, and faults of nodes."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

@@ -38,7 +38,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened to the cluster at `time` (seconds since the job was applied)."""
+    """An event of the cluster at `time` (seconds since the job was applied)."""
 
     time: float
     text: str

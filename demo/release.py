@@ -37,7 +37,7 @@ class Operator:
         return self._alive
 
     def save_logs(self, path: Path) -> None:
-        """What all replicas have said."""
+        """Save the logs of all replicas."""
         selector = f"app.kubernetes.io/instance={NAME}"
         text = self._kube.kubectl(
             "logs", "-n", NAMESPACE, "-l", selector, "--tail=-1", "--prefix", "--ignore-errors", check=False

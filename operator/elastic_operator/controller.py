@@ -1,4 +1,4 @@
-"""The controller: one task per job resource, which reads, decides, writes and acts after each event or deadline."""
+"""The controller: after each event or deadline of a job it reads, decides, writes and acts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from lightkube.core.exceptions import ApiError
-
 from elastic_operator.api.spec import Spec, SpecError
 from elastic_operator.api.status import Status
+from elastic_operator.client.api_errors import AnswerError, ApiError
 from elastic_operator.cluster.diagnostics import Diagnostics, RefusedError
 from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.cluster.reservations import Reservations, is_contested
-from elastic_operator.cluster.shutdown import cancel_tasks
+from elastic_operator.cluster.work_queue import WorkQueue
 from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError
 from elastic_operator.manifests.forbidden_accounts import OPEN, Boundary
 from elastic_operator.manifests.reshard_pod import ReshardImage
@@ -42,20 +41,6 @@ from elastic_operator.reconcile.record import (
 )
 from reshard.contract import LeaseKey, sentence
 
-DEBOUNCE_SECONDS = 0.05
-"""Time that a pass waits after an event. Events come in bursts, and one pass handles all of them."""
-
-CROWD_DEBOUNCE_SECONDS = 0.3
-
-FEW_JOBS = 50
-"""Up to this number of jobs, every change wakes all jobs. Above it, a change wakes the jobs it concerns first."""
-
-SECONDS_PER_JOB = 0.005
-"""Delay per job before a change wakes all jobs: about the time that one pass takes."""
-
-TICK_SECONDS = 5.0
-"""Above `FEW_JOBS`, timed passes start at multiples of this time, so that they share requests."""
-
 STORE_PASSES_SECONDS = 120.0
 """Time for which a job's passes may use the store only. A fresh read then finds deletions that the watch missed."""
 
@@ -71,9 +56,7 @@ MAX_NAMED_PROBLEMS = 8
 RESERVED_RETRY_SECONDS = 1.0
 """Delay before a plan is made again that needs nodes reserved for other jobs."""
 
-
-_FIRST_BACKOFF_SECONDS = 0.5
-_LAST_BACKOFF_SECONDS = 30.0
+_CONFLICT_RETRY_SECONDS = 0.2
 
 _PROGRESS = frozenset({LeaseKey.STEP, LeaseKey.SAMPLES, LeaseKey.LOSS, LeaseKey.STEP_TIME})
 
@@ -82,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """What one pass read and decided.
+    """Input and result of one pass.
 
     Attributes:
         before: the status that was read.
@@ -101,7 +84,7 @@ class NodesReservedError(Exception):
 
 
 class JobController:
-    """Runs one task per job resource, never two for the same resource.
+    """Decides when a job resource is looked at, and looks at it: read, decide, write, act.
 
     Args:
         reader: reads the cluster.
@@ -110,6 +93,9 @@ class JobController:
         limits: timeouts from the settings.
         reshard_image: image of reshard pods; None for the image of the training.
         boundary: what jobs may not do.
+
+    Attributes:
+        queue: runs the passes.
     """
 
     def __init__(
@@ -127,41 +113,26 @@ class JobController:
         self._writer = writer
         self._configured_limits = limits
         self._reshard_image = reshard_image
-        self._tasks: dict[Key, asyncio.Task[None]] = {}
-        self._wakers: dict[Key, asyncio.Event] = {}
+        self.queue = WorkQueue(
+            self._timed_reconcile, on_error=self._handle_error, on_removed=self._forget, count=lambda: reader.num_jobs
+        )
         self._nodes: dict[Key, frozenset[str]] = {}
         self._store_until: dict[Key, float] = {}
         self._annotations: dict[Key, dict[str, Mapping[str, Any]]] = {}
-        self._waking_all: asyncio.TimerHandle | None = None
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_PASSES)
-        self._start_time = time.monotonic()
         self._diagnostics = diagnostics
         self._reservations = Reservations()
         self._has_warned_forbidden = False
         self._reported_problems: dict[Key, str] = {}
 
     @property
-    def is_crowded(self) -> bool:
-        """True if there are too many jobs to run a pass of every job for every change."""
-        return self._num_jobs > FEW_JOBS
-
-    @property
-    def _num_jobs(self) -> int:
-        return max(len(self._tasks), self._reader.num_jobs)
-
-    @property
     def _limits(self) -> Timeouts:
-        limits, seconds = self._configured_limits, PROGRESS_SECONDS_PER_JOB * self._num_jobs
+        limits, seconds = self._configured_limits, PROGRESS_SECONDS_PER_JOB * len(self.queue)
         return limits if seconds <= limits.progress_seconds else dataclasses.replace(limits, progress_seconds=seconds)
 
     def wake(self, key: Key) -> None:
-        """Start a pass of a job soon; the first call creates its task."""
-        if not self._tasks:
-            self._start_time = time.monotonic()
-        if key not in self._tasks:
-            self._wakers[key] = asyncio.Event()
-            self._tasks[key] = asyncio.create_task(self._run(key), name="/".join(key))
-        self._wakers[key].set()
+        """Start a pass of a job soon."""
+        self.queue.add(key)
 
     def wake_node(self, node: str) -> None:
         """Wake the jobs that have pods on `node`, and the jobs that wait for nodes."""
@@ -169,75 +140,48 @@ class JobController:
             if node in nodes or not nodes:
                 self.wake(key)
 
-    def wake_all(self) -> None:
-        """Wake all jobs: at once, or with many jobs after a delay that collects further changes."""
-        if not self.is_crowded:
-            self._wake_all()
-        elif self._waking_all is None:
-            seconds = SECONDS_PER_JOB * self._num_jobs
-            self._waking_all = asyncio.get_running_loop().call_later(seconds, self._wake_all)
-
     def node_changed(self, name: str) -> None:
         """Wake the jobs with pods on a new, changed or deleted node now, and all other jobs soon."""
         self.wake_node(name)
-        self.wake_all()
+        self.queue.add_all()
 
     def lease_changed(self, key: Key, lease: Mapping[str, Any]) -> None:
         """Wake a job whose Lease changed; with many jobs only if more than its progress annotations changed."""
         name, annotations = lease["metadata"]["name"], _without_progress(lease)
         known_annotations = self._annotations.setdefault(key, {})
-        if known_annotations.get(name) != annotations or not self.is_crowded:
+        if known_annotations.get(name) != annotations or not self.queue.is_crowded:
             known_annotations[name] = annotations
             self.wake(key)
 
-    def _wake_all(self) -> None:
-        self._waking_all = None
-        for key in list(self._tasks):
-            self.wake(key)
-
     async def stop(self) -> None:
-        """Cancel all tasks, and wait until they have ended."""
-        await cancel_tasks(list(self._tasks.values()))
+        """Cancel all passes, and wait until they have ended."""
+        await self.queue.stop()
 
-    async def _run(self, key: Key) -> None:
-        backoff = _FIRST_BACKOFF_SECONDS
-        while True:
-            waker = self._wakers[key]
-            waker.clear()
-            start = time.monotonic()
-            try:
-                seconds = await self.reconcile(key)
-                _count_pass("success", start)
-                backoff = _FIRST_BACKOFF_SECONDS
-            except NodesReservedError as error:
-                logger.debug("%s/%s: waiting: %s", *key, error)
-                _count_pass("conflict", start)
-                seconds = RESERVED_RETRY_SECONDS
-            except ConflictError as error:
-                logger.debug("%s/%s: reading again: %s", *key, error)
-                _count_pass("conflict", start)
-                seconds = 0.2
-            except RefusedError as error:
-                if error.is_new:
-                    logger.warning("%s/%s: %s", *key, error)
-                _count_pass("error", start)
-                seconds, backoff = backoff, min(2 * backoff, _LAST_BACKOFF_SECONDS)
-            except asyncio.CancelledError:
-                raise
-            except Exception as error:
-                # Any error of a pass ends here; the pass is repeated with increasing delays.
-                status = error.status.code if isinstance(error, ApiError) else None
-                logger.exception("%s/%s: reconciliation failed (API status %s)", *key, status)
-                _count_pass("error", start)
-                seconds, backoff = backoff, min(2 * backoff, _LAST_BACKOFF_SECONDS)
-            if seconds is None:
-                self._forget(key)
-                return
-            # Not `wait_for`: in Python 3.11 it can lose a cancellation that arrives together with the wake.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._align_to_tick(seconds)):
-                    await waker.wait()
-                await asyncio.sleep(CROWD_DEBOUNCE_SECONDS if self.is_crowded else DEBOUNCE_SECONDS)
+    async def _timed_reconcile(self, key: Key) -> float | None:
+        start = time.monotonic()
+        try:
+            seconds = await self.reconcile(key)
+        except Exception as error:
+            _count_pass("conflict" if isinstance(error, NodesReservedError | ConflictError) else "error", start)
+            raise
+        _count_pass("success", start)
+        return seconds
+
+    def _handle_error(self, key: Key, error: Exception) -> float | None:
+        """Log the error of a pass; return the seconds until the next pass, or None to back off."""
+        if isinstance(error, NodesReservedError):
+            logger.debug("%s/%s: waiting: %s", *key, error)
+            return RESERVED_RETRY_SECONDS
+        if isinstance(error, ConflictError):
+            logger.debug("%s/%s: reading again: %s", *key, error)
+            return _CONFLICT_RETRY_SECONDS
+        if isinstance(error, RefusedError):
+            if error.is_new:
+                logger.warning("%s/%s: %s", *key, error)
+        else:
+            status = error.code if isinstance(error, AnswerError) else None
+            logger.error("%s/%s: reconciliation failed (API status %s)", *key, status, exc_info=error)
+        return None
 
     def _may_use_store(self, key: Key) -> bool:
         """Return whether a pass may use the store only, which it may for some time after a fresh read.
@@ -255,17 +199,10 @@ class JobController:
         """
         if self._limits is self._configured_limits:
             return 0.0
-        return self._start_time + self._limits.progress_seconds * _stagger(key) - time.monotonic()
-
-    def _align_to_tick(self, seconds: float) -> float:
-        if seconds < TICK_SECONDS or not self.is_crowded:
-            return seconds
-        return seconds + -(time.monotonic() + seconds) % TICK_SECONDS
+        return self.queue.start_time + self._limits.progress_seconds * _stagger(key) - time.monotonic()
 
     def _forget(self, key: Key) -> None:
         for table in (
-            self._tasks,
-            self._wakers,
             self._nodes,
             self._annotations,
             self._store_until,
@@ -277,33 +214,43 @@ class JobController:
         exporter.forget(key)
 
     async def reconcile(self, key: Key) -> float | None:
-        """Run one pass; return the seconds until the next one, or None if the resource was deleted.
+        """Run one pass; return the seconds until the next one, or None if the resource was deleted."""
+        seconds = await self._reconcile_from_store(key) if self._may_use_store(key) else None
+        if seconds is not None:
+            return seconds
+        async with self._slots:
+            return await self._reconcile_from_api(key)
+
+    async def _reconcile_from_store(self, key: Key) -> float | None:
+        """Run one pass without requests for the job's objects; return None if it needs a fresh read.
 
         The store is sufficient to see that there is nothing to do, and to write progress: the write fails if the
         resource differs from the stored one. Actions are decided from a fresh read.
         """
-        stored = await self._reader.read_from_store(*key) if self._may_use_store(key) else None
-        if stored is not None and not _needs_accepted_spec(apply_boundary(stored[0], self._boundary)):
-            record, world = apply_boundary(stored[0], self._boundary), stored[1]
-            if world is not None:
-                world = await self._diagnostics.diagnose(key, record.status, world)
-            result = self._decide_from(key, record, world)
-            if is_noop(record.status, result.decision):
-                _export_gauges(key, result)
-                return result.decision.requeue_seconds
-            if is_status_only(record.status, result.decision) and not effective_spec.is_revision_due(
-                record.status, result.decision.status
-            ):
-                seconds = self._progress_delay_seconds(key)
-                if seconds > 0.0 and is_progress_only(record.status, result.decision):
-                    _export_gauges(key, result)
-                    return min(seconds, result.decision.requeue_seconds)
-                with contextlib.suppress(ConflictError):
-                    async with self._slots:
-                        await self._apply(key, record.reference, result)
-                    return result.decision.requeue_seconds
-        async with self._slots:
-            return await self._reconcile_from_api(key)
+        stored = await self._reader.read_from_store(*key)
+        if stored is None:
+            return None
+        record, world = apply_boundary(stored[0], self._boundary), stored[1]
+        if _needs_accepted_spec(record):
+            return None
+        if world is not None:
+            world = await self._diagnostics.diagnose(key, record.status, world)
+        result = self._decide_from(key, record, world)
+        before, decision = record.status, result.decision
+        if is_noop(before, decision):
+            _export_gauges(key, result)
+            return decision.requeue_seconds
+        if not is_status_only(before, decision) or effective_spec.is_revision_due(before, decision.status):
+            return None
+        seconds = self._progress_delay_seconds(key)
+        if seconds > 0.0 and is_progress_only(before, decision):
+            _export_gauges(key, result)
+            return min(seconds, decision.requeue_seconds)
+        with contextlib.suppress(ConflictError):
+            async with self._slots:
+                await self._apply(key, record.reference, result)
+            return decision.requeue_seconds
+        return None
 
     async def _reconcile_from_api(self, key: Key) -> float | None:
         """Run one pass from a fresh read; return as `reconcile`."""
@@ -430,7 +377,7 @@ class JobController:
         try:
             await self._writer.keep_spec(read_record(resource).job, resource["spec"])
         except (ApiError, NameTakenError) as error:
-            if isinstance(error, ApiError) and error.status.code != HTTPStatus.FORBIDDEN:
+            if isinstance(error, ApiError) and error.code != HTTPStatus.FORBIDDEN:
                 raise
             if not self._has_warned_forbidden:
                 logger.warning(

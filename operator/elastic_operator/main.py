@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
 import kopf
-from lightkube import AsyncClient
-from lightkube.config.kubeconfig import KubeConfig
 
 from elastic_operator import probes
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.credentials import Credentials, read_kubeconfig, service_account
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.diagnostics import Diagnostics
 from elastic_operator.cluster.handlers import make_registry
@@ -25,7 +25,6 @@ from elastic_operator.cluster.own_account import find_own_account
 from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.cluster.shutdown import cancel_tasks, handle_exception_at_exit
 from elastic_operator.cluster.store import ClusterStore
-from elastic_operator.cluster.watch_stream import connect
 from elastic_operator.cluster.writer import ClusterWriter
 from elastic_operator.controller import JobController
 from elastic_operator.logs import configure_logging
@@ -53,8 +52,7 @@ def main() -> int:
 
 async def serve(settings: Settings) -> None:
     """Become the leader, then run the controller until SIGTERM or SIGINT."""
-    config = KubeConfig.from_file(settings.kubeconfig) if settings.kubeconfig else KubeConfig.from_service_account()
-    client = AsyncClient(config=config, trust_env=False)
+    client = KubernetesClient(_read_credentials(settings))
     stop, started = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -78,8 +76,14 @@ async def serve(settings: Settings) -> None:
         asyncio.get_running_loop().set_exception_handler(handle_exception_at_exit)
 
 
+def _read_credentials(settings: Settings) -> Credentials:
+    if settings.kubeconfig is None:
+        return service_account(settings.environment)
+    return read_kubeconfig([settings.kubeconfig], None, settings.environment)
+
+
 async def _serve_as_leader(
-    settings: Settings, client: AsyncClient, leader: Leader | None, stop: asyncio.Event, started: asyncio.Event
+    settings: Settings, client: KubernetesClient, leader: Leader | None, stop: asyncio.Event, started: asyncio.Event
 ) -> None:
     """Start the informers, the controller and kopf, and stop them at the end."""
     nodes, renewals = NodeCache(settings.unhealthy_nodes), RenewalCache()
@@ -96,11 +100,12 @@ async def _serve_as_leader(
     controller = JobController(reader, writer, diagnostics, settings.limits, settings.reshard_image, boundary=boundary)
     store.listener = controller
     background = [_in_background(leader.hold(), "leader")] if leader is not None else []
-    http = connect(client.config)
+    # Each watch keeps a connection, and there are three for each namespace that is served.
+    watches = KubernetesClient(_read_credentials(settings), max_connections=0)
     try:
         await reader.refresh_node_leases()
         await reader.list_pending_starts()
-        background += [_in_background(informer.follow(http), str(informer.source)) for informer in store.informers]
+        background += [_in_background(informer.follow(watches), str(informer.source)) for informer in store.informers]
         await _wait_for_sync(store.informers, stop)
         background.append(_in_background(_poll_node_leases(reader, controller), "nodes"))
         await kopf.operator(
@@ -114,7 +119,7 @@ async def _serve_as_leader(
     finally:
         await controller.stop()
         await cancel_tasks(background)
-        await http.aclose()
+        await watches.close()
 
 
 async def _wait_for_sync(informers: Sequence[Informer], stop: asyncio.Event) -> None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+
+from elastic_operator.api.schema_types import not_expected
+from elastic_operator.api.serialization import adapter_of
+from elastic_operator.api.validation import Problem, find_problems, shorten
 from elastic_operator.manifests.forbidden_accounts import Account
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.observed.health_monitors import NO_RULES, RuleError, Rules, parse_rules
@@ -16,6 +23,34 @@ from elastic_operator.observed.timeouts import Timeouts, describe_timeouts
 
 LEASE_NAME = "elastic-training-operator"
 """Default name of the leader's Lease."""
+
+
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+
+
+def _check_label(name: str) -> str:
+    if not re.fullmatch(_LABEL, name):
+        raise not_expected("the name of a namespace: lower-case letters, digits and '-'")
+    return name
+
+
+def _expand(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except (RuntimeError, ValueError) as error:
+        raise not_expected(f"a path ({error})") from error
+
+
+def _check_subdomain(name: str) -> str:
+    if not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", name):
+        raise not_expected("the name of an object: lower-case letters, digits, '-' and '.'")
+    return name
+
+
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+NamespaceName = Annotated[str, Field(max_length=63), AfterValidator(_check_label)]
+LeaseName = Annotated[str, Field(max_length=253), AfterValidator(_check_subdomain)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +70,25 @@ class Settings:
         reshard_image: image of reshard pods; None for the image of the training.
         allow_own_namespace: serve jobs in the operator's own namespace.
         pod_account: ServiceAccount of this process's pod; None outside a cluster.
+        environment: environment variables: the address of the API server in a pod, and what credential plugins get.
     """
 
-    kubeconfig: Path | None = None
-    namespaces: tuple[str, ...] = ()
+    kubeconfig: Annotated[Path, BeforeValidator(_expand)] | None = None
+    namespaces: tuple[NamespaceName, ...] = ()
     leader_election: bool = True
-    lease_namespace: str = "default"
-    lease_name: str = LEASE_NAME
+    lease_namespace: NamespaceName = "default"
+    lease_name: LeaseName = LEASE_NAME
     identity: str = ""
-    metrics_port: int = 0
-    health_port: int = 0
-    log_level: str = "INFO"
+    metrics_port: Port = 0
+    health_port: Port = 0
+    log_level: LogLevel = "INFO"
     json_logs: bool = False
     limits: Timeouts = Timeouts()  # noqa: RUF009 - frozen
     unhealthy_nodes: Rules = NO_RULES
     reshard_image: ReshardImage | None = None
     allow_own_namespace: bool = False
     pod_account: Account | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
@@ -70,34 +107,54 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] | Non
         )
     except RuleError as error:
         parser.error(str(error))
+    try:
+        return adapter_of(Settings).validate_python(_values(options, env, unhealthy_nodes))
+    except ValidationError as error:
+        parser.error("; ".join(map(_sentence, find_problems(adapter_of(Settings), error))))
+
+
+def _sentence(problem: Problem) -> str:
+    *_, field = (str(item) for item in problem.location if not isinstance(item, int))
+    option = {"namespaces": "namespace"}.get(field, field).replace("_", "-")
+    return f"--{option} is {shorten(problem.value)}: expected {problem.expected}"
+
+
+def _values(options: argparse.Namespace, env: Mapping[str, str], unhealthy_nodes: Rules) -> dict[str, Any]:
+    """Return the fields of `Settings`, not validated."""
     kubeconfig = options.kubeconfig or (None if "KUBERNETES_SERVICE_HOST" in env else _default_kubeconfig(env))
     limits = {field.name: getattr(options, field.name) for field in dataclasses.fields(Timeouts)}
-    return Settings(
-        kubeconfig=Path(kubeconfig).expanduser() if kubeconfig else None,
-        namespaces=tuple(dict.fromkeys(_split_names(options.namespace))),
-        leader_election=not options.no_leader_election,
-        lease_namespace=options.lease_namespace,
-        lease_name=options.lease_name,
-        identity=f"{env.get('POD_NAME') or socket.gethostname()}_{os.getpid()}",
-        metrics_port=options.metrics_port,
-        health_port=options.health_port,
-        log_level=options.log_level,
-        json_logs=options.json_logs,
-        limits=Timeouts(**limits),
-        unhealthy_nodes=unhealthy_nodes,
-        allow_own_namespace=options.allow_jobs_in_own_namespace,
-        pod_account=_pod_account(env),
-        reshard_image=(
+    return {
+        "kubeconfig": kubeconfig or None,
+        "namespaces": _names_of(options.namespace),
+        "leader_election": not options.no_leader_election,
+        "lease_namespace": options.lease_namespace,
+        "lease_name": options.lease_name,
+        "identity": f"{env.get('POD_NAME') or socket.gethostname()}_{os.getpid()}",
+        "metrics_port": options.metrics_port,
+        "health_port": options.health_port,
+        "log_level": options.log_level,
+        "json_logs": options.json_logs,
+        "limits": limits,
+        "unhealthy_nodes": unhealthy_nodes,
+        "allow_own_namespace": options.allow_jobs_in_own_namespace,
+        "pod_account": _pod_account(env),
+        "environment": dict(env),
+        "reshard_image": (
             ReshardImage(name=options.reshard_image, pull_policy=options.reshard_image_pull_policy)
             if options.reshard_image
             else None
         ),
-    )
+    }
 
 
 def _pod_account(env: Mapping[str, str]) -> Account | None:
     namespace, name = env.get("POD_NAMESPACE"), env.get("POD_SERVICE_ACCOUNT")
     return Account(namespace=namespace, name=name) if namespace and name else None
+
+
+def _names_of(values: Sequence[str]) -> tuple[str, ...]:
+    """Return names without repetitions; values without any name stay as they are, because no name would mean all."""
+    return tuple(dict.fromkeys(_split_names(values))) or tuple(values)
 
 
 def _split_names(values: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ DEVICES_SECONDS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A real cluster and what a test may do with it."""
+    """A real cluster, and the operations of tests on it."""
 
     kubeconfig: Path
     is_testbed: bool

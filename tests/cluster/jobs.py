@@ -17,13 +17,12 @@ GPT = ["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train.p
 
 
 class Operator:
-    """`elastic-operator run` as a process of this machine."""
+    """`elastic-operator run` as a process of this machine; without a namespace it serves all."""
 
-    def __init__(self, kubeconfig: Path, namespace: str, log: Path, *options: str) -> None:
+    def __init__(self, kubeconfig: Path, namespace: str | None, log: Path, *options: str) -> None:
         program = str(Path(sys.executable).with_name("elastic-operator"))
-        self._command = [
-            program, "run", "--kubeconfig", str(kubeconfig), "--namespace", namespace, *options
-        ]  # fmt: skip
+        served = [f"--namespace={namespace}"] if namespace is not None else []
+        self._command = [program, "run", "--kubeconfig", str(kubeconfig), *served, *options]
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self.start()

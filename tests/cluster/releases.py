@@ -76,7 +76,7 @@ class Release:
         return str(self.lease().get("spec", {}).get("holderIdentity", "")).rpartition("_")[0]
 
     def logs(self, *options: str) -> str:
-        """What all replicas have said."""
+        """Return the logs of all replicas."""
         label = f"app.kubernetes.io/instance={self.name}"
         return str(
             self.cluster.kubectl(

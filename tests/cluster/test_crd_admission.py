@@ -1,4 +1,4 @@
-"""What a real API server makes of the resource: defaults, refusals with their message, explain, scale and columns."""
+"""The resource on a real API server: defaults, refusals with their message, explain, scale and columns."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_every_rule_has_a_case_here():
 
 
 def refusals(kubectl: Kubectl, namespace: str, jobs: list[dict[str, Any]]) -> list[str]:
-    """What the API server says to each of many jobs, in one go; empty where it takes one."""
+    """Return the API server's refusal of each of many jobs, from one request; empty where it accepts one."""
     docs = [{**job, "metadata": {"name": f"case-{i}", "labels": {"case": "yes"}}} for i, job in enumerate(jobs)]
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": docs})
     done = kubectl("create", "-n", namespace, "--dry-run=server", "--validate=ignore", "-f", "-", stdin=text)

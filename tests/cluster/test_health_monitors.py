@@ -1,4 +1,4 @@
-"""What the vendors' health monitors say about nodes, and what the operator makes of it."""
+"""Conditions and labels of the vendors' health monitors, and the operator's reaction."""
 
 from __future__ import annotations
 

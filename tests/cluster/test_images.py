@@ -125,8 +125,7 @@ def reshard_pod(namespace: str, **security: Any) -> dict[str, Any]:
         },
     }
     resume = Resume(source=f"/checkpoint/gpt/a1/{GOLDEN.name}", uri=f"/checkpoint/gpt/a2/{GOLDEN.name}", step=2)
-    topology = Topology(dp=2).to_dict()
-    current = Current(topology=topology, num_nodes=1, gpus_per_node=2, resume=resume)
+    current = Current(topology=Topology(dp=2), num_nodes=1, gpus_per_node=2, resume=resume)
     job = reshard_job(JobRef(name="gpt", namespace=namespace, uid="u"), parse_spec(spec), 2, current, IMAGE)
     template = job["spec"]["template"]
     # The golden checkpoint is a folder without a commit of ours.
@@ -176,7 +175,7 @@ def test_a_commit_resharded_in_the_operators_image_belongs_to_who_trains(
 
 
 def images_on(name: str) -> str:
-    """What the container runtime of a node has."""
+    """List the images of a node's container runtime."""
     init = machine.init_pid(name)
     assert init is not None
     enter = ["nsenter", "--target", str(init), "--mount", "--net"]

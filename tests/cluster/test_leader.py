@@ -30,7 +30,7 @@ def free_port() -> int:
 
 
 class Candidate:
-    """One process that wants to lead, and what its probes say."""
+    """One operator process that may become the leader, and its probes."""
 
     def __init__(self, kubeconfig: Path, namespace: str, log: Path) -> None:
         self.port = free_port()
@@ -50,7 +50,7 @@ class Candidate:
             self.process = subprocess.Popen(command, stderr=stream)
 
     def ready(self) -> str:
-        """What /readyz says, empty while there is nobody who says anything."""
+        """Return the answer of /readyz; empty while nothing answers."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5) as response:
                 return str(response.read().decode().strip())

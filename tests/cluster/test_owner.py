@@ -1,4 +1,4 @@
-"""Who owns the checkpoints of a job that is created again, and of an attempt that has lost only the API server."""
+"""Ownership of checkpoints: a job that is created again, and an attempt that has lost only the API server."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from lightkube.generic_resource import create_namespaced_resource
 
+from elastic_operator.client.resources import ResourceKind
 from elastic_operator.plugin import cluster as edge
 from elastic_operator.plugin.errors import Exit
 from elastic_operator.plugin.main import main
@@ -223,7 +223,7 @@ def test_a_cluster_without_the_crd_is_told_so(
     testbed: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The API server's real answer about a group that it does not have.
-    absent = create_namespaced_resource("absent.example", "v1", "ElasticTrainingJob", "elastictrainingjobs")
+    absent = ResourceKind("absent.example", "v1", "ElasticTrainingJob", "elastictrainingjobs")
     monkeypatch.setattr(edge, "TRAINING_JOB", absent)
     monkeypatch.setattr(edge, "GROUP", "absent.example")
     for arguments in (["list"], ["list", "-A"], ["status", "gpt"], ["suspend", "gpt"]):

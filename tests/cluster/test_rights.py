@@ -18,14 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
+import urllib3
 import yaml
 
 from benchmarks.apiserver import apiserver
 from elastic_operator.api.spec import parse_spec
 from elastic_operator.api.status import Current
 from elastic_operator.manifests.attempt import JobRef, attempt_objects
+from reshard.topology import Topology
 from testbed.errors import CannotRunHereError, TestbedError
 from testbed.kubectl import Kubectl
 from tests.cluster import releases
@@ -191,11 +192,11 @@ def _owners(item: dict[str, Any]) -> list[Any]:
     return list(item.get("metadata", {}).get("ownerReferences", ()))
 
 
-def live(api: Api, folder: Path, served: str) -> None:
+def live(api: Api, folder: Path, served: str | None) -> None:
     """Let an operator serve a job, and do everything that it may have to do for one.
 
     Args:
-        served: the one namespace that it serves; empty for all.
+        served: the one namespace that it serves; None for all.
     """
     api.audit.write_text("")
     log = folder / "operator.log"
@@ -286,7 +287,7 @@ CASES = {
 def test_a_whole_life_asks_for_every_right_of_the_table_and_for_no_other(api: Api, case: str, tmp_path: Path) -> None:
     values, tables = CASES[case]
     api.install(**values)
-    live(api, tmp_path, TEAM if values else "")
+    live(api, tmp_path, TEAM if values else None)
     found = api.asked()
     refused = {key: codes for key, codes in found.items() if codes & {401, 403}}
     assert refused == {}
@@ -309,8 +310,9 @@ def test_nothing_outside_of_the_table_is_allowed(api: Api, case: str, tmp_path: 
         NODE_LEASES: everywhere | rights(NODES),
         HOME: everywhere | {Right("coordination.k8s.io", "leases", "create")},
     }
-    with httpx2.Client(**_sync(api.as_operator(tmp_path))) as http, ThreadPoolExecutor(8) as pool:
-        resources = _resources(http)
+    server = Server(api.as_operator(tmp_path))
+    with ThreadPoolExecutor(8) as pool:
+        resources = _resources(server)
         assert ("", "secrets") in resources and ("", "pods/exec") in resources
         questions = [
             (namespace, Right(group, resource, verb))
@@ -319,7 +321,7 @@ def test_nothing_outside_of_the_table_is_allowed(api: Api, case: str, tmp_path: 
             for verb in VERBS
             if is_namespaced or not namespace
         ]
-        answers = list(pool.map(lambda question: _may(http, *question), questions))
+        answers = list(pool.map(lambda question: _may(server, *question), questions))
     allowed = {question for question, answer in zip(questions, answers, strict=True) if answer}
     expected = {(namespace, right) for namespace, right in questions if right in places[namespace]}
     assert allowed == expected
@@ -327,12 +329,12 @@ def test_nothing_outside_of_the_table_is_allowed(api: Api, case: str, tmp_path: 
 
 def test_the_leader_may_change_the_one_lease_of_its_name_only(api: Api, tmp_path: Path) -> None:
     api.install(watchNamespaces=[TEAM])
-    with httpx2.Client(**_sync(api.as_operator(tmp_path))) as http:
-        for verb in ("get", "update", "delete"):
-            right = Right("coordination.k8s.io", "leases", verb)
-            assert _may(http, HOME, right, releases.NAME)
-            assert not _may(http, HOME, right, "other")
-            assert not _may(http, "kube-system", right, "kube-scheduler")
+    server = Server(api.as_operator(tmp_path))
+    for verb in ("get", "update", "delete"):
+        right = Right("coordination.k8s.io", "leases", verb)
+        assert _may(server, HOME, right, releases.NAME)
+        assert not _may(server, HOME, right, "other")
+        assert not _may(server, "kube-system", right, "kube-scheduler")
 
 
 @pytest.mark.parametrize(
@@ -368,8 +370,7 @@ def test_what_nobody_asks_for_is_demanded_by_the_api_server(api: Api, missing: R
 def manifests(uid: str, namespace: str = TEAM) -> list[dict[str, Any]]:
     """Return the objects of an attempt, as the operator makes them."""
     job = JobRef(name="gpt", namespace=namespace, uid=uid)
-    topology = {"tp": 1, "pp": 1, "dp": 2, "zero": 1}
-    current = Current(topology=topology, num_nodes=1, gpus_per_node=2)
+    current = Current(topology=Topology(dp=2), num_nodes=1, gpus_per_node=2)
     return attempt_objects(job, parse_spec(SPEC), 7, current, 5)
 
 
@@ -502,7 +503,7 @@ def test_where_the_namespace_is_shared_the_policy_refuses_the_operators_account_
 
 def test_a_job_in_the_operators_namespace_is_told_and_gets_nothing(api: Api, tmp_path: Path) -> None:
     api.install()
-    process = Operator(api.as_operator(tmp_path), "", tmp_path / "operator.log", "--lease-namespace", HOME)
+    process = Operator(api.as_operator(tmp_path), None, tmp_path / "operator.log", "--lease-namespace", HOME)
     try:
         api.kubectl.apply(training_job(HOME))
         condition = api.wait("the refusal", lambda: spec_valid(api))
@@ -523,19 +524,19 @@ def spec_valid(api: Api) -> dict[str, Any]:
     return next((item for item in conditions if item["type"] == "SpecValid"), {})
 
 
-def _resources(http: httpx2.Client) -> dict[tuple[str, str], bool]:
+def _resources(server: Server) -> dict[tuple[str, str], bool]:
     """Return all resources and subresources that the API server has, and whether they are in namespaces."""
     found: dict[tuple[str, str], bool] = {}
-    groups = http.get("/apis").json()["groups"]
+    groups = server.ask("GET", "/apis")["groups"]
     paths = {"": "/api/v1"} | {item["name"]: f"/apis/{item['preferredVersion']['groupVersion']}" for item in groups}
     for group, path in paths.items():
-        for item in http.get(path).json()["resources"]:
+        for item in server.ask("GET", path)["resources"]:
             if item["name"] not in OF_EVERY_ACCOUNT:
                 found[group, item["name"]] = item["namespaced"]
     return found
 
 
-def _may(http: httpx2.Client, namespace: str, right: Right, name: str = "") -> bool:
+def _may(server: Server, namespace: str, right: Right, name: str = "") -> bool:
     resource, _, subresource = right.resource.partition("/")
     attributes = {
         "namespace": namespace, "verb": right.verb, "group": right.group, "resource": resource,
@@ -546,25 +547,26 @@ def _may(http: httpx2.Client, namespace: str, right: Right, name: str = "") -> b
         "kind": "SelfSubjectAccessReview",
         "spec": {"resourceAttributes": attributes},
     }
-    answer = http.post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", json=body)
-    assert answer.status_code == 201, answer.text
-    return bool(answer.json()["status"]["allowed"])
+    answer = server.ask("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
+    return bool(answer["status"]["allowed"])
 
 
-def _sync(config: Path) -> dict[str, Any]:
-    """Return the arguments of a client with the credentials of a kubeconfig."""
-    value = yaml.safe_load(config.read_text())
-    cluster = value["clusters"][0]["cluster"]
-    data = (
-        base64.b64decode(cluster["certificate-authority-data"]).decode()
-        if "certificate-authority-data" in cluster
-        else None
-    )
-    context = ssl.create_default_context(cadata=data, cafile=cluster.get("certificate-authority"))
-    token = value["users"][0]["user"]["token"]
-    return {
-        "base_url": cluster["server"],
-        "verify": context,
-        "headers": {"Authorization": f"Bearer {token}"},
-        "trust_env": False,
-    }
+class Server:
+    """Requests to the API server with the credentials of a kubeconfig, from several threads."""
+
+    def __init__(self, config: Path) -> None:
+        value = yaml.safe_load(config.read_text())
+        cluster, user = value["clusters"][0]["cluster"], value["users"][0]["user"]
+        data = cluster.get("certificate-authority-data")
+        context = ssl.create_default_context(
+            cadata=base64.b64decode(data).decode() if data else None, cafile=cluster.get("certificate-authority")
+        )
+        self._address = cluster["server"]
+        self._pool = urllib3.PoolManager(
+            maxsize=8, ssl_context=context, headers={"Authorization": f"Bearer {user['token']}"}
+        )
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        answer = self._pool.request(method, self._address + path, json=body)
+        assert answer.status in (200, 201), answer.data
+        return answer.json()

@@ -1,6 +1,6 @@
 """The condition types of the resource, and how a condition is set.
 
-Conditions follow metav1: the set of types is stable, True is the good state, and `lastTransitionTime` changes only when
+Conditions follow metav1: the set of types is stable, and `lastTransitionTime` changes only when
 the status changes.
 """
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from elastic_operator.api.serialization import parse_time
+from elastic_operator.api.validation import shorten
 from reshard.contract import (
     COMMIT_FOLDER,
     MAX_COUNT,
@@ -160,11 +161,6 @@ def find_problems(annotations: Mapping[str, Any]) -> list[tuple[str, str]]:
         except ValueError as error:
             problems.append((f"annotation {key}", sentence(str(error), TEXT_BYTES)))
     return problems
-
-
-def shorten(text: str) -> str:
-    """Shorten `text` to 60 characters and escape what is not ASCII, for use in a message."""
-    return ascii(text) if len(text) <= 60 else f"{text[:60]!a}... ({len(text)} characters)"
 
 
 _PHASES = tuple(item.value for item in TrainerPhase)

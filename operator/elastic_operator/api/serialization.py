@@ -1,4 +1,4 @@
-"""Conversion of frozen dataclasses to and from the camelCase JSON of the Kubernetes API.
+"""Conversion of frozen dataclasses to the camelCase JSON of the Kubernetes API, and the validators that read it.
 
 A field of type `Time` (seconds since the epoch) is written as RFC 3339 with milliseconds, in UTC. Fields that are
 `None`, and empty tuples and mappings, are left out. Unknown keys are ignored, so that an older operator can read the
@@ -13,6 +13,10 @@ import types
 import typing
 from collections.abc import Mapping
 from typing import Any, NewType, TypeVar
+
+from pydantic import TypeAdapter
+
+from elastic_operator.api.schema_types import to_camel_case
 
 Time = NewType("Time", float)
 """Seconds since the epoch."""
@@ -36,35 +40,24 @@ def parse_time(text: str | None) -> Time | None:
         return None
 
 
-def to_camel_case(name: str) -> str:
-    """Convert `first_step_time` to `firstStepTime`, and `from_` to `from`."""
-    head, *rest = name.split("_")
-    return head + "".join(part.capitalize() for part in rest)
-
-
 def to_wire(value: Any) -> dict[str, Any]:
     """Convert a dataclass to a JSON object."""
-    fields = field_types(type(value))
-    pairs = ((name, _encode(getattr(value, name), hint)) for name, hint in fields.items())
+    pairs = ((name, _encode(getattr(value, name), hint)) for name, hint in _field_types(type(value)).items())
     return {to_camel_case(name): item for name, item in pairs if item is not None and item not in ([], {})}
 
 
-def from_wire(cls: type[_T], value: Mapping[str, Any]) -> _T:
-    """Convert a JSON object to a dataclass; absent fields keep their defaults.
-
-    Raises:
-        TypeError: a field without a default is absent.
-    """
-    return cls(
-        **{
-            name: _decode(value[to_camel_case(name)], hint)
-            for name, hint in field_types(cls).items()
-            if value.get(to_camel_case(name)) is not None
-        }
-    )
+def adapter_of(cls: type[_T]) -> TypeAdapter[_T]:
+    """Return the validator of a model."""
+    if cls not in _ADAPTERS:
+        _ADAPTERS[cls] = TypeAdapter(cls)
+    return _ADAPTERS[cls]
 
 
-def field_types(cls: Any) -> dict[str, Any]:
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
+"""Validators by class; it takes milliseconds to build one."""
+
+
+def _field_types(cls: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields by field name."""
     if cls not in _HINTS:
         types_of = typing.get_type_hints(cls)
@@ -79,31 +72,19 @@ _HINTS: dict[Any, dict[str, Any]] = {}
 def _encode(value: Any, hint: Any) -> Any:
     if value is None:
         return None
-    if strip_optional(hint) is Time:
+    if _strip_optional(hint) is Time:
         return format_time(value)
     if dataclasses.is_dataclass(value):
         return to_wire(value)
     if isinstance(value, tuple):
-        (item_hint, *_) = typing.get_args(strip_optional(hint))
+        (item_hint, *_) = typing.get_args(_strip_optional(hint))
         return [_encode(item, item_hint) for item in value]
     if isinstance(value, Mapping):
         return dict(value)
     return value
 
 
-def _decode(value: Any, hint: Any) -> Any:
-    hint = strip_optional(hint)
-    if hint is Time:
-        return parse_time(value)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return from_wire(hint, value)
-    if typing.get_origin(hint) is tuple:
-        (item_hint, *_) = typing.get_args(hint)
-        return tuple(_decode(item, item_hint) for item in value)
-    return hint(value) if hint in (int, float, str) else value
-
-
-def strip_optional(hint: Any) -> Any:
+def _strip_optional(hint: Any) -> Any:
     """Return `T` for `T | None`, and any other type unchanged."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = [item for item in typing.get_args(hint) if item is not type(None)]

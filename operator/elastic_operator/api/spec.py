@@ -1,7 +1,8 @@
-"""The reader of the spec of an `ElasticTrainingJob`: it checks the mapping and returns frozen data.
+"""The reader of the spec of an `ElasticTrainingJob`: it validates the mapping and returns frozen data.
 
-The rest of the operator works on `Spec` and never on the resource's dict. The API server already refuses most mistakes
-(crds/elastictrainingjobs.yaml). This reader repeats the checks, because a resource may be older than the schema.
+The rest of the operator works on `Spec` and never on the resource's dict. The API server already refuses most mistakes,
+because its schema comes from the same models. This reader repeats the checks, because a resource may be older than the
+schema.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_operator.api.field_reader import RESOURCE_NAME, Section, SpecError
-from elastic_operator.api.spec_rules import find_conflicts, find_path_problem, find_start_problem, normalize_path
-from elastic_operator.api.spec_types import (
+from pydantic import ValidationError
+
+from elastic_operator.api.schema_types import without_nulls
+from elastic_operator.api.serialization import adapter_of
+from elastic_operator.api.spec_model import (
     Accelerator,
     Activations,
     Batch,
@@ -31,14 +34,37 @@ from elastic_operator.api.spec_types import (
     Strategy,
     TopologyChoice,
 )
+from elastic_operator.api.spec_rules import find_conflicts
+from elastic_operator.api.validation import Problem, find_problems, shorten
 
 __all__ = [
-    "Accelerator", "Activations", "Batch", "CheckpointSpec", "Model", "Nodes", "Parallelism", "Performance",
-    "RecoverySpec", "ReshardSpec", "RestartBudget", "Spec", "SpecError", "StartOptions", "Strategy", "TopologyChoice",
-    "parse_spec",
+    "Accelerator", "Activations", "Batch", "CheckpointSpec", "Model", "Nodes", "NotPermittedError", "Parallelism",
+    "Performance", "RecoverySpec", "ReshardSpec", "RestartBudget", "Spec", "SpecError", "StartOptions", "Strategy",
+    "TopologyChoice", "parse_spec",
 ]  # fmt: skip
 
-GIB = 2**30
+_TEMPLATES = frozenset({"template"})
+
+
+class SpecError(Exception):
+    """The spec cannot be used.
+
+    Attributes:
+        problems: one sentence per problem; each begins with the path of its field.
+    """
+
+    reason = "InvalidSpec"
+    """Reason of the SpecValid condition that reports the problems."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = tuple(problems)
+
+
+class NotPermittedError(SpecError):
+    """The spec is valid, but asks for something that the operator must not do; see `forbidden_accounts`."""
+
+    reason = "NotPermitted"
 
 
 def parse_spec(value: Mapping[str, Any]) -> Spec:
@@ -47,174 +73,50 @@ def parse_spec(value: Mapping[str, Any]) -> Spec:
     Raises:
         SpecError: with all problems; each begins with the path of its field.
     """
-    problems: list[str] = []
-    root = Section(value, "spec", problems)
-    spec = Spec(
-        suspend=root.flag("suspend", default=False),
-        accelerator=_accelerator(root.section("accelerator", required=True)),
-        nodes=_nodes(root.section("nodes", required=True)),
-        parallelism=_parallelism(root.section("parallelism")),
-        batch=_batch(root.section("batch", required=True)),
-        model=_model(root.section("model")) if "model" in root else None,
-        checkpoint=_checkpoint(root.section("checkpoint", required=True)),
-        reshard=_reshard(root.section("reshard")),
-        recovery=_recovery(root.section("recovery")),
-        template=_template(root),
-    )
-    if not problems:
-        problems += find_conflicts(spec)
-    if problems:
-        raise SpecError(problems)
+    written = without_nulls(value, opaque=_TEMPLATES)
+    try:
+        spec = adapter_of(Spec).validate_python(_derive(written))
+    except ValidationError as error:
+        problems = (item for item in find_problems(adapter_of(Spec), error) if not _is_derived(item, written))
+        raise SpecError([_sentence(problem) for problem in problems]) from None
+    if conflicts := find_conflicts(spec):
+        raise SpecError(conflicts)
     return spec
 
 
-def _accelerator(section: Section) -> Accelerator:
-    resource = section.text("resource", required=True)
-    if resource and not RESOURCE_NAME.fullmatch(resource):
-        section.add_problem("resource", f"is {resource!r}: expected an extended resource such as amd.com/gpu")
-    memory_gib = section.number("memoryGiB", default=None, least=0.001)
-    return Accelerator(
-        resource=resource,
-        per_node=section.integers("perNode", default=None),
-        memory_bytes=None if memory_gib is None else int(memory_gib * GIB),
-        performance=_performance(section.section("performance")) if "performance" in section else None,
-    )
+def _derive(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fill in the fields that take the value of another field where the resource leaves them out."""
+    derived = dict(spec)
+    if isinstance(model := spec.get("model"), Mapping) and "attentionHeads" in model:
+        derived["model"] = {"keyValueHeads": model["attentionHeads"], **model}
+    if isinstance(parallelism := spec.get("parallelism"), Mapping) and "zeroStage" in parallelism:
+        topologies = parallelism.get("topologies")
+        if isinstance(topologies, list):
+            stage = parallelism["zeroStage"]
+            inherited = [{"zeroStage": stage, **item} if isinstance(item, Mapping) else item for item in topologies]
+            derived["parallelism"] = {**parallelism, "topologies": inherited}
+    return derived
 
 
-def _performance(section: Section) -> Performance:
-    base = Performance()
-    return Performance(
-        teraflops=section.real("teraflops", default=base.teraflops, least=1e-6),
-        intra_node_gbps=section.real("intraNodeGBps", default=base.intra_node_gbps, least=1e-6),
-        inter_node_gbps=section.real("interNodeGBps", default=base.inter_node_gbps, least=1e-6),
-        latency_microseconds=section.real("latencyMicroseconds", default=base.latency_microseconds, least=0),
-    )
+def _is_derived(problem: Problem, written: Any) -> bool:
+    """Return whether a problem is that of another field, which the resource leaves to be derived from."""
+    *parents, name = problem.location
+    if name not in ("keyValueHeads", "zeroStage"):
+        return False
+    for item in parents:
+        written = written[item]
+    return name not in written
 
 
-def _nodes(section: Section) -> Nodes:
-    return Nodes(
-        min=section.integer("min", default=None),
-        max=section.integer("max", default=None),
-        preferred=section.integer("preferred", default=None) if "preferred" in section else None,
-        allowed=section.integers("allowed", default=None) if "allowed" in section else None,
-    )
-
-
-def _parallelism(section: Section) -> Parallelism:
-    zero_stage = section.integer("zeroStage", default=1, least=0, most=3)
-    return Parallelism(
-        tensor=section.integers("tensor", default=(1,)),
-        pipeline=section.integers("pipeline", default=(1,)),
-        expert=section.integers("expert", default=(1,)),
-        context=section.integers("context", default=(1,)),
-        zero_stage=zero_stage,
-        strategy=Strategy(section.choice("strategy", tuple(Strategy), default=Strategy.AUTO)),
-        topologies=tuple(
-            TopologyChoice(
-                tensor=entry.integer("tensor", default=1),
-                pipeline=entry.integer("pipeline", default=1),
-                data=entry.integer("data", default=None) if "data" in entry else None,
-                expert=entry.integer("expert", default=1),
-                context=entry.integer("context", default=1),
-                zero_stage=entry.integer("zeroStage", default=zero_stage, least=0, most=3),
-            )
-            for entry in section.sections("topologies")
-        ),
-    )
-
-
-def _batch(section: Section) -> Batch:
-    return Batch(
-        global_samples=section.integer("globalSamples", default=None),
-        micro_samples=section.integer("microSamples", default=1),
-    )
-
-
-def _model(section: Section) -> Model:
-    heads = section.integer("attentionHeads", default=None)
-    return Model(
-        parameters=section.real("parameters", default=None, least=1),
-        layers=section.integer("layers", default=None),
-        hidden_size=section.integer("hiddenSize", default=None),
-        attention_heads=heads,
-        key_value_heads=section.integer("keyValueHeads", default=heads),
-        vocab_size=section.integer("vocabSize", default=None),
-        sequence_length=section.integer("sequenceLength", default=None),
-        pad_vocabulary=section.flag("padVocabulary", default=True),
-        experts=section.integer("experts", default=0, least=0),
-        experts_per_token=section.integer("expertsPerToken", default=2),
-        expert_parameters=section.real("expertParameters", default=0.0, least=0),
-        activations=Activations(
-            section.choice("activationCheckpointing", tuple(Activations), default=Activations.SELECTIVE)
-        ),
-    )
-
-
-def _checkpoint(section: Section) -> CheckpointSpec:
-    checkpoint = CheckpointSpec(
-        claim_name=section.text("claimName", required=True),
-        path=normalize_path(section.text("path")),
-        start_from=normalize_path(section.text("startFrom")),
-        start_options=_start_options(section.section("startOptions")) if "startOptions" in section else StartOptions(),
-        take_over=section.flag("takeOver", default=False),
-        format=section.choice("format", ("DeepSpeed",), default="DeepSpeed"),
-        interval_seconds=section.integer("intervalSeconds", default=900),
-    )
-    if problem := find_path_problem(section.text("path")):
-        section.add_problem("path", f"is {section.text('path')!r}: {problem}")
-    if problem := find_path_problem(section.text("startFrom")):
-        section.add_problem("startFrom", f"is {section.text('startFrom')!r}: {problem}")
-    elif problem := find_start_problem(checkpoint):
-        section.add_problem("startFrom", f"is {checkpoint.start_from!r}: {problem}")
-    if checkpoint.start_options != StartOptions() and not checkpoint.start_from:
-        section.add_problem("startOptions", "says how to read startFrom, which is empty")
-    return checkpoint
-
-
-def _start_options(section: Section) -> StartOptions:
-    options = StartOptions(patterns=section.text("patterns"), names=section.text("names"), like=section.text("like"))
-    for name, path in dataclasses.asdict(options).items():
-        if problem := find_path_problem(path):
-            section.add_problem(name, f"is {path!r}: {problem}")
-    return options
-
-
-def _reshard(section: Section) -> ReshardSpec:
-    template = section.section("template").value if "template" in section else None
-    return ReshardSpec(
-        mode=section.choice("mode", ("Auto", "Materialize", "Virtual"), default="Auto"),
-        timeout_seconds=section.integer("timeoutSeconds", default=3600),
-        parallelism=section.integer("parallelism", default=1),
-        backoff_limit=section.integer("backoffLimit", default=3, least=0),
-        on_failure=section.choice("onFailure", ("RetainTopology", "Fail"), default="RetainTopology"),
-        template=template,
-    )
-
-
-def _recovery(section: Section) -> RecoverySpec:
-    base = RecoverySpec()
-    budget = section.section("restartBudget")
-    return RecoverySpec(
-        suspect_seconds=section.integer("suspectSeconds", default=base.suspect_seconds),
-        batch_window_seconds=section.integer("batchWindowSeconds", default=base.batch_window_seconds, least=0),
-        force_delete_seconds=section.integer("forceDeleteSeconds", default=base.force_delete_seconds, least=0),
-        drain_seconds=section.integer("drainSeconds", default=base.drain_seconds),
-        scale_up_stable_seconds=section.integer("scaleUpStableSeconds", default=base.scale_up_stable_seconds, least=0),
-        exclude_node_seconds=section.integer("excludeNodeSeconds", default=base.exclude_node_seconds, least=0),
-        hang_seconds=section.integer("hangSeconds", default=base.hang_seconds),
-        restart_budget=RestartBudget(
-            limit=budget.integer("limit", default=base.restart_budget.limit, least=0),
-            window_seconds=budget.integer("windowSeconds", default=base.restart_budget.window_seconds),
-        ),
-    )
-
-
-def _template(root: Section) -> Mapping[str, Any]:
-    template = root.section("template", required=True)
-    containers = template.section("spec").value.get("containers")
-    if "template" in root and (not isinstance(containers, list) or not containers):
-        root.add_problem("template.spec.containers", "is empty: the first container trains, so there must be one")
-    return template.value
+def _sentence(problem: Problem) -> str:
+    path = problem.path("spec")
+    if not problem.expected:
+        return f"{path} is missing"
+    if path == "spec.template.spec.containers" and problem.value == []:
+        return f"{path} is empty: the first container trains, so there must be one"
+    if problem.value == "":
+        return f"{path} is empty: expected {problem.expected}"
+    return f"{path} is {shorten(problem.value)}: expected {problem.expected}"
 
 
 def spec_hash(spec: Spec) -> str:

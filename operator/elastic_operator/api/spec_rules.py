@@ -1,17 +1,16 @@
-"""Rules between fields of a spec, each of which is valid on its own. The CRD has the same rules for admission.
+"""Rules that compare several fields of a spec. Each field is already valid alone.
 
-Exception: the accelerators and the environment of the training container are checked at admission only, because the
-operator overwrites them in the pods anyway.
+`admission_rules` has them for the API server, and others besides: those that compare with the old resource or look at
+its metadata, and those about accelerators and environment of the training container, which the operator overwrites.
 """
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic_operator.api.spec_types import (
+from elastic_operator.api.spec_model import (
     VIRTUAL,
     Batch,
     CheckpointSpec,
@@ -19,6 +18,7 @@ from elastic_operator.api.spec_types import (
     Nodes,
     Parallelism,
     Spec,
+    StartOptions,
     Strategy,
     TopologyChoice,
 )
@@ -34,45 +34,24 @@ def find_conflicts(spec: Spec) -> list[str]:
         *_batch(spec.batch),
         *(_auto(spec) if spec.parallelism.strategy is Strategy.AUTO else _topologies(spec)),
         *_model(spec.model),
+        *_checkpoint(spec.checkpoint),
         *_sharing(spec),
         *_template(spec),
         *_reshard_template(spec),
     ]
 
 
-def find_path_problem(path: str) -> str | None:
-    """Return why `path` is no valid relative path inside the claim, or None.
-
-    Used for `spec.checkpoint.path`, `startFrom` and the entries of `startOptions`.
-    """
-    parts = path.split("/")
-    if path.startswith("/") or ".." in parts:
-        return "expected a place inside the claim, relative and without '..'"
-    allowed = frozenset("_.=+@,-")
-    if path and not all(part and all(_plain(c) or c in allowed for c in part) for part in parts):
-        return "expected letters, digits and _ . = + @ , - between single '/', with none at its end"
-    return None
-
-
-def normalize_path(path: str) -> str:
-    """Remove `.` and doubled slashes from a path inside the claim, as the trainer and `reshard` do."""
-    return "" if posixpath.normpath(path or ".") == "." else posixpath.normpath(path)
-
-
-def find_start_problem(checkpoint: CheckpointSpec) -> str | None:
-    """Return why a job cannot start from `spec.checkpoint.startFrom`; None if it can, or if the field is empty."""
+def _checkpoint(checkpoint: CheckpointSpec) -> Iterator[str]:
     start, path = checkpoint.start_from, checkpoint.path
-    if not start:
-        return None
     inside = f"{path}/" if path else ""
-    if start == path or (start.startswith(inside) and _ATTEMPT.match(start.removeprefix(inside))):
+    if start and (start == path or (start.startswith(inside) and _ATTEMPT.match(start.removeprefix(inside)))):
         # Attempt numbers of the new job begin at 1, so the job would overwrite and prune those commits.
-        return "lies where this job writes its own attempts; choose another spec.checkpoint.path"
-    return find_path_problem(start)
-
-
-def _plain(character: str) -> bool:
-    return character.isascii() and character.isalnum()
+        yield (
+            f"spec.checkpoint.startFrom is {start!r}: lies where this job writes its own attempts; choose another "
+            "spec.checkpoint.path"
+        )
+    if checkpoint.start_options != StartOptions() and not start:
+        yield "spec.checkpoint.startOptions says how to read startFrom, which is empty"
 
 
 def _nodes(nodes: Nodes) -> Iterator[str]:

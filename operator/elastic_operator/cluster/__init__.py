@@ -1,5 +1,5 @@
-"""Access to the Kubernetes API: watches, caches, reader, writer, leader election and kopf's handlers.
+"""The edges to the cluster: watches, caches, reader, writer, leader election and kopf's handlers.
 
-These modules make no decisions. They may import all pure packages. `controller`, `main` and `probes` import them; the
-plugin imports `resources`.
+These modules make no decisions. They may import `client` and all pure packages. `controller`, `main` and `probes`
+import them.
 """

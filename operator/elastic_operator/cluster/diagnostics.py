@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from lightkube import AsyncClient
-from lightkube.core.exceptions import ApiError
-
 from elastic_operator.api.spec import SpecError
 from elastic_operator.api.status import Status
-from elastic_operator.cluster.resources import EVENT, JOB, make
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.api_errors import ApiError
+from elastic_operator.client.resources import EVENT, JOB
 from elastic_operator.cluster.writer import ClusterWriter, NameTakenError, PredecessorError
 from elastic_operator.manifests import dry_run
 from elastic_operator.manifests.attempt import MANAGER
@@ -38,7 +37,7 @@ class RefusedError(Exception):
 class Diagnostics:
     """Sends diagnostic requests, and caches their results until they are out of date."""
 
-    def __init__(self, client: AsyncClient, writer: ClusterWriter) -> None:
+    def __init__(self, client: KubernetesClient, writer: ClusterWriter) -> None:
         self._client = client
         self._writer = writer
         self._troubles: dict[Key, PodDiagnosis | None] = {}
@@ -87,11 +86,10 @@ class Diagnostics:
         try:
             await self._writer.act(*key, action)
         except ApiError as error:
-            code = error.status.code or 500
-            is_refused = 400 <= code < 500 and code != HTTPStatus.TOO_MANY_REQUESTS
+            is_refused = 400 <= error.code < 500 and error.code != HTTPStatus.TOO_MANY_REQUESTS
             if not is_refused or not isinstance(action, Create | LaunchAttempt):
                 raise
-            raise self._refused(key, pod_diagnosis.diagnose_refused_launch(attempt, error.status.message)) from error
+            raise self._refused(key, pod_diagnosis.diagnose_refused_launch(attempt, error.message)) from error
         except NameTakenError as error:
             raise self._refused(key, pod_diagnosis.diagnose_name_conflict(attempt, str(error))) from error
         except PredecessorError as error:
@@ -114,18 +112,18 @@ class Diagnostics:
         """Dry-run the creation of a Job made from the template at `path`, and return the API server's objections."""
         params = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": MANAGER}
         try:
-            # lightkube's `create` has no argument for field validation.
-            await self._client._client.request("post", obj=make(JOB, manifest), params=params)
+            await self._client.create(JOB, manifest, **params)
         except ApiError as error:
-            status = error.status
-            if dry_run.is_spec_at_fault(status.code, status.message or ""):
-                causes = (status.details.causes if status.details else None) or ()
-                fields = [(cause.field or "", cause.message or "") for cause in causes]
-                return dry_run.describe_refusal(path, status.message or str(error), fields)
-            if (status.code or 500) >= 500:
+            if dry_run.is_spec_at_fault(error.code, error.message):
+                causes = error.details.get("causes") or ()
+                fields = [(cause.get("field") or "", cause.get("message") or "") for cause in causes]
+                return dry_run.describe_refusal(path, error.message or str(error), fields)
+            if error.code >= 500:
                 raise
         return []
 
     async def _events(self, namespace: str, uid: str) -> list[Mapping[str, Any]]:
-        fields: dict[str, Any] = {"involvedObject.uid": uid}
-        return [item async for item in self._client.list(EVENT, namespace=namespace, fields=fields)]
+        return [
+            item
+            async for item in self._client.list_objects(EVENT, namespace=namespace, fields=f"involvedObject.uid={uid}")
+        ]

@@ -8,14 +8,11 @@ Jobs and Leases, of which there are thousands: see docs/adr/0010.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import kopf
-from lightkube.config.kubeconfig import KubeConfig
-from lightkube.config.models import User
-from lightkube.core.exceptions import ConfigError
 
+from elastic_operator.client.credentials import Credentials, read_kubeconfig
 from elastic_operator.cluster.store import ClusterStore
 from elastic_operator.settings import Settings
 from reshard.contract import GROUP, PLURAL, VERSION
@@ -32,7 +29,7 @@ def make_registry(settings: Settings, store: ClusterStore) -> kopf.OperatorRegis
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
         if settings.kubeconfig is None:
             return kopf.login_with_service_account(**kwargs)
-        return make_connection(settings.kubeconfig)
+        return make_connection(read_kubeconfig([settings.kubeconfig], None, settings.environment))
 
     @kopf.on.startup(registry=registry)
     def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -60,29 +57,18 @@ def configure_kopf(settings: kopf.OperatorSettings) -> None:
     settings.scanning.disabled = False
 
 
-def make_connection(path: Path) -> kopf.ConnectionInfo:
-    """Read the credentials of the current context of one kubeconfig file; ignores the environment.
-
-    Raises:
-        ConfigError: the file has no current context.
-    """
-    config = KubeConfig.from_file(path).get()
-    if config is None:
-        raise ConfigError(f"{path} has no current context")
-    cluster, user = config.cluster, config.user or User()
-
-    def absolute(name: str | None) -> str | None:
-        return None if name is None else str(config.abs_file(name))
-
+def make_connection(credentials: Credentials) -> kopf.ConnectionInfo:
+    """Convert the credentials of a kubeconfig; ignores the environment, and credential plugins."""
     return kopf.ConnectionInfo(
-        server=cluster.server,
-        ca_path=absolute(cluster.certificate_auth),
-        ca_data=cluster.certificate_auth_data,
-        insecure=cluster.insecure,
-        certificate_path=absolute(user.client_cert),
-        certificate_data=user.client_cert_data,
-        private_key_path=absolute(user.client_key),
-        private_key_data=user.client_key_data,
-        token=user.token,
-        default_namespace=config.namespace,
+        server=credentials.server,
+        ca_path=None if credentials.ca_data else credentials.ca_file or None,
+        ca_data=credentials.ca_data or None,
+        insecure=credentials.is_insecure,
+        certificate_path=None if credentials.certificate_data else credentials.certificate_file or None,
+        certificate_data=credentials.certificate_data or None,
+        private_key_path=None if credentials.key_data else credentials.key_file or None,
+        private_key_data=credentials.key_data or None,
+        proxy_url=credentials.proxy_url or None,
+        token=credentials.token or None,
+        default_namespace=credentials.namespace,
     )

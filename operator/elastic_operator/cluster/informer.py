@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import httpx2
-
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.api_errors import RequestError
 from elastic_operator.cluster import unreadable_objects
 from elastic_operator.cluster.watch_stream import ExpiredError, Object, WatchedCollection, list_pages, watch_events
 
@@ -47,14 +47,14 @@ class Informer:
         self._known: set[Id] = set()
         self._version = ""
 
-    async def follow(self, http: httpx2.AsyncClient) -> None:
+    async def follow(self, client: KubernetesClient) -> None:
         """List and watch forever; while the API server is unreachable, `is_live` is False and no object is dropped."""
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             try:
                 if not self._version:
-                    await self._list(http)
-                async for event in watch_events(http, self.source, self._version):
+                    await self._list(client)
+                async for event in watch_events(client, self.source, self._version):
                     self.is_live, backoff = True, FIRST_BACKOFF_SECONDS
                     self.has_synced.set()
                     if event is not None:
@@ -64,16 +64,16 @@ class Informer:
             except Exception as error:
                 # Any error may mean a missed change: passes must not rely on this copy until the watch is open again.
                 self.is_live = False
-                if not isinstance(error, httpx2.HTTPError):
+                if not isinstance(error, RequestError):
                     self._version = ""
                 logger.warning("watching %s: %s: again in %g s", self.source, error or repr(error), backoff)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
 
-    async def _list(self, http: httpx2.AsyncClient) -> None:
+    async def _list(self, client: KubernetesClient) -> None:
         seen: set[Id] = set()
         version = ""
-        async for items, version in list_pages(http, self.source):  # noqa: B007  # that of the last page
+        async for items, version in list_pages(client, self.source):  # noqa: B007  # that of the last page
             for item in items:
                 seen.add(identity(item))
                 self.apply("ADDED", item)

@@ -15,17 +15,16 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-import httpx2
-from lightkube import AsyncClient
-from lightkube.core.exceptions import ApiError
-
 from elastic_operator.api.serialization import format_time
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.api_errors import ApiError, RequestError
+from elastic_operator.client.resources import LEASE
 from elastic_operator.cluster.caches import RenewalCache
 from elastic_operator.cluster.own_account import review_account
-from elastic_operator.cluster.resources import LEASE, make
 
 LEASE_SECONDS = 15.0
 GIVE_UP_SECONDS = 10.0
@@ -56,7 +55,7 @@ class CandidateState:
 class Leader:
     """One candidate."""
 
-    def __init__(self, client: AsyncClient, namespace: str, identity: str, *, name: str) -> None:
+    def __init__(self, client: KubernetesClient, namespace: str, identity: str, *, name: str) -> None:
         self._leading = False
         self._holder = ""
         self._trouble = "the Lease has not been read yet"
@@ -107,7 +106,7 @@ class Leader:
 
     async def release(self) -> None:
         """Clear the holder of the Lease, so that the next leader need not wait until it expires."""
-        with contextlib.suppress(ApiError, httpx2.HTTPError):
+        with contextlib.suppress(RequestError):
             lease = await self._read()
             if lease is not None and (lease.get("spec") or {}).get("holderIdentity") == self._identity:
                 await self._write(lease, holder="")
@@ -117,7 +116,7 @@ class Leader:
         start = time.monotonic()
         try:
             is_taken = await self._take()
-        except (ApiError, httpx2.HTTPError) as error:
+        except RequestError as error:
             self._trouble = f"{type(error).__name__}: {error}"
             logger.warning("leader election: Lease %s/%s: %s", self._namespace, self._name, self._trouble)
             return False
@@ -153,18 +152,18 @@ class Leader:
         """
         try:
             account = await review_account(self._client)
-        except (ApiError, httpx2.HTTPError) as error:
+        except RequestError as error:
             logger.warning("the ServiceAccount of this process is unknown, so its Lease gets no owner: %s", error)
             return []
         if account is None or account.namespace != self._namespace or not account.uid:
             return []
         return [{"apiVersion": "v1", "kind": "ServiceAccount", "name": account.name, "uid": account.uid}]
 
-    async def _read(self) -> Any:
+    async def _read(self) -> dict[str, Any] | None:
         try:
             return await self._client.get(LEASE, self._name, namespace=self._namespace)
         except ApiError as error:
-            if error.status.code == HTTPStatus.NOT_FOUND:
+            if error.code == HTTPStatus.NOT_FOUND:
                 return None
             raise
 
@@ -176,24 +175,24 @@ class Leader:
             "metadata": meta,
             "spec": self._spec(self._identity),
         }
-        return await self._try_write(self._client.create(make(LEASE, body)))
+        return await self._try_write(self._client.create(LEASE, body))
 
-    async def _write(self, lease: Any, *, holder: str) -> bool:
+    async def _write(self, lease: dict[str, Any], *, holder: str) -> bool:
         # The write includes the resourceVersion that was read, so only one of two candidates succeeds.
         lease["spec"] = {**(lease.get("spec") or {}), **self._spec(holder)}
         lease["metadata"] = {**lease["metadata"], "ownerReferences": self._owners}
-        return await self._try_write(self._client.replace(lease))
+        return await self._try_write(self._client.replace(LEASE, lease))
 
     def _spec(self, holder: str) -> dict[str, Any]:
         renew_time = format_time(time.time())[:-1] + "000Z"
         return {"holderIdentity": holder, "leaseDurationSeconds": int(LEASE_SECONDS), "renewTime": renew_time}
 
     @staticmethod
-    async def _try_write(call: Any) -> bool:
+    async def _try_write(call: Awaitable[object]) -> bool:
         try:
             await call
         except ApiError as error:
-            if error.status.code == HTTPStatus.CONFLICT:
+            if error.code == HTTPStatus.CONFLICT:
                 return False
             raise
         return True

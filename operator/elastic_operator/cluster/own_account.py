@@ -6,11 +6,9 @@ import asyncio
 import logging
 from http import HTTPStatus
 
-import httpx2
-from lightkube import AsyncClient
-from lightkube.core.exceptions import ApiError
-
-from elastic_operator.cluster.resources import SELF_REVIEW, make
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.api_errors import ApiError, RequestError
+from elastic_operator.client.resources import SELF_REVIEW
 from elastic_operator.manifests.forbidden_accounts import Account, account_of_review
 
 _AGAIN_SECONDS = 2.0
@@ -22,18 +20,18 @@ class UnknownAccountError(Exception):
     """The operator cannot find its own ServiceAccount, so it cannot keep jobs from using that account."""
 
 
-async def review_account(client: AsyncClient) -> Account | None:
+async def review_account(client: KubernetesClient) -> Account | None:
     """Ask the API server for the ServiceAccount of this process; return None if the process has none.
 
     Raises:
         ApiError: the API server rejects the SelfSubjectReview.
-        httpx2.HTTPError: the API server cannot be reached.
+        RequestError: the API server cannot be reached.
     """
     question = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
-    return account_of_review(await client.create(make(SELF_REVIEW, question)))
+    return account_of_review(await client.create(SELF_REVIEW, question))
 
 
-async def find_own_account(client: AsyncClient, of_pod: Account | None) -> Account | None:
+async def find_own_account(client: KubernetesClient, of_pod: Account | None) -> Account | None:
     """Return the ServiceAccount of this process; wait until the API server can be reached.
 
     Args:
@@ -47,8 +45,7 @@ async def find_own_account(client: AsyncClient, of_pod: Account | None) -> Accou
         try:
             return await review_account(client)
         except ApiError as error:
-            code = error.status.code or HTTPStatus.INTERNAL_SERVER_ERROR
-            if code < HTTPStatus.INTERNAL_SERVER_ERROR and code != HTTPStatus.TOO_MANY_REQUESTS:
+            if error.code < HTTPStatus.INTERNAL_SERVER_ERROR and error.code != HTTPStatus.TOO_MANY_REQUESTS:
                 if of_pod is not None:
                     return of_pod
                 raise UnknownAccountError(
@@ -56,7 +53,7 @@ async def find_own_account(client: AsyncClient, of_pod: Account | None) -> Accou
                     "ClusterRole system:basic-user, or set POD_NAMESPACE and POD_SERVICE_ACCOUNT"
                 ) from error
             reason = str(error)
-        except httpx2.HTTPError as error:
+        except RequestError as error:
             reason = str(error) or repr(error)
         logger.warning("asking the API server whose credentials these are: %s: again in %g s", reason, _AGAIN_SECONDS)
         await asyncio.sleep(_AGAIN_SECONDS)

@@ -9,15 +9,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from lightkube import AsyncClient
-from lightkube.core.exceptions import ApiError
-from lightkube.operators import exists
-
 from elastic_operator.api.spec import Spec, SpecError
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.api_errors import ApiError
+from elastic_operator.client.resources import JOB, LEASE, LIVE, POD, REVISION, TRAINING_JOB, ResourceKind
 from elastic_operator.cluster import unreadable_objects
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.request_coalescer import RequestCoalescer
-from elastic_operator.cluster.resources import JOB, LEASE, LIVE, POD, REVISION, TRAINING_JOB
 from elastic_operator.cluster.store import ClusterStore
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import (
@@ -51,8 +49,6 @@ SECOND_OPINION_SECONDS = 1.0
 USED_SECONDS = 10.0
 """Maximum age of the accelerator usage when no attempt is about to be planned."""
 
-_CHUNK = 500
-
 _T = TypeVar("_T")
 
 
@@ -61,7 +57,7 @@ class ClusterReader:
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: KubernetesClient,
         nodes: NodeCache,
         renewals: RenewalCache,
         store: ClusterStore,
@@ -71,7 +67,7 @@ class ClusterReader:
         self._nodes = nodes
         self._renewals = renewals
         self._store = store
-        self._namespaces = tuple(namespaces) or ("*",)
+        self._namespaces = tuple(namespaces) or ("",)
         self._training_jobs: RequestCoalescer[dict[str, Any] | None] = RequestCoalescer(
             self._one_training_job, self._all_training_jobs, _none
         )
@@ -161,7 +157,7 @@ class ClusterReader:
         try:
             return effective_spec.read_newest_spec(await self.revisions(namespace, job), uid)
         except ApiError as error:
-            if error.status.code == HTTPStatus.FORBIDDEN:
+            if error.code == HTTPStatus.FORBIDDEN:
                 return None
             raise
 
@@ -216,7 +212,7 @@ class ClusterReader:
         try:
             resources = await self._all_training_jobs()
         except ApiError as error:
-            if error.status.code != HTTPStatus.NOT_FOUND:  # without the CRD there are no jobs
+            if error.code != HTTPStatus.NOT_FOUND:  # without the CRD there are no jobs
                 raise
             resources = {}
         self._store.put_pending_starts([item for item in resources.values() if item is not None])
@@ -227,7 +223,7 @@ class ClusterReader:
             now = time.time()
             if now - self._nodes.polled_at <= max_age_seconds:
                 return
-            async for item in self._client.list(LEASE, namespace=NODE_LEASES, chunk_size=_CHUNK):
+            async for item in self._client.list_objects(LEASE, namespace=NODE_LEASES):
                 _read("leases", item, lambda lease: self._nodes.renew(lease, time.time()))
             self._nodes.mark_polled(now)
 
@@ -241,16 +237,15 @@ class ClusterReader:
 
     async def _one_training_job(self, key: Key) -> dict[str, Any] | None:
         try:
-            return dict(await self._client.get(TRAINING_JOB, key[1], namespace=key[0]))
+            return await self._client.get(TRAINING_JOB, key[1], namespace=key[0])
         except ApiError as error:
-            if error.status.code == HTTPStatus.NOT_FOUND:
+            if error.code == HTTPStatus.NOT_FOUND:
                 return None
             raise
 
     async def _all_training_jobs(self) -> dict[Key, dict[str, Any] | None]:
         return {
-            (item["metadata"]["namespace"], item["metadata"]["name"]): dict(item)
-            async for item in self._list(TRAINING_JOB)
+            (item["metadata"]["namespace"], item["metadata"]["name"]): item async for item in self._list(TRAINING_JOB)
         }
 
     async def _pods_of(self, key: Key) -> tuple[PodView, ...]:
@@ -272,22 +267,22 @@ class ClusterReader:
         return await self._by_job(LEASE, "leases", _checked_lease)
 
     async def _by_job(
-        self, kind: Any, plural: str, view: Callable[[Mapping[str, Any]], _T]
+        self, kind: ResourceKind, plural: str, view: Callable[[Mapping[str, Any]], _T]
     ) -> dict[Key, tuple[_T, ...]]:
         views_by_job: dict[Key, list[_T]] = {}
-        async for item in self._list(kind, labels={str(Label.JOB): exists()}):
+        async for item in self._list(kind, labels=str(Label.JOB)):
             meta = item["metadata"]
             views = views_by_job.setdefault((meta["namespace"], meta["labels"][Label.JOB]), [])
             views += _readable(plural, [item], view)
         return {key: tuple(items) for key, items in views_by_job.items()}
 
     async def _list(
-        self, kind: Any, namespace: str = "", job: str = "", labels: dict[str, Any] | None = None
-    ) -> AsyncIterator[Mapping[str, Any]]:
-        """List the objects of one job, or of all served jobs, in chunks, because raw objects need tens of megabytes."""
-        labels = {str(Label.JOB): job} if job else labels
+        self, kind: ResourceKind, namespace: str = "", job: str = "", labels: str = ""
+    ) -> AsyncIterator[dict[str, Any]]:
+        """List the objects of one job, or of all served jobs."""
+        labels = f"{Label.JOB}={job}" if job else labels
         for place in (namespace,) if namespace else self._namespaces:
-            async for item in self._client.list(kind, namespace=place, labels=labels, chunk_size=_CHUNK):
+            async for item in self._client.list_objects(kind, namespace=place, labels=labels):
                 yield item
 
     async def _refresh_usage(self, max_age: float) -> None:
@@ -298,7 +293,7 @@ class ClusterReader:
             if time.time() - self._usage_time > max_age:
                 usage = PodUsage()
                 # Pods are added one by one: all pods of a large cluster need hundreds of megabytes.
-                async for item in self._client.list(POD, namespace="*", fields=LIVE, chunk_size=_CHUNK):
+                async for item in self._client.list_objects(POD, fields=LIVE):
                     _read("pods", item, usage.put)
                 self._usage, self._usage_time = usage, time.time()
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from elastic_operator.api.spec import SpecError
+from elastic_operator.client.resources import JOB, LEASE, LIVE, NODE, POD
 from elastic_operator.cluster import unreadable_objects
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.informer import Id, Informer
-from elastic_operator.cluster.resources import JOB, LEASE, NODE, POD
 from elastic_operator.cluster.watch_stream import Object, WatchedCollection
 from elastic_operator.observed.observation import (
     JobView,
@@ -35,7 +35,6 @@ OURS = str(Label.JOB)
 """Label selector of objects that belong to a job."""
 
 OTHERS = f"!{Label.JOB}"
-LIVE = "status.phase!=Succeeded,status.phase!=Failed"
 
 _T = TypeVar("_T")
 

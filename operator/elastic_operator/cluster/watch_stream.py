@@ -1,22 +1,20 @@
-"""Lists and watches of the Kubernetes API as pages and events of plain objects. Stateless, except for connections.
+"""Lists and watches of the Kubernetes API as pages and events of plain objects. Stateless.
 
-lightkube's watch is not used: it does not request bookmarks, and it waits forever on a dead connection.
+`kubernetes.aio.watch` is not used: it needs the client's generated methods, decodes each event twice, and connects
+again by itself, so that nobody knows whether the watch is open.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import socket
+import json
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
-import httpx2
-import msgspec
-from lightkube.config.client_adapter import user_auth, verify_cluster
-from lightkube.config.kubeconfig import SingleConfig
-from lightkube.config.models import User
-from lightkube.core.resource import api_info
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.api_errors import AnswerError
+from elastic_operator.client.resources import ResourceKind, make_selectors
 
 SERVER_SECONDS = 290
 """Time that the API server keeps one watch open; the next one continues from the last version."""
@@ -24,18 +22,7 @@ SERVER_SECONDS = 290
 SILENCE_SECONDS = 90.0
 """A watch without any event for so long is dead: the API server sends a bookmark about once a minute."""
 
-_CONNECT_SECONDS = 10.0
-_LIST_SECONDS = 60.0
-_CHUNK = 500
-
-_KEEPALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
-]
-"""Keepalive options: a server without power sends nothing, and the kernel closes the connection after 20 s."""
+LIST_SECONDS = 60.0
 
 Object = Mapping[str, Any]
 
@@ -59,7 +46,7 @@ class WatchedCollection:
         fields: field selector.
     """
 
-    kind: Any
+    kind: ResourceKind
     namespace: str = ""
     labels: str = ""
     fields: str = ""
@@ -67,80 +54,40 @@ class WatchedCollection:
     @property
     def path(self) -> str:
         """Path of the collection."""
-        info = api_info(self.kind)
-        api = f"apis/{info.resource.group}" if info.resource.group else "api"
-        place = f"/namespaces/{self.namespace}" if self.namespace else ""
-        return f"{api}/{info.resource.version}{place}/{info.plural}"
+        return self.kind.path(self.namespace)
 
     @property
     def plural(self) -> str:
         """Plural of the kind, for instance `pods`."""
-        return str(api_info(self.kind).plural)
+        return self.kind.plural
 
     @property
     def params(self) -> dict[str, str]:
         """Query parameters with the selectors of the request."""
-        selectors = {"labelSelector": self.labels, "fieldSelector": self.fields}
-        return {name: text for name, text in selectors.items() if text}
+        return make_selectors(self.labels, self.fields)
 
     def __str__(self) -> str:
         return f"{self.path} {' '.join(self.params.values())}".rstrip()
 
 
-class _Metadata(msgspec.Struct):
-    resourceVersion: str = ""  # noqa: N815
-    continue_: str = msgspec.field(name="continue", default="")
-
-
-class _Page(msgspec.Struct):
-    metadata: _Metadata
-    items: list[dict[str, Any]] | None = None
-
-
-class _Event(msgspec.Struct):
-    type: str
-    object: dict[str, Any]
-
-
-def connect(config: SingleConfig) -> httpx2.AsyncClient:
-    """Open a client for `list_pages` and `watch_events` with lightkube's credentials; the caller closes it.
-
-    Lists are not compressed: inside one network, compressing costs the API server more than sending.
-    """
-    user = config.user or User()
-    verify = verify_cluster(config.cluster, user, config.abs_file, trust_env=False)
-    return httpx2.AsyncClient(
-        base_url=config.cluster.server,
-        auth=user_auth(user),
-        transport=httpx2.AsyncHTTPTransport(verify=verify, socket_options=_KEEPALIVE),
-        headers={"Accept": "application/json", "Accept-Encoding": "identity"},
-        timeout=httpx2.Timeout(_CONNECT_SECONDS, read=_LIST_SECONDS),
-        trust_env=False,
-    )
-
-
 async def list_pages(
-    http: httpx2.AsyncClient, source: WatchedCollection
+    client: KubernetesClient, source: WatchedCollection
 ) -> AsyncIterator[tuple[list[dict[str, Any]], str]]:
     """List all objects in pages, each with the version of the collection.
 
     Raises:
         ExpiredError: the API server discarded the version of the list before its last page was read.
-        httpx2.HTTPError: the request failed.
+        RequestError: the request failed.
     """
-    params = {**source.params, "limit": str(_CHUNK)}
-    while True:
-        answer = await http.get(source.path, params=params)
-        _check(answer)
-        page = _PAGE.decode(answer.content)
-        yield page.items or [], page.metadata.resourceVersion
-        if not page.metadata.continue_:
-            return
-        params["continue"] = page.metadata.continue_
+    try:
+        async for page in client.pages(source.path, source.params, read_seconds=LIST_SECONDS):
+            yield page
+    except AnswerError as error:
+        raise _expired_or(error) from error
 
 
 async def watch_events(
-    http: httpx2.AsyncClient, source: WatchedCollection, version: str
+    client: KubernetesClient, source: WatchedCollection, version: str
 ) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
     """Yield the changes since `version`: ADDED, MODIFIED, DELETED or BOOKMARK, each with the object.
 
@@ -149,7 +96,7 @@ async def watch_events(
     Raises:
         ExpiredError: the API server has discarded `version`.
         WatchError: the API server reported another error.
-        httpx2.HTTPError: the request failed, or no event arrived for SILENCE_SECONDS.
+        RequestError: the request failed, or no event arrived for SILENCE_SECONDS.
     """
     params = {
         **source.params,
@@ -158,17 +105,19 @@ async def watch_events(
         "resourceVersion": version,
         "timeoutSeconds": str(SERVER_SECONDS),
     }
-    timeout = httpx2.Timeout(_CONNECT_SECONDS, read=SILENCE_SECONDS)
-    async with http.stream("GET", source.path, params=params, timeout=timeout) as answer:
-        _check(answer)
-        yield None
-        async for line in split_lines(answer.aiter_raw()):
-            event = _EVENT.decode(line)
-            if event.type == "ERROR":
-                if event.object.get("code") == HTTPStatus.GONE:
-                    raise ExpiredError(str(event.object.get("message")))
-                raise WatchError(str(event.object.get("message")))
-            yield event.type, event.object
+    try:
+        async with client.stream(source.path, params, read_seconds=SILENCE_SECONDS) as chunks:
+            yield None
+            async for line in split_lines(chunks):
+                event = json.loads(line)
+                change, item = event["type"], event["object"]
+                if change == "ERROR":
+                    if item.get("code") == HTTPStatus.GONE:
+                        raise ExpiredError(str(item.get("message")))
+                    raise WatchError(str(item.get("message")))
+                yield change, item
+    except AnswerError as error:
+        raise _expired_or(error) from error
 
 
 async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -184,11 +133,7 @@ async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         rest.append(last)
 
 
-def _check(answer: httpx2.Response) -> None:
-    if answer.status_code == HTTPStatus.GONE:
-        raise ExpiredError(f"{answer.url.path}: the version is too old")
-    answer.raise_for_status()
-
-
-_PAGE = msgspec.json.Decoder(_Page)
-_EVENT = msgspec.json.Decoder(_Event)
+def _expired_or(error: AnswerError) -> Exception:
+    if error.code == HTTPStatus.GONE:
+        return ExpiredError(f"{error.path}: the version is too old")
+    return error

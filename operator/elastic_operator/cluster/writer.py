@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from lightkube import AsyncClient
-from lightkube.core.exceptions import ApiError
-from lightkube.types import CascadeType, PatchType
-
 from elastic_operator.api.serialization import format_time, to_wire
 from elastic_operator.api.status import Status
-from elastic_operator.cluster.reader import ClusterReader
-from elastic_operator.cluster.resources import (
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.api_errors import ApiError
+from elastic_operator.client.resources import (
     ACCOUNT,
     BY_KIND,
     EVENT,
@@ -27,8 +24,9 @@ from elastic_operator.cluster.resources import (
     ROLE_BINDING,
     SERVICE,
     TRAINING_JOB,
-    make,
+    ResourceKind,
 )
+from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.manifests.attempt import MANAGER, JobRef
 from elastic_operator.observed import ownership
 from elastic_operator.observed.commit_history import format_released
@@ -69,7 +67,9 @@ class PredecessorError(Exception):
 class ClusterWriter:
     """Writes everything that the operator writes for jobs."""
 
-    def __init__(self, client: AsyncClient, reader: ClusterReader, fence: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, client: KubernetesClient, reader: ClusterReader, fence: Callable[[], None] = lambda: None
+    ) -> None:
         """Create a writer.
 
         Args:
@@ -92,12 +92,12 @@ class ClusterWriter:
         if wire == resource.get("status"):
             return None
         # The resourceVersion in the metadata makes this a compare-and-swap.
-        body = make(TRAINING_JOB.Status, {**resource, "status": wire})
+        body = {**resource, "status": wire}
         self._fence()
         try:
-            return dict(await self._client.replace(body, field_manager=MANAGER))
+            return await self._client.replace(TRAINING_JOB, body, subresource="status", fieldManager=MANAGER)
         except ApiError as error:
-            if error.status.code in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):
+            if error.code in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):
                 raise ConflictError(str(error)) from error
             raise
 
@@ -127,7 +127,7 @@ class ClusterWriter:
             case LaunchAttempt():
                 await self._launch(action)
             case DeleteJob(name=name, uid=uid):
-                await self._delete_known(JOB, namespace, name, uid, propagationPolicy=CascadeType.BACKGROUND.value)
+                await self._delete_known(JOB, namespace, name, uid, propagationPolicy="Background")
             case DeletePod(name=name, uid=uid, grace_seconds=seconds):
                 await self._delete_known(POD, namespace, name, uid, gracePeriodSeconds=seconds)
             case RevokeAttempt(name=name, owner=owner):
@@ -150,33 +150,30 @@ class ClusterWriter:
         moment = format_time(now)[:-5] + "Z"
         known_name = self._events.get(digest)
         name = known_name or f"{meta['name']}.{time.time_ns():x}"
-        body = make(
-            EVENT,
-            {
-                "apiVersion": "v1",
-                "kind": "Event",
-                "metadata": {"name": name, "namespace": meta["namespace"]},
-                "involvedObject": {
-                    "apiVersion": f"{GROUP}/{VERSION}",
-                    "kind": KIND,
-                    "name": meta["name"],
-                    "namespace": meta["namespace"],
-                    "uid": meta["uid"],
-                },
-                "type": "Warning" if event.warning else "Normal",
-                "reason": event.reason,
-                "message": message,
-                "source": {"component": MANAGER},
-                "reportingComponent": MANAGER,
-                "firstTimestamp": moment,
-                "lastTimestamp": moment,
-                "count": 1,
+        body = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": meta["namespace"]},
+            "involvedObject": {
+                "apiVersion": f"{GROUP}/{VERSION}",
+                "kind": KIND,
+                "name": meta["name"],
+                "namespace": meta["namespace"],
+                "uid": meta["uid"],
             },
-        )
+            "type": "Warning" if event.warning else "Normal",
+            "reason": event.reason,
+            "message": message,
+            "source": {"component": MANAGER},
+            "reportingComponent": MANAGER,
+            "firstTimestamp": moment,
+            "lastTimestamp": moment,
+            "count": 1,
+        }
         self._fence()
         if known_name and await self._count_event(known_name, meta["namespace"], moment):
             return
-        await self._client.create(body)
+        await self._client.create(EVENT, body)
         self._events[digest] = name
         while len(self._events) > _EVENTS_KNOWN:
             del self._events[next(iter(self._events))]
@@ -186,9 +183,9 @@ class ClusterWriter:
         try:
             old = await self._client.get(EVENT, name, namespace=namespace)
             changes = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": moment}
-            await self._client.patch(EVENT, name, changes, namespace=namespace, patch_type=PatchType.MERGE)
+            await self._client.patch(EVENT, name, changes, namespace=namespace)
         except ApiError as error:
-            if error.status.code == HTTPStatus.NOT_FOUND:
+            if error.code == HTTPStatus.NOT_FOUND:
                 return False
             raise
         return True
@@ -216,14 +213,7 @@ class ClusterWriter:
         meta = {"annotations": {str(key): str(value)}, **({"uid": uid} if uid else {})}
         self._fence()
         await self._ignore_gone(
-            self._client.patch(
-                LEASE,
-                lease,
-                {"metadata": meta},
-                namespace=namespace,
-                patch_type=PatchType.MERGE,
-                field_manager=MANAGER,
-            )
+            self._client.patch(LEASE, lease, {"metadata": meta}, namespace=namespace, fieldManager=MANAGER)
         )
 
     async def _create(self, manifest: Mapping[str, Any]) -> None:
@@ -236,9 +226,9 @@ class ClusterWriter:
         kind, meta = BY_KIND[manifest["kind"]], manifest["metadata"]
         self._fence()
         try:
-            await self._client.create(make(kind, manifest), field_manager=MANAGER)
+            await self._client.create(kind, manifest, fieldManager=MANAGER)
         except ApiError as error:
-            if error.status.code != HTTPStatus.CONFLICT:
+            if error.code != HTTPStatus.CONFLICT:
                 raise
             existing = await self._read(kind, meta["namespace"], meta["name"])
             if existing is None:
@@ -246,43 +236,36 @@ class ClusterWriter:
             if not ownership.is_controlled_by(existing, controller_of(meta)["uid"]):
                 raise NameTakenError(_name_taken_message(manifest, existing)) from error
 
-    async def _read(self, kind: Any, namespace: str, name: str) -> Mapping[str, Any] | None:
+    async def _read(self, kind: ResourceKind, namespace: str, name: str) -> Mapping[str, Any] | None:
         try:
-            answer: Mapping[str, Any] = await self._client.get(kind, name, namespace=namespace)
+            return await self._client.get(kind, name, namespace=namespace)
         except ApiError as error:
-            if error.status.code == HTTPStatus.NOT_FOUND:
+            if error.code == HTTPStatus.NOT_FOUND:
                 return None
             raise
-        return answer
 
-    async def _delete_owned(self, kind: Any, namespace: str, name: str, owner: str) -> None:
+    async def _delete_owned(self, kind: ResourceKind, namespace: str, name: str, owner: str) -> None:
         """Delete an object if the resource with the UID `owner` controls it."""
         existing = await self._read(kind, namespace, name)
         if existing is not None and ownership.is_controlled_by(existing, owner):
             await self._delete_known(kind, namespace, name, existing["metadata"]["uid"])
 
-    async def _delete_known(self, kind: Any, namespace: str, name: str, uid: str, **options: Any) -> None:
+    async def _delete_known(self, kind: ResourceKind, namespace: str, name: str, uid: str, **options: Any) -> None:
         """Delete the object with this UID; the API server rejects the request if another object has the name by now."""
-        http = self._client._client
-        request = http.prepare_request("delete", res=kind, name=name, namespace=namespace)
-        # lightkube's `delete` has no argument for preconditions.
-        request.data = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}, **options}
         self._fence()
-        await self._ignore_gone(self._send(request))
-
-    async def _send(self, request: Any) -> None:
-        http: Any = self._client._client
-        http.handle_response("delete", await http.send(http.build_adapter_request(request)), request)
+        await self._ignore_gone(
+            self._client.delete(kind, name, namespace=namespace, preconditions={"uid": uid}, **options)
+        )
 
     @staticmethod
-    async def _ignore_gone(call: Any) -> None:
+    async def _ignore_gone(call: Awaitable[object]) -> None:
         """Await a request, and ignore the error that the object no longer exists."""
         try:
             await call
         except ApiError as error:
             # A patch with the UID of a deleted object is "unprocessable" if another object has its name.
             gone_codes = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
-            if error.status.code not in gone_codes:
+            if error.code not in gone_codes:
                 raise
 
 

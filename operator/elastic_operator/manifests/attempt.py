@@ -18,7 +18,6 @@ from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Current, short
 from elastic_operator.manifests.reshard_pod import ReshardImage, reshard_template
 from reshard.contract import GROUP, KIND, VERSION, Env, Label
-from reshard.topology import Topology
 
 CHECKPOINT_MOUNT = "/checkpoint"
 MASTER_PORT = 29500
@@ -259,7 +258,7 @@ def _training_env(
     values: dict[str, str] = {
         **_owner_env(job, spec),
         Env.ATTEMPT: str(attempt),
-        Env.TOPOLOGY: Topology.from_dict(current.topology).to_json(),
+        Env.TOPOLOGY: current.topology.to_json(),
         Env.WORLD_SIZE: str(current.num_nodes * current.gpus_per_node),
         Env.GLOBAL_BATCH: str(spec.batch.global_samples),
         Env.MICRO_BATCH: str(spec.batch.micro_samples),

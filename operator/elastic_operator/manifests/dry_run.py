@@ -46,7 +46,7 @@ def build_dry_run_jobs(job: JobRef, spec: Spec) -> Iterator[tuple[str, dict[str,
     """Generate each template's path in the spec, and a Job made from it."""
     uri = "/dry-run"
     current = Current(
-        topology=Topology().to_dict(),
+        topology=Topology(),
         num_nodes=1,
         gpus_per_node=spec.accelerator.per_node[0],
         resume=Resume(uri=uri, source=uri),

@@ -56,7 +56,7 @@ class Result(enum.StrEnum):
 
 
 class QueueReason(enum.StrEnum):
-    """Why the job waited for an attempt."""
+    """Reason for which the job waited for an attempt."""
 
     START = "start"
     FAILURE = "failure"

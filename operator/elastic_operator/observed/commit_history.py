@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from elastic_operator.api.status import (
     MAX_COMMITS,
@@ -125,7 +125,7 @@ def is_virtual(checkpoint: Checkpoint, current: Current) -> bool:
 
 
 def choose_resume(
-    checkpoint: Checkpoint, *, attempt: int, topology: Mapping[str, int], root: str, start: str = "", mark: str = ""
+    checkpoint: Checkpoint, *, attempt: int, topology: Topology, root: str, start: str = "", mark: str = ""
 ) -> Resume:
     """Choose the commit that `attempt` resumes from in `topology`.
 
@@ -151,7 +151,7 @@ def choose_resume(
                 reason=f"{reason}: {start} (spec.checkpoint.startFrom), resharded to {short(topology)}",
             )
         return Resume(reason=f"{reason}: training starts from nothing")
-    is_same_layout = Topology.from_dict(commit.topology) == Topology.from_dict(topology)
+    is_same_layout = commit.topology == topology
     description = f"step {commit.step} of attempt {commit.attempt} ({short(commit.topology)})"
     return Resume(
         uri=commit.uri if is_same_layout else commit_uri(root, attempt, commit.step, mark),

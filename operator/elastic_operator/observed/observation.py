@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic_operator.api import pod_reports
 from elastic_operator.api.serialization import parse_time
+from elastic_operator.api.validation import shorten
 from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems
 from reshard.contract import KIND, CommitRef, Label, LeaseKey, ReshardReport, VirtualLoader, sentence
 
@@ -175,12 +176,12 @@ class LeaseView:
 
     @property
     def resume_error(self) -> str:
-        """Why rank 0 could not load the commit that it should resume from, in one sentence; empty if it could."""
+        """Return the reason why rank 0 could not load the commit to resume from, in one sentence; empty if it could."""
         return sentence(self.get(LeaseKey.RESUME_ERROR), pod_reports.TEXT_BYTES)
 
     @property
     def owner_error(self) -> str:
-        """Why rank 0 may not use the checkpoint root, in one sentence; empty if it may."""
+        """Return the reason why rank 0 may not use the checkpoint root, in one sentence; empty if it may."""
         return sentence(self.get(LeaseKey.OWNER_ERROR), 2 * pod_reports.TEXT_BYTES)
 
     @property
@@ -205,7 +206,7 @@ class LeaseView:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PodDiagnosis:
-    """Why an attempt has no running pods, as reported by another component.
+    """Reason, reported by another component, for which an attempt has no running pods.
 
     Attributes:
         reason: one of the reasons in `pod_diagnosis`.
@@ -429,7 +430,7 @@ def _parse_report(pod: PodView) -> ReshardReport:
     """
     report = ReshardReport.from_json(pod.termination_message)
     if report.mode not in RESHARD_MODES:
-        raise ValueError(f"mode: expected one of {', '.join(RESHARD_MODES)}, found {pod_reports.shorten(report.mode)}")
+        raise ValueError(f"mode: expected one of {', '.join(RESHARD_MODES)}, found {shorten(report.mode)}")
     if report.ok != (report.exit_code == 0):
         raise ValueError(f"ok: expected {report.exit_code == 0} with exitCode {report.exit_code}, found {report.ok}")
     return dataclasses.replace(

@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from typing import Annotated
+
+from pydantic import Field
+
+Seconds = Annotated[float, Field(ge=0.001, le=31_536_000, allow_inf_nan=False)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +30,17 @@ class Timeouts:
         reshard_backoff_seconds: wait before the first retry of a reshard Job; doubles each time.
     """
 
-    heartbeat_seconds: float = 5.0
-    node_lease_floor_seconds: float = 5.0
-    stop_grace_seconds: int = 2
-    image_seconds: float = 120.0
-    startup_seconds: float = 1800.0
-    unschedulable_seconds: float = 60.0
-    device_seconds: float = 10.0
-    node_stable_seconds: float = 30.0
-    progress_seconds: float = 10.0
-    resync_seconds: float = 30.0
-    reshard_backoff_seconds: float = 10.0
+    heartbeat_seconds: Seconds = 5.0
+    node_lease_floor_seconds: Seconds = 5.0
+    stop_grace_seconds: Annotated[int, Field(ge=0, le=86_400)] = 2
+    image_seconds: Seconds = 120.0
+    startup_seconds: Seconds = 1800.0
+    unschedulable_seconds: Seconds = 60.0
+    device_seconds: Seconds = 10.0
+    node_stable_seconds: Seconds = 30.0
+    progress_seconds: Seconds = 10.0
+    resync_seconds: Seconds = 30.0
+    reshard_backoff_seconds: Seconds = 10.0
 
     @property
     def heartbeat_stale_seconds(self) -> float:

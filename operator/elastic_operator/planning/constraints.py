@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic_operator.api.spec import GIB, Batch, Model, Spec
+from elastic_operator.api.schema_types import GIB
+from elastic_operator.api.spec import Batch, Model, Spec
 from elastic_operator.planning import memory
 from elastic_operator.planning.shape import Shape
 

@@ -12,7 +12,7 @@ MIN_GAIN_FRACTION = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthVerdict:
-    """Whether to restart, and the sentence that explains it.
+    """Verdict on a restart for a better topology, with its reason.
 
     Attributes:
         is_worth: True if the restart gains training time.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_operator.api.spec import GIB
+from elastic_operator.api.schema_types import GIB
 from elastic_operator.planning.planner import Candidate, PlanResult
 
 _HEADER = ("", "topology", "nodes", "GPUs", "micro-batches", "estimate", "bubble", "memory")

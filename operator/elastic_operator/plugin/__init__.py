@@ -1,5 +1,5 @@
 """The kubectl plugin `kubectl etj`: it shows jobs to people and sends their requests.
 
-`pages` makes the output; the other modules talk to the cluster. They may import `cluster.resources` and pure packages.
-Nothing imports the plugin.
+`pages` makes the output; the other modules talk to the cluster. They may import `client` without its
+asyncio part, and pure packages. Nothing imports the plugin.
 """

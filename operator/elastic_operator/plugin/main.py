@@ -24,8 +24,7 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
         options.name = options.name.rpartition("/")[2]
     try:
         config = load_config(options.kubeconfig, options.context, os.environ if environment is None else environment)
-        cluster = connect(config, options.namespace)
-        with cluster.client:
+        with connect(config, options.namespace) as cluster:
             _print(run(cluster, options), as_json=options.output == "json")
     except PluginError as error:
         write_note(f"error: {error}")

@@ -250,7 +250,7 @@ def _handle_reshard_failure(
     if external or context.spec.reshard.on_failure == "Fail":
         return dataclasses.replace(status, phase=Phase.FAILED, reason="ReshardFailed", message=text, current=None)
     commit = commit_history.find_newest(status.checkpoint, below=status.attempt)
-    return dataclasses.replace(_forget_plan(status), pinned=commit.topology if commit else {})
+    return dataclasses.replace(_forget_plan(status), pinned=commit.topology if commit else None)
 
 
 def _record_outcome(context: Context, report: ReshardReport | None, result: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from elastic_operator.api.conditions import Type, set_condition
 from elastic_operator.api.serialization import Time
@@ -21,7 +20,7 @@ MAX_REJECTED = 8
 def plan_next(context: Context, status: Status) -> Status:
     """Plan attempt N+1, or wait for capacity."""
     spec = restrict_to_topology(context.spec, status.pinned)
-    last_topology = Topology.from_dict(status.checkpoint.topology) if status.checkpoint.topology else None
+    last_topology = status.checkpoint.topology
     result = planner.plan(spec, find_capacity(context, status), last_topology)
     if result.best is None and status.excluded_nodes:
         plan_on_excluded = planner.plan(spec, find_capacity(context, status, forgive=True), last_topology)
@@ -34,7 +33,7 @@ def plan_next(context: Context, status: Status) -> Status:
                 status, excluded_nodes=tuple(item for item in status.excluded_nodes if item.until is None)
             )
     plan = Plan(
-        target=result.best.topology.to_dict() if result.best else {},
+        target=result.best.topology if result.best else None,
         nodes=result.best.num_nodes if result.best else 0,
         per_node=result.best.per_node if result.best else 0,
         reason=result.reason[:2048],
@@ -44,20 +43,20 @@ def plan_next(context: Context, status: Status) -> Status:
     )
     if result.best is None:
         return _wait(context, status, plan)
-    return _adopt(context, status, plan)
+    return _adopt(context, status, plan, result.best.topology)
 
 
-def _adopt(context: Context, status: Status, plan: Plan) -> Status:
+def _adopt(context: Context, status: Status, plan: Plan, topology: Topology) -> Status:
     attempt = status.attempt + 1
     resume = commit_history.choose_resume(
         status.checkpoint,
         attempt=attempt,
-        topology=plan.target,
+        topology=topology,
         root=checkpoint_root(context.spec),
         start=start_source(context.spec),
         mark=context.job.uid[:8] if context.spec.checkpoint.take_over else "",
     )
-    text = short(plan.target)
+    text = short(topology)
     context.emit("Planned", f"attempt {attempt}: {plan.reason} Start: {resume.reason}.")
     if not resume.uri:
         context.emit("StartsFromNothing", f"attempt {attempt}: {resume.reason}", warning=status.attempt > 0)
@@ -65,7 +64,7 @@ def _adopt(context: Context, status: Status, plan: Plan) -> Status:
         status,
         attempt=attempt,
         current=Current(
-            topology=plan.target,
+            topology=topology,
             num_nodes=plan.nodes,
             gpus_per_node=plan.per_node,
             resume=resume,
@@ -144,17 +143,17 @@ def _wait(context: Context, status: Status, plan: Plan) -> Status:
     )
 
 
-def restrict_to_topology(spec: Spec, topology: Mapping[str, int]) -> Spec:
-    """Return `spec` restricted to `topology`; unchanged if `topology` is empty."""
-    if not topology:
+def restrict_to_topology(spec: Spec, topology: Topology | None) -> Spec:
+    """Return `spec` restricted to `topology`; unchanged if there is none."""
+    if topology is None:
         return spec
     choice = TopologyChoice(
-        tensor=topology.get("tp", 1),
-        pipeline=topology.get("pp", 1),
-        data=topology.get("dp", 1),
-        expert=topology.get("ep", 1),
-        context=topology.get("cp", 1),
-        zero_stage=topology.get("zero", 1),
+        tensor=topology.tp,
+        pipeline=topology.pp,
+        data=topology.dp,
+        expert=topology.ep,
+        context=topology.cp,
+        zero_stage=topology.zero,
     )
     parallelism = dataclasses.replace(spec.parallelism, strategy=Strategy.FIXED, topologies=(choice,))
     return dataclasses.replace(spec, parallelism=parallelism)

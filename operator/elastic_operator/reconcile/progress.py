@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_operator.api.conditions import Type, find, set_condition
-from elastic_operator.api.pod_reports import find_commit_problem, find_path_problem, shorten
+from elastic_operator.api.pod_reports import find_commit_problem, find_path_problem
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import Commit, Current, Loader, Progress, Recovery, Status, edit_last_recovery
+from elastic_operator.api.validation import shorten
 from elastic_operator.manifests.attempt import checkpoint_root
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import RESHARD, LeaseView, report_of, report_problems
@@ -135,7 +136,7 @@ def _record_commit(context: Context, status: Status, lease: LeaseView) -> Status
     checkpoint = commit_history.add(status.checkpoint, Commit.from_ref(ref))
     if checkpoint == status.checkpoint:
         return status
-    return dataclasses.replace(status, checkpoint=checkpoint, pinned={})
+    return dataclasses.replace(status, checkpoint=checkpoint, pinned=None)
 
 
 def _record_loader(status: Status, lease: LeaseView) -> Status:

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_operator.api.field_reader import NotPermittedError
 from elastic_operator.api.serialization import parse_time, to_wire
-from elastic_operator.api.spec import Spec, SpecError, parse_spec
+from elastic_operator.api.spec import NotPermittedError, Spec, SpecError, parse_spec
 from elastic_operator.api.status import Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import DRAIN_REQUESTED, RETRY_REQUESTED, JobRef
@@ -22,7 +21,7 @@ _TOKEN_LENGTH = 253
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a pass begins with.
+    """Input of a pass: one resource.
 
     Attributes:
         spec: the parsed spec, or why it is invalid.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_operator.api.spec import Spec
-from elastic_operator.api.spec_types import AUTO, VIRTUAL
+from elastic_operator.api.spec_model import AUTO, VIRTUAL
 from elastic_operator.api.status import Current, Status
 from elastic_operator.observed import commit_history
 from reshard.contract import ELASTIC_TRAINER, MANIFEST_VERSIONS

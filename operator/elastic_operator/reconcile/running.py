@@ -17,7 +17,6 @@ from elastic_operator.reconcile.context import Context, find_capacity, find_lost
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
 from reshard.contract import TrainerPhase
 from reshard.errors import TopologyError
-from reshard.topology import Topology
 
 HORIZON_SECONDS = 4 * 3600.0
 """Expected duration of an attempt on more nodes, in the comparison with the cost of a restart."""
@@ -160,20 +159,19 @@ def consider_growth(context: Context, status: Status, current: Current) -> Statu
     """Record that a better topology fits, and begin the change once it has fitted for long enough."""
     spec = restrict_to_topology(context.spec, status.pinned)
     try:
-        topology = Topology.from_dict(current.topology)
-        shape = planner.shape_of(topology, num_nodes=current.num_nodes, per_node=current.gpus_per_node)
+        shape = planner.shape_of(current.topology, num_nodes=current.num_nodes, per_node=current.gpus_per_node)
         running = planner.evaluate(spec, shape)
     except (TopologyError, ArithmeticError):
         return status
-    best = planner.best(spec, find_capacity(context, status), topology)
-    if best is None or (best.topology == topology and best.num_nodes == current.num_nodes):
+    best = planner.best(spec, find_capacity(context, status), current.topology)
+    if best is None or (best.topology == current.topology and best.num_nodes == current.num_nodes):
         return dataclasses.replace(status, growth=None)
     verdict = growth.evaluate_growth(
         running, best, restart_seconds=_restart_seconds(status), horizon_seconds=HORIZON_SECONDS
     )
     if not verdict.is_worth:
         return dataclasses.replace(status, growth=None)
-    text, observed = short(best.topology.to_dict()), status.growth
+    text, observed = short(best.topology), status.growth
     if observed is None or (observed.topology, observed.num_nodes) != (text, best.num_nodes):
         observed = Growth(topology=text, num_nodes=best.num_nodes, since=Time(context.now))
         wait = spec.recovery.scale_up_stable_seconds

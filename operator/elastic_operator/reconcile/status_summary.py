@@ -30,7 +30,7 @@ def summarize_status(context: Context, status: Status) -> Status:
         reason=reason,
         message=message[:4096],
         observed_generation=context.job.generation,
-        topology=dict(shown.topology) if shown else {},
+        topology=shown.topology if shown else None,
         topology_text=short(shown.topology) if shown else "",
         replicas=shown.num_nodes if shown else 0,
         nodes_text=_format_nodes(context, status),

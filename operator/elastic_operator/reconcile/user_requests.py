@@ -65,7 +65,7 @@ def handle_retry(context: Context, status: Status) -> Status:
         message="",
         current=None,
         reshard=None,
-        pinned={},
+        pinned=None,
         restart_budget=RestartBudget(),
         finish_time=None,
     )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
-import httpx2
-from lightkube import AsyncClient
-from lightkube.config.kubeconfig import KubeConfig
-from lightkube.config.models import Cluster, User
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.credentials import Credentials
 
 _PATH = re.compile(
     r"/?(?:api|apis/[^/]+)/[^/]+(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?"
@@ -40,24 +42,31 @@ class Api:
     def names(self, plural: str) -> set[str]:
         return {name for kind, _, name in self.objects if kind == plural}
 
-    def client(self) -> AsyncClient:
-        """A real client that talks to it."""
-        config = KubeConfig.from_one(cluster=Cluster(server="http://api"), user=User(), context_name="test")
-        return AsyncClient(config=config, transport=httpx2.MockTransport(self._answer))
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[KubernetesClient]:
+        """A real client that talks to it over HTTP."""
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        async with TestServer(application) as server:
+            client = KubernetesClient(Credentials(server=str(server.make_url("")).rstrip("/")))
+            try:
+                yield client
+            finally:
+                await client.close()
 
-    def _answer(self, request: httpx2.Request) -> httpx2.Response:
-        found = _PATH.fullmatch(request.url.path)
-        assert found, request.url.path
+    async def _answer(self, request: web.Request) -> web.Response:
+        found = _PATH.fullmatch(request.path)
+        assert found, request.path
         namespace, plural, name = found["namespace"] or "", found["plural"], found["name"]
-        body = json.loads(request.content) if request.content else {}
+        body = json.loads(content) if (content := await request.read()) else {}
         key = (plural, namespace, name or "")
         if request.method == "GET" and name is None:
-            return self._list(plural, namespace, request.url.params.get("labelSelector") or "")
+            return self._list(plural, namespace, request.query.get("labelSelector") or "")
         if request.method == "POST":
             key = (plural, namespace, body["metadata"]["name"])
             if key in self.objects:
                 return _status(409, "AlreadyExists", f"{plural} {key[2]} already exists")
-            return httpx2.Response(201, json=self.put(plural, body))
+            return web.json_response(self.put(plural, body), status=201)
         item = self.objects.get(key)
         if item is None:
             return _status(404, "NotFound", f"{plural} {name} not found")
@@ -75,15 +84,15 @@ class Api:
             if meta.get("uid", item["metadata"]["uid"]) != item["metadata"]["uid"]:
                 return _status(409, "Conflict", "the UID in the patch differs")
             item["metadata"].setdefault("annotations", {}).update(meta.get("annotations") or {})
-        return httpx2.Response(200, json=item)
+        return web.json_response(item)
 
-    def _list(self, plural: str, namespace: str, selector: str) -> httpx2.Response:
+    def _list(self, plural: str, namespace: str, selector: str) -> web.Response:
         items = [
             item
             for (kind, place, _), item in self.objects.items()
             if kind == plural and namespace in ("", place) and _selected(item, selector.split(",") if selector else ())
         ]
-        return httpx2.Response(200, json={"kind": "List", "metadata": {"resourceVersion": "1"}, "items": items})
+        return web.json_response({"kind": "List", "metadata": {"resourceVersion": "1"}, "items": items})
 
 
 def _selected(item: Mapping[str, Any], terms: Iterable[str]) -> bool:
@@ -95,6 +104,6 @@ def _selected(item: Mapping[str, Any], terms: Iterable[str]) -> bool:
     return True
 
 
-def _status(code: int, reason: str, message: str) -> httpx2.Response:
+def _status(code: int, reason: str, message: str) -> web.Response:
     body = {"kind": "Status", "apiVersion": "v1", "code": code, "reason": reason, "message": message, "metadata": {}}
-    return httpx2.Response(code, json=body)
+    return web.json_response(body, status=code)

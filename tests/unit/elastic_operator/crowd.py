@@ -43,6 +43,11 @@ class Asking(ClusterReader):
         self.asked: list[Key] = []
         self.there: dict[Key, dict[str, Any]] = {}
         self.kept: Spec | None = None
+        self.num_others = 0
+
+    @property
+    def num_jobs(self) -> int:
+        return max(super().num_jobs, self.num_others)
 
     async def training_job(self, namespace: str, name: str) -> dict[str, Any] | None:
         self.asked.append((namespace, name))

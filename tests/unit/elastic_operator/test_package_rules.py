@@ -16,10 +16,10 @@ from elastic_operator.settings import read_settings
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "operator/elastic_operator"
 EDGES = {
-    "httpx2": {"cluster", "plugin"},
+    "aiohttp": {"client"},
     "kopf": {"cluster", "main.py"},
-    "lightkube": {"cluster", "controller.py", "main.py", "plugin"},
-    "msgspec": {"cluster"},
+    "kubernetes": {"client", "plugin"},
+    "urllib3": {"plugin"},
     "prometheus_client": {"metrics"},
 }
 """Which packages and top modules may import a library."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -83,6 +82,12 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     found.close()
 
 
+async def close(server: asyncio.Server) -> None:
+    """Close a server in its own loop: asyncio's objects are not safe for other threads."""
+    server.close()
+    await server.wait_closed()
+
+
 def test_a_stuck_loop_answers_nobody(loop: asyncio.AbstractEventLoop) -> None:
     server = asyncio.run_coroutine_threadsafe(probes.serve(0, PAGES), loop).result(timeout=10)
     port = server.sockets[0].getsockname()[1]
@@ -91,10 +96,11 @@ def test_a_stuck_loop_answers_nobody(loop: asyncio.AbstractEventLoop) -> None:
         assert (response.status, response.read()) == (200, b"alive\n")
     with pytest.raises(urllib.error.HTTPError, match="503"):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10)
-    loop.call_soon_threadsafe(time.sleep, 1.0)
+    released = threading.Event()
+    loop.call_soon_threadsafe(released.wait, 60)
     with pytest.raises(OSError, match="timed out"):
         urllib.request.urlopen(url, timeout=0.3)
+    released.set()
     with urllib.request.urlopen(url, timeout=10) as response:
         assert response.status == 200
-    server.close()
-    asyncio.run_coroutine_threadsafe(server.wait_closed(), loop).result(timeout=10)
+    asyncio.run_coroutine_threadsafe(close(server), loop).result(timeout=10)

@@ -64,7 +64,7 @@ def _names(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def problems(place: Place) -> list[str]:
-    """What is wrong with a place: no such file, another file than the label says, no function, or one not there."""
+    """List the problems of a place: no such file, another file than the label says, no function, or one not there."""
     if not place.path.is_file():
         return [f"{place.label}: there is no {place.path}"]
     wrong = [] if str(place.path).endswith(f"/{place.label}") else [f"{place.label} is a link to {place.path}"]
@@ -105,7 +105,7 @@ def test_what_is_not_there_is_found() -> None:
         return problems(place)
 
     controller = "[elastic_operator/controller.py](../operator/elastic_operator/controller.py)"
-    assert of(controller, "`JobController.wake`, `DEBOUNCE_SECONDS`, `Pass.before`") == []
+    assert of(controller, "`JobController.wake`, `STORE_PASSES_SECONDS`, `Pass.before`") == []
     assert of(controller, "`JobController.sleep`") == ["elastic_operator/controller.py has no JobController.sleep"]
     assert of(controller, "none") == ["elastic_operator/controller.py: no function is named"]
     assert of("[a/b.py](../a/b.py)", "`c`") == [f"a/b.py: there is no {ROOT / 'a/b.py'}"]

@@ -22,7 +22,7 @@ CHART = ROOT / "charts/elastic-training-operator"
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 FREE = ("resources.requests", "resources.limits", "metrics.dashboards.labels")
-"""Where users write what they like: not listed in the schema."""
+"""Values whose keys the schema does not list, because users choose them."""
 
 
 def paths(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -46,7 +46,7 @@ def camel(name: str) -> str:
 
 def test_the_chart_installs_the_same_bytes_as_the_plain_file() -> None:
     copied = (CHART / "files/elastictrainingjobs.yaml").read_bytes()
-    assert copied == (ROOT / "crds/elastictrainingjobs.yaml").read_bytes(), "run `python charts/sync.py`"
+    assert copied == (ROOT / "crds/elastictrainingjobs.yaml").read_bytes(), "run `make generate`"
 
 
 def test_the_version_is_the_projects() -> None:

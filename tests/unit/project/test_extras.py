@@ -30,7 +30,9 @@ class Installed(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         top = name.partition(".")[0]
-        installed = top in sys.stdlib_module_names or top in allowed | own
+        # The module with the build's configuration has the platform in its name and is not on the list.
+        is_standard = top in sys.stdlib_module_names or top.startswith("_sysconfigdata_")
+        installed = is_standard or top in allowed | own
         return super().find_spec(name, path, target) if installed else None
 
 sys.meta_path = [Installed if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]

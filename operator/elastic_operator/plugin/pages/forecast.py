@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from elastic_operator.api.status import Current, Phase, Status, short
 from elastic_operator.planning import planner
@@ -11,7 +10,6 @@ from elastic_operator.plugin.pages.recovery_estimate import Estimate, estimate_r
 from elastic_operator.plugin.pages.whatif import Change, apply_change
 from elastic_operator.reconcile import next_attempt, running
 from elastic_operator.reconcile.context import Context, find_capacity
-from reshard.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,7 @@ class ReshardForecast:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the operator would do after a change.
+    """Forecast of the operator's actions after a change.
 
     Attributes:
         outcome: `Unaffected` (the attempt goes on), `Grows` (the attempt goes on until a better one replaces it),
@@ -138,7 +136,9 @@ def _hit(before: Context, after: Context, status: Status) -> tuple[str, ...]:
 def _undisturbed(base: Forecast, after: Context, status: Status, current: Current) -> Forecast:
     grown = running.consider_growth(after, dataclasses.replace(status, growth=None), current)
     result = planner.plan(
-        next_attempt.restrict_to_topology(after.spec, status.pinned), find_capacity(after, status), _last(status)
+        next_attempt.restrict_to_topology(after.spec, status.pinned),
+        find_capacity(after, status),
+        status.checkpoint.topology,
     )
     if grown.growth is None and grown.drain is None:
         reason = "the running attempt loses nothing, and nothing better fits"
@@ -164,7 +164,9 @@ def _next_attempt(base: Forecast, after: Context, status: Status) -> Forecast:
     idle = dataclasses.replace(status, current=None, drain=None, growth=None, phase=Phase.PENDING)
     planned = next_attempt.plan_next(after, idle)
     usable = find_capacity(after, planned)
-    result = planner.plan(next_attempt.restrict_to_topology(after.spec, planned.pinned), usable, _last(status))
+    result = planner.plan(
+        next_attempt.restrict_to_topology(after.spec, planned.pinned), usable, status.checkpoint.topology
+    )
     notes = tuple(event.message for event in after.events if event.reason == "ExclusionLifted")
     if status.phase == Phase.SUSPENDED:
         notes += ("the job is suspended: this is what a resume would start",)
@@ -211,11 +213,6 @@ def _reshard(context: Context, status: Status, new: Current) -> ReshardForecast:
 def _last_mode(status: Status) -> str:
     modes = [item.conversion.mode for item in status.recoveries if item.conversion is not None]
     return modes[-1] if modes else status.reshard.mode if status.reshard else ""
-
-
-def _last(status: Status) -> Topology | None:
-    topology: Mapping[str, int] = status.checkpoint.topology
-    return Topology.from_dict(topology) if topology else None
 
 
 def _alternatives(result: planner.PlanResult, topology: str, num_nodes: int) -> tuple[Alternative, ...]:

@@ -26,12 +26,12 @@ _ADVICE: Mapping[str, str] = {
     Kind.IMAGE: "edit spec.template: the operator plans anew at once",
     Kind.UNSCHEDULABLE: "`kubectl describe pod` has the scheduler's reasons: the claim, memory, taints",
 }
-"""What a user can do about an attempt that does not start, by the reason of its phase."""
+"""Advice to the user about an attempt that does not start, by the reason of its phase."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """What the job does, what it waits for, and what a user can do about it."""
+    """State of a job, with the reason of a wait and advice to the user."""
 
     doing: str
     waits_for: str = ""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
-from elastic_operator.api.serialization import Time, from_wire, to_wire
+from crds.generate import render_files
+from elastic_operator.api.serialization import Time, to_wire
 from elastic_operator.api.spec import parse_spec
 from elastic_operator.api.status import (
     Checkpoint,
@@ -30,7 +29,9 @@ from elastic_operator.api.status import (
     ReshardStatus,
     Status,
 )
+from elastic_operator.api.status_reader import read_status
 from reshard import contract
+from reshard.topology import Topology
 
 ROOT = Path(__file__).parents[4]
 CRD = yaml.safe_load((ROOT / "crds/elastictrainingjobs.yaml").read_text(encoding="utf-8"))
@@ -86,15 +87,6 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 STRICT = strict({**SCHEMA, "properties": {**SCHEMA["properties"], "metadata": {"type": "object"}}})
-
-
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("crd_reference", ROOT / "crds/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def documents() -> Iterator[Any]:
@@ -179,13 +171,27 @@ def test_an_example_is_valid(job):
     parse_spec(job["spec"])
 
 
-def test_the_reference_page_is_in_step_with_the_schema():
-    module = reference()
-    assert module.PAGE.read_text(encoding="utf-8") == module.render(CRD), "run: python crds/reference.py"
+def test_the_crd_its_copy_and_the_reference_page_are_generated_from_the_models():
+    files = render_files()
+    assert {path.relative_to(ROOT).as_posix() for path in files} == {
+        "crds/elastictrainingjobs.yaml",
+        "charts/elastic-training-operator/files/elastictrainingjobs.yaml",
+        "docs/crd-reference.md",
+    }
+    for path, text in files.items():
+        assert path.read_text(encoding="utf-8") == text, "run: make generate"
+
+
+def test_a_default_that_a_description_names_is_the_default():
+    for path, field in ALL_FIELDS:
+        if "default" in field and (named := re.search(r"Default ([^ ]+)\.$", field["description"])):
+            value = field["default"][0] if field["type"] == "array" else field["default"]
+            text = "empty" if value == "" else str(value).lower() if isinstance(value, bool) else str(value)
+            assert named.group(1) == text, path
 
 
 def test_what_the_operator_writes_is_a_valid_status():
-    topology = {"tp": 2, "pp": 1, "dp": 2, "ep": 1, "cp": 1, "zero": 1}
+    topology = Topology(tp=2, dp=2)
     moment = Time(1.8e9)
     commit = Commit(uri="/checkpoint/gpt/a2/step-00000040", step=40, samples=800, attempt=2, topology=topology)
     status = Status(
@@ -217,4 +223,4 @@ def test_what_the_operator_writes_is_a_valid_status():
     for name in ("phase", "topologyText", "replicas", "gpus", "attempt", "reason"):
         assert name in wire, "a print column would be empty"
     assert wire["progress"]["step"] == 41
-    assert from_wire(Status, wire) == status
+    assert read_status(wire).status == status

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import enum
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import httpx2
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.credentials import Credentials
+from elastic_operator.client.resources import LEASE, NODE, POD
 from elastic_operator.cluster import informer as module
+from elastic_operator.cluster import watch_stream
 from elastic_operator.cluster.informer import Id, Informer
-from elastic_operator.cluster.resources import LEASE, NODE, POD
 from elastic_operator.cluster.watch_stream import Object, WatchedCollection, split_lines
 
 
@@ -20,22 +26,37 @@ def item(name: str, version: int, value: str = "") -> dict[str, Any]:
     return {"metadata": {"name": name, "resourceVersion": str(version)}, "value": value}
 
 
-def page(*items: dict[str, Any], version: int, more: str = "") -> httpx2.Response:
-    return httpx2.Response(200, json={"metadata": {"resourceVersion": str(version), "continue": more}, "items": items})
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    code: int = 200
+    text: str = ""
 
 
-def watch(*events: tuple[str, dict[str, Any]]) -> httpx2.Response:
-    text = b"".join(json.dumps({"type": change, "object": found}).encode() + b"\n" for change, found in events)
-    return httpx2.Response(200, stream=httpx2.ByteStream(text))
+class Trouble(enum.Enum):
+    """What the API server does instead of an answer."""
+
+    SILENCE = "opens the answer, and sends nothing"
+    AWAY = "closes the connection"
+    CUT = "closes the connection within a line"
+
+
+def page(*items: dict[str, Any], version: int, more: str = "") -> Answer:
+    meta = {"resourceVersion": str(version), "continue": more}
+    return Answer(text=json.dumps({"metadata": meta, "items": items}))
+
+
+def watch(*events: tuple[str, dict[str, Any]]) -> Answer:
+    return Answer(text="".join(json.dumps({"type": change, "object": found}) + "\n" for change, found in events))
 
 
 def expired() -> dict[str, Any]:
     return {"kind": "Status", "code": 410, "message": "too old resource version", "metadata": {}}
 
 
-def follow(answers: Sequence[httpx2.Response | Exception], monkeypatch: pytest.MonkeyPatch) -> Story:
+def follow(answers: Sequence[Answer | Trouble], monkeypatch: pytest.MonkeyPatch) -> Story:
     """Let a informer hear these answers, one after another."""
     monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(watch_stream, "SILENCE_SECONDS", 0.2)
     story = Story(list(answers))
     asyncio.run(story.run())
     return story
@@ -48,12 +69,13 @@ def void(_: object) -> None:
 class Story:
     """What was asked and what is kept at the end."""
 
-    def __init__(self, answers: list[httpx2.Response | Exception]) -> None:
+    def __init__(self, answers: list[Answer | Trouble]) -> None:
         self.answers = answers
         self.requests: list[dict[str, str]] = []
         self.kept: dict[Id, Object] = {}
         self.is_live: list[bool] = []
         self.over = asyncio.Event()
+        self.was_away = False
         self.informer = Informer(WatchedCollection(kind=NODE), self.put, lambda gone: void(self.kept.pop(gone, None)))
 
     def put(self, found: Object) -> None:
@@ -61,23 +83,42 @@ class Story:
             raise KeyError("poison")
         self.kept["", found["metadata"]["name"]] = found
 
-    async def answer(self, request: httpx2.Request) -> httpx2.Response:
-        self.requests.append(dict(request.url.params))
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        if self.answers[:1] == [Trouble.AWAY] and not self.was_away:
+            self.was_away = True  # aiohttp repeats a GET once when the connection is closed
+            request.transport.abort()
+            return web.Response()
+        self.requests.append(dict(request.query))
         self.is_live.append(self.informer.is_live)
         if not self.answers:
             self.over.set()
             await asyncio.Event().wait()
         found = self.answers.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer = web.StreamResponse(status=found.code if isinstance(found, Answer) else 200)
+        if found is Trouble.AWAY:
+            request.transport.abort()
+            return answer
+        await answer.prepare(request)
+        if found is Trouble.SILENCE:
+            await asyncio.sleep(20)
+        elif found is Trouble.CUT:
+            await answer.write(b'{"type": "ADDED", "obj')
+            request.transport.abort()
+        elif isinstance(found, Answer):
+            await answer.write(found.text.encode())
+        return answer
 
     async def run(self) -> None:
-        async with httpx2.AsyncClient(transport=httpx2.MockTransport(self.answer), base_url="http://api") as http:
-            task = asyncio.create_task(self.informer.follow(http))
+        application = web.Application()
+        application.router.add_get("/{path:.*}", self.answer)
+        async with TestServer(application, shutdown_timeout=0) as server:
+            client = KubernetesClient(Credentials(server=str(server.make_url("")).rstrip("/")))
+            task = asyncio.create_task(self.informer.follow(client))
             await asyncio.wait_for(self.over.wait(), timeout=20)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            await client.close()
 
     @property
     def names(self) -> set[str]:
@@ -110,10 +151,8 @@ def test_a_bookmark_moves_the_version_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert story.requests[1]["allowWatchBookmarks"] == "true"
 
 
-@pytest.mark.parametrize("gone", [httpx2.Response(410), watch(("ERROR", expired()))], ids=["answer", "event"])
-def test_after_an_expired_version_a_list_drops_the_ghosts(
-    gone: httpx2.Response, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("gone", [Answer(410), watch(("ERROR", expired()))], ids=["answer", "event"])
+def test_after_an_expired_version_a_list_drops_the_ghosts(gone: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     story = follow([page(item("a", 1), item("b", 2), version=9), gone, page(item("b", 30), version=31)], monkeypatch)
     assert story.names == {"b"}
     assert story.watched_from == ["9", "31"]
@@ -121,11 +160,11 @@ def test_after_an_expired_version_a_list_drops_the_ghosts(
 
 @pytest.mark.parametrize(
     "trouble",
-    [httpx2.ReadTimeout("silence"), httpx2.ConnectError("away"), httpx2.Response(500)],
-    ids=["silence", "away", "error"],
+    [*Trouble, Answer(500)],
+    ids=["silence", "away", "cut", "error"],
 )
 def test_a_cut_watch_is_not_believed_until_it_goes_on_and_misses_nothing(
-    trouble: httpx2.Response | Exception, monkeypatch: pytest.MonkeyPatch
+    trouble: Answer | Trouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     story = follow(
         [page(item("a", 1), version=9), watch(("ADDED", item("b", 10))), trouble, watch(("DELETED", item("a", 11)))],
@@ -134,6 +173,13 @@ def test_a_cut_watch_is_not_believed_until_it_goes_on_and_misses_nothing(
     assert story.names == {"b"}
     assert story.watched_from == ["9", "10", "10", "11"]
     assert story.is_live == [False, False, True, False, True]
+
+
+def test_an_event_as_large_as_the_api_server_stores_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = item("a", 10, "x" * 3_000_000)
+    story = follow([page(version=9), watch(("ADDED", large), ("ADDED", item("b", 11)))], monkeypatch)
+    assert story.names == {"a", "b"}
+    assert story.kept["", "a"] == large
 
 
 def test_an_object_that_cannot_be_read_is_set_aside_alone_and_the_watch_goes_on(

@@ -20,6 +20,7 @@ from elastic_operator.reconcile.actions import Decision, Event, RequestDrain
 from elastic_operator.reconcile.record import is_progress_only
 from elastic_operator.settings import read_settings
 from reshard.contract import LeaseKey, TrainerPhase
+from reshard.topology import Topology
 from tests.unit.elastic_operator.crowd import SPEC, Crowd, node, of_resource
 
 KEY = ("ns", "job-0")
@@ -183,8 +184,8 @@ def test_an_edit_is_accepted_after_a_fresh_look(monkeypatch: pytest.MonkeyPatch)
 def test_the_more_jobs_the_more_rarely_progress_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     num_jobs = 1000
     crowd = running()
-    crowd.controller._tasks = dict.fromkeys(range(num_jobs))  # type: ignore[arg-type]
-    crowd.controller._start_time -= 3600
+    crowd.reader.num_others = num_jobs
+    crowd.controller.queue.start_time -= 3600
     later(monkeypatch, PROGRESS_SECONDS_PER_JOB * num_jobs - 1)
     report(crowd, 5)
     asyncio.run(crowd.controller.reconcile(KEY))
@@ -201,14 +202,14 @@ def test_after_a_start_progress_is_written_in_turns_where_there_are_many_jobs(
 ) -> None:
     monkeypatch.setattr(controller, "_stagger", lambda key: 0.5)
     crowd = running()
-    crowd.controller._tasks = dict.fromkeys(range(num_jobs))  # type: ignore[arg-type]
+    crowd.reader.num_others = num_jobs
     later(monkeypatch, 3600.0)
     report(crowd, 5)
     seconds = asyncio.run(crowd.controller.reconcile(KEY))
     assert (crowd.writer.written == []) == (num_jobs > 1)
     if num_jobs > 1:
         assert seconds is not None and seconds <= PROGRESS_SECONDS_PER_JOB * num_jobs / 2
-        crowd.controller._start_time -= PROGRESS_SECONDS_PER_JOB * num_jobs / 2
+        crowd.controller.queue.start_time -= PROGRESS_SECONDS_PER_JOB * num_jobs / 2
         asyncio.run(crowd.controller.reconcile(KEY))
         assert len(crowd.writer.written) == 1
 
@@ -216,7 +217,7 @@ def test_after_a_start_progress_is_written_in_turns_where_there_are_many_jobs(
 def test_after_a_start_what_is_news_does_not_wait_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "_stagger", lambda key: 0.5)
     crowd = Crowd(1)
-    crowd.controller._tasks = dict.fromkeys(range(1000))  # type: ignore[arg-type]
+    crowd.reader.num_others = 1000
     report(crowd, 1)
     asyncio.run(crowd.controller.reconcile(KEY))
     ((_, status),) = crowd.writer.written
@@ -227,7 +228,7 @@ def test_after_a_start_what_is_news_does_not_wait_for_its_turn(monkeypatch: pyte
 BEFORE = Status(
     phase=Phase.RUNNING,
     attempt=1,
-    current=Current(topology={}, num_nodes=1, gpus_per_node=8),
+    current=Current(topology=Topology(), num_nodes=1, gpus_per_node=8),
     progress=Progress(phase=TrainerPhase.TRAINING, step=3),
 )
 
@@ -263,7 +264,7 @@ def test_the_number_of_jobs_is_known_before_their_resources_have_come() -> None:
 def test_after_a_start_what_has_to_be_done_does_not_wait_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "_stagger", lambda key: 0.5)
     crowd = running()
-    crowd.controller._tasks = dict.fromkeys(range(1000))  # type: ignore[arg-type]
+    crowd.reader.num_others = 1000
     later(monkeypatch, 3600.0)
     report(crowd, 5)
     crowd.tell("nodes", node("n0"), "DELETED")

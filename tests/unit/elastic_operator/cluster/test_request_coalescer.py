@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
-from elastic_operator.cluster.request_coalescer import FEW, RequestCoalescer
+from elastic_operator.cluster.request_coalescer import FEW, GATHER_SECONDS, RequestCoalescer
 from elastic_operator.observed.observation import Key
 
 
@@ -19,11 +19,18 @@ class World:
         self.lists = 0
         self.change = 0
         self.error: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def until(self, is_met: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not is_met():
+                await asyncio.sleep(0.001)
 
     async def one(self, key: Key) -> int:
         self.singles += 1
         found = int(key[1]) + self.change
-        await asyncio.sleep(0.02)
+        await self.gate.wait()
         if self.error:
             raise self.error
         return found
@@ -31,7 +38,7 @@ class World:
     async def everything(self) -> Mapping[Key, int]:
         self.lists += 1
         found = {("ns", str(number)): number + self.change for number in range(100)}
-        await asyncio.sleep(0.02)
+        await self.gate.wait()
         if self.error:
             raise self.error
         return found
@@ -70,29 +77,35 @@ def test_a_look_is_never_older_than_the_wish(count: int) -> None:
 
     async def run() -> list[int]:
         looks = batch(world)
+        world.gate.clear()
         first = asyncio.gather(*(looks.get(("ns", str(number))) for number in range(count)))
-        await asyncio.sleep(0.02)
+        await world.until(lambda: world.singles + world.lists > 0)
         world.change = 1000
-        second = await asyncio.gather(*(looks.get(("ns", str(number))) for number in range(count)))
+        second = asyncio.gather(*(looks.get(("ns", str(number))) for number in range(count)))
+        await asyncio.sleep(0)
+        world.gate.set()
         await first
-        return second
+        return await second
 
     assert asyncio.run(run()) == [1000 + number for number in range(count)]
 
 
 def test_one_list_is_made_at_a_time_and_the_next_answers_all_that_came_meanwhile() -> None:
     world = World()
+    world.gate.clear()
 
     async def run() -> None:
         looks = batch(world)
-        waves = []
-        for _ in range(5):
-            waves.append(asyncio.gather(*(looks.get(("ns", str(number))) for number in range(50))))
-            await asyncio.sleep(0.012)
+        waves = [asyncio.gather(*(looks.get(("ns", str(number))) for number in range(50)))]
+        await world.until(lambda: world.lists == 1)
+        waves += [asyncio.gather(*(looks.get(("ns", str(number))) for number in range(50))) for _ in range(4)]
+        await asyncio.sleep(3 * GATHER_SECONDS)
+        assert world.lists == 1, "the second list waits for the first"
+        world.gate.set()
         await asyncio.gather(*waves)
 
     asyncio.run(run())
-    assert world.lists in (3, 4)
+    assert world.lists == 2
 
 
 @pytest.mark.parametrize("count", [2, 50])

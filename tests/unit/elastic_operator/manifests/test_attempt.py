@@ -27,7 +27,7 @@ from reshard.topology import Topology
 ROOT = Path(__file__).parents[4]
 JOB = JobRef(name="gpt", namespace="team", uid="u-1", labels={"kueue.x-k8s.io/queue-name": "gpus", "team": "a"})
 CURRENT = Current(
-    topology=Topology(tp=2, dp=2).to_dict(),
+    topology=Topology(tp=2, dp=2),
     num_nodes=2,
     gpus_per_node=2,
     resume=Resume(uri="/checkpoint/gpt/a4/step-00000020", source="/checkpoint/gpt/a3/step-00000020", ready=False),
@@ -253,8 +253,8 @@ def test_the_resharder_gets_its_mode_and_is_then_one_pod() -> None:
         ({}, True),
         ({"mode": "Materialize"}, False),
         ({"parallelism": 2}, False),
-        ({"template": {"spec": {"containers": [{"name": "r"}]}}}, False),
-        ({"mode": "Virtual", "template": {"spec": {"containers": [{"name": "r"}]}}}, True),
+        ({"template": {"spec": {"containers": [{"name": "r", "image": "r:1"}]}}}, False),
+        ({"mode": "Virtual", "template": {"spec": {"containers": [{"name": "r", "image": "r:1"}]}}}, True),
     ],
 )
 def test_the_training_gets_memory_for_what_it_may_read_virtually(reshard: dict[str, Any], given: bool) -> None:

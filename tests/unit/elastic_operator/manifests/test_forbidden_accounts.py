@@ -25,7 +25,7 @@ CLOSED = Boundary(account=OWN)
 SHARED = Boundary(account=OWN, allows_own_namespace=True, lease_name="leader")
 TOKEN = [{"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}]
 CURRENT = Current(
-    topology=Topology().to_dict(),
+    topology=Topology(),
     num_nodes=1,
     gpus_per_node=8,
     resume=Resume(uri="/checkpoint/a", source="/checkpoint/b"),

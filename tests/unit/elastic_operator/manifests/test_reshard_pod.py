@@ -63,7 +63,7 @@ def made(
     value = {**SPEC, "template": {"spec": training}}
     if template is not None:
         value["reshard"] = {"template": template}
-    topology = Topology(tp=2, dp=2).to_dict()
+    topology = Topology(tp=2, dp=2)
     resume = Resume(source=SOURCE, uri="/data/gpt/a4/step-00000020", step=20)
     current = Current(topology=topology, num_nodes=2, gpus_per_node=2, resume=resume)
     job = reshard_job(JobRef(name="gpt", namespace="team", uid="u"), parse_spec(value), 4, current, image)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.api.serialization import Time, from_wire, to_wire
+from elastic_operator.api.serialization import Time, to_wire
 from elastic_operator.api.status import Current, Phase, Progress, Recovery, RestartBudget, Resume, Status
+from elastic_operator.api.status_reader import read_status
 from elastic_operator.metrics import definitions, exporter
 from elastic_operator.metrics.counters import increments, reshard_samples
 from elastic_operator.metrics.gauges import job_gauges
@@ -17,6 +18,7 @@ from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import ReshardOutcome
 from elastic_operator.reconcile.decide import decide
 from reshard.contract import ExitCode, ReshardReport, TrainerPhase
+from reshard.topology import Topology
 from tests.unit.elastic_operator.reconcile.test_decide_phases import (
     COMMIT,
     JOB,
@@ -29,7 +31,7 @@ from tests.unit.elastic_operator.reconcile.test_decide_phases import (
     spec,
 )
 
-TOPOLOGY = {"tp": 1}
+TOPOLOGY = Topology()
 
 
 def current(plan: float = 50, launch: float | None = None) -> Current:
@@ -170,7 +172,7 @@ def test_a_transition_counts_for(old: Status, new: Status, expected: dict[tuple[
 
 @pytest.mark.parametrize("status", [row[1] for row in TABLE.values()], ids=TABLE)
 def test_a_status_that_is_read_again_counts_for_nothing(status: Status) -> None:
-    stored = from_wire(Status, to_wire(status))
+    stored = read_status(to_wire(status)).status
     assert increments(stored, stored) == ()
     # The times have lost what is below a millisecond.
     assert increments(stored, status) == ()
@@ -243,7 +245,7 @@ def test_the_end_of_a_reshard_job_is_told_once(
 ) -> None:
     decision = after_reshard(job, report)
     assert decision.reshards == (outcome,)
-    status = from_wire(Status, to_wire(decision.status))
+    status = read_status(to_wire(decision.status)).status
     pods = PodView(name="gpt-a2-reshard-0", uid="r0", attempt=2, role="reshard", node="n1", phase="Succeeded")
     view = JobView(name="gpt-a2-reshard", uid="r", attempt=2, role="reshard", **job)
     world = Observation(nodes=nodes("n1", "n2"), pods=(pods,), jobs=(view,))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
 
 import pytest
 
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.status import Phase, Status
+from elastic_operator.client.resources import JOB, LEASE, POD
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.diagnostics import Diagnostics, RefusedError
 from elastic_operator.cluster.reader import ClusterReader
-from elastic_operator.cluster.resources import JOB, LEASE, POD
 from elastic_operator.cluster.store import ClusterStore
 from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError, PredecessorError
 from elastic_operator.manifests.attempt import JobRef
@@ -33,6 +34,9 @@ UID = "uid-job-0"
 ATTEMPT = ["rolebindings", "roles", "serviceaccounts", "services", "leases"]
 
 
+_T = TypeVar("_T")
+
+
 class Cluster:
     """One resource on an API server in memory, with the real reader and writer."""
 
@@ -41,22 +45,30 @@ class Cluster:
         self.nodes, self.renewals = NodeCache(), RenewalCache()
         self.nodes.update(node("n0"), 0.0)
         store = ClusterStore(self.nodes, self.renewals)
-        client = self.api.client()
+        self._runner, self._closing = asyncio.Runner(), contextlib.AsyncExitStack()
+        client = self.run(self._closing.enter_async_context(self.api.client()))
         self.reader = ClusterReader(client, self.nodes, self.renewals, store, ())
         self.writer = ClusterWriter(client, self.reader)
         self.diagnostics = Diagnostics(client, self.writer)
         meta = {"namespace": "ns", "name": NAME, "uid": uid, "generation": 1, "creationTimestamp": created}
         self.resource: dict[str, Any] = {"metadata": meta, "spec": SPEC, "status": {}}
 
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return self._runner.run(work)
+
+    def close(self) -> None:
+        self.run(self._closing.aclose())
+        self._runner.close()
+
     @property
     def record(self) -> Record:
         return read_record(self.resource)
 
     def act(self, action: Action) -> None:
-        asyncio.run(self.writer.act("ns", NAME, action))
+        self.run(self.writer.act("ns", NAME, action))
 
     def look(self) -> Any:
-        return asyncio.run(self.reader.observe(self.record, GPU, fresh=True))
+        return self.run(self.reader.observe(self.record, GPU, fresh=True))
 
     def step(self) -> list[Action]:
         """One pass: read, decide, write, act."""
@@ -68,7 +80,7 @@ class Cluster:
         self.resource["status"] = to_wire(found.status)
         self.events = [event.reason for event in found.events]
         for action in found.actions:
-            asyncio.run(self.diagnostics.act(("ns", NAME), found.status.attempt, action))
+            self.run(self.diagnostics.act(("ns", NAME), found.status.attempt, action))
         return list(found.actions)
 
     @property
@@ -85,21 +97,26 @@ class Cluster:
         return self.api.put(plural, {"metadata": {**meta, **rest.pop("meta", {})}, **rest})
 
 
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
+    yield made
+    made.close()
+
+
 STRANGER = [{"kind": "Deployment", "name": "web", "uid": "uid-web", "controller": True}]
 PREDECESSOR = [{"kind": "ElasticTrainingJob", "name": NAME, "uid": "uid-old", "controller": True}]
 UNCONTROLLED = [{"kind": "ElasticTrainingJob", "name": NAME, "uid": UID}]
 
 
 @pytest.mark.parametrize("owner", [[], STRANGER, PREDECESSOR, UNCONTROLLED])
-def test_revoking_an_attempt_deletes_nothing_of_anybody_else(owner: list[dict[str, Any]]) -> None:
-    cluster = Cluster()
+def test_revoking_an_attempt_deletes_nothing_of_anybody_else(cluster: Cluster, owner: list[dict[str, Any]]) -> None:
     cluster.objects_of(77, owner)
     cluster.act(RevokeAttempt(name=f"{NAME}-a77", owner=UID))
     assert cluster.api.deleted == []
 
 
-def test_revoking_an_attempt_deletes_what_it_owns_under_the_condition_of_its_uid() -> None:
-    cluster = Cluster()
+def test_revoking_an_attempt_deletes_what_it_owns_under_the_condition_of_its_uid(cluster: Cluster) -> None:
     cluster.objects_of(1, of_resource(NAME))
     cluster.put("services", f"{NAME}-a1", STRANGER)
     cluster.act(RevokeAttempt(name=f"{NAME}-a1", owner=UID))
@@ -108,8 +125,9 @@ def test_revoking_an_attempt_deletes_what_it_owns_under_the_condition_of_its_uid
 
 
 @pytest.mark.parametrize("owner", [[], STRANGER, PREDECESSOR], ids=["none", "stranger", "predecessor"])
-def test_a_forged_lease_of_attempt_77_makes_the_operator_delete_nothing(owner: list[dict[str, Any]]) -> None:
-    cluster = Cluster()
+def test_a_forged_lease_of_attempt_77_makes_the_operator_delete_nothing(
+    cluster: Cluster, owner: list[dict[str, Any]]
+) -> None:
     cluster.objects_of(77, owner)
     for _ in range(3):
         cluster.step()
@@ -124,8 +142,7 @@ def test_a_forged_lease_of_attempt_77_makes_the_operator_delete_nothing(owner: l
         DeletePod(name="x", uid="earlier", grace_seconds=0),
     ],
 )
-def test_a_successor_of_the_same_name_is_not_deleted(action: Action) -> None:
-    cluster = Cluster()
+def test_a_successor_of_the_same_name_is_not_deleted(cluster: Cluster, action: Action) -> None:
     for plural in ("jobs", "pods"):
         cluster.put(plural, "x", [])
     cluster.act(action)
@@ -133,8 +150,7 @@ def test_a_successor_of_the_same_name_is_not_deleted(action: Action) -> None:
     assert cluster.api.unconditional == []
 
 
-def test_a_drain_is_asked_of_the_very_lease_that_was_seen() -> None:
-    cluster = Cluster()
+def test_a_drain_is_asked_of_the_very_lease_that_was_seen(cluster: Cluster) -> None:
     made = cluster.put("leases", f"{NAME}-a1", of_resource(NAME))
     cluster.act(RequestDrain(lease=f"{NAME}-a1", uid="earlier"))
     assert "annotations" not in made["metadata"]
@@ -149,9 +165,8 @@ def test_a_drain_is_asked_of_the_very_lease_that_was_seen() -> None:
     ids=["none", "stranger", "predecessor"],
 )
 def test_an_object_in_the_way_is_told_and_never_taken_over(
-    plural: str, owner: list[dict[str, Any]], advice: str
+    cluster: Cluster, plural: str, owner: list[dict[str, Any]], advice: str
 ) -> None:
-    cluster = Cluster()
     cluster.put(plural, f"{NAME}-a1", owner, spec={"theirs": True})
     with pytest.raises(RefusedError):
         cluster.step()
@@ -171,8 +186,7 @@ def test_an_object_in_the_way_is_told_and_never_taken_over(
     assert cluster.status.phase == Phase.STARTING
 
 
-def test_a_finished_job_of_an_earlier_resource_of_the_same_name_does_not_complete_the_new_one() -> None:
-    cluster = Cluster()
+def test_a_finished_job_of_an_earlier_resource_of_the_same_name_does_not_complete_the_new_one(cluster: Cluster) -> None:
     done = {"conditions": [{"type": "Complete", "status": "True"}]}
     cluster.put("jobs", f"{NAME}-a1", PREDECESSOR, status=done)
     lease = cluster.put("leases", f"{NAME}-a1", PREDECESSOR)
@@ -206,9 +220,8 @@ def running_pod(cluster: Cluster, name: str, owner: list[dict[str, Any]], create
     ids=["predecessors", "forged", "of-another-job", "labels-alone", "own-whose-job-is-gone"],
 )
 def test_a_launch_waits_for_pods_that_a_job_of_ours_made_and_for_no_others(
-    owner: list[dict[str, Any]], created: str, error: type[Exception] | None
+    cluster: Cluster, owner: list[dict[str, Any]], created: str, error: type[Exception] | None
 ) -> None:
-    cluster = Cluster()
     running_pod(cluster, "p", owner, created)
     job = read_record(cluster.resource).job
     action = LaunchAttempt(attempt=2, manifests=(), job=job, job_uids=("uid-known",))
@@ -295,9 +308,8 @@ def poison(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any]
     yield plural, copy.deepcopy({"metadata": meta})
 
 
-def test_an_object_that_cannot_be_read_fails_nobodys_look(poison: tuple[str, dict[str, Any]]) -> None:
+def test_an_object_that_cannot_be_read_fails_nobodys_look(cluster: Cluster, poison: tuple[str, dict[str, Any]]) -> None:
     """Looks of more than a few jobs share one list; a tenant's object on it must not fail all of them."""
-    cluster = Cluster()
     cluster.put("jobs", f"{NAME}-a1", of_resource(NAME))
     cluster.api.put(*poison)
 
@@ -310,7 +322,7 @@ def test_an_object_that_cannot_be_read_fails_nobodys_look(poison: tuple[str, dic
         records.append(dataclasses.replace(cluster.record, job=JobRef(name="job-9", namespace="ns", uid="u9")))
         return await asyncio.gather(*(cluster.reader.observe(record, GPU, fresh=True) for record in records))
 
-    worlds = asyncio.run(look_at_many())
+    worlds = cluster.run(look_at_many())
     assert [job.name for job in worlds[0].jobs] == [f"{NAME}-a1"]
     assert worlds[-1].pods == worlds[-1].jobs == ()
 
@@ -376,8 +388,7 @@ def test_a_pod_with_our_label_and_no_job_of_ours_is_use_by_others() -> None:
     assert crowd.store.observe(crowd.keys[0], GPU).used["n1"] == 16, "not its own, which it could plan with"
 
 
-def test_a_name_that_is_taken_is_told_by_its_kind_and_owner() -> None:
-    cluster = Cluster()
+def test_a_name_that_is_taken_is_told_by_its_kind_and_owner(cluster: Cluster) -> None:
     cluster.put("services", f"{NAME}-a1", STRANGER)
     record = cluster.record
     assert not isinstance(record.spec, Exception)

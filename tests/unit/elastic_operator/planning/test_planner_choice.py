@@ -45,7 +45,7 @@ def make_spec(
         "parallelism": parallelism or {"tensor": [1, 2], "pipeline": [1, 2, 3]},
         "batch": {"globalSamples": global_samples, "microSamples": micro_samples},
         "checkpoint": {"claimName": "ckpt"},
-        "template": {"spec": {"containers": [{"name": "train"}]}},
+        "template": {"spec": {"containers": [{"name": "train", "image": "image"}]}},
     }
     if performance is not None:
         value["accelerator"]["performance"] = performance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from elastic_operator.client.credentials import Authorization
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.kubeconfig import load_config
 from elastic_operator.plugin.main import main
@@ -78,26 +79,28 @@ def test_the_first_of_several_kubeconfigs_decides_and_the_others_add(tmp_path: P
 
 def test_paths_in_a_kubeconfig_are_relative_to_it(tmp_path: Path) -> None:
     path = write(tmp_path / "a", **{"client-certificate": "me.crt", "client-key": "me.key"})
-    user = load_config(str(path), None, {}).user
-    assert user is not None
-    assert user.client_cert == str(tmp_path / "me.crt")
+    assert load_config(str(path), None, {}).certificate_file == str(tmp_path / "me.crt")
 
 
 def test_the_home_folder_is_looked_at_last(tmp_path: Path) -> None:
     (tmp_path / ".kube").mkdir()
     write(tmp_path / ".kube" / "config", name="home")
-    assert load_config(None, None, {"HOME": str(tmp_path)}).context_name == "home"
+    assert load_config(None, None, {"HOME": str(tmp_path)}).context == "home"
 
 
 def test_a_credential_plugin_of_the_newest_version_is_understood(tmp_path: Path) -> None:
-    script = "import json, os; info = json.loads(os.environ['KUBERNETES_EXEC_INFO']); print(json.dumps(info))"
-    exec_ = {"apiVersion": "client.authentication.k8s.io/v1", "command": sys.executable, "args": ["-c", script]}
-    user = load_config(str(write(tmp_path / "a", exec=exec_)), None, {}).user
-    assert user is not None
-    assert user.exec is not None
-    assert user.exec.env is not None
-    (info,) = [item.value for item in user.exec.env if item.name == "KUBERNETES_EXEC_INFO"]
-    assert json.loads(info)["apiVersion"] == "client.authentication.k8s.io/v1"
+    script = (
+        "import json, os; info = json.loads(os.environ['KUBERNETES_EXEC_INFO']); "
+        "print(json.dumps({'status': {'token': info['apiVersion'] + os.environ['MORE']}}))"
+    )
+    exec_ = {
+        "apiVersion": "client.authentication.k8s.io/v1",
+        "command": sys.executable,
+        "args": ["-c", script],
+        "env": [{"name": "MORE", "value": "+more"}],
+    }
+    credentials = load_config(str(write(tmp_path / "a", exec=exec_)), None, dict(os.environ))
+    assert Authorization(credentials).header() == "Bearer client.authentication.k8s.io/v1+more"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from reshard.topology import Topology
 NOW = 1_800_000_000.0
 GPU = "amd.com/gpu"
 JOB = JobRef(name="gpt", namespace="ns", uid="5a1dbeef-77", generation=1)
-TOPOLOGY = Topology(dp=2).to_dict()
+TOPOLOGY = Topology(dp=2)
 SPEC: dict[str, Any] = {
     "accelerator": {"resource": GPU, "perNode": [2]},
     "nodes": {"min": 1, "max": 1},
@@ -179,7 +179,7 @@ def test_a_damaged_entry_of_the_stored_history_does_not_lose_what_is_released() 
 def test_a_new_commit_releases_the_oldest_on_the_lease_and_the_answer_ends_it() -> None:
     status = hashed(running(history(*map(commit, (1, 2, 3))), uri=commit(3).uri, source=commit(3).uri, step=3))
     ref = CommitRef(
-        uri="/checkpoint/gpt/a2/step-00000012", step=12, samples=12, attempt=2, topology=TOPOLOGY, num_bytes=1
+        uri="/checkpoint/gpt/a2/step-00000012", step=12, samples=12, attempt=2, topology=TOPOLOGY.to_dict(), num_bytes=1
     )
     decision = look(status, world(**{LeaseKey.COMMIT: ref.to_json()}))
     assert decision.status.checkpoint.released == ("a1/step-00000001",)
@@ -293,7 +293,7 @@ def test_training_and_reshard_pods_know_whose_folder_they_may_write(take_over: b
 
 def test_a_job_that_takes_a_folder_over_converts_into_names_that_the_former_owner_cannot_have_used() -> None:
     resume = commit_history.choose_resume(
-        history(commit(3)), attempt=2, topology=Topology(dp=4).to_dict(), root="/checkpoint/gpt", mark=JOB.uid[:8]
+        history(commit(3)), attempt=2, topology=Topology(dp=4), root="/checkpoint/gpt", mark=JOB.uid[:8]
     )
     assert resume.uri == "/checkpoint/gpt/a2/step-00000003-5a1dbeef"
     assert commit_history.parse_commit_name(resume.uri) == "a2/step-00000003-5a1dbeef"

@@ -40,8 +40,8 @@ SPEC: dict[str, Any] = {
     "checkpoint": {"claimName": "ckpt", "path": "gpt"},
     "template": {"spec": {"containers": [{"name": "train", "image": "image"}]}},
 }
-BIG = Topology(tp=2, pp=3, dp=1).to_dict()
-SMALL = Topology(tp=2, dp=2).to_dict()
+BIG = Topology(tp=2, pp=3, dp=1)
+SMALL = Topology(tp=2, dp=2)
 COMMIT = Commit(uri="/checkpoint/gpt/a1/step-00000010", step=10, samples=200, attempt=1, topology=BIG)
 OLDER = dataclasses.replace(COMMIT, uri="/checkpoint/gpt/a1/step-00000005", step=5)
 
@@ -380,7 +380,7 @@ def test_suspending_drains_then_stops_then_rests() -> None:
     first = look(settled(), suspend=True)
     assert first.status.phase == Phase.DRAINING
     assert kinds(first) == ["RequestDrain"]
-    ref = CommitRef(uri="/checkpoint/gpt/a1/step-00000012", step=12, samples=240, attempt=1, topology=BIG)
+    ref = CommitRef(uri="/checkpoint/gpt/a1/step-00000012", step=12, samples=240, attempt=1, topology=BIG.to_dict())
     drained = dataclasses.replace(
         WORLD, leases=training(PHASE=TrainerPhase.DRAINED, COMMIT=ref.to_json(), REQUEST=Request.DRAIN)
     )

@@ -14,6 +14,7 @@ from elastic_operator.observed.observation import LeaseView, Observation
 from elastic_operator.reconcile.actions import Create
 from elastic_operator.reconcile.reshard_mode import conversion_request
 from reshard.contract import MANIFEST_VERSIONS, LeaseKey, VirtualLoader
+from reshard.topology import Topology
 from reshard.virtual.auto_mode import Loader as ReshardLoader
 from reshard.virtual.auto_mode import parse_loader
 from tests.unit.elastic_operator.reconcile.test_decide_phases import (
@@ -30,7 +31,7 @@ from tests.unit.elastic_operator.reconcile.test_decide_phases import (
     workers,
 )
 
-TOPOLOGY = {"tp": 1, "pp": 1, "dp": 4, "ep": 1, "cp": 1, "zero": 1}
+TOPOLOGY = Topology(dp=4)
 CURRENT = Current(
     topology=TOPOLOGY,
     num_nodes=2,

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.conditions import Type, find
-from elastic_operator.api.serialization import from_wire, to_wire
+from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.spec import SpecError, parse_spec, spec_hash
 from elastic_operator.api.status import Phase, StartedFrom, Status
+from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import start_uri
 from elastic_operator.observed.observation import JobView, Observation, PodView
 from elastic_operator.observed.timeouts import Timeouts
@@ -121,7 +122,7 @@ def test_the_attempt_goes_on_from_the_step_that_the_resharder_reports() -> None:
     status = decision.status
     assert [type(action).__name__ for action in decision.actions] == ["LaunchAttempt"]
     assert status.started_from == StartedFrom(source=REPORT.source, step=1000, samples=20000)
-    assert from_wire(Status, to_wire(status)).started_from == status.started_from
+    assert read_status(to_wire(status)).status.started_from == status.started_from
     assert status.current is not None
     assert status.progress is not None
     assert (status.current.resume.step, status.progress.step, status.checkpoint.step) == (1000, 1000, 1000)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.api.serialization import from_wire, to_wire
+from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.status import Phase, Status
+from elastic_operator.api.status_reader import read_status
 from elastic_operator.observed.observation import Observation
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import user_requests
@@ -55,7 +56,7 @@ def test_a_request_drains_what_trains_and_is_remembered() -> None:
 
 
 def test_a_drained_attempt_starts_again_as_a_planned_change_that_costs_no_budget() -> None:
-    commit = CommitRef(uri="/checkpoint/gpt/a1/step-00000012", step=12, samples=240, attempt=1, topology=BIG)
+    commit = CommitRef(uri="/checkpoint/gpt/a1/step-00000012", step=12, samples=240, attempt=1, topology=BIG.to_dict())
     drained = dataclasses.replace(WORLD, leases=training(PHASE="Drained", COMMIT=commit.to_json()))
     status = look(look(settled(), request="1").status, drained, request="1").status
     (change,) = status.recoveries
@@ -78,7 +79,7 @@ def test_another_token_is_another_request() -> None:
 
 def test_an_answered_request_outlives_the_operator() -> None:
     status = look(settled(), request="1").status
-    assert from_wire(Status, to_wire(status)).drain_request == "1"
+    assert read_status(to_wire(status)).status.drain_request == "1"
 
 
 def test_what_does_not_train_yet_is_not_disturbed_and_the_reason_is_told() -> None:

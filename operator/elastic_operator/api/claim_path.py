@@ -1,0 +1,26 @@
+"""Paths inside the claim that holds the checkpoints: `spec.checkpoint.path`, `startFrom` and `startOptions`."""
+
+from __future__ import annotations
+
+import posixpath
+
+_OTHER_CHARACTERS = frozenset("_.=+@,-")
+
+
+def find_path_problem(path: str) -> str | None:
+    """Return why `path` is no valid relative path inside the claim, or None."""
+    parts = path.split("/")
+    if path.startswith("/") or ".." in parts:
+        return "expected a place inside the claim, relative and without '..'"
+    if path and not all(part and all(_is_permitted(character) for character in part) for part in parts):
+        return "expected letters, digits and _ . = + @ , - between single '/', with none at its end"
+    return None
+
+
+def normalize_path(path: str) -> str:
+    """Remove `.` and doubled slashes from a path inside the claim, as the trainer and `reshard` do."""
+    return "" if posixpath.normpath(path or ".") == "." else posixpath.normpath(path)
+
+
+def _is_permitted(character: str) -> bool:
+    return (character.isascii() and character.isalnum()) or character in _OTHER_CHARACTERS
