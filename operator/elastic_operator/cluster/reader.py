@@ -15,7 +15,6 @@ from elastic_operator.client.api_errors import ApiError
 from elastic_operator.client.resources import JOB, LEASE, LIVE, POD, REVISION, TRAINING_JOB, ResourceKind
 from elastic_operator.cluster import unreadable_objects
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
-from elastic_operator.cluster.request_coalescer import RequestCoalescer
 from elastic_operator.cluster.store import ClusterStore
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import (
@@ -68,14 +67,6 @@ class ClusterReader:
         self._renewals = renewals
         self._store = store
         self._namespaces = tuple(namespaces) or ("",)
-        self._training_jobs: RequestCoalescer[dict[str, Any] | None] = RequestCoalescer(
-            self._one_training_job, self._all_training_jobs, _none
-        )
-        self._pods: RequestCoalescer[tuple[PodView, ...]] = RequestCoalescer(self._pods_of, self._all_pods, tuple)
-        self._jobs: RequestCoalescer[tuple[JobView, ...]] = RequestCoalescer(self._jobs_of, self._all_jobs, tuple)
-        self._leases: RequestCoalescer[tuple[Mapping[str, Any], ...]] = RequestCoalescer(
-            self._leases_of, self._all_leases, tuple
-        )
         self._usage = PodUsage()
         self._usage_time = 0.0
         self._usage_lock = asyncio.Lock()
@@ -88,7 +79,12 @@ class ClusterReader:
 
     async def training_job(self, namespace: str, name: str) -> dict[str, Any] | None:
         """Read the resource from the API server; return None if it does not exist."""
-        return await self._training_jobs.get((namespace, name))
+        try:
+            return await self._client.get(TRAINING_JOB, name, namespace=namespace)
+        except ApiError as error:
+            if error.code == HTTPStatus.NOT_FOUND:
+                return None
+            raise
 
     def forget_if_gone(self, key: Key, since: Record | None) -> bool:
         """Remove a resource that a read did not find from the store.
@@ -184,9 +180,9 @@ class ClusterReader:
         """
         key = (record.job.namespace, record.job.name)
         all_pods, all_jobs, leases, _ = await asyncio.gather(
-            self._pods.get(key),
-            self._jobs.get(key),
-            self._leases.get(key),
+            self._pods_of(key),
+            self._jobs_of(key),
+            self._leases_of(key),
             self._refresh_usage(FRESH_SECONDS if fresh else USED_SECONDS),
         )
         jobs = select_own_jobs(all_jobs, record.job)
@@ -210,12 +206,12 @@ class ClusterReader:
     async def list_pending_starts(self) -> None:
         """List which jobs will start from a folder of another job; before this list no commit is released."""
         try:
-            resources = await self._all_training_jobs()
+            resources = [item async for item in self._list(TRAINING_JOB)]
         except ApiError as error:
             if error.code != HTTPStatus.NOT_FOUND:  # without the CRD there are no jobs
                 raise
-            resources = {}
-        self._store.put_pending_starts([item for item in resources.values() if item is not None])
+            resources = []
+        self._store.put_pending_starts(resources)
 
     async def refresh_node_leases(self, *, max_age_seconds: float = 0.0) -> None:
         """List all kubelets' Leases, unless the last list is at most `max_age_seconds` old."""
@@ -235,52 +231,18 @@ class ClusterReader:
             if node.lease_age_seconds is not None and node.lease_age_seconds > node.lease_duration_seconds / 2
         ]
 
-    async def _one_training_job(self, key: Key) -> dict[str, Any] | None:
-        try:
-            return await self._client.get(TRAINING_JOB, key[1], namespace=key[0])
-        except ApiError as error:
-            if error.code == HTTPStatus.NOT_FOUND:
-                return None
-            raise
-
-    async def _all_training_jobs(self) -> dict[Key, dict[str, Any] | None]:
-        return {
-            (item["metadata"]["namespace"], item["metadata"]["name"]): item async for item in self._list(TRAINING_JOB)
-        }
-
     async def _pods_of(self, key: Key) -> tuple[PodView, ...]:
         return _readable("pods", [item async for item in self._list(POD, *key)], pod_view)
-
-    async def _all_pods(self) -> dict[Key, tuple[PodView, ...]]:
-        return await self._by_job(POD, "pods", pod_view)
 
     async def _jobs_of(self, key: Key) -> tuple[JobView, ...]:
         return _readable("jobs", [item async for item in self._list(JOB, *key)], job_view)
 
-    async def _all_jobs(self) -> dict[Key, tuple[JobView, ...]]:
-        return await self._by_job(JOB, "jobs", job_view)
-
     async def _leases_of(self, key: Key) -> tuple[Mapping[str, Any], ...]:
         return _readable("leases", [item async for item in self._list(LEASE, *key)], _checked_lease)
 
-    async def _all_leases(self) -> dict[Key, tuple[Mapping[str, Any], ...]]:
-        return await self._by_job(LEASE, "leases", _checked_lease)
-
-    async def _by_job(
-        self, kind: ResourceKind, plural: str, view: Callable[[Mapping[str, Any]], _T]
-    ) -> dict[Key, tuple[_T, ...]]:
-        views_by_job: dict[Key, list[_T]] = {}
-        async for item in self._list(kind, labels=str(Label.JOB)):
-            meta = item["metadata"]
-            views = views_by_job.setdefault((meta["namespace"], meta["labels"][Label.JOB]), [])
-            views += _readable(plural, [item], view)
-        return {key: tuple(items) for key, items in views_by_job.items()}
-
-    async def _list(
-        self, kind: ResourceKind, namespace: str = "", job: str = "", labels: str = ""
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def _list(self, kind: ResourceKind, namespace: str = "", job: str = "") -> AsyncIterator[dict[str, Any]]:
         """List the objects of one job, or of all served jobs."""
-        labels = f"{Label.JOB}={job}" if job else labels
+        labels = f"{Label.JOB}={job}" if job else ""
         for place in (namespace,) if namespace else self._namespaces:
             async for item in self._client.list_objects(kind, namespace=place, labels=labels):
                 yield item
@@ -301,10 +263,6 @@ class ClusterReader:
         """Return the last known accelerator usage by node, without the pods of the job itself."""
         usage = self._store.pod_usage if self._store.is_usage_current else self._usage
         return usage.by_others({job.uid for job in jobs} | set(record.status.job_uids), resource)
-
-
-def _none() -> None:
-    return None
 
 
 def _read(plural: str, item: Mapping[str, Any], view: Callable[[Mapping[str, Any]], _T]) -> _T | None:
