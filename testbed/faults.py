@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from testbed import cgroups, cluster, extensions, machine, nodes
 from testbed.errors import TestbedError
+from testbed.paths import CONTROL_PLANE
 from testbed.shell import run
 
 
@@ -87,3 +91,51 @@ def fail_gpu(name: str, device: str) -> None:
 def heal_gpu(name: str, device: str) -> None:
     """The device is Healthy again."""
     (node_named(name).gpu_control / device).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def control_plane_stopped(*programs: str) -> Iterator[None]:
+    """Stop programs of the control plane, such as `etcd`, for the duration of the block."""
+    with _stopped(CONTROL_PLANE, {program: (program,) for program in programs}):
+        yield
+
+
+@contextlib.contextmanager
+def device_plugins_stopped(name: str) -> Iterator[None]:
+    """Stop the device plugins of a node for the duration of the block, as a rollout of a new version does."""
+    plugins = {
+        f"device-plugin-{resource.partition('.')[0]}": ("testbed.device_plugin", resource)
+        for resource in node_named(name).resources
+    }
+    with _stopped(name, plugins):
+        yield
+
+
+@contextlib.contextmanager
+def _stopped(machine_name: str, daemons: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
+    """Stop daemons of a machine, and keep them from being started again.
+
+    Args:
+        machine_name: the machine.
+        daemons: words that stand one after another in a daemon's command line, by its label.
+    """
+    holds = [machine.hold_file(machine_name, label) for label in daemons]
+    try:
+        for hold in holds:
+            hold.touch()
+        for pid in cgroups.processes(machine.cgroups_path(machine_name)):
+            with contextlib.suppress(OSError):
+                words = [Path(word).name for word in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+                if any(_contains(words, [Path(word).name for word in wanted]) for wanted in daemons.values()):
+                    os.kill(pid, signal.SIGKILL)
+        yield
+    finally:
+        for hold in holds:
+            hold.unlink(missing_ok=True)
+
+
+def _contains(words: list[str], wanted: list[str]) -> bool:
+    """Return whether a command line begins with `wanted`, or has it after its interpreter and options."""
+    if len(wanted) == 1:
+        return words[0] == wanted[0]
+    return any(words[start : start + len(wanted)] == wanted for start in range(len(words)))

@@ -11,10 +11,14 @@ until ip link show eth0 >/dev/null 2>&1; do sleep 0.02; done
 ip link set lo up
 ip addr add "$address/24" dev eth0
 ip link set eth0 up
-# keep NAME COMMAND...: run a daemon for ever, with its own log
+# keep NAME COMMAND...: run a daemon for ever, with its own log; not while the file NAME.hold lies beside its log
 keep() {
   local label=$1; shift
-  ( while :; do "$@" >>"$LOGS/$label.log" 2>&1 || echo "$label ended with $?" >>"$LOGS/$label.log"; sleep 0.5; done ) &
+  ( while :; do
+      while [ -e "$LOGS/$label.hold" ]; do sleep 0.1; done
+      "$@" >>"$LOGS/$label.log" 2>&1 || echo "$label ended with $?" >>"$LOGS/$label.log"
+      sleep 0.5
+    done ) &
 }
 source "$script"
 while :; do wait || true; sleep 3600 & done

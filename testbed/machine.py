@@ -130,6 +130,11 @@ def _start_time(pid: int) -> str:
         return ""
 
 
+def hold_file(name: str, label: str) -> Path:
+    """File that keeps a daemon, by its label in the machine's script, from being started again."""
+    return run_dir() / "log" / name / f"{label}.hold"
+
+
 def daemon_pids(name: str, program: str) -> list[int]:
     """PIDs of one daemon of the machine, for instance `kubelet`."""
     found = []

@@ -3,15 +3,17 @@
 Arguments: number of steps, steps between commits (0: never), exit code to die with after the third step (0: do not),
 and optionally a folder with a checkpoint. Without it a commit holds nothing that could be resharded. With it every
 commit of a training that started from nothing is a copy of that folder; one that was resumed commits nothing.
-On several nodes the first does all this, and the others wait for their end.
+On several nodes the first does all this, and the others wait for their end. CLOCK_OFFSET_SECONDS makes its clock wrong.
 """
 
+import datetime
 import os
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
@@ -26,8 +28,22 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
 GIVEN = Path(sys.argv[4]) if len(sys.argv) > 4 else None
 
 
+class WrongClock(datetime.datetime):
+    """The time as a machine with a wrong clock tells it; the Lease's renewTime comes from here."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return super().now(tz) + datetime.timedelta(seconds=OFFSET_SECONDS)
+
+
+if OFFSET_SECONDS := float(os.environ.get("CLOCK_OFFSET_SECONDS", "0")):
+    clock = time.time
+    time.time = lambda: clock() + OFFSET_SECONDS
+    datetime.datetime = WrongClock  # type: ignore[misc]
+
+
 def now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time()))
 
 
 def save(step: int) -> str:

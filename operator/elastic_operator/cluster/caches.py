@@ -1,6 +1,7 @@
-"""Caches of nodes, and of the times at which Leases changed by the operator's own clock.
+"""Caches of nodes, and of the times at which the operator first saw what other machines report.
 
-`store` holds the job resources, Jobs, pods and Leases.
+No age compares the clocks of two machines: it counts from when the operator saw a change. `store` holds the job
+resources, Jobs, pods and Leases.
 """
 
 from __future__ import annotations
@@ -10,9 +11,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_operator.api.serialization import parse_time
+from elastic_operator.cluster.availability import Availability
+from elastic_operator.observed import signals
 from elastic_operator.observed.health_monitors import NO_RULES, Rules
 from elastic_operator.observed.node_pool import NodePool
-from elastic_operator.observed.observation import NodeView, PodView, node_view
+from elastic_operator.observed.observation import LeaseView, NodeView, PodView, lease_view, node_view, pod_view
+from reshard.contract import LeaseKey
+
+WIDESPREAD_SHARE = 0.55
+"""Share of silent nodes above which the failure is widespread; the node lifecycle controller uses the same share."""
+
+WIDESPREAD_NODES = 3
+"""Number of silent nodes below which no failure is widespread."""
 
 
 class RenewalCache:
@@ -24,18 +34,51 @@ class RenewalCache:
     def first_seen(self, key: str, value: str, now: float) -> float:
         """Return the time at which `value` was first seen for `key`; `now` if it is new."""
         known = self._seen.get(key)
-        if known is None or known[0] != value:
+        if known is None or known[0] != value or known[1] > now:  # later than now: the own clock was set back
             self._seen[key] = known = (value, now)
         return known[1]
 
-    def lease_first_seen(self, lease: Mapping[str, Any], now: float) -> float:
-        """Return the time at which the current renewal of a Lease was first seen."""
+    def date_lease(self, lease: Mapping[str, Any], now: float) -> LeaseView:
+        """Return the view of a Lease with the times at which its renewal and its step were first seen."""
         meta, spec = lease["metadata"], lease.get("spec") or {}
-        return self.first_seen(f"{meta['namespace']}/{meta['name']}", spec.get("renewTime") or "", now)
+        key = f"{meta['namespace']}/{meta['name']}"
+        step = (meta.get("annotations") or {}).get(LeaseKey.STEP) or ""
+        return lease_view(
+            lease,
+            self.first_seen(key, spec.get("renewTime") or "", now),
+            self.first_seen(f"{key}/step", step, now) if step else None,
+        )
 
-    def forget(self, key: str) -> None:
-        """Remove the entry of an object that was deleted."""
-        self._seen.pop(key, None)
+    def date_pod(self, pod: Mapping[str, Any], now: float) -> PodView:
+        """Return the view of a pod with the times at which its troubles and its deletion were first seen."""
+        view, meta = pod_view(pod), pod["metadata"]
+        key = f"{meta['namespace']}/{meta['name']}"
+        times: dict[str, Any] = {}
+        if signals.is_start_failure(view):
+            times["cannot_start_since"] = self.first_seen(f"{key}/start", view.uid, now)
+        if view.unschedulable:
+            times["unschedulable_since"] = self.first_seen(f"{key}/unschedulable", view.uid, now)
+        if view.deleted_at is not None:
+            # A deletionTimestamp is the end of the grace period.
+            grace_seconds = float(meta.get("deletionGracePeriodSeconds") or 0)
+            deletion = f"{view.uid} {meta['deletionTimestamp']}"
+            times["deleted_at"] = self.first_seen(f"{key}/deletion", deletion, now) + grace_seconds
+        return dataclasses.replace(view, **times) if times else view
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Remove the times of a Lease or pod that was deleted."""
+        key = f"{namespace}/{name}"
+        for suffix in ("", "/step", "/start", "/unschedulable", "/deletion"):
+            self._seen.pop(key + suffix, None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _NodeLease:
+    """A kubelet's Lease: its renewTime as it was written, and when that happened by the operator's clock."""
+
+    text: str
+    renewed_at: float
+    duration_seconds: float
 
 
 class NodeCache:
@@ -47,18 +90,19 @@ class NodeCache:
 
     def __init__(self, rules: Rules = NO_RULES) -> None:
         self._rules = rules
+        self._availability = Availability()
         self._views: dict[str, NodeView] = {}
-        self._leases: dict[str, tuple[float, float]] = {}
+        self._leases: dict[str, _NodeLease] = {}
         self._skews: dict[str, float] = {}
         self._merged: dict[str, NodeView] | None = None
+        self._is_widespread: bool | None = None
         self._pools: dict[str, NodePool] = {}
         self.polled_at = 0.0
 
     def update(self, node: Mapping[str, Any], now: float) -> bool:
         """Store one node; return whether its view changed."""
-        view, old = node_view(node, self._rules), self._views.get(node["metadata"]["name"])
-        is_same = old is not None and old.allocatable == view.allocatable
-        view = dataclasses.replace(view, allocatable_since=old.allocatable_since if is_same and old else now)
+        old = self._views.get(node["metadata"]["name"])
+        view = _date_node(node_view(node, self._rules), old, now)
         if view == old:
             return False
         self._views[view.name] = view
@@ -72,17 +116,22 @@ class NodeCache:
         self._forget_merged()
 
     def renew(self, lease: Mapping[str, Any], now: float) -> None:
-        """Store the renewal time of a kubelet's Lease, corrected by the node's clock skew."""
+        """Store when a kubelet renewed its Lease, by the operator's clock."""
         name, spec = lease["metadata"]["name"], lease.get("spec") or {}
-        renewed = parse_time(spec.get("renewTime"))
-        if renewed is None:
+        text, known = spec.get("renewTime") or "", self._leases.get(name)
+        written = parse_time(text)
+        if written is None or (known is not None and known.text == text):
             return
         # The smallest difference ever seen between the operator's clock and the node's is close enough to the skew.
-        skew = self._skews[name] = min(self._skews.get(name, now - renewed), now - renewed)
-        self._leases[name] = (renewed + skew, float(spec.get("leaseDurationSeconds") or 40))
+        skew = self._skews[name] = min(self._skews.get(name, now - written), now - written)
+        # It was renewed since the last poll, whatever the node's clock says: that clock may have been set.
+        renewed = min(max(written + skew, self.polled_at if known is not None else now), now)
+        duration = float(spec.get("leaseDurationSeconds") or 40)
+        self._leases[name] = _NodeLease(text=text, renewed_at=renewed, duration_seconds=duration)
 
     def mark_polled(self, now: float) -> None:
         """Note that all Leases were read at `now`; the ages of the Leases refer to this time."""
+        self._availability.record_success(now)
         self.polled_at = now
         self._forget_merged()
 
@@ -93,8 +142,25 @@ class NodeCache:
         had when it was read: the time that has passed since then is no evidence against a node.
         """
         if self._merged is None:
-            self._merged = {name: self._with_lease(view) for name, view in self._views.items()}
+            floor = self._availability.evidence_since(self.polled_at)
+            self._merged = {name: self._merge(view, floor) for name, view in self._views.items()}
         return self._merged
+
+    def evidence_since(self, now: float) -> float:
+        """Return the time from which ages count: the end of the last interruption, and the time to reconnect."""
+        return self._availability.evidence_since(now)
+
+    def has_widespread_failure(self) -> bool:
+        """Return whether most nodes seem to be lost, which the control plane or a network causes rather than nodes."""
+        if self._is_widespread is None:
+            views = self.views().values()
+            num_silent = sum(node.ready != "True" or _is_stale(node) for node in views)
+            self._is_widespread = num_silent >= WIDESPREAD_NODES and num_silent > WIDESPREAD_SHARE * len(views)
+        return self._is_widespread
+
+    def stale_nodes(self) -> list[str]:
+        """Return the nodes whose Lease is older than half of its duration; `signals` decides whether they are lost."""
+        return [name for name, node in self.views().items() if _is_stale(node)]
 
     def pool(self, resource: str) -> NodePool:
         """Return the nodes that have devices of one kind."""
@@ -112,14 +178,44 @@ class NodeCache:
         others = {pod.node: views[pod.node] for pod in pods if pod.node not in pool and pod.node in views and pod.node}
         return {**pool, **others} if others else pool
 
-    def _with_lease(self, view: NodeView) -> NodeView:
-        if view.name not in self._leases:
-            return view
-        renewed, duration = self._leases[view.name]
-        return dataclasses.replace(
-            view, lease_age_seconds=max(0.0, self.polled_at - renewed), lease_duration_seconds=duration
-        )
+    def _merge(self, view: NodeView, floor: float) -> NodeView:
+        """Return the view with the age of its Lease, and without any time before `floor`."""
+        times: dict[str, Any] = {}
+        if (lease := self._leases.get(view.name)) is not None:
+            age = max(0.0, self.polled_at - max(lease.renewed_at, floor))
+            times = {"lease_age_seconds": age, "lease_duration_seconds": lease.duration_seconds}
+        if floor > 0.0:
+            times |= {name: max(since, floor) for name in _TIMES if (since := getattr(view, name)) is not None}
+            times["taints"] = tuple(
+                dataclasses.replace(taint, since=max(taint.since or 0.0, floor)) for taint in view.taints
+            )
+        return dataclasses.replace(view, **times) if times else view
 
     def _forget_merged(self) -> None:
-        self._merged = None
+        self._merged = self._is_widespread = None
         self._pools.clear()
+
+
+_TIMES = ("ready_since", "allocatable_since", "cordoned_since", "unhealthy_since")
+
+
+def _date_node(view: NodeView, old: NodeView | None, now: float) -> NodeView:
+    """Return the view of a node with the times at which the operator saw each part change."""
+
+    def since(attribute: str, is_same: bool) -> float:
+        known = getattr(old, attribute, None)
+        return known if is_same and known is not None else now
+
+    taints = {taint: taint.since for taint in old.taints} if old is not None else {}
+    return dataclasses.replace(
+        view,
+        ready_since=since("ready_since", old is not None and old.ready == view.ready),
+        allocatable_since=since("allocatable_since", old is not None and old.allocatable == view.allocatable),
+        cordoned_since=since("cordoned_since", old is not None) if view.unschedulable else None,
+        unhealthy_since=since("unhealthy_since", old is not None) if view.unhealthy else None,
+        taints=tuple(dataclasses.replace(taint, since=taints.get(taint) or now) for taint in view.taints),
+    )
+
+
+def _is_stale(node: NodeView) -> bool:
+    return node.lease_age_seconds is not None and node.lease_age_seconds > node.lease_duration_seconds / 2

@@ -25,6 +25,10 @@ Id = tuple[str, str]
 logger = logging.getLogger(__name__)
 
 
+class EmptyListError(Exception):
+    """The API server listed no objects where some are known; nothing is concluded from such a list."""
+
+
 class Informer:
     """Follows one collection.
 
@@ -32,15 +36,26 @@ class Informer:
         source: collection to list and watch.
         put: stores an object that is new or may have changed.
         drop: removes an object that was deleted.
+        may_become_empty: False if a list without objects, after one with some, is an error of the API server.
 
     Attributes:
         is_live: the collection was listed and the watch is open.
+        has_listed: the collection was listed at least once.
         has_synced: set when `is_live` becomes True for the first time.
     """
 
-    def __init__(self, source: WatchedCollection, put: Callable[[Object], None], drop: Callable[[Id], None]) -> None:
+    def __init__(
+        self,
+        source: WatchedCollection,
+        put: Callable[[Object], None],
+        drop: Callable[[Id], None],
+        *,
+        may_become_empty: bool = True,
+    ) -> None:
         self.source = source
         self.is_live = False
+        self.has_listed = False
+        self._may_become_empty = may_become_empty
         self.has_synced = asyncio.Event()
         self._put = put
         self._drop = drop
@@ -77,10 +92,13 @@ class Informer:
             for item in items:
                 seen.add(identity(item))
                 self.apply("ADDED", item)
+        if self._known and not seen and not self._may_become_empty:
+            raise EmptyListError(f"expected some of {len(self._known)} known objects, found an empty list")
         for deleted in self._known - seen:
             self._drop(deleted)
         self._known &= seen
         self._version = version
+        self.has_listed = True
 
     def apply(self, change: str, item: Object) -> None:
         """Apply one event of the watch."""

@@ -24,7 +24,6 @@ from elastic_operator.observed.observation import (
     PodView,
     job_view,
     lease_view,
-    pod_view,
 )
 from elastic_operator.observed.ownership import (
     select_own_jobs,
@@ -49,6 +48,10 @@ USED_SECONDS = 10.0
 """Maximum age of the accelerator usage when no attempt is about to be planned."""
 
 _T = TypeVar("_T")
+
+
+class NodesUnknownError(Exception):
+    """The nodes are not known: without them every node of a job would count as deleted."""
 
 
 class ClusterReader:
@@ -177,7 +180,12 @@ class ClusterReader:
             record: the resource.
             resource: name of its accelerators.
             fresh: read the accelerator usage again if it is older than FRESH_SECONDS.
+
+        Raises:
+            NodesUnknownError: the nodes were never listed, or the list is empty although pods have nodes.
         """
+        if not self._store.has_listed_nodes:
+            raise NodesUnknownError("the nodes of the cluster could not be listed yet, so nothing is decided")
         key = (record.job.namespace, record.job.name)
         all_pods, all_jobs, leases, _ = await asyncio.gather(
             self._pods_of(key),
@@ -188,11 +196,13 @@ class ClusterReader:
         jobs = select_own_jobs(all_jobs, record.job)
         pods = select_own_pods(all_pods, key[1], {item.uid for item in jobs} | set(record.status.job_uids))
         nodes = self._nodes.views()
+        if not nodes and any(pod.node for pod in pods):
+            raise NodesUnknownError("pods have nodes, but the list of nodes is empty, so nothing is decided")
         if any(nodes[pod.node].ready != "True" for pod in pods if pod.node and pod.node in nodes):
             # The node may be lost: its kubelet's Lease decides, so it is read now.
             await self.refresh_node_leases(max_age_seconds=SECOND_OPINION_SECONDS)
         now = time.time()
-        views = [lease_view(item, self._renewals.lease_first_seen(item, now)) for item in leases]
+        views = [self._renewals.date_lease(item, now) for item in leases]
         return Observation(
             nodes=self._nodes.views_for(resource, pods),
             pods=pods,
@@ -200,6 +210,8 @@ class ClusterReader:
             leases=select_own_leases(views, record.job),
             used=self._used_by_others(record, jobs, resource),
             capacity_fresh=fresh or self._store.is_usage_current or now - self._usage_time <= FRESH_SECONDS,
+            evidence_since=self._nodes.evidence_since(now),
+            is_widespread=self._nodes.has_widespread_failure(),
             starts=self._store.pending_starts(key),
         )
 
@@ -225,14 +237,11 @@ class ClusterReader:
 
     def stale_nodes(self) -> list[str]:
         """Return the nodes whose Lease is older than half of its duration; `signals` decides whether they are lost."""
-        return [
-            name
-            for name, node in self._nodes.views().items()
-            if node.lease_age_seconds is not None and node.lease_age_seconds > node.lease_duration_seconds / 2
-        ]
+        return self._nodes.stale_nodes()
 
     async def _pods_of(self, key: Key) -> tuple[PodView, ...]:
-        return _readable("pods", [item async for item in self._list(POD, *key)], pod_view)
+        pods = [item async for item in self._list(POD, *key)]
+        return _readable("pods", pods, lambda pod: self._renewals.date_pod(pod, time.time()))
 
     async def _jobs_of(self, key: Key) -> tuple[JobView, ...]:
         return _readable("jobs", [item async for item in self._list(JOB, *key)], job_view)

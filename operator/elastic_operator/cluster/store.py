@@ -23,8 +23,6 @@ from elastic_operator.observed.observation import (
     Observation,
     PodView,
     job_view,
-    lease_view,
-    pod_view,
 )
 from elastic_operator.observed.ownership import select_own_jobs, select_own_leases, select_own_pods
 from elastic_operator.observed.pod_usage import PodUsage
@@ -115,7 +113,7 @@ class ClusterStore:
         self._records: dict[Key, Record | None] = {}
         self._pending_starts: dict[Key, tuple[str, str]] = {}
         self.has_listed_resources = False
-        self._pods: ObjectsByJob[PodView] = ObjectsByJob(pod_view)
+        self._pods: ObjectsByJob[PodView] = ObjectsByJob(lambda pod: self._renewals.date_pod(pod, time.time()))
         self._jobs: ObjectsByJob[JobView] = ObjectsByJob(job_view)
         self._leases: ObjectsByJob[LeaseView] = ObjectsByJob(self._lease_view)
         places = tuple(namespaces) or ("",)
@@ -127,8 +125,10 @@ class ClusterStore:
                 Informer(WatchedCollection(kind=kind, namespace=place, labels=labels), put, drop) for place in places
             ]
 
+        nodes_informer = Informer(WatchedCollection(kind=NODE), self._put_node, self._drop_node, may_become_empty=False)
+        self._nodes_informer = nodes_informer
         self.informers = [
-            Informer(WatchedCollection(kind=NODE), self._put_node, self._drop_node),
+            nodes_informer,
             *make_informers(JOB, self._put_job, self._drop_job, OURS),
             *make_informers(LEASE, self._put_lease, self._drop_lease, OURS),
             *make_informers(POD, self._put_pod, self._drop_pod, OURS),
@@ -144,6 +144,11 @@ class ClusterStore:
     def is_live(self) -> bool:
         """True if every collection was listed and its watch is open."""
         return all(informer.is_live for informer in self.informers)
+
+    @property
+    def has_listed_nodes(self) -> bool:
+        """True if the nodes were listed at least once."""
+        return self._nodes_informer.has_listed
 
     @property
     def is_usage_current(self) -> bool:
@@ -250,11 +255,13 @@ class ClusterStore:
             leases=select_own_leases(self._leases.get(key), record.job),
             used=self.pod_usage.by_others(uids, resource),
             capacity_fresh=self.is_usage_current,
+            evidence_since=self._nodes.evidence_since(time.time()),
+            is_widespread=self._nodes.has_widespread_failure(),
             starts=self.pending_starts(key),
         )
 
     def _lease_view(self, lease: Object) -> LeaseView:
-        return lease_view(lease, self._renewals.lease_first_seen(lease, time.time()))
+        return self._renewals.date_lease(lease, time.time())
 
     def _put_node(self, node: Object) -> None:
         if self._nodes.update(node, time.time()):
@@ -278,6 +285,7 @@ class ClusterStore:
 
     def _drop_pod(self, pod: Id) -> None:
         self.pod_usage.drop(pod, ours=True)
+        self._renewals.forget(*pod)
         self._wake(self._pods.drop(pod))
 
     def _put_lease(self, lease: Object) -> None:
@@ -286,7 +294,7 @@ class ClusterStore:
             self.listener.lease_changed(_owner(lease), lease)
 
     def _drop_lease(self, lease: Id) -> None:
-        self._renewals.forget("/".join(lease))
+        self._renewals.forget(*lease)
         self._wake(self._leases.drop(lease))
 
     def _wake(self, key: Key | None) -> None:

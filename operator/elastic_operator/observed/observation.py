@@ -29,9 +29,12 @@ RESHARD_MODES = ("materialize", "virtual")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Taint:
+    """A taint of a node; `since` is when the operator first saw it."""
+
     key: str
     value: str = ""
     effect: str = "NoSchedule"
+    since: float | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +43,13 @@ class NodeView:
 
     Attributes:
         ready: status of the Ready condition: `True`, `False` or `Unknown`.
-        ready_since: last transition of the Ready condition.
+        ready_since: when the operator saw the Ready condition change.
         allocatable: allocatable accelerators, by resource name.
         capacity: capacity of accelerators, by resource name.
         unhealthy: problems that a health monitor reports, as far as the operator is configured to read them.
         allocatable_since: when the operator saw `allocatable` change.
+        cordoned_since: when the operator first saw the node unschedulable.
+        unhealthy_since: when the operator first saw a problem in `unhealthy`.
         lease_age_seconds: how long the node's Lease had not changed when it was last read; None if it was never read.
         lease_duration_seconds: the duration that the kubelet writes into that Lease.
     """
@@ -59,6 +64,8 @@ class NodeView:
     capacity: Mapping[str, int] = dataclasses.field(default_factory=dict)
     unhealthy: tuple[str, ...] = ()
     allocatable_since: float | None = None
+    cordoned_since: float | None = None
+    unhealthy_since: float | None = None
     lease_age_seconds: float | None = None
     lease_duration_seconds: float = 40.0
 
@@ -75,6 +82,10 @@ class PodView:
         disruption: reason of the DisruptionTarget condition.
         unhealthy_devices: devices that the kubelet reports as Unhealthy (KEP-4680).
         unschedulable: the scheduler's message if it found no node.
+        deleted_at: end of the grace period after a deletion, by the operator's clock.
+        cannot_start_since: when the operator first saw a container fail to start.
+        unschedulable_since: when the operator first saw that the scheduler found no node.
+        tolerations: tolerations of the pod, with those that admission added.
         owner: UID of the Job that controls the pod, empty for none; labels alone prove nothing (`ownership`).
         owner_name: name of that Job.
     """
@@ -98,6 +109,9 @@ class PodView:
     disruption: str = ""
     unhealthy_devices: int = 0
     unschedulable: str = ""
+    cannot_start_since: float | None = None
+    unschedulable_since: float | None = None
+    tolerations: tuple[Mapping[str, Any], ...] = ()
     owner: str = ""
     owner_name: str = ""
 
@@ -130,12 +144,14 @@ class LeaseView:
 
     Attributes:
         renewed_at: when the operator saw the Lease change; None if rank 0 never wrote.
+        step_seen_at: when the operator saw the number of finished steps change; None before the first step.
         owner: UID of the ElasticTrainingJob that controls the Lease, empty for none.
     """
 
     name: str
     attempt: int
     renewed_at: float | None = None
+    step_seen_at: float | None = None
     annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     uid: str = ""
     owner: str = ""
@@ -168,11 +184,6 @@ class LeaseView:
     def first_step_at(self) -> float | None:
         """Time at which this attempt finished its first step, by the trainer's clock."""
         return pod_reports.parse_or_none(pod_reports.parse_timestamp, self.get(LeaseKey.FIRST_STEP_TIME))
-
-    @property
-    def step_at(self) -> float | None:
-        """Time at which the last step finished, by the trainer's clock."""
-        return pod_reports.parse_or_none(pod_reports.parse_timestamp, self.get(LeaseKey.STEP_TIME))
 
     @property
     def resume_error(self) -> str:
@@ -227,6 +238,8 @@ class Observation:
         used: accelerators on each node that are held by pods of other owners.
         capacity_fresh: True if `used` was read in this pass; `decide` makes no plan from an older value.
         pod_diagnosis: why an attempt has no running pods; None if no component reported a reason.
+        evidence_since: no age counts from before this time, in which the API server could not be reached; 0 for none.
+        is_widespread: True if most nodes of the cluster seem to be lost.
         starts: (claim, folder) pairs of the namespace from which other jobs are about to start; None if they are not
             known yet.
     """
@@ -238,6 +251,8 @@ class Observation:
     used: Mapping[str, int] = dataclasses.field(default_factory=dict)
     capacity_fresh: bool = True
     pod_diagnosis: PodDiagnosis | None = None
+    evidence_since: float = 0.0
+    is_widespread: bool = False
     starts: frozenset[tuple[str, str]] | None = frozenset()
 
     def workers(self, attempt: int) -> tuple[PodView, ...]:
@@ -311,6 +326,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
             if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
             else ""
         ),
+        tolerations=tuple(spec.get("tolerations") or ()),
         owner=owner.get("uid", ""),
         owner_name=owner.get("name", ""),
     )
@@ -340,13 +356,14 @@ def job_view(job: Mapping[str, Any]) -> JobView:
     )
 
 
-def lease_view(lease: Mapping[str, Any], renewed_at: float | None) -> LeaseView:
-    """Build the view of an attempt's Lease; `renewed_at` is when the caller saw its renewTime change."""
+def lease_view(lease: Mapping[str, Any], renewed_at: float | None, step_seen_at: float | None = None) -> LeaseView:
+    """Build the view of an attempt's Lease; the times are when the caller saw its renewTime and its step change."""
     meta = lease["metadata"]
     return LeaseView(
         name=meta["name"],
         attempt=attempt_of(meta),
         renewed_at=renewed_at if (lease.get("spec") or {}).get("renewTime") else None,
+        step_seen_at=step_seen_at,
         annotations=meta.get("annotations") or {},
         uid=meta.get("uid", ""),
         owner=controller_of(meta, KIND).get("uid", ""),

@@ -2,7 +2,8 @@
 
 Every symptom of a failure is a `Signal` with a kind, a subject and the time when it began. A node failure is confirmed
 by one strong signal, by two weak ones from independent sources, or by one weak signal that has lasted for its grace
-period. The table `KINDS` is the policy; `docs/operations.md` prints it.
+period. A planned signal counts after its grace period too, so that it can be withdrawn. All times are the operator's
+own; `Observation.evidence_since` bounds them. The table `KINDS` is the policy; `docs/operations.md` prints it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Kind(enum.StrEnum):
     HEARTBEAT_STALE = "HeartbeatStale"
     DEVICE_UNHEALTHY = "DeviceUnhealthy"
     DEVICE_MISSING = "DeviceMissing"
+    DEVICE_PLUGIN_GONE = "DevicePluginGone"
     RESUME_REFUSED = "ResumeRefused"
     POD_DISRUPTED = "PodDisrupted"
     POD_FAILED = "PodFailed"
@@ -46,7 +48,7 @@ class Weight(enum.Enum):
 
     STRONG = "confirms at once"
     WEAK = "needs a second source, or its grace"
-    PLANNED = "drain first"
+    PLANNED = "drain first, after its grace"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Meaning:
     Attributes:
         source: component that reports it; two weak signals confirm a node failure only if their sources differ.
         takes_node: True if the whole node is lost, not only the pod.
-        grace: attribute of `recovery` or of `Timeouts` that holds the grace period of a weak signal.
+        grace: attribute of `recovery` or of `Timeouts` that holds the grace period of a weak or planned signal.
     """
 
     source: str
@@ -73,6 +75,9 @@ KINDS: Mapping[Kind, Meaning] = {
     Kind.HEARTBEAT_STALE: Meaning(source="heartbeat", weight=Weight.WEAK, takes_node=False, grace="suspect_seconds"),
     Kind.DEVICE_UNHEALTHY: Meaning(source="device", weight=Weight.STRONG, takes_node=False),
     Kind.DEVICE_MISSING: Meaning(source="allocatable", weight=Weight.WEAK, takes_node=False, grace="device_seconds"),
+    Kind.DEVICE_PLUGIN_GONE: Meaning(
+        source="allocatable", weight=Weight.WEAK, takes_node=False, grace="device_plugin_seconds"
+    ),
     Kind.POD_DISRUPTED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.POD_DELETED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.POD_FAILED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
@@ -86,14 +91,18 @@ KINDS: Mapping[Kind, Meaning] = {
     ),
     Kind.STARTUP_TIMEOUT: Meaning(source="startup", weight=Weight.WEAK, takes_node=False, grace="startup_seconds"),
     # The node still works, so the job can commit first. If it stops working, its pods fail, which is another signal.
-    Kind.NODE_UNHEALTHY: Meaning(source="health", weight=Weight.PLANNED, takes_node=False),
-    Kind.NODE_CORDONED: Meaning(source="node", weight=Weight.PLANNED, takes_node=False),
-    Kind.NODE_TAINTED: Meaning(source="taint", weight=Weight.PLANNED, takes_node=False),
+    Kind.NODE_UNHEALTHY: Meaning(source="health", weight=Weight.PLANNED, takes_node=False, grace="planned_seconds"),
+    Kind.NODE_CORDONED: Meaning(source="node", weight=Weight.PLANNED, takes_node=False, grace="planned_seconds"),
+    Kind.NODE_TAINTED: Meaning(source="taint", weight=Weight.PLANNED, takes_node=False, grace="planned_seconds"),
 }
 
 _UNREACHABLE = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready")
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _CORDON = "node.kubernetes.io/unschedulable"
+_PRESSURE = tuple(
+    f"node.kubernetes.io/{name}" for name in ("memory-pressure", "disk-pressure", "pid-pressure", "network-unavailable")
+)
+"""Taints by conditions that come and go by themselves. A kubelet under real pressure evicts pods, which is a signal."""
 _CANNOT_START = (
     "ErrImagePull",
     "ImagePullBackOff",
@@ -129,7 +138,7 @@ class Verdict:
     Attributes:
         lost_nodes: nodes that are confirmed lost.
         failure: the signal that ends the attempt, or None; the gravest if there are several.
-        planned: signals that ask for a drain.
+        planned: signals that ask for a drain, after their grace period.
         suspects: nodes with an unconfirmed signal; no pod is placed on them.
         wake_at: when the next grace period ends; None if none is running.
     """
@@ -144,10 +153,12 @@ class Verdict:
 def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) -> Verdict:
     """Apply the confirmation rule. `graces` holds the grace periods that `Meaning.grace` names, in seconds."""
     signals = sorted(signals, key=lambda signal: (list(Kind).index(signal.kind), signal.since, signal.node, signal.pod))
-    planned = tuple(signal for signal in signals if KINDS[signal.kind].weight is Weight.PLANNED)
+    all_planned = [signal for signal in signals if KINDS[signal.kind].weight is Weight.PLANNED]
+    ends = {signal: signal.since + graces.get(KINDS[signal.kind].grace, 0.0) for signal in all_planned}
+    planned = tuple(signal for signal in all_planned if ends[signal] <= now)
+    wake = [end for end in ends.values() if end > now]
     unplanned = [signal for signal in signals if KINDS[signal.kind].weight is not Weight.PLANNED]
     confirmed: list[Signal] = []
-    wake: list[float] = []
     for signal in unplanned:
         meaning = KINDS[signal.kind]
         sources = {KINDS[other.kind].source for other in unplanned if other.node == signal.node and signal.node}
@@ -192,31 +203,49 @@ def _describe_not_ready(node: NodeView) -> str:
     return f"node {node.name} is not Ready (Ready is {node.ready}{silent})"
 
 
+def is_start_failure(pod: PodView) -> bool:
+    """Return whether a container of the pod fails to start, and not only waits for its image or volumes."""
+    return pod.waiting_reason in _CANNOT_START
+
+
 def detect_planned_signals(node: NodeView, tolerated: Collection[Taint], now: float) -> list[Signal]:
     """Detect that an administrator or a health controller wants a node to be emptied."""
     if node.unhealthy:
         message = f"node {node.name} is unhealthy: {'; '.join(node.unhealthy)}"
-        return [Signal(kind=Kind.NODE_UNHEALTHY, node=node.name, since=now, message=message)]
+        since = now if node.unhealthy_since is None else node.unhealthy_since
+        return [Signal(kind=Kind.NODE_UNHEALTHY, node=node.name, since=since, message=message)]
     if node.unschedulable:
-        return [Signal(kind=Kind.NODE_CORDONED, node=node.name, since=now, message=f"node {node.name} was cordoned")]
+        message = f"node {node.name} was cordoned"
+        since = now if node.cordoned_since is None else node.cordoned_since
+        return [Signal(kind=Kind.NODE_CORDONED, node=node.name, since=since, message=message)]
     return [
         Signal(
             kind=Kind.NODE_TAINTED,
             node=node.name,
-            since=now,
+            since=now if taint.since is None else taint.since,
             message=f"node {node.name} was tainted {taint.key}={taint.value}:{taint.effect}",
         )
         for taint in node.taints
         if taint.effect in ("NoSchedule", "NoExecute")
         and taint not in tolerated
-        and taint.key not in (*_UNREACHABLE, _OUT_OF_SERVICE, _CORDON)
+        and taint.key not in (*_UNREACHABLE, *_PRESSURE, _OUT_OF_SERVICE, _CORDON)
     ]
 
 
 def detect_device_signals(
-    node: NodeView, pods: Iterable[PodView], used_by_others: int, resource: str, now: float
+    node: NodeView, pods: Iterable[PodView], used_by_others: int, resource: str, *, now: float, step_time: float = 0.0
 ) -> list[Signal]:
-    """Detect failing or missing accelerators under the job's running pods on one node."""
+    """Detect failing or missing accelerators under the job's running pods on one node.
+
+    Args:
+        node: the node.
+        pods: the job's running pods there.
+        used_by_others: accelerators that other pods hold there.
+        resource: name of the accelerators.
+        now: seconds since the epoch.
+        step_time: when a step was last seen to finish. A node that offers no device at all has lost its device plugin,
+            which harms nobody; the devices work as long as the training finishes steps.
+    """
     pods = list(pods)
     signals = [
         Signal(
@@ -232,9 +261,13 @@ def detect_device_signals(
     held = sum(pod.requests.get(resource, 0) for pod in pods) + used_by_others
     offered = node.allocatable.get(resource, 0)
     if offered < held and node.ready == "True":
-        message = f"node {node.name} offers {offered} {resource}, but its pods hold {held}"
         since = now if node.allocatable_since is None else node.allocatable_since
-        signals.append(Signal(kind=Kind.DEVICE_MISSING, node=node.name, since=since, message=message))
+        message = f"node {node.name} offers {offered} {resource}, but its pods hold {held}"
+        kind = Kind.DEVICE_MISSING
+        if offered == 0:
+            kind, since = Kind.DEVICE_PLUGIN_GONE, max(since, step_time)
+            message = f"{message}, and they have finished no step for {max(0.0, now - since):.0f} s"
+        signals.append(Signal(kind=kind, node=node.name, since=since, message=message))
     return signals
 
 
@@ -253,38 +286,58 @@ def detect_pod_signals(pod: PodView, now: float) -> list[Signal]:
     if pod.deleted_at is not None:
         message = f"pod {name}{on_node} was deleted by someone else"
         return [Signal(kind=Kind.POD_DELETED, node=node, pod=name, since=now, message=message)]
-    since = pod.created_at or now
-    if pod.waiting_reason in _CANNOT_START:
+    if is_start_failure(pod):
+        since = now if pod.cannot_start_since is None else pod.cannot_start_since
         message = f"pod {name}{on_node} cannot start: {pod.waiting_reason}: {pod.waiting_message}"
         return [Signal(kind=Kind.IMAGE, node=node, pod=name, since=since, message=message)]
     if pod.unschedulable and not node:
+        since = now if pod.unschedulable_since is None else pod.unschedulable_since
         message = f"pod {name} finds no node: {pod.unschedulable}"
         return [Signal(kind=Kind.UNSCHEDULABLE, pod=name, since=since, message=message)]
     return []
 
 
 def detect_lease_signals(
-    lease: LeaseView | None, *, rank_0_node: str, launch_time: float, started: bool, limits: Timeouts, now: float
+    lease: LeaseView | None,
+    *,
+    rank_0_node: str,
+    launch_time: float,
+    started: bool,
+    limits: Timeouts,
+    now: float,
+    floor: float = 0.0,
 ) -> list[Signal]:
-    """Detect signals from the attempt's Lease: silence, a hang, a refused commit, a start that takes too long."""
+    """Detect signals from the attempt's Lease: silence, a hang, a refused commit, a start that takes too long.
+
+    Args:
+        lease: the Lease.
+        rank_0_node: node of rank 0, empty if unknown.
+        launch_time: when the attempt was launched.
+        started: the attempt has finished a step.
+        limits: times of the operator.
+        now: seconds since the epoch.
+        floor: no age counts from before this time.
+    """
     signals: list[Signal] = []
     if lease is not None and (error := lease.resume_error):
         message = f"rank 0 refused the commit: {error}"
         signals.append(Signal(kind=Kind.RESUME_REFUSED, since=now, message=message))
     if lease is not None and lease.renewed_at is not None:
-        age = now - lease.renewed_at
+        renewed = max(lease.renewed_at, floor)
+        age = now - renewed
         if age > limits.heartbeat_stale_seconds:
-            since = lease.renewed_at + limits.heartbeat_stale_seconds
+            since = renewed + limits.heartbeat_stale_seconds
             message = f"rank 0 has been silent for {age:.0f} s"
             signals.append(Signal(kind=Kind.HEARTBEAT_STALE, node=rank_0_node, since=since, message=message))
-        elif lease.phase == TrainerPhase.TRAINING and lease.step_at is not None:
+        elif lease.phase == TrainerPhase.TRAINING and lease.step_seen_at is not None:
+            since = max(lease.step_seen_at, floor)
             message = (
-                f"step {lease.step} was the last to finish, {now - lease.step_at:.0f} s ago, while rank 0 is alive"
+                f"step {lease.step} was the last to finish, {max(0.0, now - since):.0f} s ago, while rank 0 is alive"
             )
-            signals.append(Signal(kind=Kind.HANG, since=lease.step_at, message=message))
+            signals.append(Signal(kind=Kind.HANG, since=since, message=message))
     if not started:
         message = f"no step was finished within {now - launch_time:.0f} s of the launch"
-        signals.append(Signal(kind=Kind.STARTUP_TIMEOUT, since=launch_time, message=message))
+        signals.append(Signal(kind=Kind.STARTUP_TIMEOUT, since=max(launch_time, floor), message=message))
     return signals
 
 
@@ -301,26 +354,28 @@ def detect_attempt_signals(
     now: float,
 ) -> list[Signal]:
     """Detect all signals of a launched attempt."""
-    pods = world.workers(attempt)
+    pods, lease = world.workers(attempt), world.leases.get(attempt)
+    step_time = (lease.step_seen_at if lease is not None else None) or 0.0
     live = [pod for pod in pods if pod.node and not pod.terminal]
-    signals = [signal for pod in pods for signal in detect_pod_signals(pod, now)]
+    signals = [_not_before(signal, world.evidence_since) for pod in pods for signal in detect_pod_signals(pod, now)]
     for name in sorted({pod.node for pod in live if pod.node}):
         node = world.nodes.get(name)
-        signals += detect_node_signals(node, name, limits, now)
+        node_signals = detect_node_signals(node, name, limits, now)
+        signals += [signal for signal in node_signals if not (world.is_widespread and _is_refuted(signal, step_time))]
         if node is not None:
             here = [pod for pod in live if pod.node == name and pod.phase == "Running"]
             signals += detect_planned_signals(node, tolerated, now)
             signals += detect_device_signals(
-                node, here, used_by_others=world.used.get(name, 0), resource=resource, now=now
+                node, here, world.used.get(name, 0), resource, now=now, step_time=step_time
             )
-    rank_0_node = next((pod.node or "" for pod in live if pod.index == 0), "")
     signals += detect_lease_signals(
-        world.leases.get(attempt),
-        rank_0_node=rank_0_node,
+        lease,
+        rank_0_node=next((pod.node or "" for pod in live if pod.index == 0), ""),
         launch_time=launch_time,
         started=started,
         limits=limits,
         now=now,
+        floor=world.evidence_since,
     )
     job = world.job(attempt)
     if job is None and job_seen:
@@ -329,3 +384,17 @@ def detect_attempt_signals(
         message = f"Job {job.name} failed: {job.failed_reason}: {job.failed_message}"
         signals.append(Signal(kind=Kind.JOB_FAILED, since=now, message=message))
     return signals
+
+
+def _not_before(signal: Signal, floor: float) -> Signal:
+    """Return the signal with a grace period that begins at `floor` or later; strong signals have none."""
+    return dataclasses.replace(signal, since=max(signal.since, floor)) if KINDS[signal.kind].grace else signal
+
+
+def _is_refuted(signal: Signal, step_time: float) -> bool:
+    """Return whether a step that finished after a weak signal began proves that the node still works.
+
+    A step needs every node of the attempt. If most nodes of the cluster seem to be lost, this is a second opinion that
+    does not come from the control plane.
+    """
+    return KINDS[signal.kind].weight is Weight.WEAK and step_time > signal.since

@@ -23,7 +23,9 @@ class Timeouts:
         image_seconds: how long a pod may fail to start its container.
         startup_seconds: how long an attempt may take until its first step.
         unschedulable_seconds: how long a pod may find no node.
-        device_seconds: how long a node may offer fewer accelerators than its pods hold (a restarted kubelet does).
+        device_seconds: how long a node may offer fewer accelerators than its pods hold, but not none.
+        device_plugin_seconds: how long a node may offer no accelerator at all while its pods finish no step.
+        planned_seconds: how long a cordon, a taint or a health monitor's report must last before jobs leave the node.
         node_stable_seconds: how long a lost node has to be Ready before it is used again.
         progress_seconds: shortest time between two status writes that change only the progress; longer beyond 200 jobs.
         resync_seconds: interval between two passes over a job if nothing happens to it.
@@ -37,6 +39,8 @@ class Timeouts:
     startup_seconds: Seconds = 1800.0
     unschedulable_seconds: Seconds = 60.0
     device_seconds: Seconds = 10.0
+    device_plugin_seconds: Seconds = 300.0
+    planned_seconds: Seconds = 10.0
     node_stable_seconds: Seconds = 30.0
     progress_seconds: Seconds = 10.0
     resync_seconds: Seconds = 30.0

@@ -65,6 +65,8 @@ class Context:
             "suspect_seconds": recovery.suspect_seconds,
             "hang_seconds": recovery.hang_seconds,
             "device_seconds": self.limits.device_seconds,
+            "device_plugin_seconds": self.limits.device_plugin_seconds,
+            "planned_seconds": self.limits.planned_seconds,
             "image_seconds": self.limits.image_seconds,
             "unschedulable_seconds": self.limits.unschedulable_seconds,
             "startup_seconds": self.limits.startup_seconds,

@@ -63,7 +63,10 @@ def judge_attempt(context: Context, status: Status, current: Current) -> Verdict
 
 def _detect_signals(context: Context, status: Status, current: Current) -> list[Signal]:
     spec, limits = context.spec, context.limits
-    tolerations = (spec.template.get("spec") or {}).get("tolerations") or ()
+    # Admission adds tolerations (ExtendedResourceToleration, DefaultTolerationSeconds), so those of the pods count.
+    written = (spec.template.get("spec") or {}).get("tolerations") or ()
+    added = [item for pod in context.world.workers(status.attempt) for item in pod.tolerations]
+    tolerations = [*written, *(item for item in added if item not in written)]
     nodes = (context.world.nodes.get(name) for name in {pod.node for pod in context.world.pods if pod.node})
     taints = (taint for node in nodes if node is not None for taint in node.taints)
     tolerated = [taint for taint in taints if tolerates(tolerations, taint)]
@@ -129,7 +132,7 @@ def _end_attempt(context: Context, status: Status, drain: Drain) -> Status:
 
 def _follow_drain(context: Context, status: Status, drain: Drain) -> Status:
     limit = context.spec.recovery.drain_seconds
-    if context.now - drain.start_time < limit:
+    if context.now - max(drain.start_time, context.world.evidence_since) < limit:
         return status
     text = f"attempt {status.attempt} did not drain within {limit} s: the job goes on with the commit of step"
     context.emit("DrainTimedOut", f"{text} {status.checkpoint.step}", warning=True)

@@ -109,7 +109,7 @@ class Crowd:
             found = self.store._records[key]
             assert found is not None and found.status.phase == Phase.STARTING
         for informer in self.store.informers:
-            informer.is_live = True
+            informer.is_live = informer.has_listed = True
         self.woken.clear()
 
     def wake(self, key: Key) -> None:

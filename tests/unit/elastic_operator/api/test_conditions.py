@@ -76,8 +76,14 @@ STORIES: list[Any] = [
     pytest.param(
         look(running(), lost_node()), {"Resharding": "NodeNotReady", "Resumed": "FromCommit"}, {}, id="node-lost"
     ),
-    pytest.param(look(running(), with_node(unschedulable=True)), {"Draining": "NodeCordoned"}, {}, id="cordon"),
-    pytest.param(look(running(), with_node(unhealthy=("a",))), {"Draining": "NodeUnhealthy"}, {}, id="monitor"),
+    pytest.param(
+        look(running(), with_node(unschedulable=True, cordoned_since=NOW - 11)),
+        {"Draining": "NodeCordoned"}, {}, id="cordon",
+    ),
+    pytest.param(
+        look(running(), with_node(unhealthy=("a",), unhealthy_since=NOW - 11)),
+        {"Draining": "NodeUnhealthy"}, {}, id="monitor",
+    ),
     pytest.param(look(running(), suspend=True), {"Draining": "Suspended"}, {}, id="suspending"),
     pytest.param(look(running(), nodes={"min": 1, "max": 2}), {"Draining": "SpecChanged"}, {}, id="spec-edited"),
     pytest.param(look(suspended(), GONE, suspend=True), {"Suspended": "Suspended"}, {}, id="suspended"),

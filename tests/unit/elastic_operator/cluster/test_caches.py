@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.serialization import format_time
+from elastic_operator.cluster.availability import SETTLE_SECONDS
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from reshard.contract import LeaseKey
 
 NOW = 1_800_000_000.0
 
@@ -74,3 +76,126 @@ def test_a_heartbeat_counts_from_when_it_was_seen_to_change() -> None:
     assert renewals.first_seen("a", "1", NOW) == NOW
     assert renewals.first_seen("a", "1", NOW + 5) == NOW
     assert renewals.first_seen("a", "2", NOW + 6) == NOW + 6
+
+
+def test_a_heartbeat_seen_in_the_future_counts_from_now_on() -> None:
+    renewals = RenewalCache()
+    renewals.first_seen("a", "1", NOW + 130)
+    assert renewals.first_seen("a", "1", NOW) == NOW, "the operator's own clock was set back"
+    assert renewals.first_seen("a", "1", NOW + 40) == NOW
+
+
+@pytest.mark.parametrize("step", [130.0, -130.0, 86_400.0, -86_400.0])
+def test_a_nodes_clock_that_is_set_makes_its_lease_no_older(step: float) -> None:
+    nodes = NodeCache()
+    nodes.update(node(), NOW)
+    for second in range(0, 60, 5):
+        nodes.renew(lease(NOW + second - 1 + (step if second >= 30 else 0.0)), NOW + second)
+        nodes.mark_polled(NOW + second)
+        age = nodes.views()["n1"].lease_age_seconds
+        assert age is not None
+        assert age <= 5
+
+
+def test_a_restarted_server_makes_no_age_of_the_time_in_which_it_was_away() -> None:
+    nodes = NodeCache()
+    silent = node()
+    silent["status"]["conditions"][0]["status"] = "Unknown"
+    silent["spec"] = {"unschedulable": True, "taints": [{"key": "sick", "effect": "NoSchedule"}]}
+    nodes.update(silent, NOW)
+    nodes.renew(lease(NOW), NOW)
+    nodes.mark_polled(NOW)
+    assert nodes.evidence_since(NOW + 10) == 0
+    assert nodes.evidence_since(NOW + 300) == NOW + 300 + SETTLE_SECONDS, "not polled yet"
+    nodes.mark_polled(NOW + 300)
+    view = nodes.views()["n1"]
+    end = NOW + 300 + SETTLE_SECONDS
+    assert view.lease_age_seconds == 0
+    assert (view.ready_since, view.allocatable_since, view.cordoned_since) == (end, end, end)
+    assert [taint.since for taint in view.taints] == [end]
+    for second in range(305, 400, 5):
+        nodes.mark_polled(NOW + second)
+    assert nodes.views()["n1"].lease_age_seconds == 395 - 330
+
+
+def test_polls_that_fail_now_and_then_are_no_interruption() -> None:
+    nodes = NodeCache()
+    for second in (0, 5, 15, 20, 35):
+        nodes.mark_polled(NOW + second)
+    assert nodes.evidence_since(NOW + 40) == 0
+
+
+def test_a_cordon_counts_from_when_it_was_seen_and_anew_after_it_was_undone() -> None:
+    nodes = NodeCache()
+    for second, cordoned in ((0, False), (10, True), (12, True), (14, False), (20, True)):
+        nodes.update(node() | {"spec": {"unschedulable": cordoned}}, NOW + second)
+        if second == 12:
+            assert nodes.views()["n1"].cordoned_since == NOW + 10
+    assert nodes.views()["n1"].cordoned_since == NOW + 20
+
+
+def test_a_taint_counts_from_when_it_was_seen_whatever_other_taints_come() -> None:
+    nodes = NodeCache()
+    first, second = ({"key": key, "effect": "NoSchedule"} for key in ("sick", "sicker"))
+    nodes.update(node() | {"spec": {"taints": [first]}}, NOW)
+    nodes.update(node() | {"spec": {"taints": [second, first]}}, NOW + 5)
+    assert {taint.key: taint.since for taint in nodes.views()["n1"].taints} == {"sick": NOW, "sicker": NOW + 5}
+
+
+def test_only_the_silence_of_most_nodes_is_widespread() -> None:
+    nodes = NodeCache()
+    for number in range(5):
+        nodes.update(node(f"n{number}"), NOW)
+    for number in range(2):
+        nodes.update(silenced(f"n{number}"), NOW)
+    assert not nodes.has_widespread_failure()
+    nodes.update(silenced("n2"), NOW)
+    assert nodes.has_widespread_failure()
+
+
+def silenced(name: str) -> dict[str, Any]:
+    item = node(name)
+    item["status"]["conditions"][0]["status"] = "Unknown"
+    return item
+
+
+def pod(**status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "gpt-a1-0", "namespace": "ns", "uid": "u", "creationTimestamp": format_time(NOW - 900)},
+        "spec": {"containers": [{"name": "train"}]},
+        "status": status,
+    }
+
+
+def failing(reason: str) -> dict[str, Any]:
+    return pod(phase="Pending", containerStatuses=[{"name": "train", "state": {"waiting": {"reason": reason}}}])
+
+
+def test_the_grace_of_an_image_begins_at_its_first_failure_and_not_with_the_pod() -> None:
+    renewals = RenewalCache()
+    assert renewals.date_pod(failing("ContainerCreating"), NOW).cannot_start_since is None
+    assert renewals.date_pod(failing("ErrImagePull"), NOW + 500).cannot_start_since == NOW + 500
+    assert renewals.date_pod(failing("ImagePullBackOff"), NOW + 520).cannot_start_since == NOW + 500
+
+
+def test_a_deleted_pod_is_overdue_by_the_operators_clock() -> None:
+    deleted = pod(phase="Running")
+    deleted["metadata"] |= {"deletionTimestamp": format_time(NOW - 7200), "deletionGracePeriodSeconds": 30}
+    renewals = RenewalCache()
+    assert renewals.date_pod(deleted, NOW).deleted_at == NOW + 30
+    assert renewals.date_pod(deleted, NOW + 10).deleted_at == NOW + 30
+    renewals.forget("ns", "gpt-a1-0")
+    assert renewals.date_pod(deleted, NOW + 50).deleted_at == NOW + 80
+
+
+def test_a_hang_counts_from_when_the_step_was_seen_whatever_time_the_trainer_writes() -> None:
+    renewals = RenewalCache()
+
+    def beat(step: str, second: float) -> float | None:
+        notes = {LeaseKey.STEP: step, LeaseKey.STEP_TIME: format_time(NOW - 7200)}
+        item = {"metadata": {"name": "gpt-a1", "namespace": "ns", "annotations": notes}, "spec": {}}
+        return renewals.date_lease(item, NOW + second).step_seen_at
+
+    assert beat("1", 0) == NOW
+    assert beat("1", 60) == NOW
+    assert beat("2", 70) == NOW + 70

@@ -53,11 +53,13 @@ def expired() -> dict[str, Any]:
     return {"kind": "Status", "code": 410, "message": "too old resource version", "metadata": {}}
 
 
-def follow(answers: Sequence[Answer | Trouble], monkeypatch: pytest.MonkeyPatch) -> Story:
+def follow(
+    answers: Sequence[Answer | Trouble], monkeypatch: pytest.MonkeyPatch, *, may_become_empty: bool = True
+) -> Story:
     """Let a informer hear these answers, one after another."""
     monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr(watch_stream, "SILENCE_SECONDS", 0.2)
-    story = Story(list(answers))
+    story = Story(list(answers), may_become_empty=may_become_empty)
     asyncio.run(story.run())
     return story
 
@@ -69,14 +71,19 @@ def void(_: object) -> None:
 class Story:
     """What was asked and what is kept at the end."""
 
-    def __init__(self, answers: list[Answer | Trouble]) -> None:
+    def __init__(self, answers: list[Answer | Trouble], *, may_become_empty: bool = True) -> None:
         self.answers = answers
         self.requests: list[dict[str, str]] = []
         self.kept: dict[Id, Object] = {}
         self.is_live: list[bool] = []
         self.over = asyncio.Event()
         self.was_away = False
-        self.informer = Informer(WatchedCollection(kind=NODE), self.put, lambda gone: void(self.kept.pop(gone, None)))
+        self.informer = Informer(
+            WatchedCollection(kind=NODE),
+            self.put,
+            lambda gone: void(self.kept.pop(gone, None)),
+            may_become_empty=may_become_empty,
+        )
 
     def put(self, found: Object) -> None:
         if found.get("value") == "poison":
@@ -156,6 +163,19 @@ def test_after_an_expired_version_a_list_drops_the_ghosts(gone: Answer, monkeypa
     story = follow([page(item("a", 1), item("b", 2), version=9), gone, page(item("b", 30), version=31)], monkeypatch)
     assert story.names == {"b"}
     assert story.watched_from == ["9", "31"]
+
+
+def test_an_empty_list_of_nodes_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [page(item("a", 1), version=9), Answer(410), page(version=31), page(item("a", 1), version=32)]
+    story = follow(answers, monkeypatch, may_become_empty=False)
+    assert story.names == {"a"}
+    assert story.watched_from == ["9", "32"], "the empty list was not believed"
+    assert follow(answers[:3], monkeypatch).names == set(), "other collections may become empty"
+
+
+def test_the_first_list_of_nodes_may_be_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = follow([page(version=9)], monkeypatch, may_become_empty=False)
+    assert story.informer.has_listed
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ def test_the_first_step_is_written_and_told_without_a_look() -> None:
 
 def test_a_drain_begins_after_a_fresh_look(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = running()
-    later(monkeypatch, 11.0)
     crowd.tell("nodes", {**node("n0"), "spec": {"unschedulable": True}}, "MODIFIED")
+    later(monkeypatch, 11.0)
     asyncio.run(crowd.controller.reconcile(KEY))
     assert (crowd.writer.written, crowd.writer.told) == ([], [])
     assert crowd.reader.asked == [KEY]

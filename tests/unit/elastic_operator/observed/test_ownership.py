@@ -17,7 +17,7 @@ from elastic_operator.api.status import Phase, Status
 from elastic_operator.client.resources import JOB, LEASE, POD
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.diagnostics import Diagnostics, RefusedError
-from elastic_operator.cluster.reader import ClusterReader
+from elastic_operator.cluster.reader import ClusterReader, NodesUnknownError
 from elastic_operator.cluster.store import ClusterStore
 from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError, PredecessorError
 from elastic_operator.manifests.attempt import JobRef
@@ -45,6 +45,8 @@ class Cluster:
         self.nodes, self.renewals = NodeCache(), RenewalCache()
         self.nodes.update(node("n0"), 0.0)
         store = ClusterStore(self.nodes, self.renewals)
+        for informer in store.informers:
+            informer.has_listed = True
         self._runner, self._closing = asyncio.Runner(), contextlib.AsyncExitStack()
         client = self.run(self._closing.enter_async_context(self.api.client()))
         self.reader = ClusterReader(client, self.nodes, self.renewals, store, ())
@@ -288,6 +290,13 @@ def test_pods_whose_job_is_gone_are_known_by_its_remembered_uid() -> None:
     after = crowd.store.observe(key, GPU)
     assert after.jobs == ()
     assert after.pods == world.pods
+
+
+def test_nothing_is_decided_before_the_nodes_are_known(cluster: Cluster) -> None:
+    for informer in cluster.reader._store.informers:
+        informer.has_listed = False
+    with pytest.raises(NodesUnknownError, match="could not be listed yet"):
+        cluster.look()
 
 
 POISON: list[tuple[Any, str, dict[str, Any]]] = [

@@ -19,6 +19,8 @@ GRACES = {
     "suspect_seconds": 20.0,
     "hang_seconds": 1800.0,
     "device_seconds": 10.0,
+    "device_plugin_seconds": 300.0,
+    "planned_seconds": 10.0,
     "image_seconds": 120.0,
     "unschedulable_seconds": 60.0,
     "startup_seconds": 1800.0,
@@ -88,15 +90,21 @@ def test_an_unconfirmed_loss_makes_its_node_suspect_and_says_when_to_look_again(
 
 
 def test_a_cordon_asks_for_a_drain_and_nothing_else() -> None:
-    verdict = signals.judge([signal(Kind.NODE_CORDONED)], GRACES, NOW)
+    verdict = signals.judge([signal(Kind.NODE_CORDONED, 11)], GRACES, NOW)
     assert verdict.failure is None
     assert [item.kind for item in verdict.planned] == [Kind.NODE_CORDONED]
 
 
-def test_every_kind_has_a_meaning_and_every_weak_one_a_grace() -> None:
+def test_a_cordon_within_its_grace_asks_for_nothing_and_says_when_to_look_again() -> None:
+    verdict = signals.judge([signal(Kind.NODE_CORDONED, 5)], GRACES, NOW)
+    assert not verdict.planned
+    assert verdict.wake_at == NOW + 5
+
+
+def test_every_kind_has_a_meaning_and_every_weak_or_planned_one_a_grace() -> None:
     assert set(KINDS) == set(Kind)
     for kind, meaning in KINDS.items():
-        assert bool(meaning.grace) == (meaning.weight is Weight.WEAK), kind
+        assert bool(meaning.grace) == (meaning.weight is not Weight.STRONG), kind
 
 
 NODE = NodeView(name="n1", allocatable={GPU: 2}, capacity={GPU: 2}, lease_age_seconds=1)
@@ -158,33 +166,58 @@ def test_a_sick_device_under_a_pod_is_a_loss_at_once() -> None:
     assert "n1" in found.message
 
 
-def test_a_restarted_kubelet_that_offers_no_devices_for_a_moment_is_not_a_loss() -> None:
-    node = dataclasses.replace(NODE, allocatable={GPU: 0}, allocatable_since=NOW - 3)
-    found = signals.detect_device_signals(node, [POD], used_by_others=0, resource=GPU, now=NOW)
-    assert signals.judge(found, GRACES, NOW).failure is None
-    assert signals.judge(found, GRACES, NOW + 8).failure is not None
+@pytest.mark.parametrize(
+    ("offered", "since", "step_time", "failure"),
+    [
+        pytest.param(1, 3, 1000, None, id="fewer-devices-for-a-moment"),
+        pytest.param(1, 11, 1000, Kind.DEVICE_MISSING, id="fewer-devices"),
+        pytest.param(0, 11, 1000, None, id="none-while-the-plugin-restarts"),
+        pytest.param(0, 299, 1000, None, id="none-for-less-than-the-grace"),
+        pytest.param(0, 301, 1000, Kind.DEVICE_PLUGIN_GONE, id="none-and-no-step"),
+        pytest.param(0, 3600, 299, None, id="none-but-steps"),
+    ],
+)
+def test_a_node_without_any_device_has_lost_its_plugin_and_not_its_devices(
+    offered: int, since: float, step_time: float, failure: Kind | None
+) -> None:
+    node = dataclasses.replace(NODE, allocatable={GPU: offered}, allocatable_since=NOW - since)
+    found = signals.detect_device_signals(
+        node, [POD], used_by_others=0, resource=GPU, now=NOW, step_time=NOW - step_time
+    )
+    verdict = signals.judge(found, GRACES, NOW)
+    assert (verdict.failure.kind if verdict.failure else None) == failure
 
 
 @pytest.mark.parametrize(
-    ("renewed", "notes", "started", "kinds"),
+    ("renewed", "step_age", "notes", "started", "kinds"),
     [
-        pytest.param(1, {}, True, [], id="fresh"),
-        pytest.param(16, {}, True, [Kind.HEARTBEAT_STALE], id="three-beats-missed"),
-        pytest.param(None, {}, True, [], id="never-written"),
-        pytest.param(1, {}, False, [Kind.STARTUP_TIMEOUT], id="not-started"),
-        pytest.param(1, {LeaseKey.RESUME_ERROR: "CRC"}, True, [Kind.RESUME_REFUSED], id="refused"),
+        pytest.param(1, None, {}, True, [], id="fresh"),
+        pytest.param(16, None, {}, True, [Kind.HEARTBEAT_STALE], id="three-beats-missed"),
+        pytest.param(None, None, {}, True, [], id="never-written"),
+        pytest.param(1, None, {}, False, [Kind.STARTUP_TIMEOUT], id="not-started"),
+        pytest.param(1, None, {LeaseKey.RESUME_ERROR: "CRC"}, True, [Kind.RESUME_REFUSED], id="refused"),
+        pytest.param(
+            1, 3600, {LeaseKey.PHASE: TrainerPhase.TRAINING}, True, [Kind.HANG], id="old-step-on-a-fresh-lease"
+        ),
         pytest.param(
             1,
+            None,
             {LeaseKey.PHASE: TrainerPhase.TRAINING, LeaseKey.STEP_TIME: "2027-01-15T07:00:00Z"},
             True,
-            [Kind.HANG],
-            id="old-step-on-a-fresh-lease",
+            [],
+            id="a-time-by-the-trainers-clock-says-nothing",
         ),
     ],
 )
-def test_signals_of_the_lease(renewed: float | None, notes: dict[str, str], started: bool, kinds: list[Kind]) -> None:
+def test_signals_of_the_lease(
+    renewed: float | None, step_age: float | None, notes: dict[str, str], started: bool, kinds: list[Kind]
+) -> None:
     lease = LeaseView(
-        name="gpt-a1", attempt=1, renewed_at=None if renewed is None else NOW - renewed, annotations=dict(notes)
+        name="gpt-a1",
+        attempt=1,
+        renewed_at=None if renewed is None else NOW - renewed,
+        step_seen_at=None if step_age is None else NOW - step_age,
+        annotations=dict(notes),
     )
     found = signals.detect_lease_signals(
         lease, rank_0_node="n1", launch_time=NOW - 100, started=started, limits=LIMITS, now=NOW
@@ -197,6 +230,47 @@ def test_a_tolerated_taint_is_no_reason_to_leave_and_another_is() -> None:
     node = dataclasses.replace(NODE, taints=(taint,))
     assert [item.kind for item in signals.detect_planned_signals(node, [], NOW)] == [Kind.NODE_TAINTED]
     assert signals.detect_planned_signals(node, [taint], NOW) == []
+
+
+@pytest.mark.parametrize("key", [f"node.kubernetes.io/{name}-pressure" for name in ("memory", "disk", "pid")])
+def test_a_taint_by_a_pressure_that_comes_and_goes_is_no_reason_to_leave(key: str) -> None:
+    node = dataclasses.replace(NODE, taints=(Taint(key=key, effect="NoSchedule"),))
+    assert signals.detect_planned_signals(node, [], NOW) == []
+
+
+def test_times_before_an_interruption_of_the_api_server_count_for_nobody() -> None:
+    lease = LeaseView(
+        name="gpt-a1", attempt=1, renewed_at=NOW - 300, step_seen_at=NOW - 2000,
+        annotations={LeaseKey.PHASE: TrainerPhase.TRAINING},
+    )  # fmt: skip
+    waiting = dataclasses.replace(
+        POD, phase="Pending", waiting_reason="ErrImagePull", cannot_start_since=NOW - 300, node="n1"
+    )
+    world = Observation(nodes={"n1": NODE}, pods=(waiting,), leases={1: lease})
+
+    def judge(world: Observation) -> Kind | None:
+        found = signals.detect_attempt_signals(
+            world, attempt=1, resource=GPU, tolerated=(), launch_time=NOW - 3600, job_seen=False, started=False,
+            limits=LIMITS, now=NOW,
+        )  # fmt: skip
+        failure = signals.judge(found, GRACES, NOW).failure
+        return failure.kind if failure else None
+
+    assert judge(world) is not None
+    assert judge(dataclasses.replace(world, evidence_since=NOW - 5)) is None
+    assert judge(dataclasses.replace(world, evidence_since=NOW + 30)) is None
+
+
+@pytest.mark.parametrize(("widespread", "step_age", "lost"), [(True, 5, False), (True, 60, True), (False, 5, True)])
+def test_steps_outweigh_the_silence_of_most_nodes_of_the_cluster(widespread: bool, step_age: float, lost: bool) -> None:
+    silent = dataclasses.replace(NODE, ready="Unknown", ready_since=NOW - 50, lease_age_seconds=55)
+    lease = LeaseView(name="gpt-a1", attempt=1, renewed_at=NOW - 1, step_seen_at=NOW - step_age)
+    world = Observation(nodes={"n1": silent}, pods=(POD,), leases={1: lease}, is_widespread=widespread)
+    found = signals.detect_attempt_signals(
+        world, attempt=1, resource=GPU, tolerated=(), launch_time=NOW - 3600, job_seen=False, started=True,
+        limits=LIMITS, now=NOW,
+    )  # fmt: skip
+    assert bool(signals.judge(found, GRACES, NOW).lost_nodes) == lost
 
 
 def test_a_pod_that_was_never_scheduled_has_no_node_to_lose() -> None:

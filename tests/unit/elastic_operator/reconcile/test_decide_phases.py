@@ -14,7 +14,7 @@ from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import SpecError, parse_spec
 from elastic_operator.api.status import Checkpoint, Commit, Current, Phase, Resume, Status
 from elastic_operator.manifests.attempt import JobRef
-from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView
+from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView, Taint
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import (
     Create,
@@ -108,7 +108,7 @@ def kinds(decision: Decision) -> list[str]:
 
 def test_nothing_is_planned_on_a_node_that_a_monitor_calls_unhealthy() -> None:
     members = nodes("n1", "n2", "n3")
-    sick = dataclasses.replace(members["n2"], unhealthy=("label a is b",))
+    sick = dataclasses.replace(members["n2"], unhealthy=("label a is b",), unhealthy_since=NOW - 11)
     decision = look(Status(), Observation(nodes={**members, "n2": sick}))
     assert decision.status.current is not None
     assert decision.status.current.num_nodes == 2
@@ -117,7 +117,7 @@ def test_nothing_is_planned_on_a_node_that_a_monitor_calls_unhealthy() -> None:
 
 def test_a_node_that_a_monitor_calls_unhealthy_is_drained_before_it_is_left() -> None:
     members = nodes("n1", "n2", "n3")
-    sick = dataclasses.replace(members["n2"], unhealthy=("condition GpuMemWatch is True",))
+    sick = dataclasses.replace(members["n2"], unhealthy=("condition GpuMemWatch is True",), unhealthy_since=NOW - 11)
     decision = look(settled(), dataclasses.replace(WORLD, nodes={**members, "n2": sick}))
     assert decision.status.phase == Phase.DRAINING
     assert decision.status.drain is not None
@@ -414,10 +414,20 @@ def test_a_drain_that_takes_too_long_goes_on_with_the_last_commit() -> None:
 
 
 def test_a_cordoned_node_is_drained_before_anything_stops() -> None:
-    world = nodes("n1", "n2") | nodes("n3", unschedulable=True)
+    world = nodes("n1", "n2") | nodes("n3", unschedulable=True, cordoned_since=NOW - 11)
     decision = look(settled(), dataclasses.replace(WORLD, nodes=world))
     assert decision.status.phase == Phase.DRAINING
     assert [type(action) for action in decision.actions] == [RequestDrain]
+
+
+def test_a_taint_that_admission_made_the_pods_tolerate_is_no_reason_to_leave() -> None:
+    taint = Taint(key=GPU, effect="NoSchedule", since=NOW - 1000)
+    tainted = WORLD.nodes | nodes("n3", taints=(taint,))
+    left = look(settled(), dataclasses.replace(WORLD, nodes=tainted))
+    assert (left.status.phase, left.status.reason) == (Phase.DRAINING, "NodeTainted")
+    added = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}  # as ExtendedResourceToleration does
+    pods = workers(tolerations=(added,))
+    assert look(settled(), dataclasses.replace(WORLD, nodes=tainted, pods=pods)).status.phase == Phase.RUNNING
 
 
 def test_growing_waits_until_the_capacity_has_stayed() -> None:

@@ -91,7 +91,9 @@ def test_what_does_not_train_yet_is_not_disturbed_and_the_reason_is_told() -> No
 
 
 def test_a_drain_under_way_takes_the_request_up() -> None:
-    cordoned = dataclasses.replace(WORLD, nodes={**WORLD.nodes, **nodes("n1", unschedulable=True)})
+    cordoned = dataclasses.replace(
+        WORLD, nodes={**WORLD.nodes, **nodes("n1", unschedulable=True, cordoned_since=NOW - 11)}
+    )
     draining = look(settled(), cordoned, request="").status
     assert draining.drain is not None
     again = look(draining, cordoned, request="1").status
