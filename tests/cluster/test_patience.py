@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -88,8 +87,7 @@ def test_memory_pressure_that_comes_and_goes_restarts_nothing(training: Run) -> 
 
 @pytest.mark.parametrize("offset_seconds", [-130, 130])
 def test_a_trainer_whose_clock_is_wrong_is_not_hung(run_by_process: Run, offset_seconds: int) -> None:
-    run: Any = run_by_process
-    environment = [{"name": "CLOCK_OFFSET_SECONDS", "value": str(offset_seconds)}]
-    run.submit([*LIGHT, "100000", "0", "0"], pod={"env": environment}, recovery={"hangSeconds": 60})
-    run.until_phase("Running")
-    assert_undisturbed(run, seconds=20)
+    command = ["env", f"CLOCK_OFFSET_SECONDS={offset_seconds}", *LIGHT, "100000", "0", "0"]
+    run_by_process.submit(command, recovery={"hangSeconds": 60})
+    run_by_process.until_phase("Running")
+    assert_undisturbed(run_by_process, seconds=20)

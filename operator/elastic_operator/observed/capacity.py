@@ -5,6 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from elastic_operator.observed.pod_resources import PODS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +28,12 @@ class Pool:
     Attributes:
         free: by name of the node; only nodes with at least one free accelerator.
         total: sum of `free`.
+        shortages: resource that a node lacks for a pod, by name of the node; these nodes are not in `free`.
     """
 
-    def __init__(self, free: Mapping[str, int]) -> None:
+    def __init__(self, free: Mapping[str, int], shortages: Mapping[str, str] = MappingProxyType({})) -> None:
         self.free = free
+        self.shortages = shortages
         self.total = sum(free.values())
         self._levels = collections.Counter(free.values())
 
@@ -51,12 +56,14 @@ class Capacity:
         pool: nodes that are counted once for all jobs.
         without: nodes of `pool` that this job may not use, or that are in `nodes`.
         max_accelerators: quota for the whole job; None for no limit.
+        shortages: resource that a node lacks for a pod, of the nodes that are counted for this job alone.
     """
 
     nodes: tuple[NodeCapacity, ...] = ()
     pool: Pool = NO_POOL
     without: frozenset[str] = frozenset()
     max_accelerators: int | None = None
+    shortages: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def sorted_nodes(self) -> tuple[NodeCapacity, ...]:
         """Return all usable nodes in planning order (see `sort_nodes`)."""
@@ -82,7 +89,11 @@ class Capacity:
         total = self.pool.total - sum(barred) + sum(node.free for node in self.nodes)
         count = len(self.pool.free) - len(barred) + len(self.nodes)
         quota = "" if self.max_accelerators is None else f", quota {self.max_accelerators}"
-        return f"{total} free accelerators on {count} nodes{quota}"
+        shared = (resource for node, resource in self.pool.shortages.items() if node not in self.without)
+        totals = collections.Counter([*shared, *self.shortages.values()])
+        texts = [f"too {'few' if name == PODS else 'little'} {name} on {n} more" for name, n in sorted(totals.items())]
+        lacking = f" ({', '.join(texts)})" if texts else ""
+        return f"{total} free accelerators on {count} nodes{lacking}{quota}"
 
 
 def sort_nodes(nodes: Iterable[NodeCapacity]) -> tuple[NodeCapacity, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from elastic_operator.observed import schedulability
 from elastic_operator.observed.capacity import Pool
 from elastic_operator.observed.observation import NodeView
 from elastic_operator.observed.pod_usage import UsageByOthers
@@ -53,19 +54,29 @@ class NodePool(Mapping[str, NodeView]):
         return self._suspects[limits]
 
     def pool(self, pod: Mapping[str, Any], used: UsageByOthers) -> Pool:
-        """Return the free accelerators on nodes that accept such pods, for a job that holds none itself."""
-        template = json.dumps([pod.get(key) for key in ("tolerations", "nodeSelector", "affinity")], sort_keys=True)
+        """Return the free accelerators on nodes that can take such pods, for a job that holds nothing itself."""
+        needed = schedulability.list_other_requests(pod, self.resource)
+        facts = [needed, *(pod.get(key) for key in ("tolerations", "nodeSelector", "affinity"))]
+        template = json.dumps(facts, sort_keys=True)
         version, pool = self._pools.get(template, (0, None))
         if pool is None or version != used.version:
-            totals = used.totals
-            free = {
-                name: remaining
-                for name, count in self._offered(template, pod).items()
-                if (remaining := count - totals.get(name, 0)) > 0
-            }
-            pool = Pool(free)
+            pool = self._count(self._offered(template, pod), needed, used)
             self._pools[template] = (used.version, pool)
         return pool
+
+    def _count(self, offered: Mapping[str, int], needed: Sequence[tuple[str, int]], used: UsageByOthers) -> Pool:
+        totals, others = used.totals, {name: used.of(name).totals for name, _ in needed}
+        free: dict[str, int] = {}
+        shortages: dict[str, str] = {}
+        for name, count in offered.items():
+            if (remaining := count - totals.get(name, 0)) <= 0:
+                continue
+            shortage = schedulability.find_node_shortage(self._nodes[name], needed, others)
+            if shortage:
+                shortages[name] = shortage
+            else:
+                free[name] = remaining
+        return Pool(free, shortages)
 
     def _offered(self, template: str, pod: Mapping[str, Any]) -> Mapping[str, int]:
         if template not in self._offers:

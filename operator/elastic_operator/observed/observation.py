@@ -17,6 +17,7 @@ from elastic_operator.api import pod_reports
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.api.validation import shorten
 from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems
+from elastic_operator.observed.pod_resources import extended_only, parse_builtin, parse_extended, pod_requests
 from reshard.contract import KIND, CommitRef, Label, LeaseKey, ReshardReport, VirtualLoader, sentence
 
 Key = tuple[str, str]
@@ -44,8 +45,9 @@ class NodeView:
     Attributes:
         ready: status of the Ready condition: `True`, `False` or `Unknown`.
         ready_since: when the operator saw the Ready condition change.
-        allocatable: allocatable accelerators, by resource name.
-        capacity: capacity of accelerators, by resource name.
+        allocatable: allocatable accelerators and other extended resources, by resource name.
+        capacity: capacity of the same.
+        builtin: allocatable cpu in millicores, memory and storage in bytes, and number of pods.
         unhealthy: problems that a health monitor reports, as far as the operator is configured to read them.
         allocatable_since: when the operator saw `allocatable` change.
         cordoned_since: when the operator first saw the node unschedulable.
@@ -62,6 +64,7 @@ class NodeView:
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     allocatable: Mapping[str, int] = dataclasses.field(default_factory=dict)
     capacity: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    builtin: Mapping[str, int] = dataclasses.field(default_factory=dict)
     unhealthy: tuple[str, ...] = ()
     allocatable_since: float | None = None
     cordoned_since: float | None = None
@@ -280,8 +283,9 @@ def node_view(node: Mapping[str, Any], rules: Rules = NO_RULES) -> NodeView:
             for item in spec.get("taints") or ()
         ),
         labels=node["metadata"].get("labels") or {},
-        allocatable=_parse_extended_resources(status.get("allocatable")),
-        capacity=_parse_extended_resources(status.get("capacity")),
+        allocatable=parse_extended(status.get("allocatable")),
+        capacity=parse_extended(status.get("capacity")),
+        builtin=parse_builtin(status.get("allocatable")),
         unhealthy=find_health_problems(node, rules),
     )
 
@@ -307,7 +311,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
         phase=status.get("phase", "Pending"),
         created_at=parse_time(meta.get("creationTimestamp")),
         deleted_at=parse_time(meta.get("deletionTimestamp")),
-        requests=pod_requests(spec),
+        requests=extended_only(pod_requests(spec)),
         exit_code=(state.get("terminated") or {}).get("exitCode"),
         exit_reason=_shorten((state.get("terminated") or {}).get("reason") or ""),
         termination_message=((state.get("terminated") or {}).get("message") or "")[: pod_reports.MAX_MESSAGE],
@@ -398,21 +402,6 @@ def is_placed(pod: Mapping[str, Any]) -> bool:
     return scheduled or status.get("phase") == "Running"
 
 
-def pod_requests(spec: Mapping[str, Any]) -> dict[str, int]:
-    """Sum the extended resources that a pod holds.
-
-    For each resource this is the larger of the sum over all containers and the maximum over the init containers.
-    """
-    total: dict[str, int] = {}
-    for container in spec.get("containers") or ():
-        for name, count in _container_requests(container).items():
-            total[name] = total.get(name, 0) + count
-    for container in spec.get("initContainers") or ():
-        for name, count in _container_requests(container).items():
-            total[name] = max(total.get(name, 0), count)
-    return total
-
-
 def report_of(pods: Sequence[PodView]) -> ReshardReport | None:
     """Return the report in the termination messages of one attempt's reshard pods, or None.
 
@@ -467,20 +456,7 @@ def _parse_whole_number(text: str | None) -> int | None:
     return int(text) if text and _WHOLE.fullmatch(text) else None
 
 
-_QUANTITY = re.compile(r"[0-9]{1,18}")
 _WHOLE = re.compile(r"[0-9]{1,9}")
-
-
-def _container_requests(container: Mapping[str, Any]) -> dict[str, int]:
-    resources = container.get("resources") or {}
-    return _parse_extended_resources({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
-
-
-def _parse_extended_resources(quantities: Mapping[str, Any] | None) -> dict[str, int]:
-    # Extended resources are whole numbers under a domain name; cpu, memory, storage and hugepages are not.
-    return {
-        name: int(text) for name, text in (quantities or {}).items() if "/" in name and _QUANTITY.fullmatch(str(text))
-    }
 
 
 def _first_status(spec: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -1,12 +1,13 @@
-"""Count accelerators that pods hold, by node. Pure."""
+"""Count the resources that pods hold, by node. Pure."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from elastic_operator.observed.observation import controller_of, is_placed, pod_requests
+from elastic_operator.observed.observation import controller_of, is_placed
+from elastic_operator.observed.pod_resources import PODS, pod_requests
 from reshard.contract import Label
 
 PodId = tuple[str, str]
@@ -15,11 +16,11 @@ PodId = tuple[str, str]
 _VERSIONS = itertools.count(1)
 
 _Claim = tuple[str, str, bool, Mapping[str, int]]
-"""Node, UID of the controlling Job, whether the pod has the operator's label, and extended resources by name."""
+"""Node, UID of the controlling Job, whether the pod has the operator's label, and requests by resource name."""
 
 
 class PodUsage:
-    """Count the extended resources of live pods, incrementally: a change costs the same in a cluster of any size."""
+    """Count the resources of live pods, incrementally: a change costs the same in a cluster of any size."""
 
     def __init__(self) -> None:
         self._version = next(_VERSIONS)
@@ -51,19 +52,23 @@ class PodUsage:
             self._release(pod)
 
     def totals(self, resource: str) -> Mapping[str, int]:
-        """Return the accelerators that all pods hold, by node."""
+        """Return what all pods hold of a resource, by node."""
         return self._totals.get(resource, {})
 
     def by_others(self, uids: Collection[str], resource: str) -> UsageByOthers:
-        """Return the accelerators that other pods than those of the given Jobs hold, by node."""
+        """Return what other pods than those of the given Jobs hold of a resource, by node."""
+
+        def of(name: str) -> UsageByOthers:
+            return self.by_others(uids, name)
+
         shares = [share for uid in uids if (share := self._shares.get((uid, resource)))]
         if len(shares) <= 1:
-            return UsageByOthers(self.totals(resource), shares[0] if shares else {}, self._version)
+            return UsageByOthers(self.totals(resource), shares[0] if shares else {}, self._version, of)
         merged: dict[str, int] = {}
         for share in shares:
             for node, count in share.items():
                 _add_to_count(merged, node, count)
-        return UsageByOthers(self.totals(resource), merged, self._version)
+        return UsageByOthers(self.totals(resource), merged, self._version, of)
 
     def _release(self, pod: PodId) -> None:
         claim = self._claims.pop(pod, None)
@@ -83,20 +88,28 @@ class PodUsage:
 
 
 class UsageByOthers(Mapping[str, int]):
-    """Accelerators held on each node, less one job's share; nodes with none are missing.
+    """What pods hold of one resource on each node, less one job's share; nodes with none are missing.
 
     A view of a `PodUsage`, valid until that changes.
 
     Attributes:
-        totals: accelerators that all pods hold, by node.
-        share: accelerators that the job holds, by node.
+        totals: what all pods hold, by node.
+        share: what the job holds, by node.
         version: differs if `totals` differ.
+        of: returns the same for another resource.
     """
 
-    def __init__(self, totals: Mapping[str, int], share: Mapping[str, int], version: int) -> None:
+    def __init__(
+        self,
+        totals: Mapping[str, int],
+        share: Mapping[str, int],
+        version: int,
+        of: Callable[[str], UsageByOthers],
+    ) -> None:
         self.totals = totals
         self.share = share
         self.version = version
+        self.of = of
 
     def __getitem__(self, node: str) -> int:
         count = self.totals[node] - self.share.get(node, 0)
@@ -120,11 +133,11 @@ def _add_to_count(counts: dict[str, int], node: str, by: int) -> None:
 
 
 def _parse_claim(pod: Mapping[str, Any]) -> _Claim | None:
-    """Return what a pod holds; None if it holds no extended resource."""
+    """Return what a pod holds; None if the scheduler has not placed it."""
     if not is_placed(pod):
         return None
     spec, meta = pod["spec"], pod["metadata"]
-    requests = pod_requests(spec)
+    requests = {**pod_requests(spec), PODS: 1}
     is_labelled = bool((meta.get("labels") or {}).get(Label.JOB))
     owner = controller_of(meta, "Job").get("uid", "")
-    return (spec["nodeName"], owner, is_labelled, requests) if requests else None
+    return spec["nodeName"], owner, is_labelled, requests

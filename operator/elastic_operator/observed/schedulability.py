@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic_operator.observed.observation import NodeView, Taint
+from elastic_operator.observed.pod_resources import PODS, find_shortage, pod_requests
 
 
 def is_schedulable(node: NodeView, pod: Mapping[str, Any]) -> bool:
@@ -16,6 +17,26 @@ def is_schedulable(node: NodeView, pod: Mapping[str, Any]) -> bool:
         and all(tolerates(pod.get("tolerations") or (), taint) for taint in node.taints if taint.effect != _SOFT)
         and matches_node_affinity(node, pod)
     )
+
+
+def list_other_requests(pod: Mapping[str, Any], resource: str) -> list[tuple[str, int]]:
+    """Return what a pod with this spec requests besides its accelerators, and its place among the node's pods."""
+    requests = {**pod_requests(pod), PODS: 1}
+    return sorted((name, count) for name, count in requests.items() if name != resource and count)
+
+
+def find_node_shortage(
+    node: NodeView, needed: Iterable[tuple[str, int]], others: Mapping[str, Mapping[str, int]]
+) -> str:
+    """Return the name of a resource that a node lacks for a pod; empty if the pod fits.
+
+    Args:
+        node: the node.
+        needed: what the pod requests besides its accelerators.
+        others: what other pods hold, by resource and node.
+    """
+    used = {name: nodes.get(node.name, 0) for name, nodes in others.items()}
+    return find_shortage(needed, {**node.builtin, **node.allocatable}, used)
 
 
 def count_healthy_devices(node: NodeView, resource: str, num_unhealthy: int = 0) -> int:
