@@ -56,6 +56,7 @@ JOBS: dict[tuple[str, str], dict[str, str]] = {
     },
     ("", "services"): _PART_OF_AN_ATTEMPT,
     ("", "serviceaccounts"): _PART_OF_AN_ATTEMPT,
+    ("policy", "poddisruptionbudgets"): _PART_OF_AN_ATTEMPT,
     (RBAC, "roles"): _PART_OF_AN_ATTEMPT,
     (RBAC, "rolebindings"): _PART_OF_AN_ATTEMPT,
     (COORDINATION, "leases"): {

@@ -124,7 +124,7 @@ class Api:
 
     def clear(self) -> None:
         """Remove what a test has left; no garbage collector does."""
-        kinds = "etj,jobs,pods,leases,roles,rolebindings,services,events,controllerrevisions"
+        kinds = "etj,jobs,pods,leases,poddisruptionbudgets,roles,rolebindings,services,events,controllerrevisions"
         now = ("--grace-period=0", "--force", "--wait=false")
         self.kubectl("delete", kinds, "--all", "-n", TEAM, *now, check=False)
         accounts = ("serviceaccounts", "-l", "elastictraining.dev/job-name")
@@ -418,6 +418,10 @@ FOREIGN = [
     ("serviceaccount", "others", TEAM, {"apiVersion": "v1", "kind": "ServiceAccount"}),
     ("service", "others", TEAM, {"apiVersion": "v1", "kind": "Service", "spec": {"clusterIP": "None"}}),
     ("role", "others", TEAM, {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "rules": []}),
+    (
+        "poddisruptionbudget", "others", TEAM,
+        {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "spec": {"minAvailable": 1}},
+    ),
     (
         "pod", "others", TEAM,
         {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [{"name": "a", "image": "a"}]}},

@@ -168,7 +168,7 @@ class World:
                     else:
                         pod["metadata"].setdefault("deletionTimestamp", format_time(self.now))
             case RevokeAttempt(name=name):
-                for kind in ("RoleBinding", "Role", "ServiceAccount", "Service", "Lease"):
+                for kind in ("PodDisruptionBudget", "RoleBinding", "Role", "ServiceAccount", "Service", "Lease"):
                     count()
                     self.objects.pop((kind, name), None)
             case RequestDrain(lease=name):

@@ -28,6 +28,10 @@ another one the requests that the operator makes.
 - apiGroups: [""]
   resources: [services, serviceaccounts]
   verbs: [get, create, delete]
+# Lets an eviction wait until the training has committed.
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, create, delete]
 # Heartbeats of the attempts. The operator hands get and patch on to them, so it has to hold them.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]

@@ -352,6 +352,12 @@ class RecoverySpec:
     """Time in seconds for which the operator avoids a node that ended two attempts. Default 14400."""
     hang_seconds: Annotated[int, Strict(), Field(ge=1, le=604_800), WHOLE, INT32] = 1800
     """Time in seconds without a finished step after which a running training counts as hung. Default 1800."""
+    pod_disruption_budget: Flag = True
+    """If true, each attempt has a PodDisruptionBudget, so that an eviction (kubectl drain) waits until the training has
+    committed. If false, an evicted pod has its terminationGracePeriodSeconds for that. Set it to false if the pods
+    have a PodDisruptionBudget of yours, because Kubernetes evicts no pod that has two. A change counts from the next
+    attempt on. Default true.
+    """
     restart_budget: RestartBudget = RestartBudget()
     """Number of recoveries that the job may need within a window before it fails."""
 

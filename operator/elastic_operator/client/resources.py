@@ -49,6 +49,7 @@ LEASE = ResourceKind("coordination.k8s.io", "v1", "Lease", "leases")
 ROLE = ResourceKind("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING = ResourceKind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
 NODE = ResourceKind("", "v1", "Node", "nodes")
+DISRUPTION_BUDGET = ResourceKind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
 SELF_REVIEW = ResourceKind("authentication.k8s.io", "v1", "SelfSubjectReview", "selfsubjectreviews")
 
 
@@ -69,6 +70,7 @@ BY_KIND: dict[str, ResourceKind] = {
     "ControllerRevision": REVISION,
     "Job": JOB,
     "Lease": LEASE,
+    "PodDisruptionBudget": DISRUPTION_BUDGET,
     "Role": ROLE,
     "RoleBinding": ROLE_BINDING,
     "Service": SERVICE,

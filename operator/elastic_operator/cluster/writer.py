@@ -15,6 +15,7 @@ from elastic_operator.client.api_errors import ApiError
 from elastic_operator.client.resources import (
     ACCOUNT,
     BY_KIND,
+    DISRUPTION_BUDGET,
     EVENT,
     JOB,
     LEASE,
@@ -131,6 +132,7 @@ class ClusterWriter:
             case DeletePod(name=name, uid=uid, grace_seconds=seconds):
                 await self._delete_known(POD, namespace, name, uid, gracePeriodSeconds=seconds)
             case RevokeAttempt(name=name, owner=owner):
+                await self._delete_disruption_budget(namespace, name, owner)
                 for kind in (ROLE_BINDING, ROLE, ACCOUNT, SERVICE, LEASE):
                     await self._delete_owned(kind, namespace, name, owner)
             case RequestDrain(lease=lease, uid=uid):
@@ -206,7 +208,34 @@ class ClusterWriter:
                 "deleted together with it; delete them if they stay"
             )
         for manifest in action.manifests:
+            if manifest["kind"] == DISRUPTION_BUDGET.kind:
+                await self._create_disruption_budget(action.job, manifest)
+            else:
+                await self._create(manifest)
+
+    async def _create_disruption_budget(self, job: JobRef, manifest: Mapping[str, Any]) -> None:
+        """Create the PodDisruptionBudget of an attempt; if the operator may not, post an event and go on."""
+        try:
             await self._create(manifest)
+        except ApiError as error:
+            if error.code != HTTPStatus.FORBIDDEN:
+                raise
+            message = (
+                f"attempt {manifest['metadata']['name']} runs without a PodDisruptionBudget, so an eviction may end it "
+                f"before it has committed: {error.message or error}; grant the operator get, create and delete of "
+                "poddisruptionbudgets (the chart does), or set spec.recovery.podDisruptionBudget to false"
+            )
+            resource = {"metadata": {"name": job.name, "namespace": job.namespace, "uid": job.uid}}
+            event = Event(reason="DisruptionBudgetRefused", message=message, warning=True)
+            await self.post_event(resource, event, time.time())
+
+    async def _delete_disruption_budget(self, namespace: str, name: str, owner: str) -> None:
+        """Delete the PodDisruptionBudget of an attempt; an operator that may not create one has none to delete."""
+        try:
+            await self._delete_owned(DISRUPTION_BUDGET, namespace, name, owner)
+        except ApiError as error:
+            if error.code != HTTPStatus.FORBIDDEN:
+                raise
 
     async def _annotate(self, namespace: str, lease: str, uid: str, key: LeaseKey, value: str) -> None:
         # With a UID the API server rejects the patch if another object has the name by now.

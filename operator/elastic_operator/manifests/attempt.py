@@ -128,6 +128,7 @@ def attempt_objects(
         _role_binding(job, name, attempt, user_account or name),
         _service(job, name, attempt),
         _lease(job, name, attempt, heartbeat_seconds),
+        *([_disruption_budget(job, name, attempt, current)] if spec.recovery.pod_disruption_budget else []),
         training_job(job, spec, attempt, current, heartbeat_seconds),
     ]
 
@@ -402,6 +403,25 @@ def _lease(job: JobRef, name: str, attempt: int, heartbeat_seconds: float) -> di
         "kind": "Lease",
         "metadata": _meta(job, name, attempt),
         "spec": {"leaseDurationSeconds": max(1, round(3 * heartbeat_seconds))},
+    }
+
+
+def _disruption_budget(job: JobRef, name: str, attempt: int, current: Current) -> dict[str, Any]:
+    """Build the PodDisruptionBudget with which the API server refuses evictions while the attempt runs.
+
+    It states `minAvailable` as a number, because Kubernetes computes `maxUnavailable` only for pods of controllers with
+    a scale subresource, which Jobs do not have.
+    """
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _meta(job, name, attempt),
+        "spec": {
+            "minAvailable": current.num_nodes,
+            "selector": {"matchLabels": _identity(job, attempt, "worker")},
+            # A pod that does not work has nothing to commit, so nothing is lost with it.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
     }
 
 

@@ -30,7 +30,7 @@ from reshard.contract import LeaseKey, Request
 def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
     """Return every action that has to be performed now."""
     if status.phase == Phase.COMPLETE:
-        return tuple(_stop_reshard(context, status))
+        return (*_stop_reshard(context, status), *_revoke_completed(context, status))
     return (*_stop_attempts(context, status), *_stop_reshard(context, status), *_continue_attempt(context, status))
 
 
@@ -53,6 +53,13 @@ def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
     attempts = {job.attempt for job in jobs} | {lease for lease in context.world.leases if lease != keep}
     job = context.job
     yield from (RevokeAttempt(name=attempt_name(job.name, attempt), owner=job.uid) for attempt in sorted(attempts))
+
+
+def _revoke_completed(context: Context, status: Status) -> Iterator[Action]:
+    """Delete the objects of a completed attempt, except its Job, so that no PodDisruptionBudget stays behind."""
+    pods = context.world.workers(status.attempt)
+    if status.attempt in context.world.leases and all(pod.terminal for pod in pods):
+        yield RevokeAttempt(name=attempt_name(context.job.name, status.attempt), owner=context.job.uid)
 
 
 def _stop_reshard(context: Context, status: Status) -> Iterator[Action]:

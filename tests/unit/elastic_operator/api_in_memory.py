@@ -22,12 +22,13 @@ _PATH = re.compile(
 
 
 class Api:
-    """Objects by plural, namespace and name. `deleted` and `denied` tell what was asked of it."""
+    """Objects by plural, namespace and name. `deleted` tells what was asked of it, requests for `forbidden` plurals are refused."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.deleted: list[tuple[str, str]] = []
         self.unconditional: list[str] = []
+        self.forbidden: set[str] = set()
         self._numbers = itertools.count(1)
 
     def put(self, plural: str, item: Mapping[str, Any], uid: str = "") -> dict[str, Any]:
@@ -60,6 +61,8 @@ class Api:
         namespace, plural, name = found["namespace"] or "", found["plural"], found["name"]
         body = json.loads(content) if (content := await request.read()) else {}
         key = (plural, namespace, name or "")
+        if plural in self.forbidden:
+            return _status(403, "Forbidden", f"{plural} is forbidden")
         if request.method == "GET" and name is None:
             return self._list(plural, namespace, request.query.get("labelSelector") or "")
         if request.method == "POST":

@@ -137,7 +137,8 @@ def test_builders_leave_the_users_template_alone() -> None:
 
 def test_everything_is_owned_labelled_and_in_order() -> None:
     found = attempt_objects(JOB, spec(), 4, CURRENT, 5.0)
-    assert [item["kind"] for item in found] == ["ServiceAccount", "Role", "RoleBinding", "Service", "Lease", "Job"]
+    kinds = ["ServiceAccount", "Role", "RoleBinding", "Service", "Lease", "PodDisruptionBudget", "Job"]
+    assert [item["kind"] for item in found] == kinds
     for item in found:
         meta = item["metadata"]
         assert meta["name"] == "gpt-a4"
@@ -145,6 +146,23 @@ def test_everything_is_owned_labelled_and_in_order() -> None:
         assert meta["labels"]["elastictraining.dev/attempt"] == "4"
     assert found[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert "team" not in found[-1]["metadata"]["labels"]
+
+
+def test_the_budget_covers_all_training_pods_of_the_attempt_and_no_others() -> None:
+    *_, budget, job_ = attempt_objects(JOB, spec(), 4, CURRENT, 5.0)
+    assert budget["spec"]["minAvailable"] == CURRENT.num_nodes == job_["spec"]["completions"]
+    assert "maxUnavailable" not in budget["spec"], "Kubernetes cannot compute it for pods of a Job"
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    wanted = budget["spec"]["selector"]["matchLabels"].items()
+    assert wanted <= job_["spec"]["template"]["metadata"]["labels"].items()
+    for other in (training_job(JOB, spec(), 5, CURRENT, 5.0), reshard_job(JOB, spec(), 4, CURRENT)):
+        assert not wanted <= other["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_the_budget_can_be_switched_off() -> None:
+    parsed = parse_spec({**SPEC, "recovery": {"podDisruptionBudget": False}})
+    found = attempt_objects(JOB, parsed, 4, CURRENT, 5.0)
+    assert "PodDisruptionBudget" not in [item["kind"] for item in found]
 
 
 def test_the_account_may_touch_its_own_lease_and_nothing_else() -> None:

@@ -13,25 +13,27 @@ import pytest
 
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.serialization import to_wire
-from elastic_operator.api.status import Phase, Status
+from elastic_operator.api.spec import parse_spec
+from elastic_operator.api.status import Current, Phase, Status
 from elastic_operator.client.resources import JOB, LEASE, POD
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.diagnostics import Diagnostics, RefusedError
 from elastic_operator.cluster.reader import ClusterReader, NodesUnknownError
 from elastic_operator.cluster.store import ClusterStore
 from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError, PredecessorError
-from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.manifests.attempt import JobRef, attempt_objects
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Action, DeleteJob, DeletePod, LaunchAttempt, RequestDrain, RevokeAttempt
 from elastic_operator.reconcile.decide import decide
 from elastic_operator.reconcile.record import Record, read_record
 from reshard.contract import Label, LeaseKey
+from reshard.topology import Topology
 from tests.unit.elastic_operator.api_in_memory import Api
 from tests.unit.elastic_operator.crowd import GPU, SPEC, Crowd, labels, node, of_job, of_resource
 
 NAME = "job-0"
 UID = "uid-job-0"
-ATTEMPT = ["rolebindings", "roles", "serviceaccounts", "services", "leases"]
+ATTEMPT = ["poddisruptionbudgets", "rolebindings", "roles", "serviceaccounts", "services", "leases"]
 
 
 _T = TypeVar("_T")
@@ -124,6 +126,21 @@ def test_revoking_an_attempt_deletes_what_it_owns_under_the_condition_of_its_uid
     cluster.act(RevokeAttempt(name=f"{NAME}-a1", owner=UID))
     assert [plural for plural, _ in cluster.api.deleted] == [plural for plural in ATTEMPT if plural != "services"]
     assert cluster.api.unconditional == []
+
+
+def test_an_operator_without_rights_on_budgets_launches_revokes_and_says_so_once(cluster: Cluster) -> None:
+    cluster.api.forbidden.add("poddisruptionbudgets")
+    job = JobRef(name=NAME, namespace="ns", uid=UID)
+    current = Current(topology=Topology(dp=2), num_nodes=1, gpus_per_node=2)
+    manifests = tuple(attempt_objects(job, parse_spec(SPEC), 5, current, 5.0))
+    for _ in range(2):
+        cluster.act(LaunchAttempt(attempt=5, manifests=manifests, job=job))
+    assert f"{NAME}-a5" in cluster.api.names("jobs")
+    (event,) = [item for (plural, _, _), item in cluster.api.objects.items() if plural == "events"]
+    assert (event["reason"], event["type"]) == ("DisruptionBudgetRefused", "Warning")
+    assert "poddisruptionbudgets is forbidden" in event["message"]
+    cluster.act(RevokeAttempt(name=f"{NAME}-a5", owner=UID))
+    assert not cluster.api.names("leases")
 
 
 @pytest.mark.parametrize("owner", [[], STRANGER, PREDECESSOR], ids=["none", "stranger", "predecessor"])

@@ -373,7 +373,8 @@ def test_a_failed_job_keeps_its_pods_for_their_logs_unless_new_ones_would_be_mad
 def test_completion(world: Observation) -> None:
     decision = look(settled(), world)
     assert decision.status.phase == Phase.COMPLETE
-    assert decision.actions == ()
+    # Its Job stays, for the logs; its PodDisruptionBudget and its rights go once no pod of it runs.
+    assert decision.actions == (RevokeAttempt(name="gpt-a1", owner="uid"),)
 
 
 def test_suspending_drains_then_stops_then_rests() -> None:
