@@ -136,6 +136,8 @@ class Request(enum.StrEnum):
 
     DRAIN = "drain"
     """Commit at the next step boundary, then exit with `TrainerExit.DRAINED`."""
+    STOP = "stop"
+    """The attempt is over: exit at SIGTERM, without a commit."""
 
 
 class TrainerExit(enum.IntEnum):

@@ -5,7 +5,11 @@ torch.distributed is imported only if there is more than one process.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+
+_LEAVE = "elastic_trainer/leave"
+"""Key of the ranks' common store; a rank that was asked to leave sets it."""
 
 
 class Collective:
@@ -15,6 +19,7 @@ class Collective:
         self.rank = rank
         self.world_size = world_size
         self._group: Any = None
+        self._store: Any = None
 
     def connect(self) -> None:
         """Create the process group; torch.distributed must be initialised.
@@ -25,6 +30,23 @@ class Collective:
             from torch import distributed
 
             self._group = distributed.new_group(backend="gloo")
+            with contextlib.suppress(Exception):  # not every way to initialise torch.distributed has a store
+                self._store = distributed.distributed_c10d._get_default_store()
+
+    def announce_leaving(self) -> None:
+        """Tell rank 0, outside of any collective operation, that this rank was asked to leave."""
+        if self._store is not None:
+            self._store.set(_LEAVE, str(self.rank))
+
+    def is_anyone_leaving(self) -> bool:
+        """Return whether a rank has announced that it was asked to leave; one request to the store."""
+        if self._store is None:
+            return False
+        try:
+            return bool(self._store.check([_LEAVE]))
+        except Exception:
+            self._store = None  # ask it no more: the operator tells rank 0, too
+            return False
 
     def broadcast(self, value: int) -> int:
         """Return rank 0's value on every rank."""
@@ -54,6 +76,7 @@ class Collective:
         before that dies of SIGABRT ("terminate called without an active exception": PyTorch pull request 179291), and
         the operator does not get its exit code.
         """
+        self._store = None
         group, self._group = self._group, None
         if group is not None:
             from torch import distributed

@@ -25,6 +25,9 @@ _OF_EVERY_RANK = (
     TrainerExit.NOT_OWNER,
     TrainerExit.UNPUBLISHED,
 )
+_INSIST_AFTER_SECONDS = 0.1
+"""Time until a second SIGTERM, which no rank takes for a request to leave; sent at once, the two would be one."""
+
 _KILL_AFTER_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
@@ -48,18 +51,23 @@ def rank_environments(env: Mapping[str, str], *, num_local: int) -> list[dict[st
 def supervise(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all processes, and end them after the first failure; return the first failure's exit code, else 0."""
     first_failure = 0
-    deadline = float("inf")
+    insist_at = deadline = float("inf")
     while True:
         # Every process is polled every time, because only `poll` notices an exit and sets the exit code.
         codes = [process.poll() for process in processes]
         failed = next((code for code in codes if code), 0)
         if failed and not first_failure:
-            first_failure, deadline = failed, time.monotonic() + _KILL_AFTER_SECONDS
+            now = time.monotonic()
+            first_failure, deadline = failed, now + _KILL_AFTER_SECONDS
             # With these codes every rank exits by itself.
             if failed not in _OF_EVERY_RANK:
                 _signal_all(processes, signal.SIGTERM)
+                insist_at = now + _INSIST_AFTER_SECONDS
         if None not in codes:
             break
+        if time.monotonic() > insist_at:
+            _signal_all(processes, signal.SIGTERM)
+            insist_at = float("inf")
         if time.monotonic() > deadline:
             _signal_all(processes, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
@@ -85,7 +93,7 @@ def main() -> int:
     stopping = False
 
     def stop(_number: int, _frame: object) -> None:
-        # Ranks have no SIGTERM handler: in a collective no Python code runs, and the default action ends them.
+        # The session of a rank decides: the first SIGTERM may ask for a commit, a second one ends the rank.
         nonlocal stopping
         stopping = True
         _signal_all(processes, signal.SIGTERM)

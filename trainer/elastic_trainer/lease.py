@@ -70,7 +70,14 @@ class LeaseMailbox:
         if self._uid:  # with a UID the API server rejects the patch if the Lease was replaced by another one
             metadata["uid"] = self._uid
         patch = {"metadata": metadata, "spec": {"renewTime": now, "holderIdentity": self._holder}}
-        answer = self._answer("PATCH", json.dumps(patch)).get("annotations") or {}
+        return self._annotations(self._answer("PATCH", json.dumps(patch)))
+
+    def read(self) -> Mapping[str, str]:
+        """Read the annotations without renewing the Lease; see `Mailbox.read`."""
+        return self._annotations(self._answer("GET"))
+
+    def _annotations(self, metadata: Mapping[str, Any]) -> Mapping[str, str]:
+        answer = metadata.get("annotations") or {}
         if not isinstance(answer, dict):
             raise OSError(f"Lease {self._name}: expected an object as annotations, found {answer!r:.80}")
         return answer

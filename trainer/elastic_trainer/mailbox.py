@@ -27,9 +27,17 @@ class Mailbox(Protocol):
         """
         ...
 
+    def read(self) -> Mapping[str, str]:
+        """Return all annotations of the mailbox, without renewing it; raise as `exchange`."""
+        ...
+
 
 class NoMailbox:
     """A mailbox without an operator."""
+
+    def read(self) -> Mapping[str, str]:
+        """Return no annotations."""
+        return {}
 
     def exchange(self, annotations: Mapping[str, str]) -> Mapping[str, str]:
         """Return `annotations` unchanged."""
@@ -58,6 +66,10 @@ class FileMailbox:
             draft.write_text(json.dumps(merged, indent=1, sort_keys=True), encoding="utf-8")
             draft.rename(self.path)
         return merged
+
+    def read(self) -> Mapping[str, str]:
+        """Return the content of the file."""
+        return self._read()
 
     def _read(self) -> dict[str, str]:
         with contextlib.suppress(FileNotFoundError, ValueError):

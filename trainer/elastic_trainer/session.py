@@ -34,6 +34,7 @@ from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
 from elastic_trainer.mailbox import FileMailbox, Mailbox, NoMailbox
 from elastic_trainer.publisher import Publisher, commit_name
+from elastic_trainer.termination import Termination
 from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit
 from reshard.contract import LeaseKey, Request, TrainerExit, TrainerPhase
 from reshard.errors import NotOwnerError, ReshardError
@@ -78,7 +79,7 @@ class Session:
 
     Args:
         settings_: settings from the environment.
-        mailbox: mailbox between rank 0 and the operator.
+        mailbox: mailbox between rank 0 and the operator; other ranks only read it, at SIGTERM.
         keep: number of newest commits that are never removed. In a cluster the operator may keep more.
 
     >>> session = Session.from_env()
@@ -94,6 +95,7 @@ class Session:
         self.settings = settings_
         self.position = Position()
         self._collective = Collective(rank=settings_.rank, world_size=settings_.topology.world_size)
+        self._termination = Termination(mailbox, announce=self._collective.announce_leaving)
         self._heartbeat: Heartbeat | None = None
         self._publisher: Publisher | None = None
         if self.is_leader:
@@ -113,9 +115,9 @@ class Session:
         """
         settings_ = settings.from_env()
         mailbox: Mailbox = NoMailbox()
-        if settings_.rank == 0 and settings_.mailbox is not None:
+        if settings_.mailbox is not None:
             mailbox = FileMailbox(settings_.mailbox)
-        elif settings_.rank == 0 and settings_.lease:
+        elif settings_.lease:
             mailbox = LeaseMailbox(
                 namespace=settings_.namespace,
                 name=settings_.lease,
@@ -161,6 +163,7 @@ class Session:
             self._heartbeat.update({LeaseKey.PHASE: TrainerPhase.STARTING})
             self._heartbeat.start()
         self._collective.connect()
+        self._termination.install()
         self._only_as_owner(self._claim)
 
     def restore(self, load: Callable[[Path], None]) -> Position:
@@ -232,6 +235,7 @@ class Session:
             annotations[LeaseKey.FIRST_STEP_TIME] = now
             self._reported_first = True
         self._tell(annotations, now=is_first)
+        self._termination.expect_commit()
         decision = self._only_as_owner(self._decide)
         self._draining = bool(decision & _STOP)
         return Action(save=bool(decision & _SAVE), stop=bool(decision & _STOP))
@@ -242,7 +246,8 @@ class Session:
         assert self._heartbeat is not None
         assert self._publisher is not None
         self._publisher.confirm_when_answered()
-        if self._heartbeat.request == Request.DRAIN:
+        is_leaving = self._termination.is_requested or self._collective.is_anyone_leaving()
+        if self._heartbeat.request == Request.DRAIN or is_leaving:
             return _SAVE | _STOP
         interval = self.settings.checkpoint_interval_seconds
         return _SAVE if interval and time.monotonic() - self._last_commit_monotonic >= interval else 0
@@ -297,6 +302,7 @@ class Session:
                 self._heartbeat.update({LeaseKey.PHASE: phase})
             self._heartbeat.stop()
         self._collective.gather(None)
+        self._termination.close()
         self._collective.close()
         if not is_published:
             sys.exit(TrainerExit.UNPUBLISHED)
