@@ -34,6 +34,7 @@ from elastic_operator.reconcile.actions import (
     LaunchAttempt,
     ReleaseCommits,
     RequestDrain,
+    RequestStop,
     RevokeAttempt,
 )
 from elastic_operator.reconcile.decide import UNSETTLED, decide
@@ -176,7 +177,11 @@ class World:
                 lease = self.objects.get(("Lease", name))
                 if lease is not None:
                     lease["metadata"].setdefault("annotations", {})[LeaseKey.REQUEST] = Request.DRAIN
-
+            case RequestStop(lease=name):
+                count()
+                lease = self.objects.get(("Lease", name))
+                if lease is not None:
+                    lease["metadata"].setdefault("annotations", {})[LeaseKey.REQUEST] = Request.STOP
             case ReleaseCommits(lease=name, names=names):
                 count()
                 lease = self.objects.get(("Lease", name))

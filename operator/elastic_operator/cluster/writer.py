@@ -42,6 +42,7 @@ from elastic_operator.reconcile.actions import (
     LaunchAttempt,
     ReleaseCommits,
     RequestDrain,
+    RequestStop,
     RevokeAttempt,
 )
 from reshard.contract import GROUP, KIND, VERSION, LeaseKey, Request
@@ -137,6 +138,8 @@ class ClusterWriter:
                     await self._delete_owned(kind, namespace, name, owner)
             case RequestDrain(lease=lease, uid=uid):
                 await self._annotate(namespace, lease, uid, LeaseKey.REQUEST, Request.DRAIN)
+            case RequestStop(lease=lease, uid=uid):
+                await self._annotate(namespace, lease, uid, LeaseKey.REQUEST, Request.STOP)
             case ReleaseCommits(lease=lease, uid=uid, names=names):
                 await self._annotate(namespace, lease, uid, LeaseKey.RELEASED, format_released(names))
 

@@ -26,6 +26,8 @@ Key = tuple[str, str]
 WORKER = "worker"
 RESHARD = "reshard"
 RESHARD_MODES = ("materialize", "virtual")
+DEFAULT_GRACE_SECONDS = 30.0
+"""terminationGracePeriodSeconds of a pod that states none (core/v1)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class PodView:
         termination_message: of the first container.
         waiting_reason: why a container does not run, for instance `ErrImagePull`.
         disruption: reason of the DisruptionTarget condition.
+        disrupted_at: last transition of that condition.
+        grace_seconds: terminationGracePeriodSeconds of the pod.
         unhealthy_devices: devices that the kubelet reports as Unhealthy (KEP-4680).
         unschedulable: the scheduler's message if it found no node.
         deleted_at: end of the grace period after a deletion, by the operator's clock.
@@ -110,6 +114,8 @@ class PodView:
     waiting_message: str = ""
     status_reason: str = ""
     disruption: str = ""
+    disrupted_at: float | None = None
+    grace_seconds: float = DEFAULT_GRACE_SECONDS
     unhealthy_devices: int = 0
     unschedulable: str = ""
     cannot_start_since: float | None = None
@@ -123,10 +129,30 @@ class PodView:
         """True if no container of the pod runs any more."""
         return self.phase in ("Succeeded", "Failed")
 
+    @property
+    def leave_by(self) -> float | None:
+        """When the kubelet will kill the training container, which still runs; None if nobody asked the pod to leave.
+
+        `deletionTimestamp` contains the grace period. A kubelet that shuts its node down deletes no pods, but sets the
+        condition DisruptionTarget while their containers still run.
+        """
+        if self.phase != "Running" or self.exit_code is not None:
+            return None
+        if self.deleted_at is not None:
+            return self.deleted_at
+        if self.disruption and self.disrupted_at is not None:
+            return self.disrupted_at + self.grace_seconds
+        return None
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """A batch/v1 Job with our labels. `owner`: UID of the ElasticTrainingJob that controls it, empty for none."""
+    """A batch/v1 Job with our labels.
+
+    Attributes:
+        suspended: `spec.suspend`, which the operator never sets; a queueing system or a person does.
+        owner: UID of the ElasticTrainingJob that controls the Job, empty for none.
+    """
 
     name: str
     uid: str
@@ -137,6 +163,7 @@ class JobView:
     failed_reason: str = ""
     failed_message: str = ""
     deleting: bool = False
+    suspended: bool = False
     finished_at: float | None = None
     owner: str = ""
 
@@ -301,6 +328,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
     conditions = {item.get("type"): item for item in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
     owner = controller_of(meta, "Job")
+    grace = spec.get("terminationGracePeriodSeconds")
     return PodView(
         name=meta["name"],
         uid=meta.get("uid", ""),
@@ -319,6 +347,8 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
         waiting_message=_shorten(waiting.get("message") or ""),
         status_reason=_shorten(status.get("reason") or ""),
         disruption=_shorten(_true_reason(conditions.get("DisruptionTarget", {}))),
+        disrupted_at=parse_time(conditions.get("DisruptionTarget", {}).get("lastTransitionTime")),
+        grace_seconds=DEFAULT_GRACE_SECONDS if grace is None else float(grace),
         unhealthy_devices=sum(
             device.get("health") == "Unhealthy"
             for item in containers
@@ -355,6 +385,7 @@ def job_view(job: Mapping[str, Any]) -> JobView:
         failed_reason=_shorten((failed or {}).get("reason") or ""),
         failed_message=_shorten((failed or {}).get("message") or ""),
         deleting=bool(meta.get("deletionTimestamp")),
+        suspended=bool((job.get("spec") or {}).get("suspend")),
         finished_at=parse_time((finished or {}).get("lastTransitionTime")),
         owner=controller_of(meta, KIND).get("uid", ""),
     )

@@ -41,6 +41,8 @@ class Kind(enum.StrEnum):
     NODE_UNHEALTHY = "NodeUnhealthy"
     NODE_CORDONED = "NodeCordoned"
     NODE_TAINTED = "NodeTainted"
+    JOB_SUSPENDED = "JobSuspended"
+    POD_TERMINATING = "PodTerminating"
 
 
 class Weight(enum.Enum):
@@ -94,7 +96,13 @@ KINDS: Mapping[Kind, Meaning] = {
     Kind.NODE_UNHEALTHY: Meaning(source="health", weight=Weight.PLANNED, takes_node=False, grace="planned_seconds"),
     Kind.NODE_CORDONED: Meaning(source="node", weight=Weight.PLANNED, takes_node=False, grace="planned_seconds"),
     Kind.NODE_TAINTED: Meaning(source="taint", weight=Weight.PLANNED, takes_node=False, grace="planned_seconds"),
+    Kind.JOB_SUSPENDED: Meaning(source="job", weight=Weight.PLANNED, takes_node=False),
+    # Preempted, evicted or deleted, or the node shuts down: its processes have the grace period for a commit.
+    Kind.POD_TERMINATING: Meaning(source="pod", weight=Weight.PLANNED, takes_node=False),
 }
+
+TERMINATION_SLACK_SECONDS = 2.0
+"""Time after the end of a pod's grace period in which the last commit may still arrive, and the clocks may differ."""
 
 _UNREACHABLE = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready")
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
@@ -122,6 +130,7 @@ class Signal:
     Attributes:
         node: node concerned, empty if none.
         since: when it began, in seconds since the epoch.
+        until: when a planned signal becomes a failure; None for never.
     """
 
     kind: Kind
@@ -129,6 +138,7 @@ class Signal:
     message: str
     node: str = ""
     pod: str = ""
+    until: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +150,7 @@ class Verdict:
         failure: the signal that ends the attempt, or None; the gravest if there are several.
         planned: signals that ask for a drain, after their grace period.
         suspects: nodes with an unconfirmed signal; no pod is placed on them.
-        wake_at: when the next grace period ends; None if none is running.
+        wake_at: when the next grace period ends, of a signal or of a pod; None if none is running.
     """
 
     lost_nodes: tuple[str, ...] = ()
@@ -157,6 +167,7 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
     ends = {signal: signal.since + graces.get(KINDS[signal.kind].grace, 0.0) for signal in all_planned}
     planned = tuple(signal for signal in all_planned if ends[signal] <= now)
     wake = [end for end in ends.values() if end > now]
+    wake += [signal.until for signal in planned if signal.until is not None]
     unplanned = [signal for signal in signals if KINDS[signal.kind].weight is not Weight.PLANNED]
     confirmed: list[Signal] = []
     for signal in unplanned:
@@ -275,6 +286,10 @@ def detect_pod_signals(pod: PodView, now: float) -> list[Signal]:
     """Detect signals of one training pod of the running attempt."""
     node, name = pod.node or "", pod.name
     on_node = f" on node {node}" if node else ""
+    leave_by = None if pod.leave_by is None else pod.leave_by + TERMINATION_SLACK_SECONDS
+    if leave_by is not None and now < leave_by:
+        message = f"pod {name}{on_node} has to stop ({pod.disruption or 'it was deleted by someone else'})"
+        return [Signal(kind=Kind.POD_TERMINATING, node=node, pod=name, since=now, message=message, until=leave_by)]
     if pod.disruption:
         message = f"pod {name}{on_node} is being disrupted: {pod.disruption}"
         return [Signal(kind=Kind.POD_DISRUPTED, node=node, pod=name, since=now, message=message)]
@@ -355,6 +370,9 @@ def detect_attempt_signals(
 ) -> list[Signal]:
     """Detect all signals of a launched attempt."""
     pods, lease = world.workers(attempt), world.leases.get(attempt)
+    job = world.job(attempt)
+    # A queueing system suspends a Job until it admits it; that time is not part of the start.
+    is_queued = job is not None and job.suspended and not pods
     step_time = (lease.step_seen_at if lease is not None else None) or 0.0
     live = [pod for pod in pods if pod.node and not pod.terminal]
     signals = [_not_before(signal, world.evidence_since) for pod in pods for signal in detect_pod_signals(pod, now)]
@@ -372,14 +390,16 @@ def detect_attempt_signals(
         lease,
         rank_0_node=next((pod.node or "" for pod in live if pod.index == 0), ""),
         launch_time=launch_time,
-        started=started,
+        started=started or is_queued,
         limits=limits,
         now=now,
         floor=world.evidence_since,
     )
-    job = world.job(attempt)
     if job is None and job_seen:
         signals.append(Signal(kind=Kind.JOB_DELETED, since=now, message="the Job was deleted by someone else"))
+    if job is not None and job.suspended and (pods or started):
+        message = f"Job {job.name} was suspended by someone else"
+        signals.append(Signal(kind=Kind.JOB_SUSPENDED, since=now, message=message))
     if job is not None and job.failed:
         message = f"Job {job.name} failed: {job.failed_reason}: {job.failed_message}"
         signals.append(Signal(kind=Kind.JOB_FAILED, since=now, message=message))

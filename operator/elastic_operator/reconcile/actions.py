@@ -72,6 +72,14 @@ class RequestDrain:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStop:
+    """Write to the Lease that the attempt is over, so that its processes exit at SIGTERM. `uid`: of the Lease."""
+
+    lease: str
+    uid: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseCommits:
     """Write to the Lease which commits nothing refers to any more (LeaseKey.RELEASED), so that rank 0 removes them.
 
@@ -84,7 +92,7 @@ class ReleaseCommits:
     uid: str = ""
 
 
-Action = Create | LaunchAttempt | DeleteJob | DeletePod | RevokeAttempt | RequestDrain | ReleaseCommits
+Action = Create | LaunchAttempt | DeleteJob | DeletePod | RevokeAttempt | RequestDrain | RequestStop | ReleaseCommits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

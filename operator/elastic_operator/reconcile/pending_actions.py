@@ -21,10 +21,14 @@ from elastic_operator.reconcile.actions import (
     LaunchAttempt,
     ReleaseCommits,
     RequestDrain,
+    RequestStop,
     RevokeAttempt,
 )
 from elastic_operator.reconcile.context import Context, find_lost_nodes, is_checkpoint_read_by_others
 from reshard.contract import LeaseKey, Request
+
+_CLOCK_SECONDS = 5.0
+"""Difference between the operator's clock and the API server's that is not taken for a longer grace period."""
 
 
 def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
@@ -39,6 +43,12 @@ def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
     keep = status.attempt if status.launched else -1
     jobs = [job for job in context.world.jobs if job.role == WORKER and job.attempt != keep]
     pods = [pod for pod in context.world.pods if pod.role == WORKER and pod.attempt != keep]
+    stopping = {pod.attempt for pod in pods if not pod.terminal}
+    yield from (
+        RequestStop(lease=lease.name, uid=lease.uid)
+        for attempt, lease in sorted(context.world.leases.items())
+        if attempt in stopping and lease.get(LeaseKey.REQUEST) != Request.STOP
+    )
     # Delete the Job first, because it would create new pods for deleted ones.
     # A failed resource keeps its last Job, so that people can read the logs of its pods. A Job with a failed pod
     # creates no new ones: its backoffLimit is 0, even if the Job controller has not marked the Job as failed yet.
@@ -87,13 +97,15 @@ def _delete_pods(context: Context, status: Status, pods: list[PodView]) -> Itera
         return
     lost = find_lost_nodes(context, status)
     force_after = context.spec.recovery.force_delete_seconds
+    # Someone else may have deleted a pod with a longer grace period; a second deletion shortens it.
+    latest_end = context.now + context.limits.stop_grace_seconds + _CLOCK_SECONDS
     for pod in pods:
         if pod.node in lost and not pod.terminal:
             if pod.deleted_at is None:
                 yield DeletePod(name=pod.name, uid=pod.uid, grace_seconds=context.limits.stop_grace_seconds)
             elif context.now - pod.deleted_at >= force_after:
                 yield DeletePod(name=pod.name, uid=pod.uid, grace_seconds=0)
-        elif pod.deleted_at is None and not pod.terminal:
+        elif not pod.terminal and (pod.deleted_at is None or pod.deleted_at > latest_end):
             yield DeletePod(name=pod.name, uid=pod.uid, grace_seconds=context.limits.stop_grace_seconds)
 
 

@@ -45,9 +45,10 @@ def run(context: Context, status: Status, current: Current) -> Status:
             growth=None,
             finish_time=Time(context.now),
         )
-    if status.drain is not None and lease is not None and lease.phase == TrainerPhase.DRAINED:
+    drain = status.drain or _find_request_to_leave(context, status)
+    if drain is not None and lease is not None and lease.phase == TrainerPhase.DRAINED:
         context.emit("Drained", f"attempt {status.attempt} has committed step {status.checkpoint.step} and exits")
-        return _end_attempt(context, status, status.drain)
+        return _end_attempt(context, status, drain)
     if verdict.failure is not None:
         return _handle_failure(context, status, verdict, verdict.failure)
     if status.drain is not None:
@@ -86,11 +87,27 @@ def _detect_signals(context: Context, status: Status, current: Current) -> list[
 def start_drain(context: Context, status: Status, cause: str, message: str, nodes: tuple[str, ...] = ()) -> Status:
     """Begin a planned change: drain if a training loop can answer, else end the attempt at once."""
     drain = Drain(cause=cause, message=message, start_time=Time(context.now), nodes=nodes)
-    lease = context.world.leases.get(status.attempt)
-    if lease is None or lease.phase in ("", TrainerPhase.STARTING, TrainerPhase.RESTORING):
+    if not _can_commit(context.world.leases.get(status.attempt)):
         return _end_attempt(context, status, drain)
     context.emit("DrainRequested", f"{message.removesuffix('.')}: attempt {status.attempt} is asked to commit and exit")
     return dataclasses.replace(status, drain=drain)
+
+
+def _can_commit(lease: LeaseView | None) -> bool:
+    """Return whether a training loop runs that reads requests."""
+    return lease is not None and lease.phase not in ("", TrainerPhase.STARTING, TrainerPhase.RESTORING)
+
+
+def _find_request_to_leave(context: Context, status: Status) -> Drain | None:
+    """Return the drain that the training began by itself at SIGTERM, before the operator asked for one; else None.
+
+    Without a pod that someone asked to stop, an attempt that calls itself drained has failed.
+    """
+    for pod in context.world.workers(status.attempt):
+        if pod.disruption or pod.deleted_at is not None:
+            message = f"pod {pod.name} had to stop ({pod.disruption or 'it was deleted by someone else'})"
+            return Drain(cause=Kind.POD_TERMINATING, message=message, start_time=Time(context.now))
+    return None
 
 
 def _is_complete(context: Context, status: Status, lease: LeaseView | None, verdict: Verdict) -> bool:
@@ -132,6 +149,8 @@ def _end_attempt(context: Context, status: Status, drain: Drain) -> Status:
 
 def _follow_drain(context: Context, status: Status, drain: Drain) -> Status:
     limit = context.spec.recovery.drain_seconds
+    if drain.cause == Kind.JOB_SUSPENDED and all(pod.terminal for pod in context.world.workers(status.attempt)):
+        return _end_attempt(context, status, drain)
     if context.now - max(drain.start_time, context.world.evidence_since) < limit:
         return status
     text = f"attempt {status.attempt} did not drain within {limit} s: the job goes on with the commit of step"
@@ -143,8 +162,11 @@ def _consider_change(
     context: Context, status: Status, current: Current, lease: LeaseView | None, verdict: Verdict
 ) -> Status:
     if verdict.planned:
-        nodes = tuple(sorted({signal.node for signal in verdict.planned}))
         first = verdict.planned[0]
+        if first.kind == Kind.POD_TERMINATING and not _can_commit(lease):
+            # There is nothing to commit yet, so this is what it was without a grace period: an interrupted start.
+            return _handle_failure(context, status, verdict, dataclasses.replace(first, kind=Kind.POD_DISRUPTED))
+        nodes = tuple(sorted({signal.node for signal in verdict.planned if signal.node}))
         return start_drain(context, status, first.kind, first.message, nodes)
     if not is_node_count_permitted(context, current) or current.spec_hash != spec_hash(context.spec):
         return start_drain(context, status, "SpecChanged", "the spec was edited")

@@ -22,7 +22,7 @@ _PATH = re.compile(
 
 
 class Api:
-    """Objects by plural, namespace and name. `deleted` tells what was asked of it, requests for `forbidden` plurals are refused."""
+    """Objects by plural, namespace and name. `deleted` tells what was asked of it; `forbidden` plurals are refused."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from elastic_operator.observed import signals
-from elastic_operator.observed.observation import LeaseView, NodeView, Observation, PodView, Taint
+from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView, Taint
 from elastic_operator.observed.signals import KINDS, Kind, Signal, Weight
 from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import LeaseKey, TrainerPhase
@@ -101,10 +101,43 @@ def test_a_cordon_within_its_grace_asks_for_nothing_and_says_when_to_look_again(
     assert verdict.wake_at == NOW + 5
 
 
-def test_every_kind_has_a_meaning_and_every_weak_or_planned_one_a_grace() -> None:
+def test_a_pod_that_has_to_stop_asks_for_a_drain_until_its_grace_period_ends() -> None:
+    found = signals.detect_pod_signals(dataclasses.replace(POD, deleted_at=NOW + 30), NOW)
+    verdict = signals.judge(found, GRACES, NOW)
+    assert verdict.failure is None
+    assert [item.kind for item in verdict.planned] == [Kind.POD_TERMINATING]
+    assert verdict.wake_at == NOW + 30 + signals.TERMINATION_SLACK_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("suspended", "num_pods", "started", "kinds"),
+    [
+        pytest.param(True, 0, False, [], id="queued-however-long"),
+        pytest.param(False, 0, False, [Kind.STARTUP_TIMEOUT], id="no-pods"),
+        pytest.param(True, 1, False, [Kind.JOB_SUSPENDED, Kind.STARTUP_TIMEOUT], id="suspended-in-its-start"),
+        pytest.param(True, 1, True, [Kind.JOB_SUSPENDED], id="suspended"),
+        pytest.param(True, 0, True, [Kind.JOB_SUSPENDED], id="suspended-and-stopped"),
+    ],
+)
+def test_signals_of_a_job_that_someone_else_suspends(
+    suspended: bool, num_pods: int, started: bool, kinds: list[Kind]
+) -> None:
+    job = JobView(name="gpt-a1", uid="j", attempt=1, role="worker", suspended=suspended)
+    world = Observation(nodes={"n1": NODE}, pods=(POD,) * num_pods, jobs=(job,))
+    found = signals.detect_attempt_signals(
+        world, attempt=1, resource=GPU, tolerated=(), launch_time=NOW - 3600, job_seen=True, started=started,
+        limits=LIMITS, now=NOW,
+    )  # fmt: skip
+    assert sorted(item.kind for item in found) == sorted(kinds)
+
+
+def test_every_kind_has_a_meaning_and_every_weak_one_a_grace() -> None:
     assert set(KINDS) == set(Kind)
     for kind, meaning in KINDS.items():
-        assert bool(meaning.grace) == (meaning.weight is not Weight.STRONG), kind
+        has_grace = meaning.weight is Weight.WEAK or kind in (
+            Kind.NODE_UNHEALTHY, Kind.NODE_CORDONED, Kind.NODE_TAINTED
+        )  # fmt: skip
+        assert bool(meaning.grace) == has_grace, kind
 
 
 NODE = NodeView(name="n1", allocatable={GPU: 2}, capacity={GPU: 2}, lease_age_seconds=1)
@@ -147,7 +180,23 @@ POD = PodView(
         pytest.param({}, [], id="running"),
         pytest.param({"phase": "Failed", "exit_code": 1}, [Kind.POD_FAILED], id="failed"),
         pytest.param({"phase": "Failed", "disruption": "EvictionByEvictionAPI"}, [Kind.POD_DISRUPTED], id="evicted"),
-        pytest.param({"deleted_at": NOW}, [Kind.POD_DELETED], id="deleted"),
+        pytest.param({"deleted_at": NOW + 30}, [Kind.POD_TERMINATING], id="deleted-with-time-left"),
+        pytest.param({"deleted_at": NOW - 1}, [Kind.POD_TERMINATING], id="its-last-commit-may-still-arrive"),
+        pytest.param({"deleted_at": NOW - 3}, [Kind.POD_DELETED], id="deleted"),
+        pytest.param({"deleted_at": NOW + 30, "phase": "Pending"}, [Kind.POD_DELETED], id="deleted-before-it-ran"),
+        pytest.param({"deleted_at": NOW + 30, "exit_code": 143}, [Kind.POD_DELETED], id="deleted-and-has-ended"),
+        pytest.param(
+            {"deleted_at": NOW + 30, "disruption": "PreemptionByScheduler"}, [Kind.POD_TERMINATING], id="preempted"
+        ),
+        pytest.param(
+            {"deleted_at": NOW - 3, "disruption": "PreemptionByScheduler"}, [Kind.POD_DISRUPTED], id="grace-is-over"
+        ),
+        pytest.param(
+            {"disrupted_at": NOW - 29, "disruption": "TerminationByKubelet"}, [Kind.POD_TERMINATING], id="node-shutdown"
+        ),
+        pytest.param(
+            {"disrupted_at": NOW - 33, "disruption": "TerminationByKubelet"}, [Kind.POD_DISRUPTED], id="shut-down"
+        ),
         pytest.param({"phase": "Pending", "waiting_reason": "ErrImagePull"}, [Kind.IMAGE], id="image"),
         pytest.param({"phase": "Pending", "node": None, "unschedulable": "0/3"}, [Kind.UNSCHEDULABLE], id="no-place"),
         pytest.param({"phase": "Succeeded"}, [], id="succeeded"),

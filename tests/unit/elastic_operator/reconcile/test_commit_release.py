@@ -20,7 +20,7 @@ from elastic_operator.manifests.attempt import JobRef, checkpoint_root, reshard_
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView
 from elastic_operator.observed.timeouts import Timeouts
-from elastic_operator.reconcile.actions import DeleteJob, ReleaseCommits
+from elastic_operator.reconcile.actions import DeleteJob, ReleaseCommits, RequestStop
 from elastic_operator.reconcile.decide import decide
 from reshard.contract import MAX_RELEASED, CommitRef, Env, ExitCode, LeaseKey, ReshardReport, TrainerPhase
 from reshard.topology import Topology
@@ -217,7 +217,7 @@ def test_a_job_whose_folder_belongs_to_another_fails_with_a_condition_and_stops(
     assert (condition.status, condition.reason) == ("False", "OwnedByAnotherJob")
     assert refusal in condition.message
     assert "kubectl etj retry gpt" in condition.message
-    assert [type(action) for action in decision.actions][:1] == [DeleteJob]
+    assert [type(action) for action in decision.actions][:2] == [RequestStop, DeleteJob]
     assert not decision.status.restart_budget.used
 
 

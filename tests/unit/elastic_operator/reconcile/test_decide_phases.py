@@ -154,7 +154,8 @@ def test_a_confirmed_loss_stops_fences_plans_and_reshards_in_one_pass() -> None:
     assert decision.status.phase == Phase.RESHARDING
     assert decision.status.attempt == 2
     assert decision.status.current.topology == SMALL  # type: ignore[union-attr]
-    assert kinds(decision) == ["DeleteJob", "DeletePod", "DeletePod", "DeletePod", "RevokeAttempt", "Create"]
+    stop = ["RequestStop", "DeleteJob", "DeletePod", "DeletePod", "DeletePod", "RevokeAttempt"]
+    assert kinds(decision) == [*stop, "Create"]
     assert decision.status.recoveries[0].lost == ("n3",)
     assert [item.name for item in decision.status.excluded_nodes] == ["n3"]
     reshard = decision.actions[-1]
