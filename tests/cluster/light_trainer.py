@@ -1,9 +1,11 @@
-"""A training loop without a model: heartbeat, steps, commits, drain. Starts in half a second.
+"""A training loop without a model: heartbeat, steps, commits, drain, SIGTERM. Starts in half a second.
 
 Arguments: number of steps, steps between commits (0: never), exit code to die with after the third step (0: do not),
 and optionally a folder with a checkpoint. Without it a commit holds nothing that could be resharded. With it every
-commit of a training that started from nothing is a copy of that folder; one that was resumed commits nothing.
-On several nodes the first does all this, and the others wait for their end. CLOCK_OFFSET_SECONDS makes its clock wrong.
+commit of a training that started from nothing is a copy of that folder; one that was resumed commits nothing, unless
+a last argument `carry` lets its commits be copies of the one that it resumed from.
+On several nodes the first does all this, and the others wait for their end. SIGTERM asks for a commit, as in a real
+training: of the first node itself, of another one through the operator. CLOCK_OFFSET_SECONDS makes the clock wrong.
 """
 
 import datetime
@@ -15,8 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.errors import FencedError
 from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
+from elastic_trainer.termination import Termination
 from reshard.commits.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.contract import Env, LeaseKey, Request, TrainerExit, TrainerPhase
 from reshard.storage.durable import file_crc32
@@ -26,6 +30,7 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
 
 
 GIVEN = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+CARRY = sys.argv[5:] == ["carry"]
 
 
 class WrongClock(datetime.datetime):
@@ -52,7 +57,8 @@ def save(step: int) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "data").write_text(f"{step}\n")
     else:
-        shutil.copytree(GIVEN, folder, dirs_exist_ok=True)
+        source = os.environ[Env.RESUME] or GIVEN
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("COMMIT*"))
     commit = Commit(
         format="light" if GIVEN is None else "deepspeed",
         step=step,
@@ -69,18 +75,35 @@ def save(step: int) -> str:
     return commit.ref(folder).to_json()
 
 
+def wait_for_the_end(mailbox: LeaseMailbox, termination: Termination) -> int:
+    """Be a rank of another node: it goes on until all ranks have drained."""
+    while True:
+        time.sleep(0.2)
+        if termination.is_requested:
+            try:
+                if mailbox.read().get(LeaseKey.PHASE) == TrainerPhase.DRAINED:
+                    return TrainerExit.DRAINED
+            except FencedError:
+                return 1
+
+
 def main() -> int:
     steps, every, dies = map(int, sys.argv[1:4])
-    if os.environ["PET_NODE_RANK"] != "0":
-        signal.pause()
-    if GIVEN is not None and os.environ[Env.RESUME]:
-        every = 0
+    may_commit = GIVEN is None or CARRY or not os.environ[Env.RESUME]
+    may_commit_late = GIVEN is None or CARRY
+    every = every if may_commit else 0
     mailbox = LeaseMailbox(
         namespace=os.environ[Env.NAMESPACE],
         name=os.environ[Env.LEASE],
         holder=os.uname().nodename,
         server=(os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])),
     )
+    termination = Termination(mailbox, announce=lambda: None)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    termination.install()
+    if os.environ["PET_NODE_RANK"] != "0":
+        termination.expect_commit()
+        return wait_for_the_end(mailbox, termination)
     heart = Heartbeat(mailbox, every_seconds=1.0, on_fenced=lambda reason: os._exit(1))
     heart.start()
     step = read_commit(os.environ[Env.RESUME]).step if os.environ[Env.RESUME] else 0
@@ -91,8 +114,9 @@ def main() -> int:
         notes = {LeaseKey.PHASE: TrainerPhase.TRAINING, LeaseKey.STEP: str(step), LeaseKey.STEP_TIME: now()}
         if step == begin + 1:
             notes[LeaseKey.FIRST_STEP_TIME] = now()
-        draining = heart.request == Request.DRAIN
-        if (draining and GIVEN is None) or (every and step % every == 0):
+        termination.expect_commit()
+        draining = heart.request == Request.DRAIN or termination.is_requested
+        if (draining and may_commit_late) or (every and step % every == 0):
             notes[LeaseKey.COMMIT] = save(step)
         if draining:
             notes[LeaseKey.PHASE] = TrainerPhase.DRAINED

@@ -88,14 +88,15 @@ def test_a_job_that_no_topology_fits_waits_and_names_every_factor(run: Run) -> N
     run.until("an attempt", lambda status: status.get("attempt") == 1)
 
 
-def test_a_pod_deleted_by_hand_ends_the_attempt_and_the_job_goes_on(run: Run) -> None:
+def test_a_pod_deleted_by_hand_commits_first_and_the_job_goes_on(run: Run) -> None:
     run.submit([*LIGHT, "100000", "2", "0"])
     run.until("a commit", lambda status: status.get("checkpoint", {}).get("step", 0) > 0)
     (pod,) = run.workers()
     run.cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", run.namespace, "--wait=false")
     status = run.until("attempt 2", lambda status: status["attempt"] == 2 and status["phase"] == "Running")
     assert status["current"]["resume"]["step"] > 0
-    assert status["recoveries"][0]["cause"] in ("PodDeleted", "PodFailed")
+    assert status["recoveries"][0]["cause"] == "PodTerminating"
+    assert (status["recoveries"][0]["planned"], status["recoveries"][0]["lostSteps"]) == (True, 0)
 
 
 def test_a_cordoned_node_is_drained_first_and_left(run: Run) -> None:
