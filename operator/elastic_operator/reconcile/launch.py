@@ -25,7 +25,8 @@ from elastic_operator.api.status import (
 from elastic_operator.manifests.attempt import reshard_name
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.capacity import Capacity
-from elastic_operator.observed.observation import RESHARD, JobView, report_of
+from elastic_operator.observed.observation import RESHARD, JobView
+from elastic_operator.observed.reshard_reports import report_of
 from elastic_operator.observed.signals import Kind
 from elastic_operator.reconcile import progress, recovery, reshard_mode, start_from
 from elastic_operator.reconcile.actions import ReshardOutcome

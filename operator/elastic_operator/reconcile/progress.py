@@ -11,7 +11,8 @@ from elastic_operator.api.status import Commit, Current, Loader, Progress, Recov
 from elastic_operator.api.validation import shorten
 from elastic_operator.manifests.attempt import checkpoint_root
 from elastic_operator.observed import commit_history
-from elastic_operator.observed.observation import RESHARD, LeaseView, report_of, report_problems
+from elastic_operator.observed.observation import RESHARD, LeaseView
+from elastic_operator.observed.reshard_reports import report_of, report_problems
 from elastic_operator.reconcile import goodput
 from elastic_operator.reconcile.context import Context, is_checkpoint_read_by_others
 from elastic_operator.reconcile.recovery import charge_budget, refresh_exclusions, set_checkpoint_owned
