@@ -167,7 +167,7 @@ class World:
                     if seconds == 0:
                         del self.pods[name]
                     else:
-                        pod["metadata"].setdefault("deletionTimestamp", format_time(self.now))
+                        self._delete(pod)
             case RevokeAttempt(name=name):
                 for kind in ("PodDisruptionBudget", "RoleBinding", "Role", "ServiceAccount", "Service", "Lease"):
                     count()
@@ -262,10 +262,20 @@ class World:
             owner = self.objects.get(("Job", pod["metadata"]["ownerJob"]))
             orphan = owner is None or owner["metadata"]["uid"] != pod["metadata"]["ownerUid"]
             if orphan:
-                pod["metadata"].setdefault("deletionTimestamp", format_time(self.now))
-            node = pod["spec"].get("nodeName")
-            if "deletionTimestamp" in pod["metadata"] and node not in self.killed:
+                self._delete(pod)
+            node, end = pod["spec"].get("nodeName"), pod["metadata"].get("deletionTimestamp")
+            if end is None or end > format_time(self.now) or node in self.killed:
+                continue
+            if pod["metadata"].pop("graceful", False) and pod["status"]["phase"] == "Running":
+                pod["status"] |= _terminated("Failed", 137)  # the Job controller counts it before it goes
+            else:
                 del self.pods[name]
+
+    def _delete(self, pod: dict[str, Any], grace: float = 0.0) -> None:
+        """Delete a pod with a grace period; a second deletion may only shorten it."""
+        end = format_time(self.now + grace)
+        pod["metadata"]["deletionTimestamp"] = min(end, pod["metadata"].get("deletionTimestamp", end))
+        pod["metadata"]["graceful"] = grace > 0
 
     def _job_controller(self, name: str, job: dict[str, Any]) -> None:
         pods = [pod for pod in self.pods.values() if pod["metadata"]["ownerUid"] == job["metadata"]["uid"]]
@@ -277,7 +287,7 @@ class World:
             job["status"]["conditions"] = [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]
             for pod in pods:
                 if pod["status"]["phase"] not in ("Succeeded", "Failed"):
-                    pod["metadata"].setdefault("deletionTimestamp", format_time(self.now))
+                    self._delete(pod)
         elif phases.count("Succeeded") == count:
             job["status"]["conditions"] = [{"type": "Complete", "status": "True"}]
         else:
@@ -441,6 +451,15 @@ class World:
         running = [pod for pod in self.pods.values() if self.runs(pod)]
         if running:
             running[which % len(running)]["status"] = _terminated("Failed", 1)
+
+    def preempt(self, which: int, grace: float) -> None:
+        """A pod of higher priority takes the place of a pod, which runs on until its grace period ends."""
+        running = [pod for pod in self.pods.values() if self.runs(pod) and self.role(pod) == "worker"]
+        if running:
+            pod = running[which % len(running)]
+            condition = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+            pod["status"]["conditions"] = [condition | {"lastTransitionTime": format_time(self.now)}]
+            self._delete(pod, grace)
 
     def damage(self) -> None:
         own = {uri: (item["step"], item["attempt"]) for uri, item in self.commits.items() if uri != self.external}

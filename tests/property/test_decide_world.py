@@ -31,6 +31,7 @@ HAPPENINGS = st.lists(
         st.tuples(st.just("tick"), st.just(20.0)),
         st.tuples(st.just("heal"), st.sampled_from(NODES)),
         st.tuples(st.just("fail_pod"), st.integers(0, 5)),
+        st.tuples(st.just("preempt"), st.integers(0, 2), st.sampled_from([1.0, 4.0, 30.0])),
         st.tuples(st.just("damage")),
         st.tuples(st.just("suspend"), st.booleans()),
     ),
@@ -122,6 +123,25 @@ def test_losing_a_node_reshards_and_resumes_on_the_rest_and_grows_back() -> None
     assert topologies[0] == topologies[-1] != topologies[1]
     causes = [recovery["cause"] for recovery in world.status["recoveries"]]
     assert causes == ["NodeNotReady", "CapacityReturned"]
+
+
+@pytest.mark.parametrize(("grace", "planned"), [(10.0, True), (1.0, False)])
+def test_a_preempted_pod_costs_a_step_or_budget_only_if_its_grace_period_is_too_short(
+    grace: float, planned: bool
+) -> None:
+    world = World()
+    world.steps = 1000
+    for second in range(60):
+        if second == 20:
+            world.preempt(1, grace)
+        world.tick()
+        if second != 21:  # the operator is late by a second
+            world.operate()
+    (recovery,) = world.status["recoveries"]
+    assert recovery["planned"] is planned
+    assert (recovery["lostSteps"] == 0) is planned
+    assert world.status["restartBudget"].get("used", 0) == (0 if planned else 1)
+    assert world.phase == Phase.RUNNING
 
 
 @pytest.mark.parametrize("num_silent", [1, 2, 3])
