@@ -63,12 +63,14 @@ class RenewalCache:
             grace_seconds = float(meta.get("deletionGracePeriodSeconds") or 0)
             deletion = f"{view.uid} {meta['deletionTimestamp']}"
             times["deleted_at"] = self.first_seen(f"{key}/deletion", deletion, now) + grace_seconds
+        if view.disruption:
+            times["disrupted_at"] = self.first_seen(f"{key}/disruption", f"{view.uid} {view.disruption}", now)
         return dataclasses.replace(view, **times) if times else view
 
     def forget(self, namespace: str, name: str) -> None:
         """Remove the times of a Lease or pod that was deleted."""
         key = f"{namespace}/{name}"
-        for suffix in ("", "/step", "/start", "/unschedulable", "/deletion"):
+        for suffix in ("", "/step", "/start", "/unschedulable", "/deletion", "/disruption"):
             self._seen.pop(key + suffix, None)
 
 

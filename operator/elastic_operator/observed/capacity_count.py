@@ -17,6 +17,10 @@ from elastic_operator.observed.schedulability import (
     list_other_requests,
 )
 
+_PLACE_IS_LOST = ("PreemptionByScheduler", "TerminationByKubelet")
+"""Reasons of DisruptionTarget after which a pod's node has no place for its successor: another pod has got it, or the
+node shuts down. Neither is visible otherwise before the pod has ended."""
+
 
 def count_capacity(world: Observation, resource: str, template: Mapping[str, Any], avoid: Collection[str]) -> Capacity:
     """Count the free accelerators on every node that can take a pod of the job.
@@ -37,11 +41,16 @@ def count_capacity(world: Observation, resource: str, template: Mapping[str, Any
         own, shortages = _count(world, resource, pod, nodes.keys() - set(avoid))
         return Capacity(nodes=sort_nodes(own), shortages=shortages)
     special = used.share.keys() | {item.node for item in world.pods if item.unhealthy_devices and item.node}
+    special |= _find_lost_places(world)
     # Pods of the job without accelerators, such as reshard pods, hold other resources.
     special |= used.of(PODS).share.keys()
     own, shortages = _count(world, resource, pod, (name for name in special if name in nodes and name not in avoid))
     without = frozenset(special.union(avoid))
     return Capacity(nodes=sort_nodes(own), pool=nodes.pool(pod, used), without=without, shortages=shortages)
+
+
+def _find_lost_places(world: Observation) -> set[str]:
+    return {item.node for item in world.pods if item.disruption in _PLACE_IS_LOST and item.node}
 
 
 def _count(
@@ -57,7 +66,10 @@ def _count(
     for item in world.pods:
         if item.node and not item.terminal:
             unhealthy[item.node] = unhealthy.get(item.node, 0) + item.unhealthy_devices
+    lost_places = _find_lost_places(world)
     for name in names:
+        if name in lost_places:
+            continue
         node = world.nodes[name]
         free = count_healthy_devices(node, resource, unhealthy.get(name, 0)) - world.used.get(name, 0)
         if free <= 0 or not is_schedulable(node, pod):

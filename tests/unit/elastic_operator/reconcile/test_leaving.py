@@ -75,6 +75,19 @@ def test_a_commit_within_the_grace_period_costs_no_step_and_no_budget() -> None:
     assert decision.status.checkpoint.step == decision.status.recoveries[0].last_step == 12
 
 
+@pytest.mark.parametrize(
+    ("disruption", "num_nodes"),
+    [("PreemptionByScheduler", 2), ("TerminationByKubelet", 2), ("EvictionByEvictionAPI", 3), ("", 3)],
+)
+def test_the_next_attempt_does_not_count_on_a_place_that_has_gone_to_someone_else(
+    disruption: str, num_nodes: int
+) -> None:
+    pods = with_pod(deleted_at=NOW + GRACE, disruption=disruption, disrupted_at=NOW)
+    status = look(look(settled(), world(pods)).status, world(pods, leases=DRAINED), now=NOW + 5).status
+    assert status.current is not None
+    assert (status.attempt, status.current.num_nodes) == (2, num_nodes)
+
+
 def test_a_training_that_drained_itself_before_the_operator_asked_has_not_failed() -> None:
     ended = with_pod(phase="Failed", exit_code=75, deleted_at=NOW + GRACE, disruption="PreemptionByScheduler")
     decision = look(settled(), world(ended, leases=DRAINED, jobs=(worker_job(failed=True),)))
