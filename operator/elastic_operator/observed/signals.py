@@ -165,7 +165,9 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
     signals = sorted(signals, key=lambda signal: (list(Kind).index(signal.kind), signal.since, signal.node, signal.pod))
     all_planned = [signal for signal in signals if KINDS[signal.kind].weight is Weight.PLANNED]
     ends = {signal: signal.since + graces.get(KINDS[signal.kind].grace, 0.0) for signal in all_planned}
-    planned = tuple(signal for signal in all_planned if ends[signal] <= now)
+    # Where pods already have to stop, the cordon or taint that explains it needs no grace.
+    leaving = {signal.node for signal in all_planned if ends[signal] <= now and signal.node}
+    planned = tuple(signal for signal in all_planned if ends[signal] <= now or signal.node in leaving)
     wake = [end for end in ends.values() if end > now]
     wake += [signal.until for signal in planned if signal.until is not None]
     unplanned = [signal for signal in signals if KINDS[signal.kind].weight is not Weight.PLANNED]
