@@ -75,6 +75,11 @@ def save(step: int) -> str:
     return commit.ref(folder).to_json()
 
 
+def resumed_step(folder: str) -> int:
+    """The step of a commit. Whatever converts a copy of GIVEN states the step of that; then its name has the real one."""
+    return int(Path(folder).name.split("-")[1].split(".")[0]) if CARRY else read_commit(folder).step
+
+
 def wait_for_the_end(mailbox: LeaseMailbox, termination: Termination) -> int:
     """Be a rank of another node: it goes on until all ranks have drained."""
     while True:
@@ -106,7 +111,7 @@ def main() -> int:
         return wait_for_the_end(mailbox, termination)
     heart = Heartbeat(mailbox, every_seconds=1.0, on_fenced=lambda reason: os._exit(1))
     heart.start()
-    step = read_commit(os.environ[Env.RESUME]).step if os.environ[Env.RESUME] else 0
+    step = resumed_step(os.environ[Env.RESUME]) if os.environ[Env.RESUME] else 0
     begin = step
     while step < steps:
         time.sleep(0.2)
