@@ -76,7 +76,7 @@ def save(step: int) -> str:
 
 
 def resumed_step(folder: str) -> int:
-    """The step of a commit: that of its name if it is a conversion of a copy of GIVEN, which states the step of GIVEN."""
+    """The step of a commit; that of its name if it is a conversion of a copy of GIVEN, which states another one."""
     return int(Path(folder).name.split("-")[1].split(".")[0]) if CARRY else read_commit(folder).step
 
 
