@@ -471,6 +471,9 @@ def test_the_policy_refuses_rights_beyond_one_lease_jobs_in_protected_namespaces
     for rules in ([rule], [{**rule, "resourceNames": ["other"]}], [{**rule, **pods}]):
         assert "may name the Lease of its attempt only" in refusal(bounded, _owned(uid, "Role", rules=rules))
     create_as_operator(bounded, _owned(uid, "Role"))
+    for selector in ({}, {"matchLabels": {"elastictraining.dev/job-name": "other"}}, {"matchLabels": {"app": "web"}}):
+        budget = _owned(uid, "PodDisruptionBudget", spec={"minAvailable": 3, "selector": selector})
+        assert "may cover only the pods of its job" in refusal(bounded, budget)
     account = {"kind": "ServiceAccount", "name": "default", "namespace": "kube-system"}
     said = "may bind only the Role of its attempt"
     assert said in refusal(bounded, _owned(uid, "RoleBinding", subjects=[account]))
