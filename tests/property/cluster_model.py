@@ -11,7 +11,7 @@ import dataclasses
 import json
 from typing import Any
 
-from elastic_operator.api.serialization import format_time, to_wire
+from elastic_operator.api.serialization import format_time, parse_time, to_wire
 from elastic_operator.api.spec import parse_spec
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef
@@ -46,6 +46,7 @@ STEPS = 30
 EXTERNAL_STEP = 10
 START = 1_800_000_000.0
 NOT_READY_SECONDS = 6.0
+STUCK_SECONDS = 59.0  # spec.recovery.forceDeleteSeconds, less the rounding of a deletionTimestamp
 
 SPEC: dict[str, Any] = {
     "accelerator": {"resource": GPU, "perNode": [2]},
@@ -79,6 +80,7 @@ class World:
         self.serial = 0
         self.killed: dict[str, float] = {}
         self.silent: set[str] = set()
+        self.stuck: set[str] = set()
         self.nodes = {name: self._node(name) for name in NODES}
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.pods: dict[str, dict[str, Any]] = {}
@@ -205,7 +207,10 @@ class World:
     def _check_launch(self, job: dict[str, Any]) -> None:
         attempt = attempt_of(job["metadata"])
         others = [pod for pod in self.pods.values() if self.runs(pod) and self.role(pod) == "worker"]
-        assert not others, "an attempt is launched while pods of another one can run"
+        unexpected = [pod for pod in others if not self._is_given_up(pod)]
+        assert not unexpected, "an attempt is launched while pods of another one can run"
+        terms = job["spec"]["template"]["spec"].get("affinity", {}).get("nodeAffinity", {})
+        assert all(pod["spec"]["nodeName"] in str(terms) for pod in others), "where one does not end, none begins"
         env = {item["name"]: item.get("value", "") for item in job["spec"]["template"]["spec"]["containers"][0]["env"]}
         resume = env[Env.RESUME]
         assert resume or not self.external, "a job that starts from a checkpoint never begins from nothing"
@@ -215,9 +220,18 @@ class World:
             assert self.commits[resume]["attempt"] <= attempt
             assert self.commits[resume]["topology"] == json.loads(env[Env.TOPOLOGY]), "in its own topology"
 
+    def _is_given_up(self, pod: dict[str, Any]) -> bool:
+        """Whether a pod does not end although it had its time, and can no longer publish anything."""
+        meta = pod["metadata"]
+        deleted_at = parse_time(meta.get("deletionTimestamp"))
+        has_had_its_time = deleted_at is not None and self.now - deleted_at >= STUCK_SECONDS
+        return meta["uid"] in self.stuck and has_had_its_time and ("Lease", meta["ownerJob"]) not in self.objects
+
     def check(self) -> None:
         running = {
-            attempt_of(pod["metadata"]) for pod in self.pods.values() if self.runs(pod) and self.role(pod) == "worker"
+            attempt_of(pod["metadata"])
+            for pod in self.pods.values()
+            if self.runs(pod) and self.role(pod) == "worker" and not self._is_given_up(pod)
         }
         assert len(running) <= 1, f"attempts {running} run at the same time"
         assert (
@@ -264,7 +278,8 @@ class World:
             if orphan:
                 self._delete(pod)
             node, end = pod["spec"].get("nodeName"), pod["metadata"].get("deletionTimestamp")
-            if end is None or end > format_time(self.now) or node in self.killed:
+            dies = pod["metadata"]["uid"] not in self.stuck or pod["status"]["phase"] in ("Succeeded", "Failed")
+            if end is None or end > format_time(self.now) or node in self.killed or not dies:
                 continue
             if pod["metadata"].pop("graceful", False) and pod["status"]["phase"] == "Running":
                 pod["status"] |= _terminated("Failed", 137)  # the Job controller counts it before it goes
@@ -460,6 +475,16 @@ class World:
             condition = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
             pod["status"]["conditions"] = [condition | {"lastTransitionTime": format_time(self.now)}]
             self._delete(pod, grace)
+
+    def stick(self, which: int) -> None:
+        """A process of a training pod waits for its device and cannot be killed."""
+        running = [pod for pod in self.pods.values() if self.runs(pod) and self.role(pod) == "worker"]
+        if running:
+            self.stuck.add(running[which % len(running)]["metadata"]["uid"])
+
+    def release(self) -> None:
+        """The devices answer again, and every process can be killed."""
+        self.stuck.clear()
 
     def damage(self) -> None:
         own = {uri: (item["step"], item["attempt"]) for uri, item in self.commits.items() if uri != self.external}

@@ -32,6 +32,8 @@ HAPPENINGS = st.lists(
         st.tuples(st.just("heal"), st.sampled_from(NODES)),
         st.tuples(st.just("fail_pod"), st.integers(0, 5)),
         st.tuples(st.just("preempt"), st.integers(0, 2), st.sampled_from([1.0, 4.0, 30.0])),
+        st.tuples(st.just("stick"), st.integers(0, 5)),
+        st.tuples(st.just("release")),
         st.tuples(st.just("damage")),
         st.tuples(st.just("suspend"), st.booleans()),
     ),
@@ -54,6 +56,7 @@ def complete(world: World, happenings: list[tuple[Any, ...]]) -> None:
         getattr(world, name)(*arguments)
     for node in NODES:
         world.heal(node)
+    world.release()
     world.suspend(False)
     if world.phase != Phase.COMPLETE:
         settle(world, Phase.COMPLETE)
@@ -86,6 +89,7 @@ def test_a_suspended_job_comes_to_rest(happenings: list[tuple[Any, ...]]) -> Non
         getattr(world, name)(*arguments)
     if world.phase == Phase.COMPLETE:
         return
+    world.release()
     world.suspend(True)
     for _ in range(200):
         world.tick()
@@ -105,6 +109,27 @@ def test_a_second_pass_over_an_unchanged_world_does_nothing() -> None:
         world.tick()
         if world.now == START + 12:
             world.kill("n2")
+
+
+def test_a_pod_that_does_not_end_on_a_ready_node_is_left_there_and_the_job_goes_on_elsewhere() -> None:
+    world = World()
+    world.steps = 1000
+    moments: dict[str, float] = {}
+    for second in range(300):
+        world.tick()
+        world.operate()
+        if second == 10:
+            world.stick(0)
+            world.fail_pod(1)
+            begin = world.now
+        if second > 10 and world.phase == Phase.RUNNING:
+            moments.setdefault(world.status["nodesText"], world.now - begin)
+        if second == 200:
+            assert world.status["excludedNodes"][0]["reason"] == "PodStuckTerminating"
+            assert [pod["metadata"]["uid"] in world.stuck for pod in world.pods.values()].count(True) == 1
+            world.release()
+    assert moments["2/3"] <= 120
+    assert 190 < moments["3/3"] < 300, "it grows back a while after the pod has gone"
 
 
 def test_losing_a_node_reshards_and_resumes_on_the_rest_and_grows_back() -> None:

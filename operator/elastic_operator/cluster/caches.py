@@ -60,9 +60,8 @@ class RenewalCache:
             times["unschedulable_since"] = self.first_seen(f"{key}/unschedulable", view.uid, now)
         if view.deleted_at is not None:
             # A deletionTimestamp is the end of the grace period.
-            grace_seconds = float(meta.get("deletionGracePeriodSeconds") or 0)
             deletion = f"{view.uid} {meta['deletionTimestamp']}"
-            times["deleted_at"] = self.first_seen(f"{key}/deletion", deletion, now) + grace_seconds
+            times["deleted_at"] = self.first_seen(f"{key}/deletion", deletion, now) + view.deletion_grace_seconds
         if view.disruption:
             times["disrupted_at"] = self.first_seen(f"{key}/disruption", f"{view.uid} {view.disruption}", now)
         return dataclasses.replace(view, **times) if times else view

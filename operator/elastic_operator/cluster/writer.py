@@ -202,7 +202,8 @@ class ClusterWriter:
         """
         pods, predecessors_pods = await self._reader.own_pods(action.job, action.job_uids)
         for pod in pods:
-            if pod.role == WORKER and not pod.terminal and pod.node not in action.lost_nodes:
+            is_harmless = pod.terminal or pod.node in action.lost_nodes or pod.uid in action.stuck_pods
+            if pod.role == WORKER and not is_harmless:
                 raise ConflictError(f"expected no pods of older attempts, found {pod.name} of attempt {pod.attempt}")
         if predecessors_pods:
             names = ", ".join(sorted(pod.name for pod in predecessors_pods)[:3])

@@ -80,6 +80,7 @@ class PodView:
         requests: accelerators requested, by resource name.
         exit_code: of the first container, once it has terminated.
         termination_message: of the first container.
+        deletion_grace_seconds: grace period of the deletion, which `deleted_at` includes.
         waiting_reason: why a container does not run, for instance `ErrImagePull`.
         disruption: reason of the DisruptionTarget condition.
         disrupted_at: last transition of that condition.
@@ -103,6 +104,7 @@ class PodView:
     phase: str = "Pending"
     created_at: float | None = None
     deleted_at: float | None = None
+    deletion_grace_seconds: int = 0
     requests: Mapping[str, int] = dataclasses.field(default_factory=dict)
     exit_code: int | None = None
     exit_reason: str = ""
@@ -336,6 +338,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
         phase=status.get("phase", "Pending"),
         created_at=parse_time(meta.get("creationTimestamp")),
         deleted_at=parse_time(meta.get("deletionTimestamp")),
+        deletion_grace_seconds=int(meta.get("deletionGracePeriodSeconds") or 0),
         requests=extended_only(pod_requests(spec)),
         exit_code=(state.get("terminated") or {}).get("exitCode"),
         exit_reason=_shorten((state.get("terminated") or {}).get("reason") or ""),

@@ -25,6 +25,7 @@ class LaunchAttempt:
         attempt: number of the attempt.
         job: the resource; its older pods must be gone, and those of an earlier resource of its name too.
         lost_nodes: nodes whose pods the launch does not wait for.
+        stuck_pods: UIDs of pods that do not end and that the launch does not wait for either.
         job_uids: UIDs of the resource's earlier Jobs, which identify its pods.
     """
 
@@ -32,6 +33,7 @@ class LaunchAttempt:
     manifests: tuple[Mapping[str, Any], ...]
     job: JobRef
     lost_nodes: tuple[str, ...] = ()
+    stuck_pods: tuple[str, ...] = ()
     job_uids: tuple[str, ...] = ()
 
 

@@ -73,10 +73,18 @@ class Context:
         }
 
 
+POD_STUCK_TERMINATING = "PodStuckTerminating"
+"""Reason why a node is excluded: a pod of a stopped attempt does not end there, although the node is Ready."""
+
+SHORTEST_STUCK_SECONDS = 15.0
+"""A pod counts as stuck no earlier than this after its deletion was due, however short `forceDeleteSeconds` is."""
+
+
 def find_lost_nodes(context: Context, status: Status) -> frozenset[str]:
     """Return the nodes that run pods of the job and are lost: nothing there can be trusted to stop.
 
-    A node is lost if signals of the node itself confirm it, or if it was confirmed earlier and is still not Ready.
+    A node is lost if signals of the node itself confirm it, or if it was confirmed earlier and is still not Ready. A
+    node that is excluded because of a stuck pod was not confirmed lost.
     """
     world = context.world
     names = {pod.node for pod in world.pods if pod.node and not pod.terminal}
@@ -86,7 +94,9 @@ def find_lost_nodes(context: Context, status: Status) -> frozenset[str]:
             signals.detect_node_signals, world.nodes.get(name), name, context.limits, context.now
         )
         confirmed.update(context.judge(("node", name), detect).lost_nodes)
-    excluded = {item.name for item in status.excluded_nodes if item.until is None}
+    excluded = {
+        item.name for item in status.excluded_nodes if item.until is None and item.reason != POD_STUCK_TERMINATING
+    }
     not_back = {name for name in names & excluded if name not in world.nodes or world.nodes[name].ready != "True"}
     return frozenset(confirmed | not_back)
 
@@ -134,6 +144,32 @@ def select_stale_pods(context: Context, status: Status) -> tuple[PodView, ...]:
     """Return the training pods that must not run: all except those of the launched current attempt."""
     keep = status.attempt if status.launched else -1
     return tuple(pod for pod in context.world.pods if pod.role == "worker" and pod.attempt != keep)
+
+
+def select_stuck_pods(context: Context, status: Status) -> tuple[PodView, ...]:
+    """Return the pods of stopped attempts that do not end, although the kubelets of their nodes answer.
+
+    A pod is stuck if it is still there `recovery.forceDeleteSeconds` after its deletion was due, for instance because
+    one of its processes waits for a device in uninterruptible sleep. If its node was not Ready in between, the time
+    counts from when the node was Ready again.
+    """
+    bound = max(float(context.spec.recovery.force_delete_seconds), SHORTEST_STUCK_SECONDS)
+    overdue: list[PodView] = []
+    for pod in select_stale_pods(context, status):
+        if pod.node and not pod.terminal and pod.deleted_at is not None:
+            node = context.world.nodes.get(pod.node)
+            since = max(pod.deleted_at, (node.ready_since if node is not None else None) or 0.0)
+            if context.now - since >= bound:
+                overdue.append(pod)
+    if not overdue:
+        return ()
+    lost = find_lost_nodes(context, status)
+    return tuple(pod for pod in overdue if pod.node not in lost)
+
+
+def describe_stuck_pods(pods: Iterable[PodView]) -> str:
+    """Return a clause that names stuck pods and their nodes."""
+    return ", ".join(sorted(f"pod {pod.name} on node {pod.node}" for pod in pods))
 
 
 def is_checkpoint_read_by_others(context: Context) -> bool:

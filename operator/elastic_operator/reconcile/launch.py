@@ -32,10 +32,12 @@ from elastic_operator.reconcile import progress, recovery, reshard_mode, start_f
 from elastic_operator.reconcile.actions import ReshardOutcome
 from elastic_operator.reconcile.context import (
     Context,
+    describe_stuck_pods,
     find_capacity,
     find_lost_nodes,
     find_suspect_nodes,
     select_stale_pods,
+    select_stuck_pods,
 )
 from reshard.contract import ExitCode, ReshardReport
 
@@ -57,12 +59,23 @@ def prepare(context: Context, status: Status, current: Current) -> Status:
             return status
         current = status.current
     lost = find_lost_nodes(context, status)
-    running = [pod for pod in select_stale_pods(context, status) if not pod.terminal and pod.node not in lost]
+    stuck = select_stuck_pods(context, status)
+    running = [
+        pod
+        for pod in select_stale_pods(context, status)
+        if not pod.terminal and pod.node not in lost and pod not in stuck
+    ]
     open_recovery = bool(status.recoveries) and status.recoveries[-1].to_attempt == status.attempt
     if not running and open_recovery and status.recoveries[-1].stop_time is None:
         status = edit_last_recovery(status, stop_time=Time(context.now))
     # A pod without a node is only deleted; its Job, while it exists, could create another one.
-    jobs = [job for job in context.world.jobs if job.role == "worker" and not (job.complete or job.failed)]
+    # A Job that somebody deletes in the foreground creates none any more, but stays as long as its stuck pod.
+    dying = {pod.attempt for pod in stuck}
+    jobs = [
+        job
+        for job in context.world.jobs
+        if job.role == "worker" and not (job.complete or job.failed or (job.deleting and job.attempt in dying))
+    ]
     if running or jobs or not current.resume.ready:
         return status
     return _launch(context, status, current, open_recovery)
@@ -96,6 +109,13 @@ def _replan(context: Context, status: Status, current: Current) -> Status | None
     else:
         needed = f"{current.num_nodes} nodes with {current.gpus_per_node} accelerators each"
         message = f"attempt {status.attempt} needs {needed}, but only {capacity} are left"
+    stuck = select_stuck_pods(context, status)
+    if stuck and not lost_reshard_nodes:
+        # Nothing has failed besides what the last recovery is about, so that recovery goes on with another plan.
+        context.emit("PlanOutdated", f"{message}: {describe_stuck_pods(stuck)} does not end", warning=True)
+        if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
+            status = edit_last_recovery(status, reshard_start_time=None, reshard_end_time=None)
+        return _forget_plan(status)
     if not status.recoveries or status.recoveries[-1].to_attempt != status.attempt:
         # No attempt has run yet, so there is nothing to recover and no restart to count.
         context.emit("PlanOutdated", message, warning=True)

@@ -11,7 +11,13 @@ from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected
 from elastic_operator.manifests.attempt import checkpoint_root, start_source
 from elastic_operator.observed import commit_history
 from elastic_operator.planning import planner
-from elastic_operator.reconcile.context import Context, find_avoided_nodes, find_capacity
+from elastic_operator.reconcile.context import (
+    Context,
+    describe_stuck_pods,
+    find_avoided_nodes,
+    find_capacity,
+    select_stuck_pods,
+)
 from reshard.topology import Topology
 
 MAX_REJECTED = 8
@@ -123,6 +129,9 @@ def _wait(context: Context, status: Status, plan: Plan) -> Status:
             f"resharding failed permanently; waiting for nodes for {short(status.pinned)}, the topology of the commit. "
             f"The commit is intact. {message}"
         )
+    stuck = select_stuck_pods(context, status)
+    if stuck:
+        message = f"{message} Left out until the pod is gone: {describe_stuck_pods(stuck)}, which does not end."
     if status.phase != Phase.WAITING or status.reason != reason:
         context.emit(reason, message, warning=True)
     return dataclasses.replace(

@@ -24,11 +24,13 @@ from elastic_operator.reconcile.actions import (
     RequestStop,
     RevokeAttempt,
 )
-from elastic_operator.reconcile.context import Context, find_lost_nodes, is_checkpoint_read_by_others
+from elastic_operator.reconcile.context import (
+    Context,
+    find_lost_nodes,
+    is_checkpoint_read_by_others,
+    select_stuck_pods,
+)
 from reshard.contract import LeaseKey, Request
-
-_CLOCK_SECONDS = 5.0
-"""Difference between the operator's clock and the API server's that is not taken for a longer grace period."""
 
 
 def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
@@ -97,16 +99,19 @@ def _delete_pods(context: Context, status: Status, pods: list[PodView]) -> Itera
         return
     lost = find_lost_nodes(context, status)
     force_after = context.spec.recovery.force_delete_seconds
-    # Someone else may have deleted a pod with a longer grace period; a second deletion shortens it.
-    latest_end = context.now + context.limits.stop_grace_seconds + _CLOCK_SECONDS
     for pod in pods:
         if pod.node in lost and not pod.terminal:
             if pod.deleted_at is None:
                 yield DeletePod(name=pod.name, uid=pod.uid, grace_seconds=context.limits.stop_grace_seconds)
             elif context.now - pod.deleted_at >= force_after:
                 yield DeletePod(name=pod.name, uid=pod.uid, grace_seconds=0)
-        elif not pod.terminal and (pod.deleted_at is None or pod.deleted_at > latest_end):
+        elif not pod.terminal and _may_run_too_long(pod, context.limits.stop_grace_seconds):
             yield DeletePod(name=pod.name, uid=pod.uid, grace_seconds=context.limits.stop_grace_seconds)
+
+
+def _may_run_too_long(pod: PodView, grace_seconds: int) -> bool:
+    """Return whether a pod is not deleted yet, or with a longer grace period, for instance by the Job controller."""
+    return pod.deleted_at is None or pod.deletion_grace_seconds > grace_seconds
 
 
 def _continue_attempt(context: Context, status: Status) -> Iterator[Action]:
@@ -129,6 +134,7 @@ def _keep_running(context: Context, status: Status, current: Current) -> Iterato
             manifests=tuple(manifests),
             job=context.job,
             lost_nodes=lost,
+            stuck_pods=tuple(sorted(pod.uid for pod in select_stuck_pods(context, status))),
             job_uids=status.job_uids,
         )
     lease = context.world.leases.get(status.attempt)

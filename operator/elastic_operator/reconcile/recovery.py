@@ -18,8 +18,9 @@ from elastic_operator.api.status import (
     short,
 )
 from elastic_operator.observed import commit_history, signals
+from elastic_operator.observed.observation import PodView
 from elastic_operator.reconcile import goodput
-from elastic_operator.reconcile.context import Context
+from elastic_operator.reconcile.context import POD_STUCK_TERMINATING, Context, select_stuck_pods
 from reshard.contract import sentence
 
 OFFENCES_UNTIL_EXCLUDED = 2
@@ -212,7 +213,14 @@ def refuse_commit(context: Context, status: Status, uri: str, reason: str) -> St
 
 
 def refresh_exclusions(context: Context, status: Status) -> Status:
-    """Readmit excluded nodes: lost ones that have been Ready for a while, repeated offenders after their term."""
+    """Exclude nodes with stuck pods, and readmit excluded nodes.
+
+    A lost node is readmitted once it has been Ready for a while, a node with a stuck pod a while after the pod has
+    gone, a repeated offender after its term.
+    """
+    stuck = select_stuck_pods(context, status)
+    status = _exclude_stuck(context, status, stuck)
+    holding = {pod.node for pod in stuck}
     kept: list[ExcludedNode] = []
     for item in status.excluded_nodes:
         node = context.world.nodes.get(item.name)
@@ -220,7 +228,8 @@ def refresh_exclusions(context: Context, status: Status) -> Status:
             continue  # A node that does not exist needs no exclusion; one created under its name later is another node.
         # A node with a stale Lease has not returned, even if its Ready condition is still True.
         is_healthy = not signals.detect_node_signals(node, item.name, context.limits, context.now)
-        until = _exclusion_end(context, item, is_healthy, node.ready_since)
+        may_end = is_healthy and item.name not in holding
+        until = _exclusion_end(context, item, node.ready_since) if may_end else None
         if until is None or until > context.now:
             kept.append(dataclasses.replace(item, until=until))
         else:
@@ -228,12 +237,34 @@ def refresh_exclusions(context: Context, status: Status) -> Status:
     return dataclasses.replace(status, excluded_nodes=tuple(kept))
 
 
-def _exclusion_end(context: Context, item: ExcludedNode, is_healthy: bool, ready_since: float | None) -> Time | None:
+def _exclude_stuck(context: Context, status: Status, stuck: Collection[PodView]) -> Status:
+    """Exclude the nodes on which pods of stopped attempts do not end, and report each node once."""
+    excluded = {item.name: item for item in status.excluded_nodes}
+    for pod in sorted(stuck, key=lambda pod: pod.name):
+        node = pod.node or ""
+        known = excluded.get(node)
+        if known is not None and known.reason == POD_STUCK_TERMINATING and known.until is None:
+            continue
+        overdue = context.now - (pod.deleted_at or context.now)
+        context.emit(
+            POD_STUCK_TERMINATING,
+            f"pod {pod.name} of attempt {pod.attempt} is still there {overdue:.0f} s after it had to end, and its node "
+            f"{node} is Ready: the job does not wait for it, and avoids the node until the pod is gone",
+            warning=True,
+        )
+        excluded[node] = ExcludedNode(
+            name=node, reason=POD_STUCK_TERMINATING, since=Time(context.now), hurts=known.hurts if known else 1
+        )
+    return dataclasses.replace(status, excluded_nodes=tuple(excluded.values()))
+
+
+def _exclusion_end(context: Context, item: ExcludedNode, ready_since: float | None) -> Time:
+    """Return the end of the exclusion of a node that is healthy now."""
     if item.hurts >= OFFENCES_UNTIL_EXCLUDED:
-        return Time(item.since + context.spec.recovery.exclude_node_seconds) if is_healthy else None
-    if not is_healthy:
-        return None
-    return item.until or Time(max(ready_since or item.since, item.since) + context.limits.node_stable_seconds)
+        return Time(item.since + context.spec.recovery.exclude_node_seconds)
+    is_freed = item.reason == POD_STUCK_TERMINATING and item.until is None
+    since = context.now if is_freed else max(ready_since or item.since, item.since)
+    return item.until or Time(since + context.limits.node_stable_seconds)
 
 
 def _exclude_nodes(context: Context, status: Status, lost: Collection[str], cause: str) -> tuple[ExcludedNode, ...]:

@@ -11,7 +11,7 @@ from elastic_operator.manifests.attempt import attempt_name, selector
 from elastic_operator.observed.observation import PodDiagnosis
 from elastic_operator.observed.pod_diagnosis import LAUNCH_REASONS
 from elastic_operator.observed.signals import detect_pod_signals
-from elastic_operator.reconcile.context import Context, select_stale_pods
+from elastic_operator.reconcile.context import Context, describe_stuck_pods, select_stale_pods, select_stuck_pods
 
 
 def summarize_status(context: Context, status: Status) -> Status:
@@ -63,7 +63,11 @@ def _find_phase(context: Context, status: Status) -> tuple[str, str, str]:
         return Phase.DRAINING, status.drain.cause, status.drain.message
     if current is None:
         if running:
-            return Phase.STOPPING, cause or "Stopping", f"{len(running)} pods are being stopped"
+            return (
+                Phase.STOPPING,
+                cause or "Stopping",
+                f"{len(running)} pods are being stopped{_name_stuck(context, status)}",
+            )
         return Phase.PENDING, "Pending", "waiting for a plan"
     if current.launch_time is None:
         return _describe_preparation(context, status, current, len(running), cause)
@@ -74,6 +78,11 @@ def _find_phase(context: Context, status: Status) -> tuple[str, str, str]:
         progress = f"{name}: {ready} of {current.num_nodes} pods run, no step yet"
         return Phase.STARTING, reason or "Launched", f"{progress}; {why}" if why else progress
     return Phase.RUNNING, "Training", f"{name}: {short(current.topology)} on {current.num_nodes} nodes"
+
+
+def _name_stuck(context: Context, status: Status) -> str:
+    stuck = select_stuck_pods(context, status)
+    return f", and do not end: {describe_stuck_pods(stuck)}" if stuck else ""
 
 
 def _find_diagnosis(context: Context, status: Status) -> PodDiagnosis | None:
