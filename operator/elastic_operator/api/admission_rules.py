@@ -238,6 +238,14 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "it out",
         ),
         Rule(
+            "!has(self.reshard.resources) || !has(self.reshard.template)",
+            "spec.reshard.resources is not for a template: set the resources in spec.reshard.template",
+        ),
+        Rule(
+            "!self.reshard.?resources.?limits[?self.accelerator.resource].hasValue()",
+            "spec.reshard.resources asks for spec.accelerator.resource: resharding runs on CPUs",
+        ),
+        Rule(
             (
                 "!has(self.reshard.template) || !self.reshard.template.spec.containers.exists(c, "
                 "c.?resources.?limits[?self.accelerator.resource].hasValue())"

@@ -132,5 +132,11 @@ def spec_hash(spec: Spec) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
+def reshard_hash(spec: Spec) -> str:
+    """Return a hash of the parts of the spec that only a reshard Job is made from."""
+    parts = _plain(spec.reshard)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
 def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AfterValidator, ConfigDict, Field, Strict
 
 from elastic_operator.api.claim_path import find_path_problem, normalize_path
-from elastic_operator.api.pod_template import ReshardPodTemplate, TrainingPodTemplate
+from elastic_operator.api.pod_template import ReshardPodTemplate, Resources, TrainingPodTemplate
 from elastic_operator.api.schema_types import (
     ABSENT,
     DERIVED,
@@ -309,6 +309,11 @@ class ReshardSpec:
     """Number of retries of a conversion that failed for a reason that may pass. Default 3."""
     on_failure: Literal["RetainTopology", "Fail"] = "RetainTopology"
     """RetainTopology waits until the old topology can run again. Fail ends the job. Default RetainTopology."""
+    resources: Resources | None = None
+    """Resources of the container that converts, not with a template. Default: requests of 1 CPU and 512Mi of memory,
+    limits of 8 CPUs and 1Gi, which is enough for a checkpoint of any size. After a try that ran out of memory, the
+    operator doubles the memory of the next.
+    """
     template: Annotated[Mapping[str, Any], CheckedAs(ReshardPodTemplate), OPEN] | None = None
     """PodTemplateSpec of the reshard pod, which needs no accelerators. If absent, the operator derives it from the
     training container.

@@ -204,8 +204,13 @@ def _template(spec: Spec) -> Iterator[str]:
 
 
 def _reshard_template(spec: Spec) -> Iterator[str]:
+    resources = spec.reshard.resources
+    if resources is not None and spec.accelerator.resource in (resources.limits or {}):
+        yield f"spec.reshard.resources: asks for {spec.accelerator.resource}, but resharding runs on CPUs"
     if spec.reshard.template is None:
         return
+    if resources is not None:
+        yield "spec.reshard.resources: is not for a template: set the resources in spec.reshard.template"
     pod = spec.reshard.template.get("spec") or {}
     where = "spec.reshard.template.spec"
     if not pod.get("containers"):

@@ -233,7 +233,11 @@ class ReshardStatus:
     retry_time: Moment | None = None
     """Time of the next try."""
     failed_uid: Word = ""
-    """UID of the Job that failed last."""
+    """UID of the Job that failed last, or that was replaced."""
+    oom_kills: Count32 = 0
+    """Number of tries that ran out of memory. Each one doubles the memory of the next."""
+    spec_hash: Word = ""
+    """Hash of spec.reshard from which the Job was made."""
     message: ShortText = ""
     """One sentence about the last result."""
 

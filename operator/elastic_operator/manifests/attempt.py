@@ -178,6 +178,7 @@ def reshard_job(
     image: ReshardImage | None = None,
     *,
     mode: tuple[str, ...] = (),
+    oom_kills: int = 0,
 ) -> dict[str, Any]:
     """Build the Job that converts `current.resume.source` into `current.resume.uri`.
 
@@ -188,8 +189,10 @@ def reshard_job(
         current: plan of that attempt.
         image: the operator's image for reshard pods, if any.
         mode: arguments that permit a virtual commit, which refers to bytes instead of copying them.
+        oom_kills: number of earlier tries that ran out of memory; each doubles the memory.
     """
-    template = _template(reshard_template(spec, image, current.resume.source), _labels(job, attempt, "reshard"))
+    pods = reshard_template(spec, image, current.resume.source, oom_kills=oom_kills)
+    template = _template(pods, _labels(job, attempt, "reshard"))
     pod = template["spec"]
     pod["restartPolicy"] = "Never"
     pod["automountServiceAccountToken"] = False

@@ -24,6 +24,8 @@ SPEC_AT_FAULT = (400, 422)
 """HTTP codes for a Job that cannot be decoded or is invalid. Other codes concern rights, quotas and namespaces, which
 may change before the launch."""
 
+_RESOURCES = "spec.reshard.resources"
+
 _DRY_RUN_UNSUPPORTED = re.compile(r"admission webhook .* does not support dry run")
 """Also a 400 (apiserver, NewDryRunUnsupportedErr): a webhook with side effects does not check the pods."""
 
@@ -39,7 +41,8 @@ def is_dry_run_needed(job: JobRef, spec: Spec, status: Status) -> bool:
     if condition is not None and condition.status == "True" and condition.observed_generation == job.generation:
         return False
     planned_hash = status.current.spec_hash if status.current is not None else ""
-    return planned_hash != spec_hash(spec) or spec.reshard.template is not None
+    has_own_pods = spec.reshard.template is not None or spec.reshard.resources is not None
+    return planned_hash != spec_hash(spec) or has_own_pods
 
 
 def build_dry_run_jobs(job: JobRef, spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -54,6 +57,8 @@ def build_dry_run_jobs(job: JobRef, spec: Spec) -> Iterator[tuple[str, dict[str,
     yield "spec.template", training_job(job, spec, _ATTEMPT, current, heartbeat_seconds=1)
     if spec.reshard.template is not None:
         yield "spec.reshard.template", reshard_job(job, spec, _ATTEMPT, current)
+    elif spec.reshard.resources is not None:
+        yield _RESOURCES, reshard_job(job, spec, _ATTEMPT, current)
 
 
 def is_spec_at_fault(code: int | None, message: str) -> bool:
@@ -74,5 +79,7 @@ def describe_refusal(path: str, message: str, causes: Iterable[tuple[str, str]] 
 
 
 def _rename_path(text: str, path: str) -> str:
-    """Replace the path of the template in a Job by its path in the spec."""
+    """Replace the path of the template, or of the resources, in a Job by its path in the spec."""
+    if path == _RESOURCES:
+        return text.replace("spec.template.spec.containers[0].resources", path)
     return text.replace("spec.template.", f"{path}.") if path != "spec.template" else text

@@ -9,7 +9,9 @@ declares no user, only the training image itself runs as the same user.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from elastic_operator.api.spec import Spec
@@ -20,6 +22,16 @@ _OF_POD = ("imagePullSecrets", "tolerations", "priorityClassName", "runtimeClass
 _OF_CONTAINER = ("image", "imagePullPolicy", "env", "envFrom", "volumeMounts", "workingDir")
 _IDENTITY = ("runAsUser", "runAsGroup", "runAsNonRoot", "seLinuxOptions")
 _GROUPS = ("fsGroup", "fsGroupChangePolicy", "supplementalGroups", "supplementalGroupsPolicy", "seLinuxChangePolicy")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([numkKMGTPE]?i?|[eE][+-]?[0-9]+)")
+DEFAULT_RESOURCES: Mapping[str, Mapping[str, str]] = {
+    "requests": {"cpu": "1", "memory": "512Mi"},
+    "limits": {"cpu": "8", "memory": "1Gi"},
+}
+"""What a conversion needs: `reshard` has buffers of 96 MiB and at most 8 threads, whatever the checkpoint's size. The
+limit of 8 CPUs slows nothing down; it is there for namespaces whose quota demands one.
+"""
+MAX_DOUBLINGS = 5
+"""A conversion that runs out of memory again and again does not get more than 32 times its memory."""
 _AS_ROOT = ("DAC_OVERRIDE", "FOWNER")
 _BECOMES_OWNER = ("DAC_OVERRIDE", "SETGID", "SETUID")
 
@@ -37,30 +49,33 @@ class ReshardImage:
     pull_policy: str = ""
 
 
-def reshard_template(spec: Spec, image: ReshardImage | None, source: str) -> dict[str, Any]:
+def reshard_template(spec: Spec, image: ReshardImage | None, source: str, *, oom_kills: int = 0) -> dict[str, Any]:
     """Build the PodTemplateSpec of a reshard pod, without arguments, claim and labels.
 
     Args:
         spec: `spec.reshard.template`, if set, is used unchanged.
         image: the operator's image; None to use the training pod's image.
         source: the commit to convert; the pod runs as its owner if no user is declared.
+        oom_kills: number of earlier tries that ran out of memory.
     """
     if spec.reshard.template:
         return dict(spec.reshard.template)
     training = spec.template.get("spec") or {}
     user = _identity(training).get("runAsUser")
     if image is None or (user is None and _identity(training).get("runAsNonRoot")):
-        return _from_training(training)
-    return _from_image(training, spec.checkpoint.claim_name, image, source)
+        template = _from_training(training)
+    else:
+        template = _from_image(training, spec.checkpoint.claim_name, image, source)
+    template["spec"]["containers"][0]["resources"] = _build_resources(spec, oom_kills)
+    return template
 
 
 def _from_training(pod: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy image, volumes and environment of the training pod, without accelerators, placement and extra rights."""
+    """Copy image, volumes and environment of the training pod, without resources, placement and extra rights."""
     container = pod["containers"][0]
     own = {key: value for key, value in (container.get("securityContext") or {}).items() if key != "privileged"}
     main = {
         "name": "reshard",
-        "resources": _without_devices(container),
         **{key: container[key] for key in _OF_CONTAINER if key in container},
         "securityContext": own | _build_security_context(() if _runs_as_non_root(pod) else _AS_ROOT),
     }
@@ -82,7 +97,6 @@ def _from_image(pod: Mapping[str, Any], claim: str, image: ReshardImage, source:
     main: dict[str, Any] = {
         "name": "reshard",
         "image": image.name,
-        "resources": _without_devices(container),
         "volumeMounts": [*mounts, {"name": _TMP, "mountPath": "/tmp"}],
     }
     if image.pull_policy:
@@ -133,12 +147,31 @@ def _with_seccomp(security: Mapping[str, Any]) -> dict[str, Any]:
     return {**security, "seccompProfile": profile}
 
 
-def _without_devices(container: Mapping[str, Any]) -> dict[str, Any]:
+def _build_resources(spec: Spec, oom_kills: int) -> dict[str, dict[str, Any]]:
+    """Return the resources of the container, with the memory doubled `oom_kills` times."""
+    chosen, factor = spec.reshard.resources, 2 ** min(oom_kills, MAX_DOUBLINGS)
+    given = {"requests": chosen.requests, "limits": chosen.limits} if chosen is not None else DEFAULT_RESOURCES
     return {
-        part: {name: value for name, value in (quantities or {}).items() if "/" not in name}
-        for part, quantities in (container.get("resources") or {}).items()
-        if part in ("limits", "requests")
+        part: {
+            name: multiply_quantity(value, factor) if name == "memory" else value for name, value in quantities.items()
+        }
+        for part, quantities in given.items()
+        if quantities
     }
+
+
+def multiply_quantity(quantity: Any, factor: int) -> Any:
+    """Multiply a Kubernetes quantity by a whole number; return it as it is if it has another form.
+
+    >>> multiply_quantity("1.5Gi", 2)
+    '3Gi'
+    """
+    match = _QUANTITY.fullmatch(str(quantity))
+    if match is None or factor == 1:
+        return quantity
+    number = Decimal(match[1]) * factor
+    whole = number == number.to_integral_value()
+    return f"{int(number) if whole else number}{match[2]}"
 
 
 def _is_claim(volume: Mapping[str, Any], claim: str) -> bool:

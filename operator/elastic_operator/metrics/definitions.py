@@ -15,7 +15,8 @@ import itertools
 from collections.abc import Mapping
 
 from elastic_operator.api.status import Phase
-from elastic_operator.observed.signals import KINDS, Weight
+from elastic_operator.observed.reshard_pods import OUT_OF_MEMORY
+from elastic_operator.observed.signals import KINDS, Kind, Weight
 from elastic_operator.reconcile import user_requests
 from elastic_operator.reconcile.goodput import PARTS, SUSPENDED
 from reshard.contract import ExitCode
@@ -40,6 +41,10 @@ RESHARD_RESULTS = (
     SUCCEEDED,
     *("".join(part.capitalize() for part in code.name.split("_")) for code in ExitCode if code != ExitCode.OK),
     "NoReport",
+    OUT_OF_MEMORY,
+    str(Kind.IMAGE),
+    str(Kind.STARTUP_TIMEOUT),
+    str(Kind.POD_DISRUPTED),
     OTHER,
 )
 

@@ -163,6 +163,7 @@ class JobView:
     failed_message: str = ""
     deleting: bool = False
     suspended: bool = False
+    created_at: float | None = None
     finished_at: float | None = None
     owner: str = ""
 
@@ -386,6 +387,7 @@ def job_view(job: Mapping[str, Any]) -> JobView:
         failed_message=_shorten((failed or {}).get("message") or ""),
         deleting=bool(meta.get("deletionTimestamp")),
         suspended=bool((job.get("spec") or {}).get("suspend")),
+        created_at=parse_time(meta.get("creationTimestamp")),
         finished_at=parse_time((finished or {}).get("lastTransitionTime")),
         owner=controller_of(meta, KIND).get("uid", ""),
     )

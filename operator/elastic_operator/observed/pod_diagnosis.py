@@ -13,7 +13,8 @@ from typing import Any
 
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.api.status import Status
-from elastic_operator.observed.observation import Observation, PodDiagnosis
+from elastic_operator.observed import reshard_pods
+from elastic_operator.observed.observation import RESHARD, Observation, PodDiagnosis
 from reshard.contract import sentence
 
 LAUNCH_REFUSED = "LaunchRefused"
@@ -64,8 +65,10 @@ class EventQuery:
 def choose_event_query(status: Status, world: Observation, now: float) -> EventQuery | None:
     """Choose the object whose events explain why the attempt has not started; None if it has, or is about to."""
     current = status.current
-    if current is None or current.launch_time is None or current.schedule_time is not None:
+    if current is None or current.schedule_time is not None:
         return None
+    if current.launch_time is None:
+        return None if current.resume.ready else _choose_reshard_query(status, world, now)
     waited = now - current.launch_time
     job, pods = world.job(status.attempt), world.workers(status.attempt)
     if job is None or waited < PATIENCE_SECONDS:
@@ -74,6 +77,21 @@ def choose_event_query(status: Status, world: Observation, now: float) -> EventQ
         return EventQuery(attempt=status.attempt, reason=PODS_REFUSED, uid=job.uid, name=job.name)
     stuck = [pod for pod in pods if pod.phase == "Pending" and pod.node and not pod.waiting_reason]
     if not stuck or waited < _STUCK_SECONDS:
+        return None
+    return EventQuery(attempt=status.attempt, reason=POD_STUCK, uid=stuck[0].uid, name=stuck[0].name)
+
+
+def _choose_reshard_query(status: Status, world: Observation, now: float) -> EventQuery | None:
+    job = world.job(status.attempt, RESHARD)
+    is_over = job is not None and status.reshard is not None and job.uid == status.reshard.failed_uid
+    if job is None or job.complete or job.failed or job.deleting or is_over or job.created_at is None:
+        return None
+    pods, waited = reshard_pods.select_reshard_pods(world, job), now - job.created_at
+    if not pods and waited >= PATIENCE_SECONDS:
+        return EventQuery(attempt=status.attempt, reason=PODS_REFUSED, uid=job.uid, name=job.name)
+    trouble = reshard_pods.detect_start_trouble(pods, job, now)
+    stuck = [pod for pod in pods if pod.phase == "Pending" and pod.node]
+    if trouble is None or reshard_pods.is_shown(trouble) or not stuck or waited < _STUCK_SECONDS:
         return None
     return EventQuery(attempt=status.attempt, reason=POD_STUCK, uid=stuck[0].uid, name=stuck[0].name)
 

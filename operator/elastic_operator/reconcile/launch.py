@@ -7,10 +7,11 @@ lost node may still write, but only into a folder that no attempt will read.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from elastic_operator.api.conditions import Type, set_condition
 from elastic_operator.api.serialization import Time
-from elastic_operator.api.spec import spec_hash
+from elastic_operator.api.spec import reshard_hash, spec_hash
 from elastic_operator.api.status import (
     Commit,
     Condition,
@@ -23,11 +24,12 @@ from elastic_operator.api.status import (
     short,
 )
 from elastic_operator.manifests.attempt import reshard_name
-from elastic_operator.observed import commit_history
+from elastic_operator.observed import commit_history, reshard_pods
 from elastic_operator.observed.capacity import Capacity
-from elastic_operator.observed.observation import RESHARD, JobView
+from elastic_operator.observed.observation import RESHARD, JobView, PodView
 from elastic_operator.observed.reshard_reports import report_of
-from elastic_operator.observed.signals import Kind
+from elastic_operator.observed.signals import KINDS, Kind
+from elastic_operator.planning import planner
 from elastic_operator.reconcile import progress, recovery, reshard_mode, start_from
 from elastic_operator.reconcile.actions import ReshardOutcome
 from elastic_operator.reconcile.context import (
@@ -39,6 +41,7 @@ from elastic_operator.reconcile.context import (
     select_stale_pods,
     select_stuck_pods,
 )
+from elastic_operator.reconcile.next_attempt import restrict_to_topology
 from reshard.contract import ExitCode, ReshardReport
 
 FINAL_EXIT_CODES = (ExitCode.USAGE, ExitCode.UNSUPPORTED, ExitCode.PLAN_INVALID)
@@ -46,6 +49,10 @@ FINAL_EXIT_CODES = (ExitCode.USAGE, ExitCode.UNSUPPORTED, ExitCode.PLAN_INVALID)
 
 INVALID_SOURCE_EXIT_CODES = (ExitCode.SOURCE_INVALID, ExitCode.SOURCE_CHANGED)
 """Exit codes after which the commit is invalid: it is damaged, or it was changed after it was committed."""
+
+
+KILLED_EXIT_CODES = (ExitCode.INTERNAL, ExitCode.INTERRUPTED)
+"""Exit codes of a conversion that may have been killed because of its memory."""
 
 
 def prepare(context: Context, status: Status, current: Current) -> Status:
@@ -151,6 +158,8 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
             job_name=reshard_name(context.job.name, status.attempt),
             attempt=status.attempt,
             mode_reason=reshard_mode.conversion_request(context.spec, status, current).reason,
+            spec_hash=reshard_hash(context.spec),
+            oom_kills=reshard.oom_kills if reshard is not None else 0,
         )
         status = dataclasses.replace(status, reshard=reshard)
         if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
@@ -159,19 +168,65 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
     job = context.world.job(status.attempt, RESHARD)
     if job is None or job.uid == reshard.failed_uid:
         return status
-    pods = [pod for pod in context.world.pods if pod.role == RESHARD and pod.attempt == status.attempt]
+    pods = reshard_pods.select_reshard_pods(context.world, job)
     report = report_of(pods)
     if report is not None and progress.find_misplaced_folders(current, report):
         report = None  # reported as a condition; a report about another target or source is ignored
     if job.complete and current.resume.external and report is None:
         if start_from.is_report_pending(pods):
             return status
-        return _handle_reshard_failure(context, status, reshard, job, report)
+        failure = _Failure(name="NoReport", message=start_from.NO_REPORT)
+        return _handle_reshard_failure(context, status, reshard, job, failure)
     if job.complete:
         return _finish_reshard(context, status, current, reshard, report)
     if job.failed:
-        return _handle_reshard_failure(context, status, reshard, job, report)
-    return status
+        return _handle_reshard_failure(context, status, reshard, job, _describe_failure(context, job, pods, report))
+    return _follow_start(context, status, current, reshard, job)
+
+
+def _follow_start(context: Context, status: Status, current: Current, reshard: ReshardStatus, job: JobView) -> Status:
+    """Bound the time in which no pod of a reshard Job starts.
+
+    A pod that cannot start counts as a failed try after its grace period. A pod that finds no node waits, because a new
+    one would not find any either. If the commit's topology fits meanwhile, the job returns to it.
+    """
+    pods = reshard_pods.select_reshard_pods(context.world, job)
+    trouble = reshard_pods.detect_start_trouble(pods, job, context.now)
+    if trouble is None:
+        return status
+    wanted = reshard_hash(context.spec)
+    if reshard.spec_hash != wanted:
+        is_edited = bool(reshard.spec_hash)  # an older operator kept no hash
+        reshard = dataclasses.replace(reshard, spec_hash=wanted, failed_uid=job.uid if is_edited else "")
+        if is_edited:
+            context.emit("SpecChanged", f"spec.reshard was edited: {job.name}, which has not started, is created again")
+        return dataclasses.replace(status, reshard=reshard)
+    waited = context.now - trouble.since
+    if reshard_pods.is_waiting_for_room(trouble, pods) and waited >= context.limits.unschedulable_seconds:
+        without_conversion = _return_to_commit(context, status, current, trouble.message)
+        if without_conversion is not None:
+            return without_conversion
+    if trouble.kind is Kind.UNSCHEDULABLE:
+        if waited < min(reshard_pods.UNPLACED_SECONDS, context.spec.reshard.timeout_seconds / 2):
+            return status
+        return dataclasses.replace(status, reshard=dataclasses.replace(reshard, failed_uid=job.uid))
+    if waited < context.graces[KINDS[trouble.kind].grace]:
+        return status
+    failure = _Failure(name=str(trouble.kind), message=trouble.message)
+    return _handle_reshard_failure(context, status, reshard, job, failure)
+
+
+def _return_to_commit(context: Context, status: Status, current: Current, trouble: str) -> Status | None:
+    """Plan the topology of the newest commit, which needs no conversion; None if it does not fit."""
+    commit = commit_history.find_newest(status.checkpoint, below=status.attempt)
+    if commit is None or current.resume.external or commit.topology == current.topology:
+        return None
+    spec = restrict_to_topology(context.spec, commit.topology)
+    if planner.best(spec, find_capacity(context, status), commit.topology) is None:
+        return None
+    text = f"{trouble}; {short(commit.topology)}, the topology of the commit, fits and needs no conversion"
+    context.emit("PlanOutdated", text, warning=True)
+    return dataclasses.replace(_forget_plan(status), pinned=commit.topology)
 
 
 def _finish_reshard(
@@ -232,15 +287,47 @@ def _describe_conversion(reshard: ReshardStatus) -> str:
     return f"{reshard.bytes_written / 1e6:.1f} MB written in {reshard.seconds:.1f} s, {proof}"
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """A failed try of a conversion.
+
+    Attributes:
+        name: reason of the condition ReshardFailed.
+        report: what the pod reported, if it did.
+        is_out_of_memory: the next try needs more memory.
+    """
+
+    name: str
+    message: str
+    report: ReshardReport | None = None
+    is_out_of_memory: bool = False
+
+
+def _describe_failure(
+    context: Context, job: JobView, pods: Collection[PodView], report: ReshardReport | None
+) -> _Failure:
+    """Return why a reshard Job failed, in the words of its pods if they say more than the Job."""
+    by_pods = reshard_pods.describe_failed_pods(pods, context.now)
+    killed = reshard_pods.find_killed_pod(pods)
+    # The kernel may kill only a child of `reshard`; its parent then reports an internal error.
+    if killed is not None and by_pods is not None and (report is None or report.exit_code in KILLED_EXIT_CODES):
+        advice = "the next try gets twice the memory"
+        if context.spec.reshard.template is not None:
+            advice = "give it more in spec.reshard.template"
+        return _Failure(name=by_pods[0], message=f"{by_pods[1]}: {advice}", report=report, is_out_of_memory=True)
+    if report is not None:
+        return _Failure(name=_name_exit_code(report.exit_code), message=report.message, report=report)
+    name, message = by_pods or ("NoReport", f"{job.failed_reason}: {job.failed_message}")
+    return _Failure(name=name, message=message)
+
+
 def _handle_reshard_failure(
-    context: Context, status: Status, reshard: ReshardStatus, job: JobView, report: ReshardReport | None
+    context: Context, status: Status, reshard: ReshardStatus, job: JobView, failure: _Failure
 ) -> Status:
+    name, message, report = failure.name, failure.message, failure.report
     code = report.exit_code if report else None
-    job_message = start_from.NO_REPORT if job.complete else f"{job.failed_reason}: {job.failed_message}"
-    message = report.message if report else job_message
     source = status.current.resume.source if status.current else ""
     external = status.current is not None and status.current.resume.external
-    name = _name_exit_code(code)
     _record_outcome(context, report, name)
     if code == ExitCode.NOT_OWNER:
         return recovery.fail_as_not_owner(context, dataclasses.replace(status, reshard=reshard), message)
@@ -254,7 +341,13 @@ def _handle_reshard_failure(
     limit = context.spec.reshard.backoff_limit
     delay = context.limits.reshard_backoff_seconds * 2 ** (failures - 1)
     reshard = dataclasses.replace(
-        reshard, failures=failures, failed_uid=job.uid, retry_time=Time(context.now + delay), message=message
+        reshard,
+        failures=failures,
+        failed_uid=job.uid,
+        retry_time=Time(context.now + delay),
+        oom_kills=reshard.oom_kills + failure.is_out_of_memory,
+        spec_hash=reshard_hash(context.spec),
+        message=message,
     )
     is_final = failures > limit or code in FINAL_EXIT_CODES or (external and start_from.is_final(code))
     next_step = "giving up on it" if is_final else f"retry {failures} of {limit} in {delay:.0f} s"

@@ -151,5 +151,13 @@ def _reshard(context: Context, status: Status, current: Current) -> Iterator[Act
         return
     if context.world.job(status.attempt, RESHARD) is None:
         mode = reshard_mode.conversion_request(context.spec, status, current).arguments
-        manifest = reshard_job(context.job, context.spec, status.attempt, current, context.reshard_image, mode=mode)
+        manifest = reshard_job(
+            context.job,
+            context.spec,
+            status.attempt,
+            current,
+            context.reshard_image,
+            mode=mode,
+            oom_kills=reshard.oom_kills if reshard is not None else 0,
+        )
         yield Create(manifest=manifest)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from elastic_operator.api.conditions import Type, set_condition, with_observed_generation
 from elastic_operator.api.status import Current, Phase, Status, short
 from elastic_operator.manifests.attempt import attempt_name, selector
-from elastic_operator.observed.observation import PodDiagnosis
+from elastic_operator.observed import reshard_pods
+from elastic_operator.observed.observation import RESHARD, PodDiagnosis
 from elastic_operator.observed.pod_diagnosis import LAUNCH_REASONS
-from elastic_operator.observed.signals import detect_pod_signals
+from elastic_operator.observed.signals import Signal, detect_pod_signals
 from elastic_operator.reconcile.context import Context, describe_stuck_pods, select_stale_pods, select_stuck_pods
 
 
@@ -20,6 +21,9 @@ def summarize_status(context: Context, status: Status) -> Status:
     diagnosis = _find_diagnosis(context, status)
     if diagnosis is not None and reason == diagnosis.reason != status.reason:
         context.emit(reason, diagnosis.message, warning=True)
+    trouble = _find_reshard_trouble(context, status)
+    if trouble is not None and reason == trouble.kind != status.reason:
+        context.emit(reason, message, warning=True)
     current = status.current
     shown = current if current is not None and not status.terminal else None
     if status.phase == Phase.COMPLETE:
@@ -108,6 +112,18 @@ def _find_wait_reason(context: Context, status: Status) -> tuple[str, str]:
     return "", ""
 
 
+def _find_reshard_trouble(context: Context, status: Status) -> Signal | None:
+    """Return what keeps the current reshard Job's pods from starting, from its first moment; None if nothing does."""
+    current, reshard = status.current, status.reshard
+    job = context.world.job(status.attempt, RESHARD)
+    if current is None or current.resume.ready or status.terminal or job is None:
+        return None
+    if job.complete or job.failed or job.deleting or (reshard is not None and job.uid == reshard.failed_uid):
+        return None
+    trouble = reshard_pods.detect_start_trouble(reshard_pods.select_reshard_pods(context.world, job), job, context.now)
+    return trouble if trouble is not None and reshard_pods.is_shown(trouble) else None
+
+
 def _describe_preparation(
     context: Context, status: Status, current: Current, running: int, cause: str
 ) -> tuple[str, str, str]:
@@ -118,6 +134,9 @@ def _describe_preparation(
         diagnosis = _find_diagnosis(context, status)
         if diagnosis is not None:
             return Phase.RESHARDING, diagnosis.reason, diagnosis.message
+        trouble = _find_reshard_trouble(context, status)
+        if trouble is not None:
+            return Phase.RESHARDING, trouble.kind, trouble.message
         why = "StartFrom" if current.resume.external else "TopologyChanged"
         return Phase.RESHARDING, cause or why, current.resume.reason
     if running:

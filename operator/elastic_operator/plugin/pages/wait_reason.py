@@ -29,6 +29,16 @@ _ADVICE: Mapping[str, str] = {
 """Advice to the user about an attempt that does not start, by the reason of its phase."""
 
 
+_RESHARD_ADVICE: Mapping[str, str] = {
+    LAUNCH_REFUSED: _ADVICE[LAUNCH_REFUSED],
+    PODS_REFUSED: "change the rule that refuses them, or edit spec.reshard; the cluster goes on trying by itself",
+    POD_STUCK: _ADVICE[POD_STUCK],
+    Kind.IMAGE: "edit spec.reshard.template: the conversion begins anew at once; else it is tried again by itself",
+    Kind.UNSCHEDULABLE: "make room, or lower spec.reshard.resources: the conversion begins anew at once",
+}
+"""Advice to the user about a conversion that does not start, by the reason of its phase."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     """State of a job, with the reason of a wait and advice to the user."""
@@ -155,6 +165,9 @@ def _resharding(status: Status, now: float) -> Waiting:
     job = status.reshard
     if job is not None and job.retry_time is not None and job.retry_time > now:
         return Waiting(doing=status.message, waits_for=f"the next try, in {format_age(job.retry_time - now)}")
+    if status.reason in _RESHARD_ADVICE and job is not None:
+        advice = _RESHARD_ADVICE[status.reason]
+        return Waiting(doing=status.message, waits_for=f"a pod of Job {job.job_name}", advice=advice)
     resume = status.current.resume if status.current else None
     doing = f"converting the checkpoint: {resume.reason}" if resume else status.message
     return Waiting(doing=doing, waits_for=f"Job {job.job_name}" if job else "the reshard Job")

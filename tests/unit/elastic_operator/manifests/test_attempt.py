@@ -20,6 +20,7 @@ from elastic_operator.manifests.attempt import (
     reshard_job,
     training_job,
 )
+from elastic_operator.manifests.reshard_pod import DEFAULT_RESOURCES
 from reshard.cli import arguments, options
 from reshard.contract import Env
 from reshard.topology import Topology
@@ -190,7 +191,7 @@ def test_the_reshard_pod_is_a_cpu_pod_made_from_the_training_pod() -> None:
     pod = found["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["image"] == "trainer:1"
-    assert container["resources"] == {"limits": {"memory": "8Gi"}, "requests": {"cpu": "4"}}
+    assert container["resources"] == DEFAULT_RESOURCES
     assert "nodeSelector" not in pod
     assert pod["automountServiceAccountToken"] is False
     command = [*container["command"], *container["args"]]

@@ -10,10 +10,13 @@ import pytest
 
 from elastic_operator.api.spec import parse_spec
 from elastic_operator.api.status import Current, Resume
+from elastic_operator.manifests import reshard_pod
 from elastic_operator.manifests.attempt import JobRef, reshard_job
-from elastic_operator.manifests.reshard_pod import ReshardImage
+from elastic_operator.manifests.reshard_pod import DEFAULT_RESOURCES, ReshardImage, multiply_quantity
 from reshard.contract import ExitCode
+from reshard.system.limits import DEFAULT_MEMORY_BYTES, MAX_THREADS, buffers_for, parse_bytes
 from reshard.topology import Topology
+from tests.examples import run_examples
 
 IMAGE = ReshardImage(name="reg/reshard:1", pull_policy="IfNotPresent")
 SOURCE = "/data/gpt/a3/step-00000020"
@@ -55,6 +58,8 @@ def made(
     pod: dict[str, Any] | None = None,
     container: dict[str, Any] | None = None,
     template: dict[str, Any] | None = None,
+    resources: dict[str, Any] | None = None,
+    oom_kills: int = 0,
 ) -> dict[str, Any]:
     """Pod spec of the reshard Job of a training with these security contexts."""
     training = copy.deepcopy(POD)
@@ -63,10 +68,14 @@ def made(
     value = {**SPEC, "template": {"spec": training}}
     if template is not None:
         value["reshard"] = {"template": template}
+    if resources is not None:
+        value["reshard"] = {"resources": resources}
     topology = Topology(tp=2, dp=2)
     resume = Resume(source=SOURCE, uri="/data/gpt/a4/step-00000020", step=20)
     current = Current(topology=topology, num_nodes=2, gpus_per_node=2, resume=resume)
-    job = reshard_job(JobRef(name="gpt", namespace="team", uid="u"), parse_spec(value), 4, current, image)
+    job = reshard_job(
+        JobRef(name="gpt", namespace="team", uid="u"), parse_spec(value), 4, current, image, oom_kills=oom_kills
+    )
     found: dict[str, Any] = job["spec"]["template"]["spec"]
     return found
 
@@ -81,7 +90,7 @@ def test_the_operators_image_gets_the_claim_and_nothing_else_of_the_training() -
     assert "workingDir" not in main
     assert main["volumeMounts"][0] == {"name": "ckpt", "mountPath": "/data", "subPath": "team"}
     assert [volume["name"] for volume in pod["volumes"]] == ["ckpt", "etj-tmp"], "nor its host folders"
-    assert main["resources"] == {"limits": {"memory": "8Gi"}}
+    assert main["resources"] == DEFAULT_RESOURCES, "nor its memory and processors"
     assert (pod["imagePullSecrets"], pod["tolerations"]) == ([{"name": "key"}], [{"operator": "Exists"}])
     assert "nodeSelector" not in pod
 
@@ -193,3 +202,59 @@ def test_a_command_that_is_not_there_is_named(tmp_path: Any) -> None:
     assert done.returncode == ExitCode.INTERNAL
     assert "'no-such-command' cannot be run as the owner of" in done.stderr
     assert _run_as_owner(tmp_path).returncode == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("image", [IMAGE, None])
+@pytest.mark.parametrize(
+    ("resources", "oom_kills", "expected"),
+    [
+        pytest.param(None, 0, DEFAULT_RESOURCES, id="default"),
+        pytest.param(
+            None,
+            2,
+            {"requests": {"cpu": "1", "memory": "2048Mi"}, "limits": {"cpu": "8", "memory": "4Gi"}},
+            id="ran-out-of-memory-twice",
+        ),
+        pytest.param(
+            None,
+            99,
+            {"requests": {"cpu": "1", "memory": "16384Mi"}, "limits": {"cpu": "8", "memory": "32Gi"}},
+            id="not-without-end",
+        ),
+        pytest.param(
+            {"requests": {"cpu": "250m"}}, 0, {"requests": {"cpu": "250m"}}, id="what-is-given-replaces-the-default"
+        ),
+        pytest.param(
+            {"requests": {"memory": "1.5Gi"}, "limits": {"memory": 2_000_000_000}},
+            1,
+            {"requests": {"memory": "3Gi"}, "limits": {"memory": "4000000000"}},
+            id="given-memory-is-doubled-too",
+        ),
+    ],
+)
+def test_a_conversion_asks_for_what_it_needs(
+    image: ReshardImage | None, resources: dict[str, Any] | None, oom_kills: int, expected: dict[str, Any]
+) -> None:
+    (main,) = made(image, resources=resources, oom_kills=oom_kills)["containers"]
+    assert main["resources"] == expected
+
+
+def test_a_template_keeps_its_resources() -> None:
+    container = {"name": "convert", "image": "mine:1", "resources": {"limits": {"memory": "2Gi"}}}
+    (main,) = made(template={"spec": {"containers": [container]}}, oom_kills=3)["containers"]
+    assert main["resources"] == {"limits": {"memory": "2Gi"}}
+
+
+def test_the_default_memory_is_enough_for_the_default_buffers() -> None:
+    free = parse_bytes(f"{DEFAULT_RESOURCES['limits']['memory']}B")
+    assert buffers_for(free) == DEFAULT_MEMORY_BYTES
+    assert int(DEFAULT_RESOURCES["limits"]["cpu"]) == MAX_THREADS
+
+
+@pytest.mark.parametrize(("quantity", "doubled"), [("1e3", "2e3"), ("0.5Gi", "1Gi"), (7, "14"), ("many", "many")])
+def test_a_quantity_is_multiplied_in_its_own_form(quantity: str | int, doubled: str) -> None:
+    assert multiply_quantity(quantity, 2) == doubled
+
+
+def test_the_examples_of_the_module_hold() -> None:
+    run_examples(reshard_pod)

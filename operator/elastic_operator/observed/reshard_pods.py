@@ -1,0 +1,70 @@
+"""Find out why the pods of a reshard Job do not convert: none can start, or one was killed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from elastic_operator.observed.observation import RESHARD, JobView, Observation, PodView
+from elastic_operator.observed.signals import Kind, Signal, detect_pod_signals
+
+OUT_OF_MEMORY = "OutOfMemory"
+"""Reason of a failed conversion whose pod was killed because of its memory."""
+
+UNPLACED_SECONDS = 600.0
+"""Time after which the Job of a reshard pod without a node is replaced, so that its deadline does not end it."""
+
+_SHOWN = (Kind.IMAGE, Kind.UNSCHEDULABLE)
+
+
+def select_reshard_pods(world: Observation, job: JobView) -> tuple[PodView, ...]:
+    """Return the pods of one reshard Job; those of an earlier Job of its name may still be there."""
+    pods = (pod for pod in world.pods if pod.role == RESHARD and pod.attempt == job.attempt)
+    return tuple(pod for pod in pods if pod.owner in ("", job.uid))
+
+
+def detect_start_trouble(pods: Collection[PodView], job: JobView, now: float) -> Signal | None:
+    """Return why no pod of an unfinished reshard Job converts; None if one does, or if all have ended.
+
+    Pods that share a conversion do not need each other, so one that works is enough.
+    """
+    live = [pod for pod in pods if not pod.terminal and pod.deleted_at is None]
+    if any(pod.phase in ("Running", "Succeeded") for pod in pods) or (pods and not live):
+        return None
+    signals = [signal for pod in live for signal in detect_pod_signals(pod, now) if signal.kind in _SHOWN]
+    if signals:
+        return min(signals, key=lambda signal: (_SHOWN.index(signal.kind), signal.since, signal.pod))
+    since = now if job.created_at is None else job.created_at
+    subject = f"the container of {live[0].name}" if live else f"no pod of Job {job.name}"
+    verb = "has not started" if live else "exists"
+    message = f"{subject} {verb} {now - since:.0f} s after the Job was created"
+    return Signal(kind=Kind.STARTUP_TIMEOUT, since=since, message=message)
+
+
+def is_shown(signal: Signal) -> bool:
+    """Return whether people are told of the signal before its grace period ends."""
+    return signal.kind in _SHOWN
+
+
+def is_waiting_for_room(signal: Signal, pods: Collection[PodView]) -> bool:
+    """Return whether the pods only lack a node or a quota, so that waiting may help."""
+    return signal.kind is Kind.UNSCHEDULABLE or not pods
+
+
+def find_killed_pod(pods: Collection[PodView]) -> PodView | None:
+    """Return a pod whose container was killed because of its memory, or None."""
+    return next((pod for pod in pods if pod.exit_reason == "OOMKilled"), None)
+
+
+def describe_failed_pods(pods: Collection[PodView], now: float) -> tuple[str, str] | None:
+    """Return reason and sentence about pods that failed without a report; None if none of them says more."""
+    killed = find_killed_pod(pods)
+    if killed is not None:
+        return OUT_OF_MEMORY, f"pod {killed.name} on node {killed.node} ran out of memory (OOMKilled)"
+    failed = (pod for pod in pods if pod.phase == "Failed" or pod.disruption)
+    signals = sorted(
+        (signal for pod in failed for signal in detect_pod_signals(pod, now)),
+        key=lambda signal: list(Kind).index(signal.kind),
+    )
+    if not signals:
+        return None
+    return (str(signals[0].kind) if signals[0].kind is Kind.POD_DISRUPTED else "NoReport"), signals[0].message
