@@ -1,4 +1,4 @@
-"""Inject faults into nodes: power loss, hangs, cut networks, failed GPUs."""
+"""Inject faults into nodes: power loss, hangs, cut networks, failed GPUs, pods that nobody can stop."""
 
 from __future__ import annotations
 
@@ -57,6 +57,21 @@ def resume_kubelet(name: str) -> None:
 
 def _signal_kubelet(name: str, number: signal.Signals) -> None:
     for pid in machine.daemon_pids(node_named(name).name, "kubelet"):
+        os.kill(pid, number)
+
+
+def hang_pod(name: str, uid: str) -> None:
+    """The runtime's process above a pod stops: the pod's processes go on, and nobody can stop them."""
+    _signal_shim(name, uid, signal.SIGSTOP)
+
+
+def resume_pod(name: str, uid: str) -> None:
+    """The runtime's process goes on, and does what it was told meanwhile."""
+    _signal_shim(name, uid, signal.SIGCONT)
+
+
+def _signal_shim(name: str, uid: str, number: signal.Signals) -> None:
+    for pid in machine.shim_pids(node_named(name).name, uid):
         os.kill(pid, number)
 
 

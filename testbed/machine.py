@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 from testbed import cgroups
+from testbed.errors import TestbedError
 from testbed.paths import BRIDGE, run_dir
 from testbed.shell import run, until
 
@@ -143,3 +144,38 @@ def daemon_pids(name: str, program: str) -> list[int]:
             if Path(f"/proc/{pid}/comm").read_text().strip() == program[:15]:
                 found.append(pid)
     return found
+
+
+def shim_pids(name: str, uid: str) -> list[int]:
+    """PIDs of the runtime's processes on the machine that run containers of the pod with this UID.
+
+    Raises:
+        TestbedError: there is none.
+    """
+    marks = (uid, uid.replace("-", "_"))  # as the drivers cgroupfs and systemd write it
+    pods = {pid for pid in cgroups.processes(name) if any(mark in _cgroup(pid) for mark in marks)}
+    found = sorted({parent for pid in pods if _name(parent := _parent(pid)).startswith("containerd-shim")})
+    if not found:
+        raise TestbedError(f"no containerd-shim runs a container of pod {uid} on {name}")
+    return found
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return 0
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _cgroup(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return ""

@@ -175,6 +175,14 @@ REFUSED_AT_CREATION = [
         with_field("spec.reshard", {"template": {"spec": {"restartPolicy": "Always", "containers": [SIDECAR]}}}),
     ),
     ("spec.reshard.parallelism is not for mode", with_field("spec.reshard", {"mode": "Virtual", "parallelism": 2})),
+    ("spec.reshard.resources asks for", with_field("spec.reshard", ONE_GPU)),
+    (
+        "spec.reshard.resources is not for a template",
+        with_field(
+            "spec.reshard",
+            {"template": {"spec": {"containers": [SIDECAR]}}, "resources": {"requests": {"memory": "1Gi"}}},
+        ),
+    ),
 ]
 # What the operator overwrites in any pod that it makes; an old resource with it does no harm.
 REFUSED_AT_ADMISSION_ONLY = [
