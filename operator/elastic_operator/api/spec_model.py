@@ -348,8 +348,8 @@ class RecoverySpec:
     recovery. Default 15.
     """
     force_delete_seconds: Annotated[int, Strict(), Field(ge=0, le=86_400), WHOLE, INT32] = 60
-    """Time in seconds after which a pod of a stopped attempt that has not ended no longer delays the job. On a lost node,
-    the operator deletes it by force; on a Ready node, the operator avoids the node until the pod is gone. Default 60.
+    """Time in seconds after which a pod of a stopped attempt that has not ended no longer delays the job. On a lost
+    node, the operator deletes it by force. On a Ready node, it avoids the node until the pod is gone. Default 60.
     """
     drain_seconds: Annotated[int, Strict(), Field(ge=1, le=86_400), WHOLE, INT32] = 300
     """Longest time in seconds that a planned change waits until the training has committed and exited. Default 300."""
