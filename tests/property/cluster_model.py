@@ -59,6 +59,7 @@ SPEC: dict[str, Any] = {
         "drainSeconds": 30,
         "restartBudget": {"limit": 1000, "windowSeconds": 3600},
     },
+    "reshard": {"backoffLimit": 100},
     "template": {"spec": {"containers": [{"name": "train", "image": "image"}]}},
 }
 
@@ -81,6 +82,7 @@ class World:
         self.killed: dict[str, float] = {}
         self.silent: set[str] = set()
         self.stuck: set[str] = set()
+        self.has_room = self.has_image = True
         self.nodes = {name: self._node(name) for name in NODES}
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.pods: dict[str, dict[str, Any]] = {}
@@ -196,7 +198,7 @@ class World:
             return
         item = copy.deepcopy(dict(manifest))
         self.serial += 1
-        item["metadata"]["uid"] = f"uid-{self.serial}"
+        item["metadata"] |= {"uid": f"uid-{self.serial}", "creationTimestamp": format_time(self.now)}
         item["status"] = {}
         if key[0] == "Job" and item["metadata"]["labels"][Label.ROLE] == "worker":
             self._check_launch(item)
@@ -335,9 +337,11 @@ class World:
         for pod in self.pods.values():
             if pod["status"]["phase"] != "Pending" or "deletionTimestamp" in pod["metadata"]:
                 continue
+            if self.role(pod) == "reshard" and self._is_held(pod):
+                continue
             if "nodeName" in pod["spec"]:
                 if pod["spec"]["nodeName"] not in self.killed:
-                    pod["status"]["phase"] = "Running"
+                    pod["status"] = {"phase": "Running"}
                 continue
             view = pod_view(pod)
             terms = (
@@ -359,6 +363,19 @@ class World:
                     pod["spec"]["nodeName"] = name
                     pod["status"] = {"phase": "Running" if name not in self.killed else "Pending"}
                     break
+
+    def _is_held(self, pod: dict[str, Any]) -> bool:
+        """Show in a reshard pod why it cannot start; False if it can."""
+        if "nodeName" not in pod["spec"] and not self.has_room:
+            condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no room"}
+            pod["status"] = {"phase": "Pending", "conditions": [condition]}
+        elif not self.has_image:
+            pod["spec"].setdefault("nodeName", NODES[0])
+            waiting = {"name": "reshard", "state": {"waiting": {"reason": "ErrImagePull", "message": "no image"}}}
+            pod["status"] = {"phase": "Pending", "containerStatuses": [waiting]}
+        else:
+            return False
+        return True
 
     def _env(self, pod: dict[str, Any]) -> dict[str, str]:
         return {item["name"]: item.get("value", "") for item in pod["spec"]["containers"][0]["env"]}
@@ -485,6 +502,14 @@ class World:
     def release(self) -> None:
         """The devices answer again, and every process can be killed."""
         self.stuck.clear()
+
+    def room(self, value: bool) -> None:
+        """Whether reshard pods find a node."""
+        self.has_room = value
+
+    def image(self, value: bool) -> None:
+        """Whether the image of reshard pods exists."""
+        self.has_image = value
 
     def damage(self) -> None:
         own = {uri: (item["step"], item["attempt"]) for uri, item in self.commits.items() if uri != self.external}

@@ -34,6 +34,8 @@ HAPPENINGS = st.lists(
         st.tuples(st.just("preempt"), st.integers(0, 2), st.sampled_from([1.0, 4.0, 30.0])),
         st.tuples(st.just("stick"), st.integers(0, 5)),
         st.tuples(st.just("release")),
+        st.tuples(st.just("room"), st.booleans()),
+        st.tuples(st.just("image"), st.booleans()),
         st.tuples(st.just("damage")),
         st.tuples(st.just("suspend"), st.booleans()),
     ),
@@ -57,6 +59,8 @@ def complete(world: World, happenings: list[tuple[Any, ...]]) -> None:
     for node in NODES:
         world.heal(node)
     world.release()
+    world.room(True)
+    world.image(True)
     world.suspend(False)
     if world.phase != Phase.COMPLETE:
         settle(world, Phase.COMPLETE)
@@ -167,6 +171,28 @@ def test_a_preempted_pod_costs_a_step_or_budget_only_if_its_grace_period_is_too_
     assert (recovery["lostSteps"] == 0) is planned
     assert world.status["restartBudget"].get("used", 0) == (0 if planned else 1)
     assert world.phase == Phase.RUNNING
+
+
+@pytest.mark.parametrize("trouble", ["room", "image"])
+def test_a_conversion_that_cannot_start_holds_the_job_up_only_while_its_old_topology_does_not_fit(trouble: str) -> None:
+    world = World()
+    world.steps = 1000
+    world.spec["reshard"]["backoffLimit"] = 1
+    reasons = set()
+    for second in range(700):
+        world.tick()
+        world.operate()
+        if second == 10:
+            getattr(world, trouble)(False)
+            world.kill("n2")
+        if second > 20:
+            reasons.add(world.status["reason"])
+        if second == 400:
+            assert world.phase in (Phase.RESHARDING, Phase.WAITING)
+            world.heal("n2")
+    assert {"room": "Unschedulable", "image": "ContainerCannotStart"}[trouble] in reasons
+    assert world.phase == Phase.RUNNING
+    assert world.status["nodesText"] == "3/3"
 
 
 @pytest.mark.parametrize("num_silent", [1, 2, 3])

@@ -158,7 +158,6 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
             job_name=reshard_name(context.job.name, status.attempt),
             attempt=status.attempt,
             mode_reason=reshard_mode.conversion_request(context.spec, status, current).reason,
-            spec_hash=reshard_hash(context.spec),
             oom_kills=reshard.oom_kills if reshard is not None else 0,
         )
         status = dataclasses.replace(status, reshard=reshard)
@@ -166,7 +165,10 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
             status = edit_last_recovery(status, reshard_start_time=Time(context.now))
         context.emit("Resharding", f"attempt {status.attempt}: {current.resume.reason}")
     job = context.world.job(status.attempt, RESHARD)
-    if job is None or job.uid == reshard.failed_uid:
+    if job is None:
+        # The Job is about to be created, from the spec as it is now.
+        return dataclasses.replace(status, reshard=dataclasses.replace(reshard, spec_hash=reshard_hash(context.spec)))
+    if job.uid == reshard.failed_uid:
         return status
     pods = reshard_pods.select_reshard_pods(context.world, job)
     report = report_of(pods)
@@ -346,7 +348,6 @@ def _handle_reshard_failure(
         failed_uid=job.uid,
         retry_time=Time(context.now + delay),
         oom_kills=reshard.oom_kills + failure.is_out_of_memory,
-        spec_hash=reshard_hash(context.spec),
         message=message,
     )
     is_final = failures > limit or code in FINAL_EXIT_CODES or (external and start_from.is_final(code))

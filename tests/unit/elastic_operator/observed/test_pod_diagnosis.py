@@ -54,6 +54,17 @@ def test_the_server_is_asked_before_the_first_launch_and_again_while_it_objects(
     assert dry_run.is_dry_run_needed(JOB, spec(), objected)
 
 
+def test_resources_of_the_conversion_are_tried_and_named_by_their_field() -> None:
+    resources = {"reshard": {"resources": {"requests": {"memory": "64Mib"}}}}
+    found = dict(dry_run.build_dry_run_jobs(JOB, spec(**resources)))
+    assert list(found) == ["spec.template", "spec.reshard.resources"]
+    status, _ = launched()
+    assert dry_run.is_dry_run_needed(EDITED, spec(**resources), status)
+    cause = ("spec.template.spec.containers[0].resources.requests[memory]", "Invalid value")
+    (text,) = dry_run.describe_refusal("spec.reshard.resources", "", [cause])
+    assert text.endswith("spec.reshard.resources.requests[memory]: Invalid value")
+
+
 @pytest.mark.parametrize(
     ("code", "message", "expected"),
     [

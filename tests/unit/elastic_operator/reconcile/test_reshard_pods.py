@@ -174,6 +174,15 @@ def test_an_edit_of_the_conversion_reaches_a_job_that_has_not_started() -> None:
     assert running.actions == (), "a conversion that runs goes on"
 
 
+def test_an_edit_between_two_tries_makes_one_new_job() -> None:
+    failed = look(resharding(), seen(KILLED, failed=True), now=NOW + 1).status
+    edited = {"reshard": {"timeoutSeconds": 60}}
+    created = look(failed, Observation(nodes=lost_node().nodes), now=NOW + 20, **edited)
+    assert [type(action) for action in created.actions] == [Create]
+    decision = look(created.status, seen(uid="r3", created_at=NOW + 20), now=NOW + 21, **edited)
+    assert decision.actions == ()
+
+
 def test_a_status_of_an_older_operator_says_nothing_about_an_edit() -> None:
     status = resharding()
     assert status.reshard is not None
