@@ -199,6 +199,25 @@ def test_an_attempt_that_does_not_start_comes_with_what_to_do(reason: str, hint:
     assert bool(now.advice) == bool(hint)
 
 
+@pytest.mark.parametrize(
+    ("reason", "hint"),
+    [
+        ("Unschedulable", "lower spec.reshard.resources"),
+        ("ContainerCannotStart", "edit spec.reshard.template"),
+        ("", ""),
+    ],
+)
+def test_a_conversion_that_does_not_start_comes_with_the_words_of_who_stops_it_and_what_to_do(
+    reason: str, hint: str
+) -> None:
+    words = "pod gpt-a2-reshard-x finds no node: no room"
+    job = {"jobName": "gpt-a2-reshard", "attempt": 2}
+    waiting = recorded("drained", phase="Resharding", reason=reason, message=words, reshard=job)[0].now
+    assert hint in waiting.advice
+    assert (waiting.doing == words) is bool(reason)
+    assert "gpt-a2-reshard" in waiting.waits_for
+
+
 def test_what_the_operator_heard_against_the_spec_is_told_with_what_it_means_for_what_runs() -> None:
     resource = copy.deepcopy(RECORDED["running"]["job"])
     (valid,) = [item for item in resource["status"]["conditions"] if item["type"] == "SpecValid"]
