@@ -251,6 +251,15 @@ def test_a_launch_waits_for_pods_that_a_job_of_ours_made_and_for_no_others(
             cluster.act(action)
 
 
+def test_a_launch_does_not_wait_for_a_pod_that_the_decision_named_as_stuck(cluster: Cluster) -> None:
+    running_pod(cluster, "p", of_job(f"{NAME}-a1", "uid-known"), "2026-11-01T10:00:01Z")
+    uid = cluster.api.objects["pods", "ns", "p"]["metadata"]["uid"]
+    action = LaunchAttempt(attempt=2, manifests=(), job=read_record(cluster.resource).job, job_uids=("uid-known",))
+    with pytest.raises(ConflictError):
+        cluster.act(dataclasses.replace(action, stuck_pods=("another",)))
+    cluster.act(dataclasses.replace(action, stuck_pods=(uid,)))
+
+
 def forged(crowd: Crowd, **changes: Any) -> dict[str, Any]:
     meta = {"namespace": "ns", "name": "forged", "uid": "f", "labels": labels(crowd, 0), "resourceVersion": "3"}
     status = {"phase": "Failed", "containerStatuses": [{"name": "c", "state": {"terminated": {"exitCode": 1}}}]}
