@@ -61,18 +61,25 @@ def _signal_kubelet(name: str, number: signal.Signals) -> None:
 
 
 def hang_pod(name: str, uid: str) -> None:
-    """The runtime's process above a pod stops: the pod's processes go on, and nobody can stop them."""
-    _signal_shim(name, uid, signal.SIGSTOP)
+    """The runtime's process above a pod stops: the pod's processes go on, and nobody can stop them.
+
+    Raises:
+        TestbedError: the pod does not run on the node.
+    """
+    if not _signal_shim(name, uid, signal.SIGSTOP):
+        raise TestbedError(f"no containerd-shim runs a container of pod {uid} on {name}")
 
 
 def resume_pod(name: str, uid: str) -> None:
-    """The runtime's process goes on, and does what it was told meanwhile."""
+    """The runtime's process goes on, and does what it was told meanwhile; nothing if the pod has ended."""
     _signal_shim(name, uid, signal.SIGCONT)
 
 
-def _signal_shim(name: str, uid: str, number: signal.Signals) -> None:
-    for pid in machine.shim_pids(node_named(name).name, uid):
+def _signal_shim(name: str, uid: str, number: signal.Signals) -> bool:
+    pids = machine.shim_pids(node_named(name).name, uid)
+    for pid in pids:
         os.kill(pid, number)
+    return bool(pids)
 
 
 def unplug(name: str) -> None:
