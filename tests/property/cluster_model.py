@@ -14,13 +14,13 @@ from typing import Any
 from elastic_operator.api.serialization import format_time, parse_time, to_wire
 from elastic_operator.api.spec import parse_spec
 from elastic_operator.api.status_reader import read_status
+from elastic_operator.cluster.caches import RenewalCache
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.commit_history import format_released
 from elastic_operator.observed.observation import (
     NodeView,
     Observation,
     attempt_of,
-    job_view,
     lease_view,
     node_view,
     pod_view,
@@ -90,6 +90,7 @@ class World:
         if external:
             self.commits[self.external] = {"step": EXTERNAL_STEP, "attempt": 0, "topology": {}}
         self.damaged: set[str] = set()
+        self.renewals = RenewalCache()
         self.heartbeat: dict[str, float] = {}
         self.highest_attempt = 0
         self.steps = STEPS
@@ -110,8 +111,8 @@ class World:
         views = (lease_view(lease, self.heartbeat.get(lease["metadata"]["name"])) for lease in leases)
         everything = Observation(
             nodes={name: self._node_view(name) for name in self.nodes},
-            pods=tuple(pod_view(pod) for pod in self.pods.values()),
-            jobs=tuple(job_view(job) for job in jobs),
+            pods=tuple(self.renewals.date_pod(pod, self.now) for pod in self.pods.values()),
+            jobs=tuple(self.renewals.date_job(job, self.now) for job in jobs),
             leases=dict(enumerate(views)),
         )
         return select_own(everything, self.job, self.status.get("jobUids", ()))
@@ -319,6 +320,7 @@ class World:
         labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-completion-index": str(index)}
         self.pods[f"{name}-{index}-{self.serial}"] = {
             "metadata": {
+                "namespace": "ns",
                 "name": f"{name}-{index}-{self.serial}",
                 "uid": f"uid-{self.serial}",
                 "labels": labels,

@@ -15,7 +15,16 @@ from elastic_operator.cluster.availability import Availability
 from elastic_operator.observed import signals
 from elastic_operator.observed.health_monitors import NO_RULES, Rules
 from elastic_operator.observed.node_pool import NodePool
-from elastic_operator.observed.observation import LeaseView, NodeView, PodView, lease_view, node_view, pod_view
+from elastic_operator.observed.observation import (
+    JobView,
+    LeaseView,
+    NodeView,
+    PodView,
+    job_view,
+    lease_view,
+    node_view,
+    pod_view,
+)
 from reshard.contract import LeaseKey
 
 WIDESPREAD_SHARE = 0.55
@@ -66,10 +75,16 @@ class RenewalCache:
             times["disrupted_at"] = self.first_seen(f"{key}/disruption", f"{view.uid} {view.disruption}", now)
         return dataclasses.replace(view, **times) if times else view
 
+    def date_job(self, job: Mapping[str, Any], now: float) -> JobView:
+        """Return the view of a Job with the time at which it was first seen."""
+        view, meta = job_view(job), job["metadata"]
+        created_at = self.first_seen(f"{meta['namespace']}/{meta['name']}/job", view.uid, now)
+        return dataclasses.replace(view, created_at=created_at)
+
     def forget(self, namespace: str, name: str) -> None:
-        """Remove the times of a Lease or pod that was deleted."""
+        """Remove the times of a Lease, pod or Job that was deleted."""
         key = f"{namespace}/{name}"
-        for suffix in ("", "/step", "/start", "/unschedulable", "/deletion", "/disruption"):
+        for suffix in ("", "/step", "/start", "/unschedulable", "/deletion", "/disruption", "/job"):
             self._seen.pop(key + suffix, None)
 
 

@@ -22,7 +22,6 @@ from elastic_operator.observed.observation import (
     Key,
     Observation,
     PodView,
-    job_view,
     lease_view,
 )
 from elastic_operator.observed.ownership import (
@@ -244,7 +243,8 @@ class ClusterReader:
         return _readable("pods", pods, lambda pod: self._renewals.date_pod(pod, time.time()))
 
     async def _jobs_of(self, key: Key) -> tuple[JobView, ...]:
-        return _readable("jobs", [item async for item in self._list(JOB, *key)], job_view)
+        jobs = [item async for item in self._list(JOB, *key)]
+        return _readable("jobs", jobs, lambda job: self._renewals.date_job(job, time.time()))
 
     async def _leases_of(self, key: Key) -> tuple[Mapping[str, Any], ...]:
         return _readable("leases", [item async for item in self._list(LEASE, *key)], _checked_lease)

@@ -22,7 +22,6 @@ from elastic_operator.observed.observation import (
     LeaseView,
     Observation,
     PodView,
-    job_view,
 )
 from elastic_operator.observed.ownership import select_own_jobs, select_own_leases, select_own_pods
 from elastic_operator.observed.pod_usage import PodUsage
@@ -114,7 +113,7 @@ class ClusterStore:
         self._pending_starts: dict[Key, tuple[str, str]] = {}
         self.has_listed_resources = False
         self._pods: ObjectsByJob[PodView] = ObjectsByJob(lambda pod: self._renewals.date_pod(pod, time.time()))
-        self._jobs: ObjectsByJob[JobView] = ObjectsByJob(job_view)
+        self._jobs: ObjectsByJob[JobView] = ObjectsByJob(lambda job: self._renewals.date_job(job, time.time()))
         self._leases: ObjectsByJob[LeaseView] = ObjectsByJob(self._lease_view)
         places = tuple(namespaces) or ("",)
 
@@ -276,6 +275,7 @@ class ClusterStore:
             self._wake(_owner(job))
 
     def _drop_job(self, job: Id) -> None:
+        self._renewals.forget(*job)
         self._wake(self._jobs.drop(job))
 
     def _put_pod(self, pod: Object) -> None:

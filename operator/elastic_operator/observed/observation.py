@@ -149,6 +149,7 @@ class JobView:
     """A batch/v1 Job with our labels.
 
     Attributes:
+        created_at: when the operator first saw the Job.
         suspended: `spec.suspend`, which the operator never sets; a queueing system or a person does.
         owner: UID of the ElasticTrainingJob that controls the Job, empty for none.
     """
@@ -387,7 +388,6 @@ def job_view(job: Mapping[str, Any]) -> JobView:
         failed_message=_shorten((failed or {}).get("message") or ""),
         deleting=bool(meta.get("deletionTimestamp")),
         suspended=bool((job.get("spec") or {}).get("suspend")),
-        created_at=parse_time(meta.get("creationTimestamp")),
         finished_at=parse_time((finished or {}).get("lastTransitionTime")),
         owner=controller_of(meta, KIND).get("uid", ""),
     )
