@@ -1,7 +1,7 @@
 """Generates the CRD, its copy in the chart and docs/crd-reference.md: `make generate`.
 
-The sources are the models in operator/elastic_operator/api: `spec_model`, `pod_template` and `status` (fields, bounds,
-defaults, descriptions) and `admission_rules` (CEL). A test fails when a generated file is stale.
+The sources are the models in operator/elastic_operator/api: `spec_model`, `failure_policy`, `pod_template` and `status`
+(fields, bounds, defaults, descriptions) and `admission_rules` (CEL). A test fails when a generated file is stale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from crds.reference import render
-from elastic_operator.api import pod_template, spec_model, status, status_parts
+from elastic_operator.api import failure_policy, pod_template, spec_model, status, status_parts
 from elastic_operator.api.admission_rules import RULES
 from reshard.contract import GROUP, KIND, PLURAL, VERSION
 
@@ -112,7 +112,7 @@ def _resource_schema() -> dict[str, Any]:
         "metadata": {"type": "object"},
         "spec": {
             "description": "What the job is and which shapes it can run in.",
-            **_model_schema(spec_model.Spec, spec_model, pod_template),
+            **_model_schema(spec_model.Spec, spec_model, failure_policy, pod_template),
         },
         "status": _loosen(
             {"description": "Written by the operator alone."}

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from elastic_operator.api.failure_policy import ClassBudget, FailureClass, PodFailurePolicy
 from elastic_operator.api.schema_types import without_nulls
 from elastic_operator.api.serialization import adapter_of
 from elastic_operator.api.spec_model import (
@@ -38,9 +39,9 @@ from elastic_operator.api.spec_rules import find_conflicts
 from elastic_operator.api.validation import Problem, find_problems, shorten
 
 __all__ = [
-    "Accelerator", "Activations", "Batch", "CheckpointSpec", "Model", "Nodes", "NotPermittedError", "Parallelism",
-    "Performance", "RecoverySpec", "ReshardSpec", "RestartBudget", "Spec", "SpecError", "StartOptions", "Strategy",
-    "TopologyChoice", "parse_spec",
+    "Accelerator", "Activations", "Batch", "CheckpointSpec", "ClassBudget", "FailureClass", "Model", "Nodes",
+    "NotPermittedError", "Parallelism", "Performance", "PodFailurePolicy", "RecoverySpec", "ReshardSpec",
+    "RestartBudget", "Spec", "SpecError", "StartOptions", "Strategy", "TopologyChoice", "parse_spec",
 ]  # fmt: skip
 
 _TEMPLATES = frozenset({"template"})

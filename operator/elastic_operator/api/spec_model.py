@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AfterValidator, ConfigDict, Field, Strict
 
 from elastic_operator.api.claim_path import find_path_problem, normalize_path
+from elastic_operator.api.failure_policy import BY_CLASS, ClassBudget, PodFailurePolicy
 from elastic_operator.api.pod_template import ReshardPodTemplate, Resources, TrainingPodTemplate
 from elastic_operator.api.schema_types import (
     ABSENT,
@@ -330,7 +331,9 @@ class RestartBudget:
     """`spec.recovery.restartBudget`."""
 
     limit: Annotated[int, Strict(), Field(ge=0, le=100_000), WHOLE, INT32] = 10
-    """Largest number of unplanned recoveries within the window; one more, and the job fails. Default 10."""
+    """Largest number of recoveries from crashes and hangs of the program within the window; one more, and the job
+    fails. Default 10.
+    """
     window_seconds: Annotated[int, Strict(), Field(ge=1, le=31_536_000), WHOLE, INT32] = 3600
     """Length of the window in seconds. Default 3600."""
 
@@ -356,7 +359,9 @@ class RecoverySpec:
     scale_up_stable_seconds: Annotated[int, Strict(), Field(ge=0, le=604_800), WHOLE, INT32] = 600
     """Time in seconds for which more capacity must have been there before the job grows. Default 600."""
     exclude_node_seconds: Annotated[int, Strict(), Field(ge=0, le=31_536_000), WHOLE, INT32] = 14400
-    """Time in seconds for which the operator avoids a node that ended two attempts. Default 14400."""
+    """Time in seconds for which the operator avoids a node that was lost twice, or on which the job failed twice within
+    an hour. Default 14400.
+    """
     hang_seconds: Annotated[int, Strict(), Field(ge=1, le=604_800), WHOLE, INT32] = 1800
     """Time in seconds without a finished step after which a running training counts as hung. Default 1800."""
     pod_disruption_budget: Flag = True
@@ -366,7 +371,17 @@ class RecoverySpec:
     attempt on. Default true.
     """
     restart_budget: RestartBudget = RestartBudget()
-    """Number of recoveries that the job may need within a window before it fails."""
+    """Number of recoveries from failures of the program itself (classes Crash and Hang) that the job may need within a
+    window before it fails. Failures of the infrastructure are not charged to it.
+    """
+    budgets: Annotated[tuple[ClassBudget, ...], Field(min_length=1, max_length=8), BY_CLASS, ABSENT] = ()
+    """Budgets of single classes of failures. Without an entry, Crash and Hang have restartBudget together, Image has a
+    budget of the same size, and the others have no limit. An entry for Crash or Hang counts besides restartBudget.
+    """
+    pod_failure_policy: PodFailurePolicy | None = None
+    """Meaning of exit codes of the training container, as in the podFailurePolicy of a Job. Without it, every exit code
+    counts as a crash.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ def find_conflicts(spec: Spec) -> list[str]:
         *_model(spec.model),
         *_checkpoint(spec.checkpoint),
         *_sharing(spec),
+        *_budgets(spec),
         *_template(spec),
         *_reshard_template(spec),
     ]
@@ -181,6 +182,13 @@ def _sharing(spec: Spec) -> Iterator[str]:
             f"spec.reshard.parallelism: is {spec.reshard.parallelism}, but mode Virtual moves no bytes that pods could "
             "share; leave it out"
         )
+
+
+def _budgets(spec: Spec) -> Iterator[str]:
+    names = [item.failure_class for item in spec.recovery.budgets]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"spec.recovery.budgets: has {names.count(name)} entries for failureClass {name}; expected one"
 
 
 def _template(spec: Spec) -> Iterator[str]:

@@ -23,6 +23,7 @@ from elastic_operator.api.status_parts import (
     Current,
     Drain,
     ExcludedNode,
+    FailureCount,
     Goodput,
     Growth,
     Loader,
@@ -49,8 +50,8 @@ from reshard.topology import Topology
 
 __all__ = [
     "MAX_COMMITS", "MAX_RECOVERIES", "TERMINAL", "Checkpoint", "Commit", "Condition", "Conversion", "Current", "Drain",
-    "ExcludedNode", "Growth", "Loader", "Phase", "Plan", "Progress", "Recovery", "Rejected", "ReshardStatus",
-    "RestartBudget", "Resume", "StartedFrom", "Status", "edit_last_recovery", "short", "with_newest",
+    "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Plan", "Progress", "Recovery", "Rejected",
+    "ReshardStatus", "RestartBudget", "Resume", "StartedFrom", "Status", "edit_last_recovery", "short", "with_newest",
 ]  # fmt: skip
 
 MAX_RECOVERIES = 10
@@ -148,7 +149,11 @@ class Status:
     excluded_nodes: Annotated[tuple[Annotated[ExcludedNode, OPEN], ...], Field(max_length=MAX_ITEMS)] = ()
     """Nodes on which no attempt is placed for now."""
     restart_budget: Annotated[RestartBudget, OPEN] = _NO_BUDGET
-    """Unplanned recoveries within the window."""
+    """Recoveries from crashes and hangs of the program within the window."""
+    failure_counts: Annotated[
+        tuple[Annotated[FailureCount, OPEN], ...], Field(max_length=MAX_ITEMS), Keywords(maxItems=16)
+    ] = ()
+    """Unplanned recoveries by class of failure."""
     goodput: Annotated[Mapping[str, Any], SelectedAs(Goodput), OPEN] = dataclasses.field(default_factory=dict)
     """Share of the time in which the training made progress."""
     current: Annotated[Current, OPEN] | None = None

@@ -280,6 +280,10 @@ class Recovery:
     """One sentence about the cause."""
     lost: NodeNames = ()
     """Nodes or pods that were lost."""
+    blamed: Word = ""
+    """Node where the failure began, if one pod or device failed first; empty if that is not known."""
+    exit_code: Count32 | None = None
+    """Exit code of the training container that failed first; absent if none failed."""
     planned: Flag = False
     """The attempt was drained first, so no step was lost."""
     from_: Word = ""
@@ -338,7 +342,7 @@ class ExcludedNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestartBudget:
-    """The unplanned recoveries inside the time window."""
+    """The recoveries from crashes and hangs of the program inside the time window."""
 
     limit: Count32 = 0
     """spec.recovery.restartBudget.limit."""
@@ -348,6 +352,32 @@ class RestartBudget:
     """Length of the window in seconds."""
     times: Annotated[tuple[Moment, ...], Field(max_length=MAX_ITEMS)] = ()
     """Times at which they happened."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCount:
+    """The unplanned recoveries of one class of failures, and its backoff."""
+
+    failure_class: Word
+    """Node, Device, Preemption, Eviction, Scheduling, Image, Hang or Crash."""
+    total: Count32 = 0
+    """Recoveries of this class since the job began, or since the last retry by hand."""
+    in_a_row: Count32 = 0
+    """Those of them without progress in between: a newer commit after Crash and Hang, a step after the others."""
+    retry_time: Moment | None = None
+    """Time before which no new attempt is planned; absent if the next attempt did not have to wait."""
+    commit_step: Count = 0
+    """Step of the newest commit at the last of them."""
+    spec_hash: Word = ""
+    """Hash of the spec at the last of them; an edit of the spec ends the wait."""
+    limit: Count32 | None = None
+    """Limit of the budget of this class; absent if it has none of its own."""
+    used: Count32 = 0
+    """Recoveries that are charged to that budget."""
+    window_seconds: Count = 0
+    """Length of its window in seconds."""
+    times: Annotated[tuple[Moment, ...], Field(max_length=MAX_ITEMS)] = ()
+    """Times at which those happened."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

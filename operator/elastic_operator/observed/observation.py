@@ -78,6 +78,8 @@ class PodView:
 
     Attributes:
         requests: accelerators requested, by resource name.
+        scheduled_at: when the scheduler bound it to its node.
+        finished_at: when the first container ended, by the clock of its node; only for comparison with other pods.
         exit_code: of the first container, once it has terminated.
         termination_message: of the first container.
         deletion_grace_seconds: grace period of the deletion, which `deleted_at` includes.
@@ -106,6 +108,8 @@ class PodView:
     deleted_at: float | None = None
     deletion_grace_seconds: int = 0
     requests: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    scheduled_at: float | None = None
+    finished_at: float | None = None
     exit_code: int | None = None
     exit_reason: str = ""
     termination_message: str = ""
@@ -342,6 +346,8 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
         deleted_at=parse_time(meta.get("deletionTimestamp")),
         deletion_grace_seconds=int(meta.get("deletionGracePeriodSeconds") or 0),
         requests=extended_only(pod_requests(spec)),
+        scheduled_at=parse_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
+        finished_at=parse_time((state.get("terminated") or {}).get("finishedAt")),
         exit_code=(state.get("terminated") or {}).get("exitCode"),
         exit_reason=_shorten((state.get("terminated") or {}).get("reason") or ""),
         termination_message=((state.get("terminated") or {}).get("message") or "")[: pod_reports.MAX_MESSAGE],

@@ -29,7 +29,9 @@ class Kind(enum.StrEnum):
     DEVICE_MISSING = "DeviceMissing"
     DEVICE_PLUGIN_GONE = "DevicePluginGone"
     RESUME_REFUSED = "ResumeRefused"
+    POD_PREEMPTED = "PodPreempted"
     POD_DISRUPTED = "PodDisrupted"
+    POD_REJECTED = "PodRejected"
     POD_FAILED = "PodFailed"
     JOB_FAILED = "JobFailed"
     POD_DELETED = "PodDeleted"  # less grave than JobFailed: the Job controller deletes the pods of a failed Job
@@ -80,7 +82,9 @@ KINDS: Mapping[Kind, Meaning] = {
     Kind.DEVICE_PLUGIN_GONE: Meaning(
         source="allocatable", weight=Weight.WEAK, takes_node=False, grace="device_plugin_seconds"
     ),
+    Kind.POD_PREEMPTED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.POD_DISRUPTED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
+    Kind.POD_REJECTED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.POD_DELETED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.POD_FAILED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.JOB_FAILED: Meaning(source="job", weight=Weight.STRONG, takes_node=False),
@@ -103,6 +107,24 @@ KINDS: Mapping[Kind, Meaning] = {
 
 TERMINATION_SLACK_SECONDS = 2.0
 """Time after the end of a pod's grace period in which the last commit may still arrive, and the clocks may differ."""
+
+_PREEMPTED = ("PreemptionByScheduler", "PreemptionByKubeScheduler")
+"""Reasons of the condition DisruptionTarget of a pod that the scheduler removes for one with a higher priority."""
+
+_REJECTED = (
+    "NodeAffinity",
+    "NodeShutdown",
+    "OutOfcpu",
+    "OutOfmemory",
+    "OutOfpods",
+    "Preempting",
+    "TopologyAffinityError",
+    "UnexpectedAdmissionError",
+)
+"""Reasons of a failed pod of which the kubelet started no container; extended resources follow `OutOf` by their name.
+
+A pod with reason `Evicted` is none of them: without DisruptionTarget it has exceeded a limit of its own.
+"""
 
 _UNREACHABLE = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready")
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
@@ -293,8 +315,13 @@ def detect_pod_signals(pod: PodView, now: float) -> list[Signal]:
         message = f"pod {name}{on_node} has to stop ({pod.disruption or 'it was deleted by someone else'})"
         return [Signal(kind=Kind.POD_TERMINATING, node=node, pod=name, since=now, message=message, until=leave_by)]
     if pod.disruption:
-        message = f"pod {name}{on_node} is being disrupted: {pod.disruption}"
-        return [Signal(kind=Kind.POD_DISRUPTED, node=node, pod=name, since=now, message=message)]
+        is_preempted = pod.disruption in _PREEMPTED
+        message = f"pod {name}{on_node} is being {'preempted' if is_preempted else 'disrupted'}: {pod.disruption}"
+        kind = Kind.POD_PREEMPTED if is_preempted else Kind.POD_DISRUPTED
+        return [Signal(kind=kind, node=node, pod=name, since=now, message=message)]
+    if pod.phase == "Failed" and pod.exit_code is None and _is_rejection(pod.status_reason):
+        message = f"the kubelet of node {node} rejected pod {name}: {pod.status_reason}"
+        return [Signal(kind=Kind.POD_REJECTED, node=node, pod=name, since=now, message=message)]
     if pod.phase == "Failed":
         code = "no exit code" if pod.exit_code is None else f"exit code {pod.exit_code}"
         reason = pod.status_reason or pod.exit_reason
@@ -314,11 +341,15 @@ def detect_pod_signals(pod: PodView, now: float) -> list[Signal]:
     return []
 
 
+def _is_rejection(reason: str) -> bool:
+    return reason in _REJECTED or (reason.startswith("OutOf") and "/" in reason)
+
+
 def detect_lease_signals(
     lease: LeaseView | None,
     *,
     rank_0_node: str,
-    launch_time: float,
+    placed_time: float | None,
     started: bool,
     limits: Timeouts,
     now: float,
@@ -327,10 +358,10 @@ def detect_lease_signals(
     """Detect signals from the attempt's Lease: silence, a hang, a refused commit, a start that takes too long.
 
     Args:
-        lease: the Lease.
-        rank_0_node: node of rank 0, empty if unknown.
-        launch_time: when the attempt was launched.
-        started: the attempt has finished a step.
+        lease: the Lease, None if there is none.
+        rank_0_node: node of rank 0, empty if it has none.
+        placed_time: when the last pod got a node, None while pods wait for one; the start is timed from then.
+        started: True once the attempt has completed a step.
         limits: times of the operator.
         now: seconds since the epoch.
         floor: no age counts from before this time.
@@ -352,10 +383,30 @@ def detect_lease_signals(
                 f"step {lease.step} was the last to finish, {max(0.0, now - since):.0f} s ago, while rank 0 is alive"
             )
             signals.append(Signal(kind=Kind.HANG, since=since, message=message))
-    if not started:
-        message = f"no step was finished within {now - launch_time:.0f} s of the launch"
-        signals.append(Signal(kind=Kind.STARTUP_TIMEOUT, since=max(launch_time, floor), message=message))
+    if not started and placed_time is not None:
+        message = f"no step was finished within {now - placed_time:.0f} s after all pods had a node"
+        signals.append(Signal(kind=Kind.STARTUP_TIMEOUT, since=max(placed_time, floor), message=message))
     return signals
+
+
+def _find_placed_time(pods: Collection[PodView], launch_time: float) -> float | None:
+    """Return when the last pod got a node, None while no pod has one or some pod waits for one."""
+    if not pods or any(not pod.node and not pod.terminal for pod in pods):
+        return None
+    return max(launch_time, *(pod.scheduled_at or launch_time for pod in pods))
+
+
+def _detect_training_pods(pods: Collection[PodView], now: float) -> list[Signal]:
+    """Detect signals of all training pods.
+
+    A pod that finds no node counts from when the last of its peers got one: nodes may join one after another.
+    """
+    placed = max((pod.scheduled_at for pod in pods if pod.node and pod.scheduled_at is not None), default=0.0)
+    return [
+        dataclasses.replace(signal, since=max(signal.since, placed)) if signal.kind is Kind.UNSCHEDULABLE else signal
+        for pod in pods
+        for signal in detect_pod_signals(pod, now)
+    ]
 
 
 def detect_attempt_signals(
@@ -377,7 +428,7 @@ def detect_attempt_signals(
     is_queued = job is not None and job.suspended and not pods
     step_time = (lease.step_seen_at if lease is not None else None) or 0.0
     live = [pod for pod in pods if pod.node and not pod.terminal]
-    signals = [_not_before(signal, world.evidence_since) for pod in pods for signal in detect_pod_signals(pod, now)]
+    signals = [_not_before(signal, world.evidence_since) for signal in _detect_training_pods(pods, now)]
     for name in sorted({pod.node for pod in live if pod.node}):
         node = world.nodes.get(name)
         node_signals = detect_node_signals(node, name, limits, now)
@@ -388,15 +439,18 @@ def detect_attempt_signals(
             signals += detect_device_signals(
                 node, here, world.used.get(name, 0), resource, now=now, step_time=step_time
             )
-    signals += detect_lease_signals(
+    lease_signals = detect_lease_signals(
         lease,
         rank_0_node=next((pod.node or "" for pod in live if pod.index == 0), ""),
-        launch_time=launch_time,
+        placed_time=_find_placed_time(pods, launch_time),
         started=started or is_queued,
         limits=limits,
         now=now,
         floor=world.evidence_since,
     )
+    # A rank 0 that has failed is silent for that reason.
+    has_rank_0_failed = any(pod.index == 0 and pod.phase == "Failed" for pod in pods)
+    signals += [item for item in lease_signals if not (has_rank_0_failed and item.kind is Kind.HEARTBEAT_STALE)]
     if job is None and job_seen:
         signals.append(Signal(kind=Kind.JOB_DELETED, since=now, message="the Job was deleted by someone else"))
     if job is not None and job.suspended and (pods or started):

@@ -21,8 +21,8 @@ class Timeouts:
         node_lease_floor_seconds: a node's Lease is stale after half of its duration, but never before this.
         stop_grace_seconds: grace period of pods of a stopped attempt; they have nothing left to save.
         image_seconds: how long a pod may fail to start its container.
-        startup_seconds: how long an attempt may take until its first step.
-        unschedulable_seconds: how long a pod may find no node.
+        startup_seconds: how long an attempt may take from when all pods have a node until its first step.
+        unschedulable_seconds: how long a pod may find no node before the operator looks for another plan.
         device_seconds: how long a node may offer fewer accelerators than its pods hold, but not none.
         device_plugin_seconds: how long a node may offer no accelerator at all while its pods finish no step.
         planned_seconds: how long a cordon, a taint or a health monitor's report must last before jobs leave the node.

@@ -22,6 +22,7 @@ from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import goodput, launch, next_attempt, progress, recovery, running, user_requests
 from elastic_operator.reconcile.actions import Decision, Event
 from elastic_operator.reconcile.context import Context, select_stale_pods
+from elastic_operator.reconcile.failures.budgets import find_backoff
 from elastic_operator.reconcile.pending_actions import actions_for_status
 from elastic_operator.reconcile.status_summary import summarize_status
 
@@ -149,6 +150,8 @@ def _take_step(context: Context, status: Status) -> Status | None:
         context.emit("Resumed", "spec.suspend is false: the job goes on")
         status = dataclasses.replace(status, phase=Phase.PENDING, reason="", message="")
     current = status.current
+    if current is None and find_backoff(context, status) is not None:
+        return status
     if current is None:
         queued = dataclasses.replace(status, queue_time=status.queue_time or Time(context.now))
         return next_attempt.plan_next(context, queued) if context.world.capacity_fresh else None
@@ -192,6 +195,9 @@ def _next_deadline(context: Context, status: Status) -> float:
         moments.append(status.growth.since + policy.scale_up_stable_seconds)
     if status.reshard is not None and status.reshard.retry_time is not None:
         moments.append(status.reshard.retry_time)
+    backoff = find_backoff(context, status)
+    if current is None and backoff is not None and backoff.retry_time is not None:
+        moments.append(backoff.retry_time)
     moments += [item.until for item in status.excluded_nodes if item.until is not None]
     moments += [
         pod.deleted_at + policy.force_delete_seconds

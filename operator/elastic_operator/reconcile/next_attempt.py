@@ -11,6 +11,7 @@ from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected
 from elastic_operator.manifests.attempt import checkpoint_root, start_source
 from elastic_operator.observed import commit_history
 from elastic_operator.planning import planner
+from elastic_operator.planning.planner import Candidate
 from elastic_operator.reconcile.context import (
     Context,
     describe_stuck_pods,
@@ -50,6 +51,12 @@ def plan_next(context: Context, status: Status) -> Status:
     if result.best is None:
         return _wait(context, status, plan)
     return _adopt(context, status, plan, result.best.topology)
+
+
+def find_best(context: Context, status: Status) -> Candidate | None:
+    """Return what a new plan would run on the capacity that is there now; None if nothing fits."""
+    spec = restrict_to_topology(context.spec, status.pinned)
+    return planner.best(spec, find_capacity(context, status), status.checkpoint.topology)
 
 
 def _adopt(context: Context, status: Status, plan: Plan, topology: Topology) -> Status:

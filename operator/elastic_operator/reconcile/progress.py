@@ -15,7 +15,9 @@ from elastic_operator.observed.observation import RESHARD, LeaseView
 from elastic_operator.observed.reshard_reports import report_of, report_problems
 from elastic_operator.reconcile import goodput
 from elastic_operator.reconcile.context import Context, is_checkpoint_read_by_others
-from elastic_operator.reconcile.recovery import charge_budget, refresh_exclusions, set_checkpoint_owned
+from elastic_operator.reconcile.failures import budgets
+from elastic_operator.reconcile.failures.node_exclusions import refresh_exclusions
+from elastic_operator.reconcile.recovery import set_checkpoint_owned
 from reshard.contract import LeaseKey, ReshardReport, sentence
 
 _MAX_VERSIONS = 16
@@ -26,8 +28,10 @@ _PROBLEM_BYTES = 1024
 def apply_reports(context: Context, status: Status) -> Status:
     """Record reported facts in the status without any decision; idempotent."""
     status = _release_commits(context, refresh_exclusions(context, status))
-    status = dataclasses.replace(status, restart_budget=charge_budget(status.restart_budget, context, None))
-    status = _report_problems(context, status)
+    return budgets.refresh(context, _record_reports(context, _report_problems(context, status)))
+
+
+def _record_reports(context: Context, status: Status) -> Status:
     if status.current is None or status.current.launch_time is None:
         return status
     lease = context.world.leases.get(status.attempt)

@@ -1,4 +1,4 @@
-"""End an attempt but not the job: record the recovery, exclude lost nodes, charge the restart budget."""
+"""End an attempt but not the job: record the recovery, exclude nodes, charge the budget of the failure's class."""
 
 from __future__ import annotations
 
@@ -6,28 +6,44 @@ import dataclasses
 from collections.abc import Collection
 
 from elastic_operator.api.conditions import Type, set_condition
+from elastic_operator.api.failure_policy import COUNT, FAIL_JOB, IGNORE
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import (
     MAX_RECOVERIES,
-    ExcludedNode,
     Phase,
     Recovery,
-    RestartBudget,
     Status,
     edit_last_recovery,
     short,
 )
-from elastic_operator.observed import commit_history, signals
-from elastic_operator.observed.observation import PodView
+from elastic_operator.observed import commit_history
 from elastic_operator.reconcile import goodput
-from elastic_operator.reconcile.context import POD_STUCK_TERMINATING, Context, select_stuck_pods
+from elastic_operator.reconcile.context import Context
+from elastic_operator.reconcile.failures import budgets, node_exclusions
 from reshard.contract import sentence
-
-OFFENCES_UNTIL_EXCLUDED = 2
-"""Number of recoveries that a node causes before it is avoided for `recovery.excludeNodeSeconds`, even if Ready."""
 
 _MESSAGE_BYTES = 1024
 """Maximum size of a message in a recovery; a status holds ten recoveries and has to stay small."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What is known about the first sign of an unplanned failure.
+
+    Attributes:
+        node: node where it began, empty if that is not known.
+        exit_code: exit code of the training container that failed first, None if none failed.
+        action: what `spec.recovery.podFailurePolicy` says about that exit code.
+        rule: sentence that names the rule and the pod, empty if no rule applies.
+    """
+
+    node: str = ""
+    exit_code: int | None = None
+    action: str = COUNT
+    rule: str = ""
+
+
+UNKNOWN = Fault()
 
 
 def recover(
@@ -40,6 +56,7 @@ def recover(
     lost: Collection[str] = (),
     suspected: Collection[str] = (),
     planned: bool = False,
+    fault: Fault = UNKNOWN,
 ) -> Status:
     """End the current attempt. The next pass plans its successor; `actions_for_status` stops its pods.
 
@@ -51,11 +68,13 @@ def recover(
         since: when the first signal began, seconds since the epoch.
         lost: nodes that are confirmed lost; they are excluded.
         suspected: nodes that are probably lost, for the record only.
-        planned: True for a planned change, which does not count against the restart budget.
+        planned: True for a planned change, which is charged to no budget.
+        fault: what is known about the first sign of the failure.
     """
-    now = Time(context.now)
     named = {*lost, *suspected}
-    record = _build_record(context, status, cause=cause, message=message, since=since, lost=named, planned=planned)
+    record = _build_record(
+        context, status, cause=cause, message=message, since=since, lost=named, planned=planned, fault=fault
+    )
     is_merged = is_merged_with_last(context, status)
     context.emit(
         cause, f"{message.removesuffix('.')}; {_describe_ending(status, planned=planned)}", warning=not planned
@@ -79,15 +98,23 @@ def recover(
     # Never resume again from a commit that rank 0 could not load, whatever else has ended the attempt.
     if refusal and status.current is not None and status.current.resume.uri:
         status = refuse_commit(context, status, status.current.resume.uri, refusal)
-    status = dataclasses.replace(
-        status, current=None, drain=None, growth=None, excluded_nodes=_exclude_nodes(context, status, lost, cause)
-    )
+    excluded = node_exclusions.exclude_nodes(context, status, lost, cause)
+    status = dataclasses.replace(status, current=None, drain=None, growth=None, excluded_nodes=excluded)
     if planned or is_merged:
         return status
-    budget = charge_budget(status.restart_budget, context, now)
-    status = dataclasses.replace(status, restart_budget=budget)
-    if budget.used > budget.limit:
-        text = f"{budget.used} unplanned restarts within {budget.window_seconds} s exceed the budget of {budget.limit}"
+    return _charge(context, status, cause=cause, message=message, fault=fault)
+
+
+def _charge(context: Context, status: Status, *, cause: str, message: str, fault: Fault) -> Status:
+    """Charge the budgets of an unplanned recovery; fail the job if one is exceeded, or if a rule says so."""
+    if fault.action == FAIL_JOB:
+        context.emit("PodFailurePolicy", f"{fault.rule}: the job fails", warning=True)
+        return dataclasses.replace(
+            status, phase=Phase.FAILED, reason="PodFailurePolicy", message=f"{fault.rule}. Last cause: {message}"
+        )
+    status = budgets.charge(context, status, cause, is_ignored=fault.action == IGNORE)
+    text = "" if fault.action == IGNORE else budgets.find_exceeded(status, cause)
+    if text:
         context.emit("RestartBudgetExceeded", f"{text}; the last one: {message}", warning=True)
         return dataclasses.replace(
             status, phase=Phase.FAILED, reason="RestartBudgetExceeded", message=f"{text}. Last cause: {message}"
@@ -160,17 +187,6 @@ def is_merged_with_last(context: Context, status: Status) -> bool:
     return last.launch_time is None and context.now - (last.detect_time or 0.0) <= window
 
 
-def charge_budget(budget: RestartBudget, context: Context, now: float | None) -> RestartBudget:
-    """Count one unplanned restart at `now`, or only drop those outside of the window if `now` is None."""
-    rules = context.spec.recovery.restart_budget
-    times = [moment for moment in budget.times if context.now - moment < rules.window_seconds]
-    if now is not None:
-        times.append(Time(now))
-    # One more than the limit is enough to know that it is exceeded.
-    times = times[-(rules.limit + 1) :]
-    return RestartBudget(limit=rules.limit, used=len(times), window_seconds=rules.window_seconds, times=tuple(times))
-
-
 def fail_as_not_owner(context: Context, status: Status, refusal: str) -> Status:
     """End a job whose checkpoint folder belongs to another job; a new attempt could not change that."""
     message = f"{sentence(refusal, _MESSAGE_BYTES)}; to try again: kubectl etj retry {context.job.name}"
@@ -212,84 +228,16 @@ def refuse_commit(context: Context, status: Status, uri: str, reason: str) -> St
     return dataclasses.replace(status, checkpoint=checkpoint)
 
 
-def refresh_exclusions(context: Context, status: Status) -> Status:
-    """Exclude nodes with stuck pods, and readmit excluded nodes.
-
-    A lost node is readmitted once it has been Ready for a while, a node with a stuck pod a while after the pod has
-    gone, a repeated offender after its term.
-    """
-    stuck = select_stuck_pods(context, status)
-    status = _exclude_stuck(context, status, stuck)
-    holding = {pod.node for pod in stuck}
-    kept: list[ExcludedNode] = []
-    for item in status.excluded_nodes:
-        node = context.world.nodes.get(item.name)
-        if node is None:
-            continue  # A node that does not exist needs no exclusion; one created under its name later is another node.
-        # A node with a stale Lease has not returned, even if its Ready condition is still True.
-        is_healthy = not signals.detect_node_signals(node, item.name, context.limits, context.now)
-        may_end = is_healthy and item.name not in holding
-        until = _exclusion_end(context, item, node.ready_since) if may_end else None
-        if until is None or until > context.now:
-            kept.append(dataclasses.replace(item, until=until))
-        else:
-            context.emit("NodeReadmitted", f"node {item.name} may be used again: {item.reason} is over")
-    return dataclasses.replace(status, excluded_nodes=tuple(kept))
-
-
-def _exclude_stuck(context: Context, status: Status, stuck: Collection[PodView]) -> Status:
-    """Exclude the nodes on which pods of stopped attempts do not end, and report each node once."""
-    excluded = {item.name: item for item in status.excluded_nodes}
-    for pod in sorted(stuck, key=lambda pod: pod.name):
-        node = pod.node or ""
-        known = excluded.get(node)
-        if known is not None and known.reason == POD_STUCK_TERMINATING and known.until is None:
-            continue
-        overdue = context.now - (pod.deleted_at or context.now)
-        context.emit(
-            POD_STUCK_TERMINATING,
-            f"pod {pod.name} of attempt {pod.attempt} is still there {overdue:.0f} s after it had to end, and its node "
-            f"{node} is Ready: the job does not wait for it, and avoids the node until the pod is gone",
-            warning=True,
-        )
-        excluded[node] = ExcludedNode(
-            name=node, reason=POD_STUCK_TERMINATING, since=Time(context.now), hurts=known.hurts if known else 1
-        )
-    return dataclasses.replace(status, excluded_nodes=tuple(excluded.values()))
-
-
-def _exclusion_end(context: Context, item: ExcludedNode, ready_since: float | None) -> Time:
-    """Return the end of the exclusion of a node that is healthy now."""
-    if item.hurts >= OFFENCES_UNTIL_EXCLUDED:
-        return Time(item.since + context.spec.recovery.exclude_node_seconds)
-    is_freed = item.reason == POD_STUCK_TERMINATING and item.until is None
-    since = context.now if is_freed else max(ready_since or item.since, item.since)
-    return item.until or Time(since + context.limits.node_stable_seconds)
-
-
-def _exclude_nodes(context: Context, status: Status, lost: Collection[str], cause: str) -> tuple[ExcludedNode, ...]:
-    others = [item for item in status.excluded_nodes if item.name not in lost]
-    new = [
-        ExcludedNode(
-            name=name,
-            reason=cause,
-            since=Time(context.now),
-            # The current recovery is in the list already.
-            hurts=max(1, sum(name in recovery.lost for recovery in status.recoveries)),
-        )
-        for name in sorted(lost)
-    ]
-    for item in new:
-        if item.hurts >= OFFENCES_UNTIL_EXCLUDED:
-            seconds = context.spec.recovery.exclude_node_seconds
-            context.emit(
-                "NodeExcluded", f"node {item.name} ended {item.hurts} attempts: avoided for {seconds} s", warning=True
-            )
-    return (*others, *new)
-
-
 def _build_record(
-    context: Context, status: Status, *, cause: str, message: str, since: float, lost: Collection[str], planned: bool
+    context: Context,
+    status: Status,
+    *,
+    cause: str,
+    message: str,
+    since: float,
+    lost: Collection[str],
+    planned: bool,
+    fault: Fault,
 ) -> Recovery:
     current, progress = status.current, status.progress
     return Recovery(
@@ -297,6 +245,8 @@ def _build_record(
         message=sentence(message, _MESSAGE_BYTES),
         lost=tuple(sorted(lost)),
         planned=planned,
+        blamed=fault.node,
+        exit_code=fault.exit_code,
         from_=short(current.topology) if current else "",
         from_attempt=status.attempt,
         signal_time=Time(min(since, context.now)),

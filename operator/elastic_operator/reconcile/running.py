@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import spec_hash
 from elastic_operator.api.status import Current, Drain, Growth, Phase, Progress, Status, short
 from elastic_operator.observed import signals
-from elastic_operator.observed.observation import LeaseView
+from elastic_operator.observed.failure_classes import CLASSES, classify_failure
+from elastic_operator.observed.observation import LeaseView, PodView
 from elastic_operator.observed.schedulability import tolerates
-from elastic_operator.observed.signals import Kind, Signal, Verdict
+from elastic_operator.observed.signals import Kind, Signal, Verdict, detect_pod_signals
 from elastic_operator.planning import growth, planner
-from elastic_operator.reconcile import goodput, progress, recovery
-from elastic_operator.reconcile.context import Context, find_capacity, find_lost_nodes, find_suspect_nodes
+from elastic_operator.reconcile import goodput, next_attempt, progress, recovery
+from elastic_operator.reconcile.context import (
+    Context,
+    find_avoided_nodes,
+    find_capacity,
+    find_lost_nodes,
+    find_suspect_nodes,
+)
+from elastic_operator.reconcile.failures import exit_codes
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
+from elastic_operator.reconcile.recovery import Fault
 from reshard.contract import TrainerPhase
 from reshard.errors import TopologyError
 
@@ -49,8 +59,9 @@ def run(context: Context, status: Status, current: Current) -> Status:
     if drain is not None and lease is not None and lease.phase == TrainerPhase.DRAINED:
         context.emit("Drained", f"attempt {status.attempt} has committed step {status.checkpoint.step} and exits")
         return _end_attempt(context, status, drain)
-    if verdict.failure is not None:
-        return _handle_failure(context, status, verdict, verdict.failure)
+    failure = verdict.failure
+    if failure is not None and not (failure.kind is Kind.UNSCHEDULABLE and is_wait_best(context, status, current)):
+        return _handle_failure(context, status, verdict, failure)
     if status.drain is not None:
         return _follow_drain(context, status, status.drain)
     return _consider_change(context, status, current, lease, verdict)
@@ -126,17 +137,63 @@ def _handle_failure(context: Context, status: Status, verdict: Verdict, failure:
     step = progress.find_latest_step(context, status)
     status = dataclasses.replace(status, progress=dataclasses.replace(status.progress or Progress(), step=step))
     # Pods fail when a peer's node disappears, often before that node is confirmed lost; the node is the cause then.
-    is_consequence = bool(suspected) and failure.kind in (Kind.POD_FAILED, Kind.JOB_FAILED, Kind.POD_DELETED)
-    names = ", ".join(sorted(suspected))
+    is_of_pods = failure.kind in (Kind.POD_FAILED, Kind.JOB_FAILED, Kind.POD_DELETED)
+    if is_of_pods and suspected:
+        cause, message = Kind.NODE_NOT_READY, f"lost, or about to be: {', '.join(sorted(suspected))}; {failure.message}"
+        fault = recovery.UNKNOWN
+    elif is_of_pods and (waiting := _find_overdue_pods(context, status)):
+        # Ranks give up when a peer has no node for too long.
+        cause, message = Kind.UNSCHEDULABLE, f"{waiting[0].message}; {failure.message}"
+        fault = recovery.UNKNOWN
+    else:
+        cause, (message, fault) = failure.kind, _find_fault(context, status, failure)
     return recovery.recover(
         context,
         status,
-        cause=Kind.NODE_NOT_READY if is_consequence else failure.kind,
-        message=f"lost, or about to be: {names}; {failure.message}" if is_consequence else failure.message,
+        cause=cause,
+        message=message,
         since=failure.since,
         lost=lost,
         suspected=suspected,
+        fault=fault,
     )
+
+
+def _find_overdue_pods(context: Context, status: Status) -> list[Signal]:
+    """Return a signal for each pod that has found no node for longer than the grace period."""
+    found = (signal for pod in context.world.workers(status.attempt) for signal in detect_pod_signals(pod, context.now))
+    limit = context.limits.unschedulable_seconds
+    return [item for item in found if item.kind is Kind.UNSCHEDULABLE and context.now - item.since >= limit]
+
+
+def _find_fault(context: Context, status: Status, failure: Signal) -> tuple[str, Fault]:
+    """Return the message of a failure and what is known about its first sign."""
+    pods = context.world.workers(status.attempt)
+    if failure.kind in (Kind.POD_FAILED, Kind.JOB_FAILED):
+        failed = exit_codes.find_first_failed(pods)
+        if not failed:
+            return failure.message, recovery.UNKNOWN
+        action, rule = exit_codes.choose_action(context.spec.recovery.pod_failure_policy, failed)
+        code = failed[0].exit_code
+        fault = Fault(
+            node=_name_only_node(failed),
+            exit_code=code if code is not None and code >= 0 else None,
+            action=action,
+            rule=rule,
+        )
+        is_named = failure.kind is Kind.POD_FAILED
+        message = detect_pod_signals(failed[0], context.now)[0].message if is_named else failure.message
+        return f"{message}; {rule}" if rule else message, fault
+    if not CLASSES[classify_failure(failure.kind)].blames_node:
+        return failure.message, recovery.UNKNOWN
+    alike = [pod for pod in pods if any(item.kind is failure.kind for item in detect_pod_signals(pod, context.now))]
+    return failure.message, Fault(node=_name_only_node(alike) if alike else failure.node)
+
+
+def _name_only_node(pods: Collection[PodView]) -> str:
+    """Return the node of the pods if all are on one; a failure that begins on several nodes is no node's."""
+    names = {pod.node or "" for pod in pods}
+    return names.pop() if len(names) == 1 else ""
 
 
 def _end_attempt(context: Context, status: Status, drain: Drain) -> Status:
@@ -173,6 +230,27 @@ def _consider_change(
     if current.first_step_time is None or lease is None or lease.phase != TrainerPhase.TRAINING:
         return status
     return consider_growth(context, status, current)
+
+
+def is_wait_best(context: Context, status: Status, current: Current) -> bool:
+    """Return whether an attempt whose pods find no node does better to wait than to be planned anew.
+
+    It waits if a new plan would be the same, or if nothing fits and it holds nothing that others could use: its pods
+    then stay where the scheduler and an autoscaler see them.
+    """
+    pods = context.world.workers(status.attempt)
+    best = next_attempt.find_best(context, status)
+    if best is None:
+        return not any(pod.node and not pod.terminal for pod in pods)
+    if (best.topology, best.num_nodes, best.per_node) != (
+        current.topology,
+        current.num_nodes,
+        current.gpus_per_node,
+    ):
+        return False
+    # The pods must not be placed on nodes that were excluded at the launch; some of them may be used again by now.
+    readmitted = set(current.avoid) - find_avoided_nodes(context, status)
+    return not readmitted.intersection(find_capacity(context, status).usable(current.gpus_per_node))
 
 
 def is_node_count_permitted(context: Context, current: Current) -> bool:

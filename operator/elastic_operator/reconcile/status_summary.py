@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from elastic_operator.api.conditions import Type, set_condition, with_observed_generation
+from elastic_operator.api.serialization import format_time
 from elastic_operator.api.status import Current, Phase, Status, short
 from elastic_operator.manifests.attempt import attempt_name, selector
 from elastic_operator.observed import reshard_pods
@@ -13,6 +14,7 @@ from elastic_operator.observed.observation import RESHARD, PodDiagnosis
 from elastic_operator.observed.pod_diagnosis import LAUNCH_REASONS
 from elastic_operator.observed.signals import Signal, detect_pod_signals
 from elastic_operator.reconcile.context import Context, describe_stuck_pods, select_stale_pods, select_stuck_pods
+from elastic_operator.reconcile.failures.budgets import find_backoff
 
 
 def summarize_status(context: Context, status: Status) -> Status:
@@ -72,7 +74,7 @@ def _find_phase(context: Context, status: Status) -> tuple[str, str, str]:
                 cause or "Stopping",
                 f"{len(running)} pods are being stopped{_name_stuck(context, status)}",
             )
-        return Phase.PENDING, "Pending", "waiting for a plan"
+        return _describe_pending(context, status, cause)
     if current.launch_time is None:
         return _describe_preparation(context, status, current, len(running), cause)
     name = attempt_name(context.job.name, status.attempt)
@@ -87,6 +89,14 @@ def _find_phase(context: Context, status: Status) -> tuple[str, str, str]:
 def _name_stuck(context: Context, status: Status) -> str:
     stuck = select_stuck_pods(context, status)
     return f", and do not end: {describe_stuck_pods(stuck)}" if stuck else ""
+
+
+def _describe_pending(context: Context, status: Status, cause: str) -> tuple[str, str, str]:
+    backoff = find_backoff(context, status)
+    if backoff is None or backoff.retry_time is None:
+        return Phase.PENDING, "Pending", "waiting for a plan"
+    failures = f"{backoff.in_a_row} failures of class {backoff.failure_class} in a row, the last one {cause}"
+    return Phase.PENDING, "Backoff", f"the next attempt is planned at {format_time(backoff.retry_time)}: {failures}"
 
 
 def _find_diagnosis(context: Context, status: Status) -> PodDiagnosis | None:

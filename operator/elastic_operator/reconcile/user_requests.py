@@ -40,7 +40,7 @@ def handle_drain(context: Context, status: Status) -> Status:
 
 
 def handle_retry(context: Context, status: Status) -> Status:
-    """Answer a new retry request: continue a Failed job from its newest commit, with a fresh restart budget.
+    """Answer a new retry request: continue a Failed job from its newest commit, with fresh budgets and without a wait.
 
     The recovery that ended in Failed stays open, so that its record and the goodput cover the whole time without
     training.
@@ -67,5 +67,6 @@ def handle_retry(context: Context, status: Status) -> Status:
         reshard=None,
         pinned=None,
         restart_budget=RestartBudget(),
+        failure_counts=(),
         finish_time=None,
     )

@@ -269,7 +269,7 @@ def test_signals_of_the_lease(
         annotations=dict(notes),
     )
     found = signals.detect_lease_signals(
-        lease, rank_0_node="n1", launch_time=NOW - 100, started=started, limits=LIMITS, now=NOW
+        lease, rank_0_node="n1", placed_time=NOW - 100, started=started, limits=LIMITS, now=NOW
     )
     assert [item.kind for item in found] == kinds
 

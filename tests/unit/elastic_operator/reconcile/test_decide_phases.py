@@ -329,7 +329,8 @@ def test_a_further_loss_before_the_launch_is_the_same_recovery_under_a_new_numbe
     assert decision.status.attempt == 3
     assert len(decision.status.recoveries) == 1
     assert decision.status.recoveries[0].lost == ("n2", "n3")
-    assert decision.status.restart_budget.used == 1
+    assert [(item.failure_class, item.total) for item in decision.status.failure_counts] == [("Node", 1)]
+    assert decision.status.restart_budget.used == 0
 
 
 def test_a_spent_budget_fails_the_job_and_stops_it() -> None:
