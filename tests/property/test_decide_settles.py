@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.api.status import Status
+from elastic_operator.api.serialization import Time
+from elastic_operator.api.spec import spec_hash
+from elastic_operator.api.status import FailureCount, Status
 from elastic_operator.observed.observation import NodeView, Observation, Taint
 from elastic_operator.reconcile import decide as module
 from elastic_operator.reconcile.actions import Decision
@@ -24,6 +26,7 @@ from tests.unit.elastic_operator.reconcile.test_decide_phases import (
     lease,
     look,
     settled,
+    spec,
     worker_job,
     workers,
 )
@@ -45,15 +48,28 @@ NODE = st.builds(
 NODES = st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, NODE)).map(
     lambda nodes: {name: dataclasses.replace(node, name=name) for name, node in nodes.items()}
 )
+QUEUED = (
+    *WORLD.pods[:1],
+    *(dataclasses.replace(pod, node=None, phase="Pending", unschedulable="no node fits") for pod in WORLD.pods[1:]),
+)
+BACKING_OFF = dataclasses.replace(
+    settled(),
+    current=None,
+    failure_counts=(
+        FailureCount(
+            failure_class="Crash", total=3, in_a_row=3, retry_time=Time(NOW + 20), spec_hash=spec_hash(spec())
+        ),
+    ),
+)
 WORLDS = st.builds(
     Observation,
     nodes=NODES,
-    pods=st.sampled_from([(), WORLD.pods, WORLD.pods[:2], workers(phase="Failed"), workers(2, count=2)]),
+    pods=st.sampled_from([(), WORLD.pods, WORLD.pods[:2], workers(phase="Failed"), workers(2, count=2), QUEUED]),
     jobs=st.sampled_from([(), WORLD.jobs, (worker_job(2),), (worker_job(failed=True),)]),
     leases=st.sampled_from([{}, WORLD.leases, lease(2, PHASE="Training", STEP="11")]),
     used=st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, st.sampled_from([1, 2]))),
 )
-STATUSES = st.sampled_from([Status(), settled(), after_loss()])
+STATUSES = st.sampled_from([Status(), settled(), after_loss(), BACKING_OFF])
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -222,7 +222,7 @@ JOB_GPUS_USED = _of_job("etj_job_gpus_used", "Accelerators of the launched attem
 JOB_GOODPUT = _of_job("etj_job_goodput_ratio", "ETTR, 0 to 1, since the first step or the oldest recovery kept")
 JOB_LOST_STEPS = _of_job("etj_job_lost_steps", "Steps lost in the window of the goodput ratio")
 JOB_RESTARTS_LEFT = _of_job(
-    "etj_job_restarts_left", "Restarts left in the budget; with 0 the next failure ends the job"
+    "etj_job_restarts_left", "Restarts left in the budget; with 0 the next crash or hang ends the job"
 )
 JOB_LAST_STEP = _of_job("etj_job_last_step_timestamp_seconds", "When a new step was last seen, in Unix time")
 JOB_HEARTBEAT = _of_job("etj_job_heartbeat_timestamp_seconds", "When rank 0's heartbeat was last seen, in Unix time")

@@ -12,7 +12,7 @@ from typing import Any
 from elastic_operator.api import status_reader
 from elastic_operator.api.serialization import Time, parse_time
 from elastic_operator.api.spec import Spec, SpecError, parse_spec
-from elastic_operator.api.status import Conversion, ExcludedNode, Recovery, RestartBudget, Status, short
+from elastic_operator.api.status import Conversion, ExcludedNode, FailureCount, Recovery, RestartBudget, Status, short
 from elastic_operator.plugin.pages.wait_reason import Waiting, explain_wait
 from elastic_operator.reconcile import goodput
 
@@ -115,6 +115,7 @@ class JobReport:
     recoveries: tuple[RecoveryReport, ...] = ()
     excluded_nodes: tuple[ExcludedNode, ...] = ()
     restart_budget: RestartBudget | None = None
+    failure_counts: tuple[FailureCount, ...] = ()
     goodput: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     events: tuple[EventReport, ...] = ()
 
@@ -150,6 +151,7 @@ def make_report(resource: Mapping[str, Any], now: float, events: Sequence[Mappin
         recoveries=recovery_reports(status),
         excluded_nodes=status.excluded_nodes,
         restart_budget=status.restart_budget,
+        failure_counts=status.failure_counts,
         goodput=status.goodput,
         events=event_reports(events),
     )

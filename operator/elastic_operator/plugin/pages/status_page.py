@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from elastic_operator.api.status import FailureCount
 from elastic_operator.plugin.pages.job_report import JobReport, RecoveryReport
 from elastic_operator.plugin.pages.text import (
     format_age,
@@ -64,13 +65,23 @@ def _facts(job: JobReport, now: float) -> Iterator[tuple[str, str]]:
     yield "Goodput", _goodput(job)
     budget = job.restart_budget
     if budget is not None and budget.limit:
-        yield (
-            "Budget",
-            f"{budget.used} of {budget.limit} unplanned restarts used in {format_age(budget.window_seconds)}",
-        )
+        window = format_age(budget.window_seconds)
+        yield "Budget", f"{budget.used} of {budget.limit} restarts for crashes and hangs used in {window}"
+    if job.failure_counts:
+        yield "Failures", ", ".join(_count(item, now) for item in job.failure_counts)
     for item in job.excluded_nodes:
         until = "while it is not Ready" if item.until is None else f"for {format_age(item.until - now)} more"
         yield "Avoided", f"node {item.name}, {until}: {item.reason}"
+
+
+def _count(item: FailureCount, now: float) -> str:
+    """Format the failures of one class, for instance `Crash 3 (3 in a row; the next attempt is planned in 20s)`."""
+    details = [f"{item.in_a_row} in a row"] if item.in_a_row > 1 else []
+    if item.retry_time is not None and item.retry_time > now:
+        details.append(f"the next attempt is planned in {format_age(item.retry_time - now)}")
+    if item.limit is not None:
+        details.append(f"{item.used} of {item.limit} used in {format_age(item.window_seconds)}")
+    return f"{item.failure_class} {item.total}" + (f" ({'; '.join(details)})" if details else "")
 
 
 def _goodput(job: JobReport) -> str:

@@ -24,7 +24,7 @@ _ADVICE: Mapping[str, str] = {
     PODS_REFUSED: _REFUSED,
     POD_STUCK: "look at the claim, the node and its network; the kubelet goes on trying by itself",
     Kind.IMAGE: "edit spec.template: the operator plans anew at once",
-    Kind.UNSCHEDULABLE: "`kubectl describe pod` has the scheduler's reasons: the claim, memory, taints",
+    Kind.UNSCHEDULABLE: "the pods wait; `kubectl describe pod` has the scheduler's reasons: the claim, memory, taints",
 }
 """Advice to the user about an attempt that does not start, by the reason of its phase."""
 
@@ -124,6 +124,9 @@ def _explain_phase(name: str, spec: Spec | None, status: Status, now: float) -> 
                 f"`kubectl etj logs {name}`; after the fix `kubectl etj retry {name}` goes on from its newest commit"
             )
             return Waiting(doing=status.message, advice=advice)
+        case Phase.PENDING if status.reason == "Backoff":
+            advice = "a corrected spec.template ends the wait"
+            return Waiting(doing=status.message, waits_for="the end of the pause after failures", advice=advice)
         case _:
             return Waiting(doing=status.message or "waiting for a plan", waits_for="the operator")
 

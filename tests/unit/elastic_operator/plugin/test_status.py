@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.api.serialization import to_wire
+from elastic_operator.api.serialization import format_time, to_wire
 from elastic_operator.plugin.pages.job_report import JobReport, make_report
 from elastic_operator.plugin.pages.listing import format_listing, make_entry
 from elastic_operator.plugin.pages.status_page import format_status
@@ -232,3 +232,23 @@ def test_a_failed_job_comes_with_how_to_try_again() -> None:
     resource = copy.deepcopy(RECORDED["running"]["job"])
     resource["status"] |= {"phase": "Failed", "reason": "RestartBudgetExceeded", "message": "too many"}
     assert "`kubectl etj retry gpt`" in make_report(resource, RECORDED["running"]["time"]).now.advice
+
+
+def test_failures_are_counted_by_class_with_the_pause_before_the_next_attempt() -> None:
+    resource, now = copy.deepcopy(RECORDED["running"]["job"]), RECORDED["running"]["time"]
+    resource["status"] |= {
+        "phase": "Pending",
+        "reason": "Backoff",
+        "message": "the next attempt is planned later",
+        "failureCounts": [
+            {"failureClass": "Crash", "total": 4, "inARow": 3, "retryTime": format_time(now + 20)},
+            {"failureClass": "Image", "total": 1, "inARow": 1, "limit": 10, "used": 1, "windowSeconds": 3600},
+            {"failureClass": "Node", "total": 2},
+        ],
+    }
+    report = make_report(resource, now)
+    (line,) = [line for line in format_status(report, now).splitlines() if line.startswith("Failures:")]
+    assert line.split(maxsplit=1)[1] == (
+        "Crash 4 (3 in a row; the next attempt is planned in 20s), Image 1 (1 of 10 used in 60m), Node 2"
+    )
+    assert report.now.waits_for == "the end of the pause after failures"
