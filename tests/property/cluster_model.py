@@ -479,7 +479,7 @@ class World:
         self._set_ready(name, "True")
         for pod in self.pods.values():
             if pod["spec"].get("nodeName") == name and pod["status"]["phase"] == "Running":
-                pod["status"] = _terminated("Failed", 255)
+                pod["status"] = _terminated("Failed", 255, reason="Unknown")
 
     def fail_pod(self, which: int) -> None:
         running = [pod for pod in self.pods.values() if self.runs(pod)]
@@ -527,6 +527,6 @@ class World:
         return str(self.status.get("phase", ""))
 
 
-def _terminated(phase: str, code: int, message: str = "") -> dict[str, Any]:
-    state = {"terminated": {"exitCode": int(code), "message": message}}
+def _terminated(phase: str, code: int, message: str = "", reason: str = "") -> dict[str, Any]:
+    state = {"terminated": {"exitCode": int(code), "message": message, "reason": reason}}
     return {"phase": phase, "containerStatuses": [{"name": "train", "state": state}]}

@@ -84,6 +84,27 @@ def test_a_job_that_starts_from_a_checkpoint_of_others_ends_complete(happenings:
     assert world.status["progress"]["step"] >= STEPS
 
 
+INFRASTRUCTURE = st.lists(
+    st.one_of(
+        OPERATE,
+        st.tuples(st.just("tick"), st.sampled_from([1.0, 7.0, 20.0])),
+        st.tuples(st.sampled_from(["kill", "silence", "heal"]), st.sampled_from(NODES)),
+        st.tuples(st.just("preempt"), st.integers(0, 5)),
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(INFRASTRUCTURE)
+def test_failures_of_the_infrastructure_never_spend_the_restart_budget(happenings: list[tuple[Any, ...]]) -> None:
+    world = World()
+    world.spec["recovery"]["restartBudget"] = {"limit": 0, "windowSeconds": 3600}
+    complete(world, happenings)
+    assert world.status["restartBudget"]["used"] == 0
+
+
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(HAPPENINGS)

@@ -53,6 +53,7 @@ CLASSES: Mapping[FailureClass, ClassRule] = {
             Kind.NODE_NOT_READY,
             Kind.NODE_LEASE_STALE,
             Kind.POD_REJECTED,
+            Kind.POD_LOST,
             "CapacityLost",  # a planned attempt does not fit any more before its launch
         ),
         budget=Budget.NONE,

@@ -32,6 +32,7 @@ class Kind(enum.StrEnum):
     POD_PREEMPTED = "PodPreempted"
     POD_DISRUPTED = "PodDisrupted"
     POD_REJECTED = "PodRejected"
+    POD_LOST = "PodLost"
     POD_FAILED = "PodFailed"
     JOB_FAILED = "JobFailed"
     POD_DELETED = "PodDeleted"  # less grave than JobFailed: the Job controller deletes the pods of a failed Job
@@ -85,6 +86,7 @@ KINDS: Mapping[Kind, Meaning] = {
     Kind.POD_PREEMPTED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.POD_DISRUPTED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.POD_REJECTED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
+    Kind.POD_LOST: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.POD_DELETED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.POD_FAILED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
     Kind.JOB_FAILED: Meaning(source="job", weight=Weight.STRONG, takes_node=False),
@@ -125,6 +127,9 @@ _REJECTED = (
 
 A pod with reason `Evicted` is none of them: without DisruptionTarget it has exceeded a limit of its own.
 """
+
+_LOST = ("ContainerStatusUnknown", "Unknown")
+"""Reasons of a container whose end nobody saw, because its node or the container runtime restarted."""
 
 _UNREACHABLE = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready")
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
@@ -322,6 +327,9 @@ def detect_pod_signals(pod: PodView, now: float) -> list[Signal]:
     if pod.phase == "Failed" and pod.exit_code is None and _is_rejection(pod.status_reason):
         message = f"the kubelet of node {node} rejected pod {name}: {pod.status_reason}"
         return [Signal(kind=Kind.POD_REJECTED, node=node, pod=name, since=now, message=message)]
+    if pod.phase == "Failed" and pod.exit_reason in _LOST:
+        message = f"pod {name}{on_node} was lost in a restart of its node: {pod.exit_reason}"
+        return [Signal(kind=Kind.POD_LOST, node=node, pod=name, since=now, message=message)]
     if pod.phase == "Failed":
         code = "no exit code" if pod.exit_code is None else f"exit code {pod.exit_code}"
         reason = pod.status_reason or pod.exit_reason

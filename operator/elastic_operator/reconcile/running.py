@@ -12,7 +12,7 @@ from elastic_operator.observed import signals
 from elastic_operator.observed.failure_classes import CLASSES, classify_failure
 from elastic_operator.observed.observation import LeaseView, PodView
 from elastic_operator.observed.schedulability import tolerates
-from elastic_operator.observed.signals import Kind, Signal, Verdict, detect_pod_signals
+from elastic_operator.observed.signals import KINDS, Kind, Signal, Verdict, detect_pod_signals
 from elastic_operator.planning import growth, planner
 from elastic_operator.reconcile import goodput, next_attempt, progress, recovery
 from elastic_operator.reconcile.context import (
@@ -137,7 +137,7 @@ def _handle_failure(context: Context, status: Status, verdict: Verdict, failure:
     step = progress.find_latest_step(context, status)
     status = dataclasses.replace(status, progress=dataclasses.replace(status.progress or Progress(), step=step))
     # Pods fail when a peer's node disappears, often before that node is confirmed lost; the node is the cause then.
-    is_of_pods = failure.kind in (Kind.POD_FAILED, Kind.JOB_FAILED, Kind.POD_DELETED)
+    is_of_pods = failure.kind in (Kind.POD_FAILED, Kind.POD_LOST, Kind.JOB_FAILED, Kind.POD_DELETED)
     if is_of_pods and suspected:
         cause, message = Kind.NODE_NOT_READY, f"lost, or about to be: {', '.join(sorted(suspected))}; {failure.message}"
         fault = recovery.UNKNOWN
@@ -184,7 +184,7 @@ def _find_fault(context: Context, status: Status, failure: Signal) -> tuple[str,
         is_named = failure.kind is Kind.POD_FAILED
         message = detect_pod_signals(failed[0], context.now)[0].message if is_named else failure.message
         return f"{message}; {rule}" if rule else message, fault
-    if not CLASSES[classify_failure(failure.kind)].blames_node:
+    if KINDS[failure.kind].takes_node or not CLASSES[classify_failure(failure.kind)].blames_node:
         return failure.message, recovery.UNKNOWN
     alike = [pod for pod in pods if any(item.kind is failure.kind for item in detect_pod_signals(pod, context.now))]
     return failure.message, Fault(node=_name_only_node(alike) if alike else failure.node)

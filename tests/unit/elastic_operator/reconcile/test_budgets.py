@@ -99,6 +99,7 @@ CANNOT_START = tuple(
             failed(settled(), code=None, status_reason="UnexpectedAdmissionError"), "PodRejected", "Node", 0,
             id="rejected",
         ),
+        pytest.param(failed(settled(), code=255, exit_reason="Unknown"), "PodLost", "Node", 0, id="quick-reboot"),
         pytest.param(
             failed(settled(), code=None, status_reason="OutOfamd.com/gpu"), "PodRejected", "Node", 0,
             id="rejected-for-accelerators",
