@@ -351,7 +351,7 @@ class RestartBudget:
     window_seconds: Count = 0
     """Length of the window in seconds."""
     times: Annotated[tuple[Moment, ...], Field(max_length=MAX_ITEMS)] = ()
-    """Times at which they happened."""
+    """Times at which they happened, later by the pauses that followed them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,7 +377,7 @@ class FailureCount:
     window_seconds: Count = 0
     """Length of its window in seconds."""
     times: Annotated[tuple[Moment, ...], Field(max_length=MAX_ITEMS)] = ()
-    """Times at which those happened."""
+    """Times at which those happened, later by the pauses that followed them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

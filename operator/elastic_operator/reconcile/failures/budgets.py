@@ -45,8 +45,10 @@ def charge(context: Context, status: Status, cause: str, *, is_ignored: bool = F
     old = _find(status, name)
     in_a_row = old.in_a_row + 1
     seconds = backoff_seconds(in_a_row)
+    charged = _charge_own(old, context, None if is_ignored else context.now)
     new = dataclasses.replace(
-        _charge_own(old, context, None if is_ignored else context.now),
+        charged,
+        times=_postpone(charged.times, seconds),
         total=old.total + 1,
         in_a_row=in_a_row,
         commit_step=max(old.commit_step, status.checkpoint.step),
@@ -64,9 +66,11 @@ def charge(context: Context, status: Status, cause: str, *, is_ignored: bool = F
     status = dataclasses.replace(
         status, failure_counts=tuple(sorted((*others, new), key=lambda item: item.failure_class))
     )
-    if is_ignored or CLASSES[name].budget is not Budget.SHARED:
+    if CLASSES[name].budget is not Budget.SHARED:
         return status
-    return dataclasses.replace(status, restart_budget=_charge_shared(status.restart_budget, context, context.now))
+    shared = _charge_shared(status.restart_budget, context, None if is_ignored else context.now)
+    shared = dataclasses.replace(shared, times=_postpone(shared.times, seconds))
+    return dataclasses.replace(status, restart_budget=shared)
 
 
 def find_exceeded(status: Status, cause: str) -> str:
@@ -142,6 +146,14 @@ def _charge_shared(budget: RestartBudget, context: Context, now: float | None) -
     rules = context.spec.recovery.restart_budget
     times = _keep_times(budget.times, context.now, now, window_seconds=rules.window_seconds, limit=rules.limit)
     return RestartBudget(limit=rules.limit, used=len(times), window_seconds=rules.window_seconds, times=times)
+
+
+def _postpone(times: tuple[Time, ...], seconds: float) -> tuple[Time, ...]:
+    """Move times by a pause that begins now, so that the pause takes no part of the window.
+
+    Otherwise a program that fails after some minutes would never exceed its budget: fewer failures fit the window.
+    """
+    return tuple(Time(moment + seconds) for moment in times) if seconds else times
 
 
 def _keep_times(

@@ -214,6 +214,19 @@ def test_a_crash_and_a_hang_share_the_budget_and_an_image_has_its_own() -> None:
     assert look(status, silent, now=NOW + 10, recovery=recovery).status.reason == "RestartBudgetExceeded"
 
 
+def test_a_program_that_fails_after_minutes_spends_its_budget_in_spite_of_the_pauses() -> None:
+    status, now = settled(), NOW
+    for number in range(10):
+        status = look(status, failed_anywhere(status), now=now).status
+        assert (status.phase == Phase.FAILED, status.restart_budget.used) == (False, number + 1)
+        status = launch(status, now)
+        assert status.current is not None
+        now = (status.current.launch_time or now) + 300
+    assert now - NOW > spec().recovery.restart_budget.window_seconds
+    status = look(status, failed_anywhere(status), now=now).status
+    assert (status.reason, status.restart_budget.used) == ("RestartBudgetExceeded", 11)
+
+
 POLICY = {
     "podFailurePolicy": {
         "rules": [
