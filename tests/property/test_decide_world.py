@@ -89,7 +89,7 @@ INFRASTRUCTURE = st.lists(
         OPERATE,
         st.tuples(st.just("tick"), st.sampled_from([1.0, 7.0, 20.0])),
         st.tuples(st.sampled_from(["kill", "silence", "heal"]), st.sampled_from(NODES)),
-        st.tuples(st.just("preempt"), st.integers(0, 5)),
+        st.tuples(st.just("preempt"), st.integers(0, 5), st.sampled_from([0.0, 4.0])),
     ),
     max_size=60,
 )

@@ -71,6 +71,8 @@ class RenewalCache:
             # A deletionTimestamp is the end of the grace period.
             deletion = f"{view.uid} {meta['deletionTimestamp']}"
             times["deleted_at"] = self.first_seen(f"{key}/deletion", deletion, now) + view.deletion_grace_seconds
+        if view.scheduled_at is not None:
+            times["scheduled_at"] = self.first_seen(f"{key}/scheduled", view.uid, now)
         if view.disruption:
             times["disrupted_at"] = self.first_seen(f"{key}/disruption", f"{view.uid} {view.disruption}", now)
         return dataclasses.replace(view, **times) if times else view
@@ -84,7 +86,7 @@ class RenewalCache:
     def forget(self, namespace: str, name: str) -> None:
         """Remove the times of a Lease, pod or Job that was deleted."""
         key = f"{namespace}/{name}"
-        for suffix in ("", "/step", "/start", "/unschedulable", "/deletion", "/disruption", "/job"):
+        for suffix in ("", "/step", "/start", "/unschedulable", "/deletion", "/disruption", "/scheduled", "/job"):
             self._seen.pop(key + suffix, None)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic_operator.observed.capacity import Capacity, NodeCapacity, sort_nodes
 from elastic_operator.observed.node_pool import NodePool
-from elastic_operator.observed.observation import Observation
+from elastic_operator.observed.observation import WORKER, Observation
 from elastic_operator.observed.pod_resources import PODS
 from elastic_operator.observed.pod_usage import UsageByOthers
 from elastic_operator.observed.schedulability import (
@@ -17,9 +17,9 @@ from elastic_operator.observed.schedulability import (
     list_other_requests,
 )
 
-_PLACE_IS_LOST = ("PreemptionByScheduler", "TerminationByKubelet")
-"""Reasons of DisruptionTarget after which a pod's node has no place for its successor: another pod has got it, or the
-node shuts down. Neither is visible otherwise before the pod has ended."""
+_PLACE_IS_LOST = ("PreemptionByScheduler", "PreemptionByKubeScheduler", "TerminationByKubelet")
+"""Reasons of DisruptionTarget after which the node of a training pod has no place for its successor: another pod has
+got it, or the node shuts down. Neither is visible otherwise before the pod has ended."""
 
 
 def count_capacity(world: Observation, resource: str, template: Mapping[str, Any], avoid: Collection[str]) -> Capacity:
@@ -50,7 +50,7 @@ def count_capacity(world: Observation, resource: str, template: Mapping[str, Any
 
 
 def _find_lost_places(world: Observation) -> set[str]:
-    return {item.node for item in world.pods if item.disruption in _PLACE_IS_LOST and item.node}
+    return {item.node for item in world.pods if item.role == WORKER and item.disruption in _PLACE_IS_LOST and item.node}
 
 
 def _count(

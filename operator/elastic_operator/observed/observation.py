@@ -78,7 +78,7 @@ class PodView:
 
     Attributes:
         requests: accelerators requested, by resource name.
-        scheduled_at: when the scheduler bound it to its node.
+        scheduled_at: when the operator first saw that the scheduler had bound it to its node.
         finished_at: when the first container ended, by the clock of its node; only for comparison with other pods.
         exit_code: of the first container, once it has terminated.
         termination_message: of the first container.

@@ -67,4 +67,6 @@ def describe_failed_pods(pods: Collection[PodView], now: float) -> tuple[str, st
     )
     if not signals:
         return None
-    return (str(signals[0].kind) if signals[0].kind is Kind.POD_DISRUPTED else "NoReport"), signals[0].message
+    return (
+        str(signals[0].kind) if signals[0].kind in (Kind.POD_PREEMPTED, Kind.POD_DISRUPTED) else "NoReport"
+    ), signals[0].message

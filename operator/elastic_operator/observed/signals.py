@@ -339,11 +339,11 @@ def detect_pod_signals(pod: PodView, now: float) -> list[Signal]:
         message = f"pod {name}{on_node} was deleted by someone else"
         return [Signal(kind=Kind.POD_DELETED, node=node, pod=name, since=now, message=message)]
     if is_start_failure(pod):
-        since = now if pod.cannot_start_since is None else pod.cannot_start_since
+        since = pod.cannot_start_since or pod.created_at or now
         message = f"pod {name}{on_node} cannot start: {pod.waiting_reason}: {pod.waiting_message}"
         return [Signal(kind=Kind.IMAGE, node=node, pod=name, since=since, message=message)]
     if pod.unschedulable and not node:
-        since = now if pod.unschedulable_since is None else pod.unschedulable_since
+        since = pod.unschedulable_since or pod.created_at or now
         message = f"pod {name} finds no node: {pod.unschedulable}"
         return [Signal(kind=Kind.UNSCHEDULABLE, pod=name, since=since, message=message)]
     return []

@@ -113,7 +113,7 @@ def test_a_pod_that_has_to_stop_asks_for_a_drain_until_its_grace_period_ends() -
     ("suspended", "num_pods", "started", "kinds"),
     [
         pytest.param(True, 0, False, [], id="queued-however-long"),
-        pytest.param(False, 0, False, [Kind.STARTUP_TIMEOUT], id="no-pods"),
+        pytest.param(False, 0, False, [], id="no-pods"),
         pytest.param(True, 1, False, [Kind.JOB_SUSPENDED, Kind.STARTUP_TIMEOUT], id="suspended-in-its-start"),
         pytest.param(True, 1, True, [Kind.JOB_SUSPENDED], id="suspended"),
         pytest.param(True, 0, True, [Kind.JOB_SUSPENDED], id="suspended-and-stopped"),
@@ -189,7 +189,7 @@ POD = PodView(
             {"deleted_at": NOW + 30, "disruption": "PreemptionByScheduler"}, [Kind.POD_TERMINATING], id="preempted"
         ),
         pytest.param(
-            {"deleted_at": NOW - 3, "disruption": "PreemptionByScheduler"}, [Kind.POD_DISRUPTED], id="grace-is-over"
+            {"deleted_at": NOW - 3, "disruption": "PreemptionByScheduler"}, [Kind.POD_PREEMPTED], id="grace-is-over"
         ),
         pytest.param(
             {"disrupted_at": NOW - 29, "disruption": "TerminationByKubelet"}, [Kind.POD_TERMINATING], id="node-shutdown"

@@ -52,7 +52,8 @@ def failed(status: Status, index: int = 2, code: int | None = 1, **changes: Any)
 def disrupted(status: Status, reason: str) -> Observation:
     pods = list(workers(status.attempt))
     pods[1] = dataclasses.replace(pods[1], disruption=reason)
-    return dataclasses.replace(failed(status), pods=tuple(pods))
+    spare = nodes("n4")  # the place of a preempted pod has gone to another pod
+    return dataclasses.replace(failed(status), pods=tuple(pods), nodes=WORLD.nodes | spare)
 
 
 def empty(status: Status) -> Observation:

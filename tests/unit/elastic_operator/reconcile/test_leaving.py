@@ -107,16 +107,16 @@ def test_an_attempt_that_calls_itself_drained_without_a_reason_has_failed() -> N
         pytest.param(
             with_pod(phase="Failed", exit_code=137, deleted_at=NOW + GRACE, disruption="PreemptionByScheduler"),
             5,
-            "PodDisrupted",
+            "PodPreempted",
             id="the-pod-ended-first",
         ),
-        pytest.param(PREEMPTED, GRACE + 3, "PodDisrupted", id="the-grace-period-is-over"),
+        pytest.param(PREEMPTED, GRACE + 3, "PodPreempted", id="the-grace-period-is-over"),
     ],
 )
 def test_without_a_commit_in_time_it_is_a_failure(pods: tuple[PodView, ...], after: float, cause: str) -> None:
     leases = {1: dataclasses.replace(training()[1], renewed_at=NOW + after)}
     decision = look(asked(), world(pods, leases=leases), now=NOW + after)
-    assert charged(decision) == [(cause, False, 1)]
+    assert charged(decision) == [(cause, False, 0)], "the infrastructure spends no budget of the program"
 
 
 @pytest.mark.parametrize("phase", ["", TrainerPhase.STARTING, TrainerPhase.RESTORING])
@@ -124,7 +124,7 @@ def test_a_start_that_is_interrupted_is_a_failure_as_before(phase: str) -> None:
     status = settled()
     current = dataclasses.replace(status.current, first_step_time=None)  # type: ignore[type-var]
     decision = look(dataclasses.replace(status, current=current), world(leases=lease(PHASE=phase)))
-    assert charged(decision) == [("PodDisrupted", False, 1)]
+    assert charged(decision) == [("PodDisrupted", False, 0)]
 
 
 def test_an_eviction_on_a_cordoned_node_is_put_down_to_the_cordon() -> None:
@@ -147,7 +147,12 @@ def test_processes_are_told_that_the_attempt_is_over_before_they_get_sigterm() -
 
 def test_a_long_grace_period_of_someone_else_does_not_hold_up_the_next_attempt() -> None:
     pods = with_pod(phase="Failed", exit_code=1)
-    pods = tuple(dataclasses.replace(pod, deleted_at=NOW + (300 if pod.index == 2 else 2)) for pod in pods)
+    graces = {2: 300}
+    pods = tuple(
+        dataclasses.replace(pod, deleted_at=NOW + seconds, deletion_grace_seconds=seconds)
+        for pod in pods
+        for seconds in (graces.get(pod.index or 0, 2),)
+    )
     decision = look(settled(), world(pods))
     deletions = [(item.name, item.grace_seconds) for item in decision.actions if isinstance(item, DeletePod)]
     assert deletions == [("gpt-a1-2", 2)]

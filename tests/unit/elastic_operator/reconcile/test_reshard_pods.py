@@ -216,7 +216,7 @@ INTERNAL = ReshardReport(ok=False, exit_code=ExitCode.INTERNAL, message="a proce
         ),
         pytest.param(
             pod(node="n1", phase="Failed", disruption="PreemptionByScheduler"),
-            "PodDisrupted",
+            "PodPreempted",
             "PreemptionByScheduler",
             id="preempted",
         ),
