@@ -1,0 +1,555 @@
+"""The whole system as a value: the resource, the API server, the nodes, the operator, the attempts and the volume.
+
+Each transition is one thing that nothing can interrupt: one decision, one write of the status, one action, one access of
+a trainer. The decisions are the real `decide`, the actions the real `ClusterWriter`, the trainers the real `Session`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from elastic_operator.api.serialization import to_wire
+from elastic_operator.api.spec import parse_spec
+from elastic_operator.api.status import Commit, Phase, Status
+from elastic_operator.api.status_reader import read_status
+from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.observed.observation import RESHARD, WORKER
+from elastic_operator.observed.timeouts import Timeouts
+from elastic_operator.reconcile.actions import Action
+from elastic_operator.reconcile.decide import UNSETTLED, decide
+from reshard.commits import commit as commit_file
+from reshard.contract import Env, ExitCode, LeaseKey, ReshardReport, TrainerExit
+from reshard.topology import Topology
+from tests.property.protocol.api_server import GPU, NOW, ApiServer, Job, Objects, Pod
+from tests.property.protocol.search import Step, ViolationError
+from tests.property.protocol.storage import CheckpointRoot
+from tests.property.protocol.trainer import TIME, Lease, Process, Trainers
+
+UID = "0b6c1f0e-1111-4222-8333-444455556666"
+CLAIM, PATH = "ckpt", "gpt"
+
+
+class State(NamedTuple):
+    """A state of the system.
+
+    Attributes:
+        status: number of the stored status.
+        objects: number of the objects on the API server.
+        processes: number of the processes of all attempts.
+        storage: number of the content of the checkpoint root.
+        work: number of the actions that the operator still has to do in this pass; 0 for none.
+        lost: nodes that do not report.
+        cut: attempts that cannot reach the API server.
+        faults: number of faults that may still happen.
+        reader: commit from which another job is about to start; empty for none.
+        drain: value of the user's drain request.
+    """
+
+    status: int = 0
+    objects: int = 0
+    processes: int = 0
+    storage: int = 0
+    work: int = 0
+    lost: frozenset[str] = frozenset()
+    cut: frozenset[int] = frozenset()
+    faults: int = 0
+    reader: str = ""
+    drain: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Bounds of a search.
+
+    Attributes:
+        gpus: accelerators of each node; with different ones the next attempt needs a conversion.
+        faults: number of faults that may happen.
+        kinds: faults that may happen: `die`, `lose`, `cut`, `suspect`, `lost-answer`, `blind`, `reader`, `drain`.
+        num_saves: saves of each attempt.
+    """
+
+    gpus: dict[str, int]
+    faults: int
+    kinds: frozenset[str]
+    num_saves: int = 2
+
+
+class Table:
+    """Numbers for values that take long to compare. `values[0]` is the first value."""
+
+    def __init__(self, first: Any) -> None:
+        self.values = [first]
+        self._numbers = {first: 0}
+
+    def number(self, value: Any) -> int:
+        number = self._numbers.setdefault(value, len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
+class System:
+    """All transitions, and the rules that they have to keep."""
+
+    def __init__(self, root: CheckpointRoot, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.root = root
+        self.trainers = Trainers(root, scenario.num_saves)
+        self._job = JobRef(name="gpt", namespace="ns", uid=UID, generation=1)
+        self.server = ApiServer(self._job, scenario.gpus)
+        self._spec = parse_spec(make_spec(str(root.folder.parent), scenario))
+        self._statuses = Table(_store(Status()))
+        self._objects = Table(Objects())
+        self._processes = Table(())
+        self._works = Table(())
+        self._actions: list[Action] = []
+        self._action_numbers: dict[str, int] = {}
+        self._cache: dict[Any, Any] = {}
+        self._parsed: dict[int, Status] = {}
+
+    @property
+    def start(self) -> State:
+        return State(faults=self.scenario.faults)
+
+    def status(self, state: State) -> Status:
+        """Return the stored status as the operator reads it."""
+        if state.status not in self._parsed:
+            self._parsed[state.status] = read_status(json.loads(self._statuses.values[state.status])).status
+        return self._parsed[state.status]
+
+    def objects(self, state: State) -> Objects:
+        found: Objects = self._objects.values[state.objects]
+        return found
+
+    def processes(self, state: State) -> tuple[Process, ...]:
+        found: tuple[Process, ...] = self._processes.values[state.processes]
+        return found
+
+    def successors(self, state: Any) -> Iterator[Step]:
+        """Return the transitions from a state.
+
+        Where a process is about to do something that nobody can notice or influence, that is the only transition:
+        whatever else happens may as well happen after it.
+        """
+        for process in self.processes(state):
+            if process.call and self._is_unnoticed(state, process):
+                yield from self._train(state, process)
+                return
+        yield from self._operate(state)
+        yield from self._run_jobs(state)
+        for process in self.processes(state):
+            if process.exit_code is None:
+                yield from self._train(state, process)
+        yield from self._recover(state)
+        if state.faults:
+            yield from self._fail(state)
+
+    # -- the operator ---------------------------------------------------------------------------------------------
+
+    def _operate(self, state: State) -> Iterator[Step]:
+        if not state.work:
+            yield from self._look(state)
+            return
+        work: tuple[int, ...] = self._works.values[state.work]
+        rest = self._works.number(work[1:])
+        yield Step("the operator dies in the middle of its pass", state._replace(work=0), is_fault=True)
+        action = self._actions[work[0]]
+        results, is_whole = self._act(state.objects, work[0])
+        name = describe_action(action)
+        for between in results[:-1]:
+            after = state._replace(objects=between, work=0)
+            yield Step(f"the operator dies in the middle of: {name}", after, is_fault=True)
+        last = results[-1] if results else state.objects
+        yield Step(f"the operator: {name}", state._replace(objects=last, work=rest if is_whole else 0))
+
+    def _look(self, state: State) -> Iterator[Step]:
+        quiet = {process.attempt for process in self.processes(state)}
+        silent = frozenset(quiet & state.cut)
+        yield from self._decide(state, frozenset(), "the operator looks and decides", cost=0)
+        for attempt in sorted(quiet & {self.status(state).attempt}):
+            cost = 0 if attempt in silent else 1
+            if cost <= state.faults and ("suspect" in self.scenario.kinds or not cost):
+                name = f"the operator finds attempt {attempt} silent for too long, and decides"
+                yield from self._decide(state, frozenset({attempt}), name, cost=cost)
+
+    # Nobody but the operator reads the status, so its write commutes with everything that happens between the look and
+    # the write: the two are one transition. A write that fails equals a pass that did not take place.
+    def _decide(self, state: State, stale: frozenset[int], name: str, *, cost: int) -> Iterator[Step]:
+        key = ("decide", state.status, state.objects, state.lost, state.reader, state.drain, stale)
+        if key not in self._cache:
+            self._cache[key] = self._decision(state, stale)
+        status, actions = self._cache[key]
+        if status == state.status and not actions:
+            return
+        after = state._replace(status=status, work=self._works.number(actions), faults=state.faults - cost)
+        yield Step(name, after, is_fault=bool(cost))
+
+    def _decision(self, state: State, stale: frozenset[int]) -> tuple[int, tuple[int, ...]]:
+        status = self.status(state)
+        starts = frozenset({(CLAIM, PATH)}) if state.reader else frozenset()
+        world = self.server.observe(self.objects(state), state.lost, known=status.job_uids, stale=stale, starts=starts)
+        job = dataclasses.replace(self._job, drain_request=state.drain)
+        decision = decide(job, self._spec, status, world, limits=Timeouts(), now=NOW)
+        assert not [event for event in decision.events if event.reason == UNSETTLED]
+        return self._statuses.number(_store(decision.status)), tuple(map(self._action_number, decision.actions))
+
+    def _action_number(self, action: Action) -> int:
+        number = self._action_numbers.setdefault(repr(action), len(self._actions))
+        if number == len(self._actions):
+            self._actions.append(action)
+        return number
+
+    def _act(self, objects: int, action: int) -> tuple[list[int], bool]:
+        key = ("act", objects, action)
+        if key not in self._cache:
+            results, is_whole = self.server.act(self._objects.values[objects], self._actions[action])
+            self._cache[key] = [self._objects.number(item) for item in results], is_whole
+        found: tuple[list[int], bool] = self._cache[key]
+        return found
+
+    # -- Kubernetes -----------------------------------------------------------------------------------------------
+
+    def _run_jobs(self, state: State) -> Iterator[Step]:
+        objects, processes = self.objects(state), self.processes(state)
+        started = {process.attempt for process in processes}
+        for job in objects.jobs:
+            if job.role == WORKER and job.attempt not in started:
+                yield from self._start_pod(state, job)
+            if job.role == RESHARD and not job.is_complete:
+                yield self._convert(state, job)
+        for pod in objects.pods:
+            if pod.is_deleted and pod.node not in state.lost:
+                after = self._with_objects(state, objects.with_pod(pod.attempt, pod.role, None))
+                after = self._with_process(after, pod.attempt, exit_code=137) if pod.role == WORKER else after
+                yield Step(f"the kubelet stops the deleted pod of attempt {pod.attempt}", after)
+
+    def _start_pod(self, state: State, job: Job) -> Iterator[Step]:
+        objects = self.objects(state)
+        container = self.server.container(job)
+        environment = {item["name"]: item.get("value", "") for item in container["env"]}
+        wanted = int(container["resources"]["limits"][GPU])
+        used = {pod.node for pod in objects.pods if pod.phase == "Running" and pod.role == WORKER}
+        free = [
+            name for name, count in self.scenario.gpus.items() if name not in {*used, *state.lost} and count >= wanted
+        ]
+        if free:
+            process = Process(job.attempt, self.trainers.add_environment(environment))
+            processes = tuple(sorted([*self.processes(state), process]))
+            after = self._with_objects(state, objects.with_pod(job.attempt, WORKER, Pod(job.attempt, WORKER, free[0])))
+            yield Step(
+                f"the pod of attempt {job.attempt} starts on {free[0]}",
+                after._replace(processes=self._processes.number(processes)),
+            )
+
+    def _convert(self, state: State, job: Job) -> Step:
+        """Convert a commit, as a reshard pod does."""
+        container = self.server.container(job)
+        _, source, target, *_ = container["args"]
+        topology = Topology.parse(container["args"][container["args"].index("--to") + 1])
+        key = ("convert", state.storage, source, target)
+        if key not in self._cache:
+            self._cache[key] = self._write_conversion(state.storage, source, target, topology)
+        step = commit_step(source)
+        report = ReshardReport(
+            ok=True, exit_code=ExitCode.OK, message="done", source=source, target=target, step=step, verified=True
+        )
+        objects = self.objects(state)
+        jobs = tuple(item._replace(is_complete=True) if item == job else item for item in objects.jobs)
+        pod = Pod(job.attempt, RESHARD, next(iter(self.scenario.gpus)), "Succeeded", False, 0, report.to_json())
+        after = self._with_objects(state, objects._replace(jobs=jobs).with_pod(job.attempt, RESHARD, pod))
+        return Step(f"the reshard pod of attempt {job.attempt} converts", after._replace(storage=self._cache[key]))
+
+    def _write_conversion(self, storage: int, source: str, target: str, topology: Topology) -> int:
+        self.root.mount(storage)
+        folder = self.root.folder.__class__(target)
+        old = commit_file.read_commit(source)
+        if (folder / commit_file.COMMIT_FILE).exists():
+            return storage
+        folder.mkdir(parents=True)
+        commit = dataclasses.replace(
+            old, topology=topology, attempt=int(folder.parent.name[1:]), writer="reshard", source=source, files=[]
+        )
+        commit_file.write_commit(folder, commit)
+        return self.root.read()
+
+    def _is_unnoticed(self, state: State, process: Process) -> bool:
+        """Return whether the next access of a process has the same result at any time, and changes nothing for others.
+
+        A refused Lease is refused for ever, and the marker of a newer attempt stays.
+        """
+        if process.attempt in state.cut or self.objects(state).lease(process.attempt) is not None:
+            return False
+        outcome = self.trainers.advance(process, process.call, state.storage, Lease(None))
+        if outcome.access == "looks for newer attempts":
+            return self.root.has_newer_marker(state.storage, process.attempt)
+        return outcome.access == "renews its Lease and reports"
+
+    # -- the attempts ---------------------------------------------------------------------------------------------
+
+    def _train(self, state: State, process: Process) -> Iterator[Step]:
+        kinds, faults = self.scenario.kinds, state.faults
+        lease = Lease(self.objects(state).lease(process.attempt), is_cut=process.attempt in state.cut)
+        for call in self.trainers.calls(process):
+            outcome = self.trainers.advance(process, call, state.storage, lease)
+            yield from self._after(state, process, outcome, "")
+            if not faults:
+                continue
+            if "lost-answer" in kinds and outcome.annotations not in (None, lease.annotations) and not lease.is_cut:
+                unanswered = self.trainers.advance(process, call, state.storage, lease._replace(is_answer_lost=True))
+                yield from self._after(state, process, unanswered, ", and the answer is lost", cost=1)
+            if "blind" in kinds and outcome.access == "looks for newer attempts":
+                blind = self.trainers.advance(process, call, state.storage, lease, is_blind=True)
+                yield from self._after(state, process, blind, ", and cannot read the folder", cost=1)
+            if "die" in kinds and outcome.access == "removes released commits":
+                dead = self.trainers.advance(process, call, state.storage, lease, dies=True)
+                yield from self._after(state, process, dead, ", and dies in the middle", cost=1)
+        # A process that no kubelet reports on might as well never do anything again.
+        pod = self.objects(state).pod(process.attempt)
+        if faults and "die" in kinds and pod is not None and pod.node not in state.lost:
+            dead_state = self._with_process(state, process.attempt, exit_code=1)
+            name = f"the process of attempt {process.attempt} dies"
+            yield Step(name, self._report_exit(dead_state, process.attempt)._replace(faults=faults - 1), is_fault=True)
+
+    def _after(self, state: State, process: Process, outcome: Any, how: str, *, cost: int = 0) -> Iterator[Step]:
+        after = self._replace_process(state, outcome.process)._replace(
+            storage=outcome.storage, faults=state.faults - cost
+        )
+        objects = self.objects(state)
+        if outcome.annotations is not None and outcome.annotations != objects.lease(process.attempt):
+            after = self._with_objects(after, objects.with_lease(process.attempt, outcome.annotations))
+        name = f"attempt {process.attempt} {outcome.access}{how}"
+        if outcome.process.exit_code is not None:
+            name = f"{name}, and exits with code {outcome.process.exit_code}"
+            after = self._report_exit(after, process.attempt)
+        if after != state:
+            yield Step(name, after, is_fault=bool(cost))
+
+    def _report_exit(self, state: State, attempt: int) -> State:
+        """Let the kubelet report the end of a process, if it can."""
+        objects = self.objects(state)
+        pod = objects.pod(attempt)
+        process = next(item for item in self.processes(state) if item.attempt == attempt)
+        if pod is None or pod.node in state.lost:
+            return state
+        failed = pod._replace(phase="Failed", exit_code=process.exit_code)
+        return self._with_objects(state, objects.with_pod(attempt, WORKER, failed))
+
+    def _with_process(self, state: State, attempt: int, *, exit_code: int) -> State:
+        processes = self.processes(state)
+        found = next((item for item in processes if item.attempt == attempt), None)
+        if found is None or found.exit_code is not None:
+            return state
+        return self._replace_process(state, Process(attempt, found.environment, exit_code=exit_code))
+
+    def _replace_process(self, state: State, process: Process) -> State:
+        if process.exit_code is not None:
+            process = Process(process.attempt, process.environment, exit_code=process.exit_code)
+        processes = tuple(process if item.attempt == process.attempt else item for item in self.processes(state))
+        return state._replace(processes=self._processes.number(processes))
+
+    def _with_objects(self, state: State, objects: Objects) -> State:
+        return state._replace(objects=self._objects.number(objects))
+
+    # -- faults ---------------------------------------------------------------------------------------------------
+
+    def _recover(self, state: State) -> Iterator[Step]:
+        for attempt in sorted(state.cut):
+            yield Step(f"attempt {attempt} reaches the API server again", state._replace(cut=state.cut - {attempt}))
+        if state.reader:
+            yield Step("the other job has started", state._replace(reader=""))
+
+    def _fail(self, state: State) -> Iterator[Step]:
+        kinds, less = self.scenario.kinds, state._replace(faults=state.faults - 1)
+        alive = [process.attempt for process in self.processes(state) if process.exit_code is None]
+        if "lose" in kinds:
+            for pod in self.objects(state).pods:
+                if pod.role == WORKER and pod.node not in state.lost:
+                    name = f"{pod.node}, the node of attempt {pod.attempt}, stops reporting; its processes go on"
+                    lost = less._replace(lost=state.lost | {pod.node})
+                    yield Step(name, lost, is_fault=True)
+                    if "cut" in kinds and pod.attempt not in state.cut:
+                        name = f"{name}, and cannot reach the API server"
+                        yield Step(name, lost._replace(cut=state.cut | {pod.attempt}), is_fault=True)
+        if "cut" in kinds:
+            for attempt in alive:
+                if attempt not in state.cut:
+                    name = f"attempt {attempt} loses the API server"
+                    yield Step(name, less._replace(cut=state.cut | {attempt}), is_fault=True)
+        newest = self.status(state).checkpoint.uri
+        if "reader" in kinds and not state.reader and newest:
+            yield Step(f"another job is created that starts from {newest}", less._replace(reader=newest), is_fault=True)
+        if "drain" in kinds and not state.drain:
+            yield Step("a user requests a drain", less._replace(drain="1"), is_fault=True)
+
+    # -- rules ----------------------------------------------------------------------------------------------------
+
+    def check(self, before: Any, step: Step) -> None:
+        """Check a transition.
+
+        Raises:
+            ViolationError: it breaks a rule.
+        """
+        after: State = step.after  # type: ignore[assignment]
+        if (after.status, after.storage, after.processes, after.reader) != (
+            before.status, before.storage, before.processes, before.reader,
+        ):  # fmt: skip
+            self._check_references(after)
+        if after.status != before.status:
+            self._check_status(self.status(before), self.status(after))
+        if after.objects != before.objects:
+            self._check_objects(before, after)
+        if after.processes != before.processes:
+            self._check_exits(before, after)
+        if after.storage != before.storage:
+            self._check_publication(before, after)
+
+    def _check_references(self, state: State) -> None:
+        """Every commit that anything refers to is there."""
+        key = ("references", state.status, state.storage, state.reader, state.processes)
+        if key not in self._cache:
+            self._cache[key] = self._find_missing(state)
+        if self._cache[key]:
+            raise ViolationError(self._cache[key])
+
+    def _find_missing(self, state: State) -> str:
+        status, commits = self.status(state), self.root.commits(state.storage)
+        references = {item.uri: "status.checkpoint" for item in status.checkpoint.history if not item.invalid}
+        current = status.current
+        if current is not None and current.resume.uri:
+            references[current.resume.uri if current.resume.ready else current.resume.source] = "the planned attempt"
+        for process in self.processes(state):
+            if status.launched and process.attempt == status.attempt and not process.memory.is_restored:
+                references[self.trainers.resume_of(process)] = (
+                    f"attempt {process.attempt}, which has not restored it yet"
+                )
+        references[state.reader] = "the other job"
+        missing = {uri: who for uri, who in references.items() if uri and uri not in commits}
+        return "; ".join(f"{uri} is gone, and {who} refers to it" for uri, who in missing.items())
+
+    def _check_status(self, before: Status, after: Status) -> None:
+        if after.attempt < before.attempt:
+            raise ViolationError(f"status.attempt goes back from {before.attempt} to {after.attempt}")
+        if after.checkpoint.step < before.checkpoint.step:
+            raise ViolationError(
+                f"the newest commit goes back from step {before.checkpoint.step} to {after.checkpoint.step}"
+            )
+        known = {item.uri for item in before.checkpoint.history}
+        for item in after.checkpoint.history:
+            if item.uri not in known and item.attempt != before.attempt:
+                raise ViolationError(f"{item.uri} is recorded while attempt {before.attempt} is the current one")
+
+    def _check_objects(self, before: State, after: State) -> None:
+        old, new = self.objects(before), self.objects(after)
+        for attempt, notes in new.leases:
+            commit = dict(notes).get(LeaseKey.COMMIT)
+            newer = [job.attempt for job in new.jobs if job.role == WORKER and job.attempt > attempt]
+            if newer and commit != dict(dict(old.leases).get(attempt, ())).get(LeaseKey.COMMIT):
+                raise ViolationError(
+                    f"a commit of attempt {attempt} is acknowledged after attempt {newer[0]} was launched"
+                )
+        for job in new.jobs:
+            if job.role == WORKER and job not in old.jobs:
+                self._check_launch(after, job)
+
+    def _check_launch(self, state: State, job: Job) -> None:
+        objects, status = self.objects(state), self.status(state)
+        for attempt, _ in objects.leases:
+            if attempt < job.attempt and attempt in objects.rights:
+                raise ViolationError(f"attempt {job.attempt} is launched while attempt {attempt} may use its Lease")
+        nodes = {pod.attempt: pod.node for pod in objects.pods if pod.role == WORKER}
+        for process in self.processes(state):
+            if process.exit_code is None and process.attempt in nodes and nodes[process.attempt] not in state.lost:
+                raise ViolationError(f"attempt {job.attempt} is launched while attempt {process.attempt} runs")
+        container = self.server.container(job)
+        resume = next(item["value"] for item in container["env"] if item["name"] == Env.RESUME)
+        newest = status.checkpoint.step
+        if (commit_step(resume) if resume else 0) != newest:
+            raise ViolationError(
+                f"attempt {job.attempt} resumes from {resume or 'nothing'}, the newest step is {newest}"
+            )
+
+    def _check_exits(self, before: State, after: State) -> None:
+        status = self.status(after)
+        old = {process.attempt: process.exit_code for process in self.processes(before)}
+        for process in self.processes(after):
+            if process.exit_code is None or old.get(process.attempt, process.exit_code) is not None:
+                continue
+            is_current = status.launched and process.attempt == status.attempt
+            if is_current and process.exit_code in (TrainerExit.RESUME_INVALID, TrainerExit.NOT_OWNER):
+                raise ViolationError(f"attempt {process.attempt} is current, and exits with code {process.exit_code}")
+
+    def _check_publication(self, before: State, after: State) -> None:
+        """A trainer publishes a save only after its Lease has answered in the same call."""
+        new = self.root.commits(after.storage) - self.root.commits(before.storage)
+        for process in self.processes(before):
+            is_publishing = any(f"/a{process.attempt}/" in uri for uri in new)
+            if is_publishing and not self.trainers.has_answer(process):
+                raise ViolationError(f"attempt {process.attempt} publishes a commit, and its Lease has not answered")
+
+    def is_good(self, state: Any) -> bool:
+        """Return whether the current attempt trains, and its newest commit is acknowledged in the status."""
+        status = self.status(state)
+        if state.work or status.current is None or state.cut or state.drain != status.drain_request:
+            return False
+        process = next((item for item in self.processes(state) if item.attempt == status.attempt), None)
+        if process is None or process.exit_code is not None or process.call:
+            return False
+        newest = f"{self.root.folder}/a{status.attempt}/step-{process.memory.step:08d}"
+        return process.memory.num_saves >= self.scenario.num_saves and status.checkpoint.uri == newest
+
+
+def make_spec(mount: str, scenario: Scenario) -> dict[str, Any]:
+    """Return the spec of a job that runs on one node."""
+    return {
+        "accelerator": {"resource": GPU, "perNode": sorted(set(scenario.gpus.values()))},
+        "nodes": {"min": 1, "max": 1},
+        "parallelism": {"tensor": [1], "pipeline": [1]},
+        "batch": {"globalSamples": 4, "microSamples": 1},
+        "checkpoint": {"claimName": CLAIM, "path": PATH, "intervalSeconds": 60},
+        "recovery": {"restartBudget": {"limit": 100, "windowSeconds": 3600}},
+        "template": {
+            "spec": {
+                "containers": [
+                    {"name": "train", "image": "image", "volumeMounts": [{"name": "ckpt", "mountPath": mount}]}
+                ],
+                "volumes": [{"name": "ckpt", "persistentVolumeClaim": {"claimName": CLAIM}}],
+            }
+        },
+    }
+
+
+def commit_step(uri: str) -> int:
+    """Return the step in the name of a commit's folder."""
+    return int(uri.rpartition("/step-")[2].partition(".")[0])
+
+
+def describe_action(action: Action) -> str:
+    """Name an action and its object."""
+    which = getattr(action, "name", "") or getattr(action, "lease", "") or getattr(action, "attempt", "")
+    more = " ".join(getattr(action, "names", ()))
+    return " ".join(str(word) for word in (type(action).__name__, which, more) if word)
+
+
+def _store(status: Status) -> str:
+    """Return a status as it is stored, without the fields that are for people only: they would multiply the states."""
+    last = [
+        dataclasses.replace(item, message="", cause="", seconds={}, conversion=None) for item in status.recoveries[-1:]
+    ]
+    bare = dataclasses.replace(
+        status,
+        conditions=(),
+        message="",
+        reason="" if status.phase not in (Phase.WAITING, Phase.FAILED) else status.reason,
+        goodput={},
+        plan=None,
+        recoveries=tuple(last),
+        progress=None,
+        restart_budget=type(status.restart_budget)(),
+        nodes_text="",
+        ettr_text="",
+    )
+    return json.dumps(to_wire(bare), sort_keys=True)

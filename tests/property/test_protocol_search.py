@@ -1,0 +1,196 @@
+"""Every order of events that two attempts, a zombie, the operator, crashes and partitions allow, within small bounds.
+
+`docs/protocol.md` describes the state machine, the rules, and what these searches cover. `ETJ_SOAK=1` (`make soak`)
+widens the bounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_operator.observed import commit_history
+from elastic_operator.reconcile import pending_actions
+from elastic_trainer import publisher, retention
+from elastic_trainer.publisher import Publisher
+from elastic_trainer.session import Session
+from elastic_trainer.settings import from_env
+from reshard.contract import Env
+from tests.property.protocol.model import Scenario, System
+from tests.property.protocol.search import CounterexampleError, Explored, Step, ViolationError, explore
+from tests.property.protocol.storage import CheckpointRoot
+
+SAME_NODES = {"n1": 1, "n2": 1, "n3": 1}
+SMALLER_NODES = {"n1": 2, "n2": 1, "n3": 1}
+"""The second attempt gets fewer accelerators, so the commit is converted first."""
+
+EVERY_FAULT = frozenset({"die", "lose", "cut", "suspect", "lost-answer", "blind", "reader", "drain"})
+MAX_STATES = 5_000_000 if os.environ.get("ETJ_SOAK") else 300_000
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory where there is one: the search writes and reads thousands of small files."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as name:
+        yield Path(name)
+
+
+@pytest.fixture(autouse=True)
+def few_commits_are_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the operator release a commit as soon as there is a newer one, so that two commits suffice to see it."""
+    monkeypatch.setattr(commit_history, "KEPT_VALID", 1)
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def search(folder: Path, patch: pytest.MonkeyPatch, scenario: Scenario) -> Explored:
+    system = System(CheckpointRoot(folder / "gpt"), scenario)
+    with system.trainers.installed(patch):
+        return explore(system.start, system.successors, system.check, system.is_good, MAX_STATES)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(Scenario(gpus=SAME_NODES, faults=1, kinds=EVERY_FAULT), id="any-fault"),
+        pytest.param(Scenario(gpus=SMALLER_NODES, faults=1, kinds=EVERY_FAULT - {"cut"}), id="conversion"),
+        pytest.param(Scenario(gpus=SAME_NODES, faults=2, kinds=frozenset({"die", "suspect"}), num_saves=1), id="again"),
+        pytest.param(
+            Scenario(gpus=SAME_NODES, faults=2, kinds=EVERY_FAULT, num_saves=1),
+            id="any-two-faults",
+            marks=pytest.mark.skipif(not os.environ.get("ETJ_SOAK"), reason="make soak runs it: many minutes"),
+        ),
+    ],
+)
+def test_no_order_of_events_breaks_a_rule_of_the_protocol(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, scenario: Scenario
+) -> None:
+    explored = search(folder, monkeypatch, scenario)
+    print(f"{explored.num_states} states, {explored.num_steps} transitions, {explored.num_good} good states")
+    assert explored.num_good > 0
+    assert explored.num_states > 1000
+
+
+# -- planted defects: each has to be found -------------------------------------------------------------------------
+
+
+def _publish_unasked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Publisher, "_may_publish", lambda self: True)
+
+
+def _forget_what_a_resume_needs(patch: pytest.MonkeyPatch) -> None:
+    """Both guards at once: the operator would not release that commit, and the trainer would not remove it."""
+    remove = retention.remove_released
+    patch.setattr(commit_history, "find_needed", lambda status: frozenset())
+    patch.setattr(
+        retention,
+        "remove_released",
+        lambda root, names, *, owner, keep, protected: remove(root, names, owner=owner, keep=keep, protected=()),
+    )
+
+
+def _launch_beside_the_old_attempt(patch: pytest.MonkeyPatch) -> None:
+    stop = pending_actions._stop_attempts
+    patch.setattr(
+        pending_actions,
+        "_stop_attempts",
+        lambda context, status: (
+            action for action in stop(context, status) if not isinstance(action, pending_actions.RevokeAttempt)
+        ),
+    )
+
+
+def _report_before_publishing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(publisher, "confirm_commit", lambda folder: None)
+
+
+def _remove_without_a_release(patch: pytest.MonkeyPatch) -> None:
+    def prune(root: Path, names: Any, *, owner: str, keep: int, protected: Any) -> tuple[str, ...]:
+        commits = sorted(retention.find_commits(root), reverse=True)
+        for _, _, commit in commits[keep:]:
+            retention.remove_commit(commit)
+        return ()
+
+    patch.setattr(retention, "remove_released", prune)
+
+
+def _never_publish_later(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Publisher, "confirm_when_answered", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "kinds", "problem"),
+    [
+        (_publish_unasked, {"lose"}, "publishes a commit, and its Lease has not answered"),
+        (_forget_what_a_resume_needs, {"die"}, "is gone, and the planned attempt refers to it"),
+        (_launch_beside_the_old_attempt, {"lose"}, "may use its Lease"),
+        (_report_before_publishing, set(), "is gone, and status.checkpoint refers to it"),
+        (_remove_without_a_release, {"die"}, "is gone, and status.checkpoint refers to it"),
+        (_never_publish_later, {"cut"}, "cannot go on"),
+    ],
+)
+def test_a_planted_defect_is_found_and_its_steps_are_listed(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    kinds: set[str],
+    problem: str,
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(CounterexampleError) as caught:
+        search(folder, monkeypatch, Scenario(gpus=SAME_NODES, faults=1, kinds=frozenset(kinds)))
+    print(caught.value)
+    assert problem in caught.value.problem
+    assert caught.value.steps[0] == "the operator looks and decides"
+
+
+def test_a_process_is_restored_from_all_that_it_remembers(folder: Path) -> None:
+    """A new attribute of these classes may have to be added to `Memory`, or the search forgets it."""
+    env = {Env.CHECKPOINT_ROOT: str(folder), Env.JOB_UID: "uid", Env.LEASE: "gpt-a1"}
+    session = Session(from_env(env), None)  # type: ignore[arg-type]
+    remembered = {"position", "_draining"}
+    rest = {"settings", "_collective", "_heartbeat", "_publisher", "_last_commit_monotonic"}
+    assert set(vars(session)) == remembered | rest
+    remembered = {"_annotations", "_request", "_released", "_answers"}
+    rest = {"_mailbox", "_every_seconds", "_on_fenced", "_pending", "_stopping", "_lock", "_exchanging", "_thread"}
+    assert set(vars(session._heartbeat)) == remembered | rest | {"_refused_since"}
+    remembered = {"_unpublished", "_answers_before", "_is_marked"}
+    assert set(vars(session._publisher)) == remembered | {"_settings", "_heartbeat", "_keep", "_root", "_folder"}
+
+
+# -- the search itself ---------------------------------------------------------------------------------------------
+
+
+def test_the_search_returns_the_shortest_way_to_a_broken_rule() -> None:
+    def successors(state: Any) -> Iterator[Step]:
+        yield Step("add one", state + 1)
+        yield Step("double", state * 2)
+
+    def check(state: Any, step: Step) -> None:
+        if step.after == 7:
+            raise ViolationError("seven")
+
+    with pytest.raises(CounterexampleError) as caught:
+        explore(1, successors, check, lambda state: True, 100)
+    assert caught.value.steps == ("add one", "add one", "double", "add one")
+    assert str(caught.value).splitlines()[0] == "seven"
+
+
+def test_a_state_from_which_only_a_fault_leads_on_is_stuck() -> None:
+    after = {"start": ("end", "pit"), "pit": ("start",), "end": ()}
+
+    def successors(state: Any) -> Iterator[Step]:
+        yield from (Step(name, name, is_fault=state == "pit" or name == "pit") for name in after[state])
+
+    with pytest.raises(CounterexampleError, match=r"cannot go on.*\n *1\. pit"):
+        explore("start", successors, lambda state, step: None, lambda state: state == "end", 10)
+    good = explore("start", lambda s: [Step(n, n) for n in after[str(s)]], lambda s, t: None, lambda s: s == "end", 10)
+    assert (good.num_states, good.num_steps, good.num_good) == (3, 3, 1)
