@@ -17,12 +17,14 @@ import pytest
 
 from elastic_operator.observed import commit_history
 from elastic_operator.reconcile import pending_actions
+from elastic_operator.reconcile.actions import RevokeAttempt
 from elastic_trainer import publisher, retention
 from elastic_trainer.publisher import Publisher
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
 from reshard.contract import Env
 from tests.property.protocol.model import Scenario, System
+from tests.property.protocol.rules import Rules
 from tests.property.protocol.search import CounterexampleError, Explored, Step, ViolationError, explore
 from tests.property.protocol.storage import CheckpointRoot
 
@@ -31,6 +33,9 @@ SMALLER_NODES = {"n1": 2, "n2": 1, "n3": 1}
 """The second attempt gets fewer accelerators, so the commit is converted first."""
 
 EVERY_FAULT = frozenset({"die", "lose", "cut", "suspect", "lost-answer", "blind", "reader", "drain"})
+ZOMBIE = frozenset({"lose", "cut", "blind"})
+"""With these, the first attempt goes on beside the second one."""
+
 MAX_STATES = 5_000_000 if os.environ.get("ETJ_SOAK") else 300_000
 
 
@@ -53,14 +58,16 @@ def few_commits_are_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def search(folder: Path, patch: pytest.MonkeyPatch, scenario: Scenario) -> Explored:
     system = System(CheckpointRoot(folder / "gpt"), scenario)
+    rules = Rules(system)
     with system.trainers.installed(patch):
-        return explore(system.start, system.successors, system.check, system.is_good, MAX_STATES)
+        return explore(system.start, system.successors, rules.check, rules.is_good, MAX_STATES)
 
 
 @pytest.mark.parametrize(
     "scenario",
     [
-        pytest.param(Scenario(gpus=SAME_NODES, faults=1, kinds=EVERY_FAULT), id="any-fault"),
+        pytest.param(Scenario(gpus=SAME_NODES, faults=1, kinds=EVERY_FAULT & ZOMBIE), id="zombie"),
+        pytest.param(Scenario(gpus=SAME_NODES, faults=1, kinds=EVERY_FAULT - ZOMBIE), id="any-other-fault"),
         pytest.param(Scenario(gpus=SMALLER_NODES, faults=1, kinds=EVERY_FAULT - {"cut"}), id="conversion"),
         pytest.param(Scenario(gpus=SAME_NODES, faults=2, kinds=frozenset({"die", "suspect"}), num_saves=1), id="again"),
         pytest.param(
@@ -102,9 +109,7 @@ def _launch_beside_the_old_attempt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         pending_actions,
         "_stop_attempts",
-        lambda context, status: (
-            action for action in stop(context, status) if not isinstance(action, pending_actions.RevokeAttempt)
-        ),
+        lambda context, status: (action for action in stop(context, status) if not isinstance(action, RevokeAttempt)),
     )
 
 

@@ -1,12 +1,11 @@
 """The whole system as a value: the resource, the API server, the nodes, the operator, the attempts and the volume.
 
-Each transition is one thing that nothing can interrupt: one decision, one write of the status, one action, one access of
-a trainer. The decisions are the real `decide`, the actions the real `ClusterWriter`, the trainers the real `Session`.
+Each transition is something that nothing can interrupt: a decision with the write of the status, an action, one access
+of a trainer. Decisions are the real `decide`, actions the real `ClusterWriter`, trainers the real `Session`.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.spec import parse_spec
-from elastic_operator.api.status import Commit, Phase, Status
+from elastic_operator.api.status import Phase, Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import RESHARD, WORKER
@@ -22,12 +21,12 @@ from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Action
 from elastic_operator.reconcile.decide import UNSETTLED, decide
 from reshard.commits import commit as commit_file
-from reshard.contract import Env, ExitCode, LeaseKey, ReshardReport, TrainerExit
+from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
 from reshard.topology import Topology
 from tests.property.protocol.api_server import GPU, NOW, ApiServer, Job, Objects, Pod
-from tests.property.protocol.search import Step, ViolationError
+from tests.property.protocol.search import Step
 from tests.property.protocol.storage import CheckpointRoot
-from tests.property.protocol.trainer import TIME, Lease, Process, Trainers
+from tests.property.protocol.trainer import Lease, Process, Trainers
 
 UID = "0b6c1f0e-1111-4222-8333-444455556666"
 CLAIM, PATH = "ckpt", "gpt"
@@ -93,7 +92,7 @@ class Table:
 
 
 class System:
-    """All transitions, and the rules that they have to keep."""
+    """All transitions of the system."""
 
     def __init__(self, root: CheckpointRoot, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -102,14 +101,15 @@ class System:
         self._job = JobRef(name="gpt", namespace="ns", uid=UID, generation=1)
         self.server = ApiServer(self._job, scenario.gpus)
         self._spec = parse_spec(make_spec(str(root.folder.parent), scenario))
-        self._statuses = Table(_store(Status()))
+        self._statuses: list[Status] = []
+        self._status_numbers: dict[str, int] = {}
+        self._status_number(Status())
         self._objects = Table(Objects())
         self._processes = Table(())
         self._works = Table(())
         self._actions: list[Action] = []
         self._action_numbers: dict[str, int] = {}
         self._cache: dict[Any, Any] = {}
-        self._parsed: dict[int, Status] = {}
 
     @property
     def start(self) -> State:
@@ -117,9 +117,7 @@ class System:
 
     def status(self, state: State) -> Status:
         """Return the stored status as the operator reads it."""
-        if state.status not in self._parsed:
-            self._parsed[state.status] = read_status(json.loads(self._statuses.values[state.status])).status
-        return self._parsed[state.status]
+        return self._statuses[state.status]
 
     def objects(self, state: State) -> Objects:
         found: Objects = self._objects.values[state.objects]
@@ -195,7 +193,14 @@ class System:
         job = dataclasses.replace(self._job, drain_request=state.drain)
         decision = decide(job, self._spec, status, world, limits=Timeouts(), now=NOW)
         assert not [event for event in decision.events if event.reason == UNSETTLED]
-        return self._statuses.number(_store(decision.status)), tuple(map(self._action_number, decision.actions))
+        return self._status_number(decision.status), tuple(map(self._action_number, decision.actions))
+
+    def _status_number(self, status: Status) -> int:
+        bare = leave_out_what_is_for_people(status)
+        number = self._status_numbers.setdefault(repr(bare), len(self._statuses))
+        if number == len(self._statuses):
+            self._statuses.append(read_status(json.loads(json.dumps(to_wire(bare)))).status)
+        return number
 
     def _action_number(self, action: Action) -> int:
         number = self._action_numbers.setdefault(repr(action), len(self._actions))
@@ -267,7 +272,7 @@ class System:
         self.root.mount(storage)
         folder = self.root.folder.__class__(target)
         old = commit_file.read_commit(source)
-        if (folder / commit_file.COMMIT_FILE).exists():
+        if (folder / COMMIT_FILE).exists():
             return storage
         folder.mkdir(parents=True)
         commit = dataclasses.replace(
@@ -385,122 +390,6 @@ class System:
         if "drain" in kinds and not state.drain:
             yield Step("a user requests a drain", less._replace(drain="1"), is_fault=True)
 
-    # -- rules ----------------------------------------------------------------------------------------------------
-
-    def check(self, before: Any, step: Step) -> None:
-        """Check a transition.
-
-        Raises:
-            ViolationError: it breaks a rule.
-        """
-        after: State = step.after  # type: ignore[assignment]
-        if (after.status, after.storage, after.processes, after.reader) != (
-            before.status, before.storage, before.processes, before.reader,
-        ):  # fmt: skip
-            self._check_references(after)
-        if after.status != before.status:
-            self._check_status(self.status(before), self.status(after))
-        if after.objects != before.objects:
-            self._check_objects(before, after)
-        if after.processes != before.processes:
-            self._check_exits(before, after)
-        if after.storage != before.storage:
-            self._check_publication(before, after)
-
-    def _check_references(self, state: State) -> None:
-        """Every commit that anything refers to is there."""
-        key = ("references", state.status, state.storage, state.reader, state.processes)
-        if key not in self._cache:
-            self._cache[key] = self._find_missing(state)
-        if self._cache[key]:
-            raise ViolationError(self._cache[key])
-
-    def _find_missing(self, state: State) -> str:
-        status, commits = self.status(state), self.root.commits(state.storage)
-        references = {item.uri: "status.checkpoint" for item in status.checkpoint.history if not item.invalid}
-        current = status.current
-        if current is not None and current.resume.uri:
-            references[current.resume.uri if current.resume.ready else current.resume.source] = "the planned attempt"
-        for process in self.processes(state):
-            if status.launched and process.attempt == status.attempt and not process.memory.is_restored:
-                references[self.trainers.resume_of(process)] = (
-                    f"attempt {process.attempt}, which has not restored it yet"
-                )
-        references[state.reader] = "the other job"
-        missing = {uri: who for uri, who in references.items() if uri and uri not in commits}
-        return "; ".join(f"{uri} is gone, and {who} refers to it" for uri, who in missing.items())
-
-    def _check_status(self, before: Status, after: Status) -> None:
-        if after.attempt < before.attempt:
-            raise ViolationError(f"status.attempt goes back from {before.attempt} to {after.attempt}")
-        if after.checkpoint.step < before.checkpoint.step:
-            raise ViolationError(
-                f"the newest commit goes back from step {before.checkpoint.step} to {after.checkpoint.step}"
-            )
-        known = {item.uri for item in before.checkpoint.history}
-        for item in after.checkpoint.history:
-            if item.uri not in known and item.attempt != before.attempt:
-                raise ViolationError(f"{item.uri} is recorded while attempt {before.attempt} is the current one")
-
-    def _check_objects(self, before: State, after: State) -> None:
-        old, new = self.objects(before), self.objects(after)
-        for attempt, notes in new.leases:
-            commit = dict(notes).get(LeaseKey.COMMIT)
-            newer = [job.attempt for job in new.jobs if job.role == WORKER and job.attempt > attempt]
-            if newer and commit != dict(dict(old.leases).get(attempt, ())).get(LeaseKey.COMMIT):
-                raise ViolationError(
-                    f"a commit of attempt {attempt} is acknowledged after attempt {newer[0]} was launched"
-                )
-        for job in new.jobs:
-            if job.role == WORKER and job not in old.jobs:
-                self._check_launch(after, job)
-
-    def _check_launch(self, state: State, job: Job) -> None:
-        objects, status = self.objects(state), self.status(state)
-        for attempt, _ in objects.leases:
-            if attempt < job.attempt and attempt in objects.rights:
-                raise ViolationError(f"attempt {job.attempt} is launched while attempt {attempt} may use its Lease")
-        nodes = {pod.attempt: pod.node for pod in objects.pods if pod.role == WORKER}
-        for process in self.processes(state):
-            if process.exit_code is None and process.attempt in nodes and nodes[process.attempt] not in state.lost:
-                raise ViolationError(f"attempt {job.attempt} is launched while attempt {process.attempt} runs")
-        container = self.server.container(job)
-        resume = next(item["value"] for item in container["env"] if item["name"] == Env.RESUME)
-        newest = status.checkpoint.step
-        if (commit_step(resume) if resume else 0) != newest:
-            raise ViolationError(
-                f"attempt {job.attempt} resumes from {resume or 'nothing'}, the newest step is {newest}"
-            )
-
-    def _check_exits(self, before: State, after: State) -> None:
-        status = self.status(after)
-        old = {process.attempt: process.exit_code for process in self.processes(before)}
-        for process in self.processes(after):
-            if process.exit_code is None or old.get(process.attempt, process.exit_code) is not None:
-                continue
-            is_current = status.launched and process.attempt == status.attempt
-            if is_current and process.exit_code in (TrainerExit.RESUME_INVALID, TrainerExit.NOT_OWNER):
-                raise ViolationError(f"attempt {process.attempt} is current, and exits with code {process.exit_code}")
-
-    def _check_publication(self, before: State, after: State) -> None:
-        """A trainer publishes a save only after its Lease has answered in the same call."""
-        new = self.root.commits(after.storage) - self.root.commits(before.storage)
-        for process in self.processes(before):
-            is_publishing = any(f"/a{process.attempt}/" in uri for uri in new)
-            if is_publishing and not self.trainers.has_answer(process):
-                raise ViolationError(f"attempt {process.attempt} publishes a commit, and its Lease has not answered")
-
-    def is_good(self, state: Any) -> bool:
-        """Return whether the current attempt trains, and its newest commit is acknowledged in the status."""
-        status = self.status(state)
-        if state.work or status.current is None or state.cut or state.drain != status.drain_request:
-            return False
-        process = next((item for item in self.processes(state) if item.attempt == status.attempt), None)
-        if process is None or process.exit_code is not None or process.call:
-            return False
-        newest = f"{self.root.folder}/a{status.attempt}/step-{process.memory.step:08d}"
-        return process.memory.num_saves >= self.scenario.num_saves and status.checkpoint.uri == newest
-
 
 def make_spec(mount: str, scenario: Scenario) -> dict[str, Any]:
     """Return the spec of a job that runs on one node."""
@@ -534,16 +423,17 @@ def describe_action(action: Action) -> str:
     return " ".join(str(word) for word in (type(action).__name__, which, more) if word)
 
 
-def _store(status: Status) -> str:
-    """Return a status as it is stored, without the fields that are for people only: they would multiply the states."""
+def leave_out_what_is_for_people(status: Status) -> Status:
+    """Return the status without fields on which no decision of the protocol depends; they would multiply the states."""
     last = [
         dataclasses.replace(item, message="", cause="", seconds={}, conversion=None) for item in status.recoveries[-1:]
     ]
-    bare = dataclasses.replace(
+    is_reason_kept = status.phase in (Phase.WAITING, Phase.FAILED)
+    return dataclasses.replace(
         status,
         conditions=(),
         message="",
-        reason="" if status.phase not in (Phase.WAITING, Phase.FAILED) else status.reason,
+        reason=status.reason if is_reason_kept else "",
         goodput={},
         plan=None,
         recoveries=tuple(last),
@@ -552,4 +442,3 @@ def _store(status: Status) -> str:
         nodes_text="",
         ettr_text="",
     )
-    return json.dumps(to_wire(bare), sort_keys=True)

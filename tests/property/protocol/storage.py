@@ -23,6 +23,7 @@ class CheckpointRoot:
         self.folder = folder
         self._numbers: dict[Content, int] = {(): 0}
         self._contents: list[dict[str, bytes | None]] = [{}]
+        self._commits: dict[int, frozenset[str]] = {}
         self._mounted = 0
 
     def mount(self, number: int) -> None:
@@ -60,6 +61,11 @@ class CheckpointRoot:
 
     def commits(self, number: int) -> frozenset[str]:
         """Return the folders of all published commits, as absolute paths."""
+        if number not in self._commits:
+            self._commits[number] = self._find_commits(number)
+        return self._commits[number]
+
+    def _find_commits(self, number: int) -> frozenset[str]:
         names = (name.rpartition("/") for name in self._contents[number])
         return frozenset(str(self.folder / folder) for folder, _, name in names if name == COMMIT_FILE)
 

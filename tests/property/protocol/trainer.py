@@ -2,14 +2,15 @@
 
 A process is what it remembers between two calls of the training script (`Memory`), the call that it is in, and the
 results that this call has got so far. To go on, the call is repeated from its beginning. It gets the recorded results
-again, does one more access for real, and stops before the one after that. So the code that decides is the trainer's own,
-and a process can be stopped anywhere, for any time, while the rest of the world goes on.
+again, does one more access for real, and stops before the one after that. So the code that decides is the trainer's
+own, and a process can be stopped anywhere, for any time, while the rest of the world goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from elastic_trainer import attempts, publisher, retention, session, virtual
 from elastic_trainer.errors import FencedError
+from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
 from reshard.commits import root_owner
@@ -149,7 +151,7 @@ class Trainers:
         self._got: list[int] = []
         self._access = ""
         self._is_nested = False
-        self._is_blind = False
+        self._is_blind = self._dies = False
 
     def add_environment(self, environment: Mapping[str, str]) -> int:
         """Return the number of an environment."""
@@ -198,14 +200,14 @@ class Trainers:
         key = (process, call, storage, lease, is_blind, dies)
         known = self._outcomes.get(key)
         if known is None:
-            known = self._outcomes[key] = self._run(process, call, storage, lease, is_blind, dies)
+            self._lease, self._is_blind, self._dies = lease, is_blind, dies
+            known = self._outcomes[key] = self._run(process, call, storage)
         return known
 
-    def _run(self, process: Process, call: str, storage: int, lease: Lease, is_blind: bool, dies: bool) -> Outcome:
+    def _run(self, process: Process, call: str, storage: int) -> Outcome:
         self.root.mount(storage)
-        self._lease, self._given, self._got, self._access = lease, process.results, [], ""
-        self._is_blind, self._dies = is_blind, dies
-        publisher.time = session.time = _Clock()  # type: ignore[attr-defined]
+        self._given, self._got, self._access = process.results, [], ""
+        publisher.time = session.time = _Clock()  # type: ignore[attr-defined, assignment]
         running = self._thaw(process)
         after = process._replace(call=call)
         try:
@@ -312,13 +314,17 @@ class Trainers:
         assert heartbeat is not None
         assert publisher_ is not None
         heartbeat.start = lambda: None  # type: ignore[method-assign]  # `beat` stands for the thread
-        heartbeat.stop = lambda: heartbeat.flush() and None  # type: ignore[method-assign, return-value]
+        heartbeat.stop = lambda: self._stop(heartbeat)  # type: ignore[method-assign]
         heartbeat._annotations = dict(memory.annotations)
         heartbeat._request, heartbeat._released = memory.request, memory.released
         heartbeat._answers = int(memory.has_new_answer)
         publisher_._unpublished = [(Path(folder), self._commits[folder]) for folder in memory.unpublished]
         publisher_._is_marked = memory.is_marked
         return result
+
+    @staticmethod
+    def _stop(heartbeat: Heartbeat) -> None:
+        heartbeat.flush()  # the thread's last beat
 
     def _freeze(self, running: Session, call: str, before: Memory) -> Memory:
         heartbeat, publisher_ = running._heartbeat, running._publisher
@@ -361,7 +367,7 @@ class Trainers:
         self._hook(patch, attempts, "announce", "announces its attempt")
         self._hook(patch, attempts, "find_newest_attempt", "looks for newer attempts", blind=lambda: 0)
         self._hook(patch, retention, "remove_released", "removes released commits")
-        remove_tree = retention.shutil.rmtree
+        remove_tree = shutil.rmtree
 
         def rmtree(folder: Path) -> None:
             if self._dies:

@@ -1,0 +1,134 @@
+"""The rules of the protocol, and the states that it has to reach; `docs/protocol.md` says why they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_operator.api.status import Status
+from elastic_operator.observed.observation import WORKER
+from reshard.contract import Env, LeaseKey, TrainerExit
+from tests.property.protocol.api_server import Job
+from tests.property.protocol.model import State, System, commit_step
+from tests.property.protocol.search import Step, ViolationError
+
+
+class Rules:
+    """Checks transitions of a system."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._missing: dict[Any, str] = {}
+
+    def check(self, before: Any, step: Step) -> None:
+        """Check a transition.
+
+        Raises:
+            ViolationError: it breaks a rule.
+        """
+        after: State = step.after  # type: ignore[assignment]
+        if (after.status, after.storage, after.processes, after.reader) != (
+            before.status, before.storage, before.processes, before.reader,
+        ):  # fmt: skip
+            self._check_references(after)
+        if after.status != before.status:
+            self._check_status(self._system.status(before), self._system.status(after))
+        if after.objects != before.objects:
+            self._check_objects(before, after)
+        if after.processes != before.processes:
+            self._check_exits(before, after)
+        if after.storage != before.storage:
+            self._check_publication(before, after)
+
+    def _check_references(self, state: State) -> None:
+        """Every commit that anything refers to is there."""
+        key = (state.status, state.storage, state.reader, state.processes)
+        if key not in self._missing:
+            self._missing[key] = self._find_missing(state)
+        if self._missing[key]:
+            raise ViolationError(self._missing[key])
+
+    def _find_missing(self, state: State) -> str:
+        status, commits = self._system.status(state), self._system.root.commits(state.storage)
+        references = {item.uri: "status.checkpoint" for item in status.checkpoint.history if not item.invalid}
+        current = status.current
+        if current is not None and current.resume.uri:
+            references[current.resume.uri if current.resume.ready else current.resume.source] = "the planned attempt"
+        for process in self._system.processes(state):
+            if status.launched and process.attempt == status.attempt and not process.memory.is_restored:
+                references[self._system.trainers.resume_of(process)] = (
+                    f"attempt {process.attempt}, which has not restored it yet"
+                )
+        references[state.reader] = "the other job"
+        missing = {uri: who for uri, who in references.items() if uri and uri not in commits}
+        return "; ".join(f"{uri} is gone, and {who} refers to it" for uri, who in missing.items())
+
+    def _check_status(self, before: Status, after: Status) -> None:
+        if after.attempt < before.attempt:
+            raise ViolationError(f"status.attempt goes back from {before.attempt} to {after.attempt}")
+        if after.checkpoint.step < before.checkpoint.step:
+            raise ViolationError(
+                f"the newest commit goes back from step {before.checkpoint.step} to {after.checkpoint.step}"
+            )
+        known = {item.uri for item in before.checkpoint.history}
+        for item in after.checkpoint.history:
+            if item.uri not in known and item.attempt != before.attempt:
+                raise ViolationError(f"{item.uri} is recorded while attempt {before.attempt} is the current one")
+
+    def _check_objects(self, before: State, after: State) -> None:
+        old, new = self._system.objects(before), self._system.objects(after)
+        for attempt, notes in new.leases:
+            commit = dict(notes).get(LeaseKey.COMMIT)
+            newer = [job.attempt for job in new.jobs if job.role == WORKER and job.attempt > attempt]
+            if newer and commit != dict(dict(old.leases).get(attempt, ())).get(LeaseKey.COMMIT):
+                raise ViolationError(
+                    f"a commit of attempt {attempt} is acknowledged after attempt {newer[0]} was launched"
+                )
+        for job in new.jobs:
+            if job.role == WORKER and job not in old.jobs:
+                self._check_launch(after, job)
+
+    def _check_launch(self, state: State, job: Job) -> None:
+        objects, status = self._system.objects(state), self._system.status(state)
+        for attempt, _ in objects.leases:
+            if attempt < job.attempt and attempt in objects.rights:
+                raise ViolationError(f"attempt {job.attempt} is launched while attempt {attempt} may use its Lease")
+        nodes = {pod.attempt: pod.node for pod in objects.pods if pod.role == WORKER}
+        for process in self._system.processes(state):
+            if process.exit_code is None and process.attempt in nodes and nodes[process.attempt] not in state.lost:
+                raise ViolationError(f"attempt {job.attempt} is launched while attempt {process.attempt} runs")
+        container = self._system.server.container(job)
+        resume = next(item["value"] for item in container["env"] if item["name"] == Env.RESUME)
+        newest = status.checkpoint.step
+        if (commit_step(resume) if resume else 0) != newest:
+            raise ViolationError(
+                f"attempt {job.attempt} resumes from {resume or 'nothing'}, the newest step is {newest}"
+            )
+
+    def _check_exits(self, before: State, after: State) -> None:
+        status = self._system.status(after)
+        old = {process.attempt: process.exit_code for process in self._system.processes(before)}
+        for process in self._system.processes(after):
+            if process.exit_code is None or old.get(process.attempt, process.exit_code) is not None:
+                continue
+            is_current = status.launched and process.attempt == status.attempt
+            if is_current and process.exit_code in (TrainerExit.RESUME_INVALID, TrainerExit.NOT_OWNER):
+                raise ViolationError(f"attempt {process.attempt} is current, and exits with code {process.exit_code}")
+
+    def _check_publication(self, before: State, after: State) -> None:
+        """A trainer publishes a save only after its Lease has answered in the same call."""
+        new = self._system.root.commits(after.storage) - self._system.root.commits(before.storage)
+        for process in self._system.processes(before):
+            is_publishing = any(f"/a{process.attempt}/" in uri for uri in new)
+            if is_publishing and not self._system.trainers.has_answer(process):
+                raise ViolationError(f"attempt {process.attempt} publishes a commit, and its Lease has not answered")
+
+    def is_good(self, state: Any) -> bool:
+        """Return whether the current attempt trains, and its newest commit is acknowledged in the status."""
+        status = self._system.status(state)
+        if state.work or status.current is None or state.cut or state.drain != status.drain_request:
+            return False
+        process = next((item for item in self._system.processes(state) if item.attempt == status.attempt), None)
+        if process is None or process.exit_code is not None or process.call:
+            return False
+        newest = f"{self._system.root.folder}/a{status.attempt}/step-{process.memory.step:08d}"
+        return process.memory.num_saves >= self._system.scenario.num_saves and status.checkpoint.uri == newest
