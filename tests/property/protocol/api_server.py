@@ -42,6 +42,7 @@ class Job(NamedTuple):
     role: str
     manifest: int
     is_complete: bool = False
+    is_failed: bool = False
 
 
 class Pod(NamedTuple):
@@ -175,7 +176,8 @@ class ApiServer:
         return (reshard_name if role == RESHARD else attempt_name)(self.job.name, attempt)
 
     def _job_view(self, job: Job) -> JobView:
-        conditions = [{"type": "Complete", "status": "True"}] if job.is_complete else []
+        types = ["Complete"] * job.is_complete + ["Failed"] * job.is_failed
+        conditions = [{"type": name, "status": "True"} for name in types]
         return job_view({**self.object_of(job), "status": {"conditions": conditions}})
 
     def object_of(self, job: Job) -> dict[str, Any]:

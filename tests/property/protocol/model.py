@@ -67,7 +67,8 @@ class Scenario:
     Attributes:
         gpus: accelerators of each node; with different ones the next attempt needs a conversion.
         faults: number of faults that may happen.
-        kinds: faults that may happen: `die`, `lose`, `cut`, `suspect`, `lost-answer`, `blind`, `reader`, `drain`.
+        kinds: faults that may happen: `die`, `lose`, `cut`, `suspect`, `lost-answer`, `blind`, `reader`, `drain`,
+            `refuse`; with `return`, lost nodes come back.
         num_saves: saves of each attempt.
     """
 
@@ -224,8 +225,10 @@ class System:
         for job in objects.jobs:
             if job.role == WORKER and job.attempt not in started:
                 yield from self._start_pod(state, job)
-            if job.role == RESHARD and not job.is_complete:
+            if job.role == RESHARD and not (job.is_complete or job.is_failed):
                 yield self._convert(state, job)
+                if "refuse" in self.scenario.kinds and state.faults:
+                    yield self._refuse_conversion(state, job)
         for pod in objects.pods:
             if pod.is_deleted and pod.node not in state.lost:
                 after = self._with_objects(state, objects.with_pod(pod.attempt, pod.role, None))
@@ -258,15 +261,31 @@ class System:
         key = ("convert", state.storage, source, target)
         if key not in self._cache:
             self._cache[key] = self._write_conversion(state.storage, source, target, topology)
-        step = commit_step(source)
         report = ReshardReport(
-            ok=True, exit_code=ExitCode.OK, message="done", source=source, target=target, step=step, verified=True
+            ok=True,
+            exit_code=ExitCode.OK,
+            message="done",
+            source=source,
+            target=target,
+            step=commit_step(source),
+            verified=True,
         )
+        after = self._end_conversion(state, job, report)._replace(storage=self._cache[key])
+        return Step(f"the reshard pod of attempt {job.attempt} converts", after)
+
+    def _refuse_conversion(self, state: State, job: Job) -> Step:
+        report = ReshardReport(ok=False, exit_code=ExitCode.UNSUPPORTED, message="not supported")
+        after = self._end_conversion(state, job, report)._replace(faults=state.faults - 1)
+        return Step(f"the reshard pod of attempt {job.attempt} finds that it cannot convert", after, is_fault=True)
+
+    def _end_conversion(self, state: State, job: Job, report: ReshardReport) -> State:
         objects = self.objects(state)
-        jobs = tuple(item._replace(is_complete=True) if item == job else item for item in objects.jobs)
-        pod = Pod(job.attempt, RESHARD, next(iter(self.scenario.gpus)), "Succeeded", False, 0, report.to_json())
-        after = self._with_objects(state, objects._replace(jobs=jobs).with_pod(job.attempt, RESHARD, pod))
-        return Step(f"the reshard pod of attempt {job.attempt} converts", after._replace(storage=self._cache[key]))
+        ended = job._replace(is_complete=report.ok, is_failed=not report.ok)
+        jobs = tuple(ended if item == job else item for item in objects.jobs)
+        node = next(iter(self.scenario.gpus))
+        phase = "Succeeded" if report.ok else "Failed"
+        pod = Pod(job.attempt, RESHARD, node, phase, False, report.exit_code, report.to_json())
+        return self._with_objects(state, objects._replace(jobs=jobs).with_pod(job.attempt, RESHARD, pod))
 
     def _write_conversion(self, storage: int, source: str, target: str, topology: Topology) -> int:
         self.root.mount(storage)
@@ -366,13 +385,25 @@ class System:
             yield Step(f"attempt {attempt} reaches the API server again", state._replace(cut=state.cut - {attempt}))
         if state.reader:
             yield Step("the other job has started", state._replace(reader=""))
+        if "return" in self.scenario.kinds:
+            for node in sorted(state.lost):
+                yield Step(f"{node} reports again", self._return_node(state, node))
+
+    def _return_node(self, state: State, node: str) -> State:
+        """Let a node report again; its kubelet stops the processes whose pods do not exist any more."""
+        after = state._replace(lost=state.lost - {node})
+        for process in self.processes(state):
+            if self.objects(state).pod(process.attempt) is None:
+                after = self._with_process(after, process.attempt, exit_code=137)
+        return after
 
     def _fail(self, state: State) -> Iterator[Step]:
         kinds, less = self.scenario.kinds, state._replace(faults=state.faults - 1)
         alive = [process.attempt for process in self.processes(state) if process.exit_code is None]
         if "lose" in kinds:
             for pod in self.objects(state).pods:
-                if pod.role == WORKER and pod.node not in state.lost:
+                may_be_lost = pod.attempt == 1 or "return" not in kinds  # else the nodes take turns
+                if pod.role == WORKER and pod.node not in state.lost and may_be_lost:
                     name = f"{pod.node}, the node of attempt {pod.attempt}, stops reporting; its processes go on"
                     lost = less._replace(lost=state.lost | {pod.node})
                     yield Step(name, lost, is_fault=True)

@@ -69,6 +69,8 @@ class Rules:
             raise ViolationError(
                 f"the newest commit goes back from step {before.checkpoint.step} to {after.checkpoint.step}"
             )
+        if after.pinned is not None and after.pinned != after.checkpoint.topology:
+            raise ViolationError(f"{after.pinned} is pinned, the newest commit has {after.checkpoint.topology}")
         known = {item.uri for item in before.checkpoint.history}
         for item in after.checkpoint.history:
             if item.uri not in known and item.attempt != before.attempt:
@@ -92,9 +94,12 @@ class Rules:
         for attempt, _ in objects.leases:
             if attempt < job.attempt and attempt in objects.rights:
                 raise ViolationError(f"attempt {job.attempt} is launched while attempt {attempt} may use its Lease")
-        nodes = {pod.attempt: pod.node for pod in objects.pods if pod.role == WORKER}
+        # A node may come back between the decision and the launch. Its pod is deleted then, and its Lease refused.
+        may_return = "return" in self._system.scenario.kinds
         for process in self._system.processes(state):
-            if process.exit_code is None and process.attempt in nodes and nodes[process.attempt] not in state.lost:
+            pod = objects.pod(process.attempt)
+            may_run = pod is not None and pod.node not in state.lost and not (may_return and pod.is_deleted)
+            if process.exit_code is None and may_run:
                 raise ViolationError(f"attempt {job.attempt} is launched while attempt {process.attempt} runs")
         container = self._system.server.container(job)
         resume = next(item["value"] for item in container["env"] if item["name"] == Env.RESUME)
