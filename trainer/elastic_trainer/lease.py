@@ -63,7 +63,7 @@ class LeaseMailbox:
     def exchange(self, annotations: Mapping[str, str]) -> Mapping[str, str]:
         """Renew the Lease and merge the annotations; see `Mailbox.exchange`."""
         if self._owner_uid and not self._uid:
-            self._uid = self._own_uid()
+            self._uid = str(self._own_metadata()["uid"])
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         # The merge patch has no resourceVersion, so two writers of different annotations never conflict.
         metadata: dict[str, Any] = {"annotations": dict(annotations)}
@@ -74,7 +74,7 @@ class LeaseMailbox:
 
     def read(self) -> Mapping[str, str]:
         """Read the annotations without renewing the Lease; see `Mailbox.read`."""
-        return self._annotations(self._answer("GET"))
+        return self._annotations(self._own_metadata())
 
     def _annotations(self, metadata: Mapping[str, Any]) -> Mapping[str, str]:
         answer = metadata.get("annotations") or {}
@@ -82,8 +82,8 @@ class LeaseMailbox:
             raise OSError(f"Lease {self._name}: expected an object as annotations, found {answer!r:.80}")
         return answer
 
-    def _own_uid(self) -> str:
-        """Read the UID of the Lease, and check its owner.
+    def _own_metadata(self) -> dict[str, Any]:
+        """Read the metadata of the Lease, and check its owner.
 
         If a job was deleted and created again, a Lease of the same name with another owner may exist.
 
@@ -93,9 +93,9 @@ class LeaseMailbox:
         """
         metadata = self._answer("GET")
         owners = [owner.get("uid") for owner in metadata.get("ownerReferences") or ()]
-        if self._owner_uid not in owners:
+        if self._owner_uid and self._owner_uid not in owners:
             raise FencedError(f"Lease {self._name}: expected owner {self._owner_uid}, found {owners}")
-        return str(metadata["uid"])
+        return metadata
 
     def _answer(self, method: str, body: str | None = None) -> dict[str, Any]:
         """Send one request, and return the metadata of the Lease in the answer.

@@ -29,11 +29,10 @@ class Api(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         state = self.server.state
-        self.send_response(200)
+        self.send_response(state["status"])
         self.end_headers()
-        self.wfile.write(
-            json.dumps({"metadata": {"uid": state["uid"], "ownerReferences": [{"uid": state["owner"]}]}}).encode()
-        )
+        metadata = {"uid": state["uid"], "ownerReferences": [{"uid": state["owner"]}]}
+        self.wfile.write(json.dumps({"metadata": {**metadata, "annotations": state["annotations"]}}).encode())
 
     def do_PATCH(self):
         state = self.server.state
@@ -102,6 +101,25 @@ def test_one_patch_renews_writes_and_brings_back_requests(server, lease):
     assert headers["Content-Type"] == "application/merge-patch+json"
     assert body["spec"]["holderIdentity"] == "pod-0"
     assert datetime.datetime.fromisoformat(body["spec"]["renewTime"]).tzinfo is not None
+
+
+def test_reading_renews_nothing_and_tells_whether_the_attempt_is_over(server, account):
+    address = ("127.0.0.1", server.server_port)
+    lease = LeaseMailbox(
+        namespace="team", name="gpt-a3", holder="pod-1", server=address, account=account, owner_uid="job-1"
+    )
+    server.state["annotations"] = {LeaseKey.REQUEST: "stop"}
+    assert lease.read() == {LeaseKey.REQUEST: "stop"}
+    assert server.state["seen"] == []
+    server.state["owner"] = "job-2"
+    with pytest.raises(FencedError):
+        lease.read()
+    server.state |= {"owner": "job-1", "status": 404}
+    with pytest.raises(FencedError):
+        lease.read()
+    server.state["status"] = 500
+    with pytest.raises(OSError, match="500"):
+        lease.read()
 
 
 def test_a_rotated_token_is_used_at_once(server, lease, account):
