@@ -131,15 +131,16 @@ def test_the_launcher_ends_ranks_that_would_take_one_sigterm_for_a_request(tmp_p
     code = """
 import os, signal, sys, time
 if os.environ["RANK"] == "0":
-    time.sleep(1)
+    while not os.path.exists("ready"):
+        time.sleep(0.01)
     sys.exit(3)
 got = []
-signal.signal(signal.SIGTERM, lambda *_: got.append(1) or (len(got) == 2 and os._exit(0)))
+signal.signal(signal.SIGTERM, lambda *_: got.append(1) or (len(got) == 2 and (open("insisted", "w"), os._exit(0))))
+open("ready", "w")
 while True:
     time.sleep(0.01)
 """
     (tmp_path / "script.py").write_text(code)
     command = [sys.executable, "-m", "elastic_trainer.launch", "--nproc", "2", str(tmp_path / "script.py")]
-    began = time.monotonic()
-    assert subprocess.run(command, check=False, timeout=60).returncode == 3
-    assert time.monotonic() - began < 4, "nobody waited for SIGKILL"
+    assert subprocess.run(command, check=False, timeout=60, cwd=tmp_path).returncode == 3
+    assert (tmp_path / "insisted").exists(), "SIGKILL came before a second SIGTERM"
