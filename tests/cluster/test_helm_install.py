@@ -135,7 +135,7 @@ def test_install_upgrade_uninstall_and_install_again_leave_a_running_training_al
 
 def _names_of_the_training(job: Run) -> set[str]:
     """Everything that the job and its one attempt consist of, and the one spec that was accepted."""
-    kinds = "jobs,pods,services,endpointslices,serviceaccounts,roles,rolebindings,leases,endpoints"
+    kinds = "jobs,pods,services,endpointslices,serviceaccounts,roles,rolebindings,leases,endpoints,poddisruptionbudgets"
     names = job.cluster.kubectl("get", kinds, "-n", job.namespace, "-o", "name").split()
     (spec,) = job.cluster.kubectl("get", "controllerrevisions", "-n", job.namespace, "-o", "name").split()
     return {"elastictrainingjob.elastictraining.dev/gpt", spec, *(name for name in names if "/gpt-a1" in name)}
