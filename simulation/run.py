@@ -1,0 +1,131 @@
+"""One simulation: the real `decide` and planner, a policy, a size of the cluster, and a trace of failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from elastic_operator.api.spec import Spec
+from elastic_operator.api.status import Phase, Status
+from elastic_operator.observed.observation import Observation
+from elastic_operator.observed.timeouts import Timeouts
+from elastic_operator.reconcile.actions import Decision
+from elastic_operator.reconcile.decide import UNSETTLED, decide
+from simulation.accounting import Account
+from simulation.assumptions import GPUS_PER_NODE, Assumptions
+from simulation.cluster import JOB, START, Cluster
+from simulation.policies import Policy, best_on_all_nodes, make_spec
+from simulation.trace import make_trace
+
+_MIN_PAUSE_SECONDS = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one simulated job did.
+
+    Attributes:
+        num_gpus: without spares.
+        full_step_seconds: time of a step on all nodes, with the batch of this policy.
+        passes: calls of `decide`.
+    """
+
+    policy: Policy
+    num_gpus: int
+    num_spare_gpus: int
+    seconds: float
+    account: Account
+    global_samples: int
+    full_step_seconds: float
+    passes: int
+    status: Status
+
+
+def simulate(
+    policy: Policy, num_gpus: int, assumptions: Assumptions, *, seed: int, follow_requeues: bool = False
+) -> Result:
+    """Run one job through the failures of its cluster.
+
+    `decide` depends on its inputs alone. While nothing in the cluster changes, it decides the same again, except at a
+    few deadlines that its status states. So a pass runs after each event and at each deadline, and the other polls of
+    the operator are left out; `follow_requeues` runs them too, for comparison.
+
+    Raises:
+        RuntimeError: the job failed, or a decision did not settle.
+    """
+    num_nodes = num_gpus // GPUS_PER_NODE
+    num_spares = policy.num_spares(num_nodes, assumptions)
+    spec = make_spec(policy, num_nodes, assumptions)
+    cluster = Cluster(spec, num_nodes=num_nodes, num_spares=num_spares, assumptions=assumptions)
+    for failure in make_trace(assumptions, num_nodes=num_nodes, num_spares=num_spares, seed=seed):
+        cluster.add_failure(failure)
+    status, passes = _operate(cluster, spec, assumptions, follow_requeues=follow_requeues)
+    cluster.finish()
+    best = best_on_all_nodes(spec, num_nodes)
+    return Result(
+        policy=policy,
+        num_gpus=num_gpus,
+        num_spare_gpus=num_spares * GPUS_PER_NODE,
+        seconds=assumptions.seconds,
+        account=cluster.account,
+        global_samples=spec.batch.global_samples,
+        full_step_seconds=best.seconds or math.nan,
+        passes=passes,
+        status=status,
+    )
+
+
+def _operate(
+    cluster: Cluster, spec: Spec, assumptions: Assumptions, *, follow_requeues: bool
+) -> tuple[Status, int]:
+    """Decide and act until the end of the simulated time; return the last status and the number of passes."""
+    limits, end = Timeouts(), START + assumptions.seconds
+    status, passes, next_pass = Status(), 0, START
+    while True:
+        event = cluster.next_event
+        if event is not None and event <= min(next_pass, end):
+            cluster.advance()
+            next_pass = min(next_pass, event + assumptions.reaction_seconds)
+            continue
+        if next_pass >= end:
+            cluster.now = end
+            return status, passes
+        cluster.now = next_pass
+        observed = cluster.observe()
+        decision = decide(JOB, spec, status, observed, limits=limits, now=cluster.now)
+        passes += 1
+        _check(decision)
+        for action in decision.actions:
+            cluster.act(action)
+        cluster.account.wait(cluster.now, is_waiting=decision.status.phase == Phase.WAITING)
+        if decision.actions:
+            pause = assumptions.reaction_seconds
+        elif follow_requeues or cluster.is_unsettled:
+            pause = decision.requeue_seconds
+        else:
+            pause = _next_deadline(spec, decision.status, observed, limits, cluster.now) - cluster.now
+        status = decision.status
+        next_pass = cluster.now + max(_MIN_PAUSE_SECONDS, pause)
+
+
+def _check(decision: Decision) -> None:
+    problems = [event.message for event in decision.events if event.reason == UNSETTLED]
+    if problems or decision.needs_fresh_capacity or decision.status.phase in (Phase.FAILED, Phase.COMPLETE):
+        raise RuntimeError(f"expected a job that goes on, found {decision.status.phase}: {decision.status.message} {problems}")
+
+
+def _next_deadline(spec: Spec, status: Status, observed: Observation, limits: Timeouts, now: float) -> float:
+    """Return when `decide` may decide otherwise although nothing has happened."""
+    recovery, current = spec.recovery, status.current
+    moments = [item.until for item in status.excluded_nodes if item.until is not None]
+    moments += [pod.deleted_at + recovery.force_delete_seconds for pod in observed.pods if pod.deleted_at is not None]
+    if status.drain is not None:
+        moments.append(status.drain.start_time + recovery.drain_seconds)
+    if current is not None and current.launch_time is not None:
+        if current.first_step_time is None:
+            moments.append(current.launch_time + limits.startup_seconds)
+            moments.append(current.launch_time + limits.unschedulable_seconds)
+        if status.growth is not None:
+            since = max(status.growth.since, current.first_step_time or 0.0)
+            moments.append(since + recovery.scale_up_stable_seconds)
+    return min((moment for moment in moments if moment > now), default=math.inf)
