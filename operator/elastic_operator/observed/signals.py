@@ -198,12 +198,16 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
     wake = [end for end in ends.values() if end > now]
     wake += [signal.until for signal in planned if signal.until is not None]
     unplanned = [signal for signal in signals if KINDS[signal.kind].weight is not Weight.PLANNED]
+    sources: dict[str, set[str]] = {}
+    for signal in unplanned:
+        if signal.node:
+            sources.setdefault(signal.node, set()).add(KINDS[signal.kind].source)
     confirmed: list[Signal] = []
     for signal in unplanned:
         meaning = KINDS[signal.kind]
-        sources = {KINDS[other.kind].source for other in unplanned if other.node == signal.node and signal.node}
+        is_seconded = meaning.takes_node and len(sources.get(signal.node, ())) >= 2
         grace = graces.get(meaning.grace, 0.0)
-        if meaning.weight is Weight.STRONG or signal.since + grace <= now or (meaning.takes_node and len(sources) >= 2):
+        if meaning.weight is Weight.STRONG or signal.since + grace <= now or is_seconded:
             confirmed.append(signal)
         else:
             wake.append(signal.since + grace)
@@ -437,12 +441,16 @@ def detect_attempt_signals(
     step_time = (lease.step_seen_at if lease is not None else None) or 0.0
     live = [pod for pod in pods if pod.node and not pod.terminal]
     signals = [_not_before(signal, world.evidence_since) for signal in _detect_training_pods(pods, now)]
-    for name in sorted({pod.node for pod in live if pod.node}):
+    running: dict[str, list[PodView]] = {}
+    for pod in live:
+        here = running.setdefault(pod.node or "", [])
+        if pod.phase == "Running":
+            here.append(pod)
+    for name, here in sorted(running.items(), key=lambda item: item[0]):
         node = world.nodes.get(name)
         node_signals = detect_node_signals(node, name, limits, now)
         signals += [signal for signal in node_signals if not (world.is_widespread and _is_refuted(signal, step_time))]
         if node is not None:
-            here = [pod for pod in live if pod.node == name and pod.phase == "Running"]
             signals += detect_planned_signals(node, tolerated, now)
             signals += detect_device_signals(
                 node, here, world.used.get(name, 0), resource, now=now, step_time=step_time
