@@ -24,6 +24,7 @@ from elastic_operator.observed.observation import (
     attempt_of,
 )
 from elastic_operator.observed.pod_usage import UsageByOthers
+from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.planning import planner
 from elastic_operator.reconcile.actions import (
     Action,
@@ -48,6 +49,12 @@ from simulation.training import Progress, Training
 JOB = JobRef(name="llm", namespace="research", uid="uid-llm")
 START = 1_800_000_000.0
 """The clock of the simulation begins here, in seconds since the epoch."""
+
+LEASE_STALE_SECONDS = 20.0
+"""Age of a kubelet's Lease that is a signal: half of its duration."""
+
+_UNSEEN = object()
+"""Result of an event that changes nothing that the operator sees."""
 
 _NO_USE = UsageByOthers({}, {}, 1)
 """Nobody else uses the cluster."""
@@ -100,7 +107,7 @@ class Cluster:
         self._pods: dict[str, PodView] = {}
         self._pod_tuple: tuple[PodView, ...] | None = None
         self._steps: dict[str, int] = {}  # steps in each commit that exists
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = 0
 
     # -- time -----------------------------------------------------------------------------------------------------
@@ -114,21 +121,32 @@ class Cluster:
         """Time of the next event, None if there is none."""
         return self._events[0][0] if self._events else None
 
-    def advance(self) -> None:
-        """Move to the next event and let it happen."""
+    def advance(self) -> bool:
+        """Move to the next event and let it happen; return whether the operator can see a change."""
         self.now, _, happen = heapq.heappop(self._events)
-        happen()
+        return happen() is not _UNSEEN
 
     @property
-    def is_unsettled(self) -> bool:
-        """True while a pod of the job is on a silent node: signals about it change with time."""
-        return any(self.nodes.is_silent(pod.node) for pod in self._pods.values() if pod.node and not pod.terminal)
+    def is_ending(self) -> bool:
+        """True while deleted pods have not ended; their end is an event."""
+        return any(pod.deleted_at is not None and not self.nodes.is_silent(pod.node or "") for pod in self._pods.values())
 
-    def _at(self, time: float, happen: Callable[[], None]) -> None:
+    def signal_deadlines(self, limits: Timeouts) -> list[float]:
+        """Return when a silence becomes a signal, or has lasted for its grace, without any event."""
+        grace = self._spec.recovery.suspect_seconds
+        names = {pod.node for pod in self._pods.values() if pod.node and not pod.terminal}
+        silent = [self.nodes[name].silent_since for name in names if self.nodes.is_silent(name)]
+        stale = [since + LEASE_STALE_SECONDS + grace for since in silent if since is not None]
+        if self._attempt is not None and self._attempt.beats_until is not None:
+            heard = self._attempt.beats_until + limits.heartbeat_stale_seconds
+            stale += [heard + 0.1, heard + grace]
+        return stale
+
+    def _at(self, time: float, happen: Callable[[], object]) -> None:
         self._serial += 1
         heapq.heappush(self._events, (time, self._serial, happen))
 
-    def _after(self, seconds: float, happen: Callable[[], None]) -> None:
+    def _after(self, seconds: float, happen: Callable[[], object]) -> None:
         self._at(self.now + seconds, happen)
 
     # -- what the operator sees -----------------------------------------------------------------------------------
@@ -269,9 +287,9 @@ class Cluster:
             seconds = durations.start_seconds(attempt.topology, self._assumptions)
             self._after(seconds, lambda: self._begin_training(attempt))
 
-    def _begin_training(self, attempt: Attempt) -> None:
+    def _begin_training(self, attempt: Attempt) -> object:
         if not self._is_alive(attempt) or attempt.halted is not None:
-            return
+            return _UNSEEN
         shape = planner.shape_of(attempt.topology, num_nodes=attempt.num_nodes, per_node=GPUS_PER_NODE)
         seconds = planner.evaluate(self._spec, shape).seconds
         if seconds is None:
@@ -285,7 +303,8 @@ class Cluster:
         )
         attempt.phase = TrainerPhase.TRAINING
         self.account.begin(self.now, attempt.resume_step, seconds, attempt.num_nodes)
-        self._after(seconds, lambda: None)  # the first step is done: the operator looks
+        self._after(seconds, lambda: None)  # the operator sees the first step when it is done
+        return _UNSEEN
 
     def _drain(self) -> None:
         attempt = self._attempt
@@ -388,28 +407,31 @@ class Cluster:
 
     # -- failures and repairs -------------------------------------------------------------------------------------
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: Failure) -> object:
         names = [name for name in map(node_name, failure.nodes) if not self.nodes[name].is_impaired]
         if not names:
-            return  # what is broken already does not fail again
+            return _UNSEEN  # what is broken already does not fail again
         attempt = self._attempt
         pods = self._workers(attempt) if attempt is not None and self._is_alive(attempt) else []
         if failure.effect in (Effect.CRASH, Effect.HANG):
             self._fail_processes(failure, pods)
-            return
+            return _UNSEEN
         is_hit = any(pod.node in names and pod.phase == "Running" for pod in pods)
         self.account.count(failure.effect, is_hit=is_hit)
         for name in names:
             self._break_node(name, failure.effect)
             self._after(failure.repair_seconds, lambda name=name: self._repair(name))  # type: ignore[misc]
-        if attempt is None or not is_hit or failure.effect is Effect.PLANNED:
-            return
+        if failure.effect is Effect.PLANNED:
+            return None
+        if attempt is None or not is_hit:
+            return _UNSEEN if failure.effect is not Effect.DEVICE else None
         self._stop_training(attempt)
         if failure.effect is Effect.DEVICE:
             victim = next(pod for pod in pods if pod.node in names)
             self._after(self._assumptions.crash_seconds, lambda: self._fail_pod(attempt, victim.name))
         elif any(pod.index == 0 and pod.node in names for pod in pods):
             attempt.beats_until = self.now
+        return _UNSEEN
 
     def _fail_processes(self, failure: Failure, pods: list[PodView]) -> None:
         running = [pod for pod in pods if pod.phase == "Running"]

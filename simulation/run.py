@@ -9,13 +9,16 @@ from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.observed.observation import Observation
 from elastic_operator.observed.timeouts import Timeouts
-from elastic_operator.reconcile.actions import Decision
+from elastic_operator.reconcile.actions import Decision, DeleteJob, DeletePod, RevokeAttempt
 from elastic_operator.reconcile.decide import UNSETTLED, decide
 from simulation.accounting import Account
 from simulation.assumptions import GPUS_PER_NODE, Assumptions
 from simulation.cluster import JOB, START, Cluster
 from simulation.policies import Policy, best_on_all_nodes, make_spec
 from simulation.trace import make_trace
+
+_STOPS = (DeleteJob, DeletePod, RevokeAttempt)
+"""Actions after which the operator can go on at once if no pod has to end first."""
 
 _MIN_PAUSE_SECONDS = 0.05
 
@@ -84,8 +87,8 @@ def _operate(
     while True:
         event = cluster.next_event
         if event is not None and event <= min(next_pass, end):
-            cluster.advance()
-            next_pass = min(next_pass, event + assumptions.reaction_seconds)
+            if cluster.advance() or follow_requeues:
+                next_pass = min(next_pass, event + assumptions.reaction_seconds)
             continue
         if next_pass >= end:
             cluster.now = end
@@ -98,12 +101,14 @@ def _operate(
         for action in decision.actions:
             cluster.act(action)
         cluster.account.wait(cluster.now, is_waiting=decision.status.phase == Phase.WAITING)
-        if decision.actions:
+        if follow_requeues and decision.actions:
             pause = assumptions.reaction_seconds
-        elif follow_requeues or cluster.is_unsettled:
+        elif any(isinstance(action, _STOPS) for action in decision.actions) and not cluster.is_ending:
+            pause = assumptions.reaction_seconds
+        elif follow_requeues:
             pause = decision.requeue_seconds
         else:
-            pause = _next_deadline(spec, decision.status, observed, limits, cluster.now) - cluster.now
+            pause = _next_deadline(spec, decision.status, observed, limits, cluster) - cluster.now
         status = decision.status
         next_pass = cluster.now + max(_MIN_PAUSE_SECONDS, pause)
 
@@ -114,10 +119,11 @@ def _check(decision: Decision) -> None:
         raise RuntimeError(f"expected a job that goes on, found {decision.status.phase}: {decision.status.message} {problems}")
 
 
-def _next_deadline(spec: Spec, status: Status, observed: Observation, limits: Timeouts, now: float) -> float:
+def _next_deadline(spec: Spec, status: Status, observed: Observation, limits: Timeouts, cluster: Cluster) -> float:
     """Return when `decide` may decide otherwise although nothing has happened."""
     recovery, current = spec.recovery, status.current
-    moments = [item.until for item in status.excluded_nodes if item.until is not None]
+    moments = cluster.signal_deadlines(limits)
+    moments += [item.until for item in status.excluded_nodes if item.until is not None]
     moments += [pod.deleted_at + recovery.force_delete_seconds for pod in observed.pods if pod.deleted_at is not None]
     if status.drain is not None:
         moments.append(status.drain.start_time + recovery.drain_seconds)
@@ -128,4 +134,4 @@ def _next_deadline(spec: Spec, status: Status, observed: Observation, limits: Ti
         if status.growth is not None:
             since = max(status.growth.since, current.first_step_time or 0.0)
             moments.append(since + recovery.scale_up_stable_seconds)
-    return min((moment for moment in moments if moment > now), default=math.inf)
+    return min((moment for moment in moments if moment > cluster.now), default=math.inf)
