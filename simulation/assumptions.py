@@ -27,7 +27,10 @@ class Assumptions:
         4.2, "s", "from a fault of a GPU or of the software to the failed pod", "docs/demo.md, measured on CPU"
     )
     lease_seconds: float = assume(
-        25, "s", "from a silent node to the stale Lease of its kubelet", "docs/operations.md: half of 40 s, read every 5 s"
+        25,
+        "s",
+        "from a silent node to the stale Lease of its kubelet",
+        "docs/operations.md: half of 40 s, read every 5 s",
     )
     not_ready_seconds: float = assume(
         50, "s", "from a silent node to the condition Ready=Unknown", "Kubernetes 1.32, default of the node controller"
@@ -38,9 +41,7 @@ class Assumptions:
     reaction_seconds: float = assume(
         2.2, "s", "from an event in the cluster to the operator's decision", "docs/benchmarks.md, 2,000 nodes"
     )
-    stop_seconds: float = assume(
-        3.0, "s", "from the deletion of pods to their end", "docs/demo.md, measured on CPU"
-    )
+    stop_seconds: float = assume(3.0, "s", "from the deletion of pods to their end", "docs/demo.md, measured on CPU")
     rack_nodes: float = assume(
         2, "nodes", "nodes behind one rack switch; its failure takes them all", f"{_LLAMA}, section 3.3.1"
     )

@@ -42,7 +42,7 @@ from simulation import durations
 from simulation.accounting import Account
 from simulation.assumptions import GPUS_PER_NODE, Assumptions
 from simulation.nodes import CPU_NODE, Nodes, NodeState, Silence, node_name
-from simulation.policies import RESOURCE
+from simulation.policies import RESOURCE, step_seconds
 from simulation.trace import Effect, Failure
 from simulation.training import Progress, Training
 
@@ -129,7 +129,9 @@ class Cluster:
     @property
     def is_ending(self) -> bool:
         """True while deleted pods have not ended; their end is an event."""
-        return any(pod.deleted_at is not None and not self.nodes.is_silent(pod.node or "") for pod in self._pods.values())
+        return any(
+            pod.deleted_at is not None and not self.nodes.is_silent(pod.node or "") for pod in self._pods.values()
+        )
 
     def signal_deadlines(self, limits: Timeouts) -> list[float]:
         """Return when a silence becomes a signal, or has lasted for its grace, without any event."""
@@ -291,9 +293,7 @@ class Cluster:
         if not self._is_alive(attempt) or attempt.halted is not None:
             return _UNSEEN
         shape = planner.shape_of(attempt.topology, num_nodes=attempt.num_nodes, per_node=GPUS_PER_NODE)
-        seconds = planner.evaluate(self._spec, shape).seconds
-        if seconds is None:
-            raise ValueError("expected spec.model and spec.accelerator.performance, from which the step time follows")
+        seconds = step_seconds(planner.evaluate(self._spec, shape))
         attempt.training = Training(
             begin=self.now,
             first=attempt.resume_step,
@@ -357,9 +357,7 @@ class Cluster:
             seconds=seconds,
             verified=True,
         )
-        self._after(
-            seconds + self._assumptions.reshard_pod_seconds, lambda: self._finish_reshard(name, uid, report)
-        )
+        self._after(seconds + self._assumptions.reshard_pod_seconds, lambda: self._finish_reshard(name, uid, report))
 
     def _finish_reshard(self, name: str, uid: str, report: ReshardReport) -> None:
         if self._reshard is None or self._reshard.uid != uid:
@@ -520,4 +518,3 @@ def _avoided_nodes(pod: Mapping[str, Any]) -> frozenset[str]:
     affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
     terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or [{}]
     return frozenset(value for field in terms[0].get("matchFields") or () for value in field["values"])
-

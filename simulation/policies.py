@@ -99,6 +99,17 @@ def best_on_all_nodes(spec: Spec, num_nodes: int) -> planner.Candidate:
     return best
 
 
+def step_seconds(candidate: planner.Candidate) -> float:
+    """Return the planner's estimate of the time of a step.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if candidate.seconds is None:
+        raise ValueError("expected spec.model and spec.accelerator.performance, from which the step time follows")
+    return candidate.seconds
+
+
 def interval_seconds(num_nodes: int, assumptions: Assumptions) -> int:
     """Return the checkpoint interval that the operator suggests for this cluster (Daly 2006)."""
     mtbf = 1 / (failures_per_node_second() * num_nodes)

@@ -76,6 +76,4 @@ class Training:
         end = start + steps * self.step_seconds + self.save_seconds
         saving = (int(cycles) + 1) * self.save_seconds
         total = before + steps
-        return end, Progress(
-            steps=total, committed=total, saving_seconds=saving, step_time=end - self.save_seconds
-        )
+        return end, Progress(steps=total, committed=total, saving_seconds=saving, step_time=end - self.save_seconds)
