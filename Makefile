@@ -11,7 +11,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CACHE_DIR)/torch_extensions
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster demo bench format lock clean testbed-up testbed-down generate lock-images images images-load
+.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster demo bench simulate format lock clean testbed-up testbed-down generate lock-images images images-load
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -85,6 +85,9 @@ demo: setup ## the whole story on real parts: train, lose a node, reshard, resum
 
 bench: setup ## the resharder beside DeepSpeed's converter, on the same files
 	$(BIN)/python -m benchmarks
+
+simulate: setup ## what failures cost in 54 days on up to 16,384 GPUs, with the operator's own decisions (minutes)
+	$(BIN)/python -m simulation $(SIMULATE_ARGS)
 
 testbed-up: setup ## a real Kubernetes cluster on this machine, without Docker
 	$(BIN)/python -m testbed up

@@ -15,12 +15,12 @@ PACKAGES = [
 ]
 MODULES = sorted(
     path
-    for folder in [*PACKAGES, ROOT / "testbed", ROOT / "demo", ROOT / "benchmarks", ROOT / "examples"]
+    for folder in [*PACKAGES, ROOT / "testbed", ROOT / "demo", ROOT / "benchmarks", ROOT / "simulation", ROOT / "examples"]
     for path in folder.rglob("*.py")
     if "output" not in path.parts
 )
 FOLDERS = sorted(
-    {path.parent for folder in [*PACKAGES, ROOT / "tests/unit"] for path in folder.rglob("*.py")},
+    {path.parent for folder in [*PACKAGES, ROOT / "simulation", ROOT / "tests/unit"] for path in folder.rglob("*.py")},
 )
 
 
