@@ -13,7 +13,6 @@ from typing import Any
 
 from elastic_operator.api.serialization import format_time
 from elastic_operator.api.spec import Spec
-from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import (
     RESHARD,
     WORKER,
@@ -41,55 +40,17 @@ from reshard.topology import Topology
 from simulation import durations
 from simulation.accounting import Account
 from simulation.assumptions import GPUS_PER_NODE, Assumptions
+from simulation.attempt import JOB, LEASE_STALE_SECONDS, START, Attempt, avoided_nodes, no_progress
 from simulation.nodes import CPU_NODE, Nodes, NodeState, Silence, node_name
 from simulation.policies import RESOURCE, step_seconds
 from simulation.trace import Effect, Failure
 from simulation.training import Progress, Training
-
-JOB = JobRef(name="llm", namespace="research", uid="uid-llm")
-START = 1_800_000_000.0
-"""The clock of the simulation begins here, in seconds since the epoch."""
-
-LEASE_STALE_SECONDS = 20.0
-"""Age of a kubelet's Lease that is a signal: half of its duration."""
 
 _UNSEEN = object()
 """Result of an event that changes nothing that the operator sees."""
 
 _NO_USE = UsageByOthers({}, {}, 1)
 """Nobody else uses the cluster."""
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Attempt:
-    """The training Job of one attempt and its pods.
-
-    Attributes:
-        resume_step: step of the commit from which it resumes.
-        training: its progress, once it makes steps.
-        halted: what it had done when a failure or a drain ended its steps; None while it runs.
-        request: the operator's request on the Lease.
-    """
-
-    number: int
-    uid: str
-    topology: Topology
-    num_nodes: int
-    resume_step: int
-    training: Training | None = None
-    halted: Progress | None = None
-    phase: TrainerPhase = TrainerPhase.STARTING
-    request: str = ""
-    released: str = ""
-    job_exists: bool = True
-    job_failed: bool = False
-    lease_exists: bool = True
-    beats_until: float | None = None
-
-    @property
-    def name(self) -> str:
-        """Name of all objects of the attempt."""
-        return f"{JOB.name}-a{self.number}"
 
 
 class Cluster:
@@ -253,7 +214,7 @@ class Cluster:
             resume_step=self._steps[env[Env.RESUME]] if env[Env.RESUME] else 0,
         )
         self._steps = {env[Env.RESUME]: attempt.resume_step} if env[Env.RESUME] else {}
-        nodes: list[str | None] = [*self.nodes.choose(count, _avoided_nodes(pod_spec))]
+        nodes: list[str | None] = [*self.nodes.choose(count, avoided_nodes(pod_spec))]
         nodes += [None] * (count - len(nodes))
         for index, node in enumerate(nodes):
             name = f"{attempt.name}-{index}"
@@ -486,7 +447,7 @@ class Cluster:
     def _stop_training(self, attempt: Attempt) -> None:
         """End the steps of an attempt; what it has not committed is lost."""
         if attempt.halted is None:
-            self._halt(attempt, self._progress(attempt) or _nothing(attempt))
+            self._halt(attempt, self._progress(attempt) or no_progress(attempt))
 
     def _halt(self, attempt: Attempt, done: Progress) -> None:
         attempt.halted = done
@@ -507,14 +468,3 @@ class Cluster:
 
     def _workers(self, attempt: Attempt) -> list[PodView]:
         return [pod for pod in self._pods.values() if pod.role == WORKER and pod.attempt == attempt.number]
-
-
-def _nothing(attempt: Attempt) -> Progress:
-    return Progress(steps=attempt.resume_step, committed=None, saving_seconds=0.0, step_time=None)
-
-
-def _avoided_nodes(pod: Mapping[str, Any]) -> frozenset[str]:
-    """Return the nodes that the operator excludes through the node affinity of a pod."""
-    affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
-    terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or [{}]
-    return frozenset(value for field in terms[0].get("matchFields") or () for value in field["values"])

@@ -14,7 +14,8 @@ from elastic_operator.reconcile.actions import Decision, DeleteJob, DeletePod, R
 from elastic_operator.reconcile.decide import UNSETTLED, decide
 from simulation.accounting import Account
 from simulation.assumptions import GPUS_PER_NODE, Assumptions
-from simulation.cluster import JOB, START, Cluster
+from simulation.attempt import JOB, START
+from simulation.cluster import Cluster
 from simulation.policies import Policy, best_on_all_nodes, make_spec, step_seconds
 from simulation.trace import Failure, make_trace
 

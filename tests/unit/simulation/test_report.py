@@ -44,9 +44,8 @@ def test_the_page_has_every_policy_at_every_size() -> None:
 
 def test_the_page_gets_the_tables_and_the_picture(results: list[Result], tmp_path: Path) -> None:
     page, picture = tmp_path / "page.md", tmp_path / "picture.svg"
-    page.write_text(
-        "a\n<!-- simulation:begin -->\nold\n<!-- simulation:end -->\nb\n<!-- assumptions:begin -->\n<!-- assumptions:end -->\nc\n"
-    )
+    marks = "<!-- {0}:begin -->\nold\n<!-- {0}:end -->\n"
+    page.write_text(f"a\n{marks.format('simulation')}b\n{marks.format('assumptions')}c\n")
     report.publish(results, SMALL, page=page, picture=picture)
     first = (page.read_text(), picture.read_text())
     assert re.findall(r"^\w+$", first[0], flags=re.MULTILINE) == ["a", "b", "c"]

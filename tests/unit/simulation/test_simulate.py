@@ -11,7 +11,7 @@ from elastic_operator.observed.signals import Kind
 from elastic_operator.reconcile.progress import update_goodput
 from simulation import durations
 from simulation.assumptions import Assumptions
-from simulation.cluster import START
+from simulation.attempt import START
 from simulation.policies import POLICIES, Policy
 from simulation.run import TRAINED, Result, simulate
 from simulation.trace import Effect, Failure
