@@ -15,7 +15,14 @@ PACKAGES = [
 ]
 MODULES = sorted(
     path
-    for folder in [*PACKAGES, ROOT / "testbed", ROOT / "demo", ROOT / "benchmarks", ROOT / "simulation", ROOT / "examples"]
+    for folder in [
+        *PACKAGES,
+        ROOT / "testbed",
+        ROOT / "demo",
+        ROOT / "benchmarks",
+        ROOT / "simulation",
+        ROOT / "examples",
+    ]
     for path in folder.rglob("*.py")
     if "output" not in path.parts
 )
