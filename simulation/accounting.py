@@ -22,7 +22,6 @@ class Account:
         steps: steps that count.
         attempts: attempts that made steps.
         hits: failures that hit the job, by effect; `misses` hit nodes that it did not use.
-        gpu_steps: steps that count by the number of nodes that made them.
     """
 
     start: float
@@ -31,14 +30,13 @@ class Account:
     saving_seconds: float = 0.0
     waiting_seconds: float = 0.0
     down_seconds: float = 0.0
-    node_seconds: float = 0.0
     steps: int = 0
     attempts: int = 0
     hits: collections.Counter[Effect] = dataclasses.field(default_factory=collections.Counter)
     misses: collections.Counter[Effect] = dataclasses.field(default_factory=collections.Counter)
     _idle_since: float | None = None
     _waiting_since: float | None = None
-    _training: tuple[float, int, float, int] | None = None
+    _training: tuple[float, int, float] | None = None
 
     def __post_init__(self) -> None:
         self._idle_since = self.start
@@ -54,7 +52,7 @@ class Account:
             self.down_seconds -= now - self._waiting_since
         self._waiting_since = now if is_waiting else None
 
-    def begin(self, now: float, first: int, step_seconds: float, num_nodes: int) -> None:
+    def begin(self, now: float, first: int, step_seconds: float) -> None:
         """Begin the steps of an attempt that resumes after `first` steps.
 
         Raises:
@@ -64,18 +62,17 @@ class Account:
             raise ValueError(f"expected an attempt that resumes after step {self.steps}, found {first}")
         self._stop_idling(now)
         self.attempts += 1
-        self._training = (now, first, step_seconds, num_nodes)
+        self._training = (now, first, step_seconds)
 
     def end(self, now: float, committed: int, saving_seconds: float) -> None:
         """End the steps of an attempt; the next one resumes after `committed` steps."""
         if self._training is None:
             return
-        begin, first, step_seconds, num_nodes = self._training
+        begin, first, step_seconds = self._training
         productive = (committed - first) * step_seconds
         self.productive_seconds += productive
         self.saving_seconds += saving_seconds
         self.lost_seconds += now - begin - productive - saving_seconds
-        self.node_seconds += (now - begin) * num_nodes
         self.steps = committed
         self._training = None
         self._idle_since = now

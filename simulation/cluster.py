@@ -263,7 +263,7 @@ class Cluster:
             save_seconds=durations.save_seconds(attempt.num_nodes * GPUS_PER_NODE, self._assumptions),
         )
         attempt.phase = TrainerPhase.TRAINING
-        self.account.begin(self.now, attempt.resume_step, seconds, attempt.num_nodes)
+        self.account.begin(self.now, attempt.resume_step, seconds)
         self._after(seconds, lambda: None)  # the operator sees the first step when it is done
         return _UNSEEN
 

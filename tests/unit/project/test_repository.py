@@ -15,14 +15,7 @@ PACKAGES = [
 ]
 MODULES = sorted(
     path
-    for folder in [
-        *PACKAGES,
-        ROOT / "testbed",
-        ROOT / "demo",
-        ROOT / "benchmarks",
-        ROOT / "simulation",
-        ROOT / "examples",
-    ]
+    for folder in [*PACKAGES, *(ROOT / name for name in ("testbed", "demo", "benchmarks", "simulation", "examples"))]
     for path in folder.rglob("*.py")
     if "output" not in path.parts
 )
