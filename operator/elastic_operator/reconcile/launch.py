@@ -174,9 +174,9 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
     report = report_of(pods)
     if report is not None and progress.find_misplaced_folders(current, report):
         report = None  # reported as a condition; a report about another target or source is ignored
+    if job.complete and report is None and is_report_pending(pods):
+        return status
     if job.complete and current.resume.external and report is None:
-        if start_from.is_report_pending(pods):
-            return status
         failure = _Failure(name="NoReport", message=start_from.NO_REPORT)
         return _handle_reshard_failure(context, status, reshard, job, failure)
     if job.complete:
@@ -229,6 +229,11 @@ def _return_to_commit(context: Context, status: Status, current: Current, troubl
     text = f"{trouble}; {short(commit.topology)}, the topology of the commit, fits and needs no conversion"
     context.emit("PlanOutdated", text, warning=True)
     return dataclasses.replace(_forget_plan(status), pinned=commit.topology)
+
+
+def is_report_pending(pods: Collection[PodView]) -> bool:
+    """Return whether a pod has not ended yet: Jobs and pods are read side by side, so the Job may be the newer one."""
+    return any(not pod.terminal for pod in pods)
 
 
 def _finish_reshard(

@@ -7,10 +7,8 @@ Without a report the Job is created again, and finds its work done.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 
 from elastic_operator.api.status import Current, Progress, StartedFrom, Status, short
-from elastic_operator.observed.observation import PodView
 from reshard.contract import ExitCode, ReshardReport
 
 NO_REPORT = "the reshard pod succeeded, but its report is lost; the next reshard pod writes it again"
@@ -31,11 +29,6 @@ def record_source(status: Status, current: Current, report: ReshardReport) -> tu
         progress=dataclasses.replace(status.progress or Progress(), step=report.step, samples=report.samples),
     )
     return status, dataclasses.replace(current, resume=resume)
-
-
-def is_report_pending(pods: Collection[PodView]) -> bool:
-    """Return whether a pod has not ended yet: the Job may be seen complete before its pod is."""
-    return any(not pod.terminal for pod in pods)
 
 
 def is_final(code: int | None) -> bool:

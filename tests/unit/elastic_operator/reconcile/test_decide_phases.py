@@ -224,6 +224,14 @@ def test_a_finished_reshard_launches_once_the_old_pods_are_gone() -> None:
     assert decision.status.checkpoint.verified
 
 
+def test_a_reshard_job_that_is_seen_complete_before_its_pod_waits_for_the_report() -> None:
+    done = prepared()
+    pods = tuple(dataclasses.replace(p, phase="Running", termination_message="") for p in done.pods)
+    decision = look(after_loss(), dataclasses.replace(done, pods=pods))
+    assert kinds(decision) == []
+    assert not decision.status.current.resume.ready  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("index", "launched"),
     [pytest.param(0, False, id="on-a-healthy-node"), pytest.param(2, True, id="on-the-lost-node")],
