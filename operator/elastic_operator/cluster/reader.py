@@ -186,12 +186,13 @@ class ClusterReader:
         if not self._store.has_listed_nodes:
             raise NodesUnknownError("the nodes of the cluster could not be listed yet, so nothing is decided")
         key = (record.job.namespace, record.job.name)
-        all_pods, all_jobs, leases, _ = await asyncio.gather(
+        all_pods, all_jobs, _ = await asyncio.gather(
             self._pods_of(key),
             self._jobs_of(key),
-            self._leases_of(key),
             self._refresh_usage(FRESH_SECONDS if fresh else USED_SECONDS),
         )
+        # Leases last: rank 0 reports on its Lease before it exits, so the report is there if the exit was seen.
+        leases = await self._leases_of(key)
         jobs = select_own_jobs(all_jobs, record.job)
         pods = select_own_pods(all_pods, key[1], {item.uid for item in jobs} | set(record.status.job_uids))
         nodes = self._nodes.views()

@@ -1,0 +1,75 @@
+"""What a pass reads is no older than what woke it, and its parts fit together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.reader import ClusterReader
+from elastic_operator.cluster.store import ClusterStore
+from elastic_operator.observed.observation import Observation
+from elastic_operator.reconcile.record import read_record
+from reshard.contract import Label, LeaseKey, TrainerPhase
+from tests.unit.elastic_operator.crowd import GPU, SPEC, of_job, of_resource
+
+NAME = "job-0"
+META = {"namespace": "ns", "name": NAME, "uid": f"uid-{NAME}", "generation": 1}
+RECORD = read_record({"metadata": META, "spec": SPEC, "status": {}})
+
+
+class Lists:
+    """An API server that answers lists; each kind has a version."""
+
+    def __init__(self) -> None:
+        self.versions = {"pods": 7, "jobs": 7, "leases": 7}
+        self.items: dict[str, list[dict[str, Any]]] = {"pods": [], "jobs": [], "leases": []}
+        self.before_pods: Any = None
+
+    async def pages(self, path: str, params: Mapping[str, str], **_: Any) -> Any:
+        plural = path.rsplit("/", 1)[-1]
+        if plural == "pods" and "labelSelector" in params and self.before_pods is not None:
+            await asyncio.sleep(0.1)
+            self.before_pods()
+        yield list(self.items.get(plural, [])), str(self.versions.get(plural, 7))
+
+    async def list_objects(self, kind: Any, *, namespace: str = "", labels: str = "", fields: str = "") -> Any:
+        async for items, _ in self.pages(kind.path(namespace), {"labelSelector": labels} if labels else {}):
+            for item in items:
+                yield item
+
+
+def reader_of(lists: Lists) -> tuple[ClusterReader, ClusterStore]:
+    nodes, renewals = NodeCache(), RenewalCache()
+    store = ClusterStore(nodes, renewals)
+    return ClusterReader(lists, nodes, renewals, store, ()), store  # type: ignore[arg-type]
+
+
+def observe(reader: ClusterReader) -> Observation:
+    return asyncio.run(reader.observe(RECORD, GPU, fresh=True))
+
+
+def test_a_pod_that_has_ended_is_never_seen_with_the_lease_of_before_its_end() -> None:
+    """Rank 0 writes that it has drained, and then exits: whoever sees its exit must see what it wrote."""
+    lists = Lists()
+    reader, _ = reader_of(lists)
+    marks = {str(Label.JOB): NAME, str(Label.ATTEMPT): "1", str(Label.ROLE): "worker"}
+    meta = {"namespace": "ns", "labels": marks, "uid": f"uid-{NAME}-a1", "name": f"{NAME}-a1"}
+    lists.items["jobs"] = [{"metadata": {**meta, "ownerReferences": of_resource(NAME)}}]
+    pod = {
+        "metadata": {**meta, "name": "p", "uid": "p", "ownerReferences": of_job(f"{NAME}-a1", meta["uid"])},
+        "status": {"phase": "Running"},
+    }
+    lease = {"metadata": {**meta, "uid": "l", "ownerReferences": of_resource(NAME), "annotations": {}}}
+    lists.items |= {"pods": [pod], "leases": [lease]}
+
+    def drain() -> None:
+        notes = {str(LeaseKey.PHASE): str(TrainerPhase.DRAINED)}
+        lists.items["leases"] = [{"metadata": {**lease["metadata"], "annotations": notes}}]
+        lists.items["pods"] = [{**pod, "status": {"phase": "Failed"}}]
+
+    lists.before_pods = drain
+    world = observe(reader)
+    assert [item.phase for item in world.workers(1)] == ["Failed"]
+    assert world.leases[1].phase == TrainerPhase.DRAINED
