@@ -42,6 +42,7 @@ class Informer:
         is_live: the collection was listed and the watch is open.
         has_listed: the collection was listed at least once.
         has_synced: set when `is_live` becomes True for the first time.
+        version: resourceVersion of the newest change that was delivered; empty before the first list.
     """
 
     def __init__(
@@ -60,27 +61,27 @@ class Informer:
         self._put = put
         self._drop = drop
         self._known: set[Id] = set()
-        self._version = ""
+        self.version = ""
 
     async def follow(self, client: KubernetesClient) -> None:
         """List and watch forever; while the API server is unreachable, `is_live` is False and no object is dropped."""
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             try:
-                if not self._version:
+                if not self.version:
                     await self._list(client)
-                async for event in watch_events(client, self.source, self._version):
+                async for event in watch_events(client, self.source, self.version):
                     self.is_live, backoff = True, FIRST_BACKOFF_SECONDS
                     self.has_synced.set()
                     if event is not None:
                         self.apply(*event)
             except ExpiredError:
-                self.is_live, self._version = False, ""
+                self.is_live, self.version = False, ""
             except Exception as error:
                 # Any error may mean a missed change: passes must not rely on this copy until the watch is open again.
                 self.is_live = False
                 if not isinstance(error, RequestError):
-                    self._version = ""
+                    self.version = ""
                 logger.warning("watching %s: %s: again in %g s", self.source, error or repr(error), backoff)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
@@ -97,7 +98,7 @@ class Informer:
         for deleted in self._known - seen:
             self._drop(deleted)
         self._known &= seen
-        self._version = version
+        self.version = version
         self.has_listed = True
 
     def apply(self, change: str, item: Object) -> None:
@@ -109,8 +110,8 @@ class Informer:
             self._known.discard(identity(item))
             self._drop(identity(item))
             unreadable_objects.clear(self.source.plural, identity(item))
-        if self._version:
-            self._version = item["metadata"]["resourceVersion"]
+        if self.version:
+            self.version = item["metadata"]["resourceVersion"]
 
     def _store(self, item: Object) -> None:
         """Store an object; if it cannot be read, report it and drop its previous state, which is outdated.

@@ -11,11 +11,21 @@ from typing import Any, TypeVar
 
 from elastic_operator.api.spec import Spec, SpecError
 from elastic_operator.client.api_client import KubernetesClient
-from elastic_operator.client.api_errors import ApiError
-from elastic_operator.client.resources import JOB, LEASE, LIVE, POD, REVISION, TRAINING_JOB, ResourceKind
+from elastic_operator.client.api_errors import ApiError, RequestError
+from elastic_operator.client.resources import (
+    JOB,
+    LEASE,
+    LIVE,
+    POD,
+    REVISION,
+    TRAINING_JOB,
+    ResourceKind,
+    make_selectors,
+)
 from elastic_operator.cluster import unreadable_objects
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.store import ClusterStore
+from elastic_operator.cluster.watch_stream import is_older_version
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import (
     JobView,
@@ -46,11 +56,20 @@ SECOND_OPINION_SECONDS = 1.0
 USED_SECONDS = 10.0
 """Maximum age of the accelerator usage when no attempt is about to be planned."""
 
+STALE_LIST_SECONDS = 60.0
+"""Time for which lists that are older than the watch are refused. Then the versions of the API server must have
+restarted: it was restored from a backup, and the watch has not noticed yet.
+"""
+
 _T = TypeVar("_T")
 
 
 class NodesUnknownError(Exception):
     """The nodes are not known: without them every node of a job would count as deleted."""
+
+
+class StaleListError(RequestError):
+    """A list is older than what the watch of the same collection has delivered, so decisions would be made twice."""
 
 
 class ClusterReader:
@@ -73,6 +92,7 @@ class ClusterReader:
         self._usage_time = 0.0
         self._usage_lock = asyncio.Lock()
         self._leases_lock = asyncio.Lock()
+        self._stale_since: dict[str, float] = {}
 
     @property
     def num_jobs(self) -> int:
@@ -251,11 +271,30 @@ class ClusterReader:
         return _readable("leases", [item async for item in self._list(LEASE, *key)], _checked_lease)
 
     async def _list(self, kind: ResourceKind, namespace: str = "", job: str = "") -> AsyncIterator[dict[str, Any]]:
-        """List the objects of one job, or of all served jobs."""
+        """List the objects of one job, or of all served jobs.
+
+        Raises:
+            StaleListError: the list is older than what the watch had delivered before the request.
+        """
         labels = f"{Label.JOB}={job}" if job else ""
         for place in (namespace,) if namespace else self._namespaces:
-            async for item in self._client.list_objects(kind, namespace=place, labels=labels):
-                yield item
+            watched = self._store.watched_version(kind, place)
+            async for items, version in self._client.pages(kind.path(place), make_selectors(labels, "")):
+                self._refuse_stale_list(kind.path(place), version, watched)
+                for item in items:
+                    yield item
+
+    def _refuse_stale_list(self, path: str, version: str, watched: str) -> None:
+        """Raise if a list is older than the watch; after STALE_LIST_SECONDS accept it."""
+        if not is_older_version(version, watched):
+            self._stale_since.pop(path, None)
+            return
+        now = time.monotonic()
+        if now - self._stale_since.setdefault(path, now) < STALE_LIST_SECONDS:
+            raise StaleListError(
+                f"{path}: expected a list of version {watched} or newer, as the watch has delivered, found version "
+                f"{version}: the answer is out of date; reading again"
+            )
 
     async def _refresh_usage(self, max_age: float) -> None:
         """List the accelerator usage of all pods, if it is not watched and the last list is older than `max_age`."""

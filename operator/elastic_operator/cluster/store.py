@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from elastic_operator.api.spec import SpecError
-from elastic_operator.client.resources import JOB, LEASE, LIVE, NODE, POD
+from elastic_operator.client.resources import JOB, LEASE, LIVE, NODE, POD, ResourceKind
 from elastic_operator.cluster import unreadable_objects
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.informer import Id, Informer
-from elastic_operator.cluster.watch_stream import Object, WatchedCollection
+from elastic_operator.cluster.watch_stream import Object, WatchedCollection, is_older_version
 from elastic_operator.observed.observation import (
     JobView,
     Key,
@@ -157,6 +157,21 @@ class ClusterStore:
         """
         return self._sees_all_pods and self.is_live
 
+    def watched_version(self, kind: ResourceKind, namespace: str) -> str:
+        """Return the version of the newest change of the jobs' objects of one kind; empty before the first list.
+
+        It counts while the watch is interrupted, too: the API server that answers next may be one that lags behind.
+
+        Args:
+            kind: kind of the objects.
+            namespace: namespace that the watch has to include.
+        """
+        for informer in self.informers:
+            source = informer.source
+            if source.kind == kind and source.labels == OURS and source.namespace in ("", namespace):
+                return informer.version
+        return ""
+
     @property
     def num_jobs(self) -> int:
         """Lower bound of the number of jobs; at the start the resources arrive one by one, after their Jobs."""
@@ -175,7 +190,9 @@ class ClusterStore:
         meta = resource["metadata"]
         key = (meta["namespace"], meta["name"])
         before = self._records.get(key)
-        if before is not None and before.job.uid == meta["uid"] and not listed and _precedes(meta, before.version):
+        is_same = before is not None and before.job.uid == meta["uid"]
+        version = meta.get("resourceVersion") or ""
+        if before is not None and is_same and not listed and is_older_version(version, before.version):
             return
         try:
             self._records[key] = read_record(resource, before)
@@ -301,15 +318,6 @@ class ClusterStore:
         """Notify the listener of a change; a job that is not known yet gets a pass when its resource arrives."""
         if key in self._records:
             self.listener.wake(key)
-
-
-def _precedes(meta: Mapping[str, Any], version: str) -> bool:
-    """Return whether an object's resourceVersion is lower than `version`.
-
-    Versions are decimal numbers (KEP-5504); the result is False if one of them is not.
-    """
-    own = meta.get("resourceVersion") or ""
-    return own.isdigit() and version.isdigit() and int(own) < int(version)
 
 
 def _owner(item: Object) -> Key:

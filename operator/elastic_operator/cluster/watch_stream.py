@@ -133,6 +133,14 @@ async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         rest.append(last)
 
 
+def is_older_version(version: str, than: str) -> bool:
+    """Return whether a resourceVersion is lower than another one of the same kind of object.
+
+    Versions are decimal numbers (KEP-5504); the result is False if one of them is not.
+    """
+    return version.isdigit() and than.isdigit() and int(version) < int(than)
+
+
 def _expired_or(error: AnswerError) -> Exception:
     if error.code == HTTPStatus.GONE:
         return ExpiredError(f"{error.path}: the version is too old")

@@ -6,9 +6,13 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
+from elastic_operator.cluster import reader as module
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
-from elastic_operator.cluster.reader import ClusterReader
+from elastic_operator.cluster.reader import ClusterReader, StaleListError
 from elastic_operator.cluster.store import ClusterStore
+from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import Observation
 from elastic_operator.reconcile.record import read_record
 from reshard.contract import Label, LeaseKey, TrainerPhase
@@ -48,6 +52,61 @@ def reader_of(lists: Lists) -> tuple[ClusterReader, ClusterStore]:
 
 def observe(reader: ClusterReader) -> Observation:
     return asyncio.run(reader.observe(RECORD, GPU, fresh=True))
+
+
+def have_watched(store: ClusterStore, version: str) -> None:
+    for informer in store.informers:
+        informer.is_live, informer.version = True, version
+
+
+@pytest.mark.parametrize("plural", ["pods", "jobs", "leases"])
+def test_a_list_that_is_older_than_the_watch_of_its_kind_is_not_used(plural: str) -> None:
+    lists = Lists()
+    reader, store = reader_of(lists)
+    have_watched(store, "7")
+    observe(reader)
+    lists.versions[plural] = 6
+    with pytest.raises(StaleListError, match=f"{plural}.*version 7.*version 6"):
+        observe(reader)
+    lists.versions[plural] = 8
+    observe(reader)
+
+
+def test_the_last_check_before_a_launch_uses_no_old_list() -> None:
+    lists = Lists()
+    reader, store = reader_of(lists)
+    have_watched(store, "7")
+    lists.versions["pods"] = 6
+    with pytest.raises(StaleListError):
+        asyncio.run(reader.own_pods(JobRef(name=NAME, namespace="ns", uid=f"uid-{NAME}", generation=1), ()))
+
+
+def test_a_restored_api_server_whose_versions_began_anew_is_believed_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lists = Lists()
+    reader, store = reader_of(lists)
+    have_watched(store, "1000")
+    with pytest.raises(StaleListError):
+        observe(reader)
+    monkeypatch.setattr(module, "STALE_LIST_SECONDS", 0.0)
+    observe(reader)
+
+
+@pytest.mark.parametrize("watched", ["", "opaque"], ids=["nothing-yet", "no-number"])
+def test_without_a_version_to_compare_every_list_is_used(watched: str) -> None:
+    reader, store = reader_of(Lists())
+    have_watched(store, watched)
+    observe(reader)
+
+
+def test_an_interrupted_watch_still_tells_what_is_old() -> None:
+    reader, store = reader_of(Lists())
+    have_watched(store, "8")
+    for informer in store.informers:
+        informer.is_live = False
+    with pytest.raises(StaleListError):
+        observe(reader)
 
 
 def test_a_pod_that_has_ended_is_never_seen_with_the_lease_of_before_its_end() -> None:
