@@ -292,13 +292,19 @@ class ClusterWriter:
 
     @staticmethod
     async def _ignore_gone(call: Awaitable[object]) -> None:
-        """Await a request, and ignore the error that the object no longer exists."""
+        """Await a request, and ignore the error that the object no longer exists.
+
+        Raises:
+            ConflictError: another object has the name by now, or the object was changed meanwhile. The next pass reads
+                which of both, and repeats what is still to be done.
+        """
         try:
             await call
         except ApiError as error:
+            if error.code == HTTPStatus.CONFLICT:
+                raise ConflictError(str(error)) from error
             # A patch with the UID of a deleted object is "unprocessable" if another object has its name.
-            gone_codes = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
-            if error.code not in gone_codes:
+            if error.code not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY):
                 raise
 
 

@@ -96,7 +96,7 @@ class UsageByOthers(Mapping[str, int]):
         totals: what all pods hold, by node.
         share: what the job holds, by node.
         version: differs if `totals` differ.
-        of: returns the same for another resource.
+        of: returns the same for another resource; without it, no pod holds any.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class UsageByOthers(Mapping[str, int]):
         totals: Mapping[str, int],
         share: Mapping[str, int],
         version: int,
-        of: Callable[[str], UsageByOthers],
+        of: Callable[[str], UsageByOthers] | None = None,
     ) -> None:
         self.totals = totals
         self.share = share
         self.version = version
-        self.of = of
+        self.of = of or (lambda _: UsageByOthers({}, {}, version))
 
     def __getitem__(self, node: str) -> int:
         count = self.totals[node] - self.share.get(node, 0)

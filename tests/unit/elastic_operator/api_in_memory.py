@@ -22,13 +22,19 @@ _PATH = re.compile(
 
 
 class Api:
-    """Objects by plural, namespace and name. `deleted` tells what was asked of it; `forbidden` plurals are refused."""
+    """Objects by plural, namespace and name. `deleted` and `denied` tell what was asked of it.
+
+    Attributes:
+        forbidden: plurals that are refused.
+        conflicts: requests, by method and plural, that are answered with a conflict, each once.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.deleted: list[tuple[str, str]] = []
         self.unconditional: list[str] = []
         self.forbidden: set[str] = set()
+        self.conflicts: set[tuple[str, str]] = set()
         self._numbers = itertools.count(1)
 
     def put(self, plural: str, item: Mapping[str, Any], uid: str = "") -> dict[str, Any]:
@@ -63,6 +69,11 @@ class Api:
         key = (plural, namespace, name or "")
         if plural in self.forbidden:
             return _status(403, "Forbidden", f"{plural} is forbidden")
+        if (request.method, plural) in self.conflicts:
+            self.conflicts.remove((request.method, plural))
+            return _status(
+                409, "Conflict", "the object has been modified; please apply your changes to the latest version"
+            )
         if request.method == "GET" and name is None:
             return self._list(plural, namespace, request.query.get("labelSelector") or "")
         if request.method == "POST":
