@@ -78,6 +78,7 @@ test-cluster: comm-op ## the tier on a real cluster
 
 soak: setup ## other random examples in every run, and more of them; SECONDS=600 for the readers' fuzz targets
 	ETJ_SOAK=1 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
+	ETJ_SOAK=1 $(BIN)/pytest tests/cluster/test_fault_injection.py
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $$(date +%s)
 
 demo: setup ## the whole story on real parts: train, lose a node, reshard, resume, grow back

@@ -1,0 +1,427 @@
+"""The surroundings of one job, played against a real API server: Job controller, scheduler, kubelets, trainer.
+
+Everything here talks to the API server directly, never through the fault proxy. It also checks, at every change that
+the API server reports, what must hold at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from elastic_operator.api.serialization import format_time
+from elastic_operator.client.api_client import KubernetesClient
+from elastic_operator.client.api_errors import ApiError
+from elastic_operator.client.resources import (
+    ACCOUNT,
+    JOB,
+    LEASE,
+    NODE,
+    POD,
+    ROLE,
+    ROLE_BINDING,
+    SERVICE,
+    TRAINING_JOB,
+    ResourceKind,
+)
+from elastic_operator.observed.observation import attempt_of
+from reshard.contract import CommitRef, Env, Label, LeaseKey, Request, ReshardReport, TrainerPhase
+from tests.cluster.fault_proxy import LANE
+
+GPU = "amd.com/gpu"
+NAME = "gpt"
+NUM_NODES = 3
+SPEC: dict[str, Any] = {
+    "accelerator": {"resource": GPU, "perNode": [2]},
+    "nodes": {"min": 1, "max": NUM_NODES},
+    "parallelism": {"tensor": [1, 2], "pipeline": [1, 2, 3]},
+    "batch": {"globalSamples": 20, "microSamples": 2},
+    "checkpoint": {"claimName": "ckpt", "path": "gpt", "intervalSeconds": 600},
+    "recovery": {
+        "suspectSeconds": 1,
+        "forceDeleteSeconds": 0,
+        "scaleUpStableSeconds": 0,
+        "excludeNodeSeconds": 0,
+        "drainSeconds": 600,
+        "hangSeconds": 86400,
+        "restartBudget": {"limit": 1000, "windowSeconds": 86400},
+    },
+    "template": {"spec": {"containers": [{"name": "train", "image": "train:1"}]}},
+}
+_INDEX = "batch.kubernetes.io/job-completion-index"
+
+Object = dict[str, Any]
+
+
+class PlayedCluster:
+    """The cluster of one lane: a namespace with one job, and its nodes.
+
+    Attributes:
+        problems: what must hold at any time, and did not.
+        job: the resource as the API server reported it last.
+    """
+
+    def __init__(self, client: KubernetesClient, namespace: str) -> None:
+        self._client = client
+        self.namespace = namespace
+        self.nodes = [f"{namespace}-{number}" for number in range(1, NUM_NODES + 1)]
+        self.dead: set[str] = set()
+        self.problems: list[str] = []
+        self.job: Object = {}
+        self.objects: dict[str, dict[str, Object]] = {"jobs": {}, "pods": {}, "leases": {}}
+        self.changed = asyncio.Event()
+        self._commits: dict[str, tuple[int, dict[str, int]]] = {}
+        self._trained: set[str] = set()
+        self._created: dict[tuple[str, str], set[str]] = {}
+        self._attempts: dict[int, str] = {}
+
+    async def create(self) -> None:
+        """Create namespace, nodes and job."""
+        meta = {"name": self.namespace}
+        kind = ResourceKind("", "v1", "Namespace", "namespaces")
+        await self._client.create(kind, {"apiVersion": "v1", "kind": "Namespace", "metadata": meta})
+        account = {"name": "default", "namespace": self.namespace}
+        await self._client.create(ACCOUNT, {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
+        for name in self.nodes:
+            labels = {LANE: self.namespace}
+            await self._client.create(
+                NODE, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
+            )
+            await self.set_ready(name, "True")
+            lease = {
+                "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+                "metadata": {"name": name, "namespace": "kube-node-lease", "labels": labels},
+                "spec": {"holderIdentity": name, "leaseDurationSeconds": 1_000_000, "renewTime": _now()},
+            }  # fmt: skip
+            await self._client.create(LEASE, lease)
+        resource = {
+            "apiVersion": "elastictraining.dev/v1alpha1", "kind": "ElasticTrainingJob",
+            "metadata": {"name": NAME, "namespace": self.namespace}, "spec": SPEC,
+        }  # fmt: skip
+        self.job = await self._client.create(TRAINING_JOB, resource)
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        return self.job.get("status") or {}
+
+    async def run(self) -> None:
+        """React to every change, forever."""
+        while True:
+            await self.changed.wait()
+            self.changed.clear()
+            try:
+                await self._react()
+            except ApiError as error:
+                # The operator has deleted or changed it in between: look again.
+                if error.code not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY):
+                    raise
+                self.changed.set()
+                await asyncio.sleep(0.05)
+
+    # -- what the API server reports --------------------------------------------------------------------------------
+
+    def put(self, plural: str, item: Object) -> None:
+        """Take note of a new or changed object."""
+        meta = item["metadata"]
+        if plural == "elastictrainingjobs":
+            self._put_job_resource(item)
+            return
+        known = self.objects[plural].get(meta["name"])
+        if known is not None and int(known["metadata"]["resourceVersion"]) >= int(meta["resourceVersion"]):
+            return
+        if known == item:
+            return
+        self.objects[plural][meta["name"]] = item
+        uids = self._created.setdefault((plural, meta["name"]), set())
+        uids.add(meta["uid"])
+        if plural != "pods" and len(uids) > 1:
+            self.problems.append(f"{plural}/{meta['name']} was created {len(uids)} times")
+        if plural == "jobs":
+            self._check_jobs()
+        self.changed.set()
+
+    def drop(self, plural: str, name: str) -> None:
+        """Take note of a deletion."""
+        if plural != "elastictrainingjobs":
+            self.objects[plural].pop(name, None)
+        self.changed.set()
+
+    def _put_job_resource(self, item: Object) -> None:
+        before, after = self.status.get("attempt", 0), (item.get("status") or {}).get("attempt", 0)
+        if after < before:
+            self.problems.append(f"attempt went back from {before} to {after}")
+        self.job = item
+        self.changed.set()
+
+    def _check_jobs(self) -> None:
+        live = [
+            name
+            for name, job in self.objects["jobs"].items()
+            if _role(job) == "worker" and "deletionTimestamp" not in job["metadata"]
+        ]
+        if len(live) > 1:
+            self.problems.append(f"worker Jobs at the same time: {', '.join(sorted(live))}")
+
+    # -- what the controllers and kubelets do -----------------------------------------------------------------------
+
+    async def _react(self) -> None:
+        for name, pod in list(self.objects["pods"].items()):
+            await self._stop(name, pod)
+        for name, job in list(self.objects["jobs"].items()):
+            if not job.get("status", {}).get("conditions"):
+                await self._run_job(name, job)
+        for name, lease in list(self.objects["leases"].items()):
+            await self._train(name, lease)
+
+    async def _stop(self, name: str, pod: Object) -> None:
+        """Garbage collector and kubelet."""
+        owner = pod["metadata"]["ownerReferences"][0]
+        job = self.objects["jobs"].get(owner["name"])
+        is_orphan = job is None or job["metadata"]["uid"] != owner["uid"]
+        is_deleted = "deletionTimestamp" in pod["metadata"]
+        if pod["spec"]["nodeName"] in self.dead:
+            if is_orphan and not is_deleted:
+                await self._delete_pod(name, pod, 1)
+        elif is_orphan or is_deleted:
+            await self._delete_pod(name, pod, 0)
+
+    async def _delete_pod(self, name: str, pod: Object, grace: int) -> None:
+        uid = {"uid": pod["metadata"]["uid"]}
+        await self._client.delete(POD, name, namespace=self.namespace, preconditions=uid, gracePeriodSeconds=grace)
+        if not grace:
+            self.drop("pods", name)
+
+    async def _run_job(self, name: str, job: Object) -> None:
+        """Job controller, scheduler, kubelet and resharder."""
+        own = {pod["metadata"]["labels"][_INDEX]: pod for pod in self._pods_of(job)}
+        if _role(job) == "worker" and not own:
+            self._check_launch(name, job)
+        for index in range(job["spec"].get("completions") or 1):
+            pod = own.get(str(index)) or await self._create_pod(name, job, index)
+            if pod is not None and pod["status"]["phase"] == "Pending":
+                own[str(index)] = await self._set_pod(pod, self._first_status(job, pod))
+        if _role(job) == "reshard" and own and all(_phase(pod) == "Succeeded" for pod in own.values()):
+            now = _now()
+            done = [
+                {"type": kind, "status": "True", "lastTransitionTime": now}
+                for kind in ("SuccessCriteriaMet", "Complete")
+            ]
+            status = {"startTime": now, "completionTime": now, "succeeded": 1, "conditions": done}
+            await self._patch(JOB, name, {"status": status}, subresource="status")
+
+    async def _create_pod(self, name: str, job: Object, index: int) -> Object | None:
+        template = copy.deepcopy(job["spec"]["template"])
+        node = self._choose_node(template["spec"])
+        if node is None:
+            return None
+        owner = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "name": name,
+            "uid": job["metadata"]["uid"],
+            "controller": True,
+        }
+        meta = {
+            **template["metadata"], "name": f"{name}-{index}", "namespace": self.namespace, "ownerReferences": [owner],
+            "labels": {**template["metadata"]["labels"], _INDEX: str(index)},
+        }  # fmt: skip
+        spec = {key: value for key, value in template["spec"].items() if not key.startswith("serviceAccount")}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {**spec, "nodeName": node}}
+        try:
+            made = await self._client.create(POD, pod)
+        except ApiError as error:
+            if error.code != HTTPStatus.CONFLICT:
+                raise
+            return None
+        self.put("pods", made)
+        return made
+
+    def _choose_node(self, spec: Mapping[str, Any]) -> str | None:
+        terms = (
+            spec.get("affinity", {}).get("nodeAffinity", {})
+            .get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", [{}])
+        )  # fmt: skip
+        avoided = {field["values"][0] for field in terms[0].get("matchFields", [])}
+        needs_gpus = GPU in spec["containers"][0].get("resources", {}).get("limits", {})
+        taken = {
+            pod["spec"]["nodeName"]
+            for pod in self.objects["pods"].values()
+            if _role(pod) == "worker" and not _ended(pod)
+        }
+        free = [name for name in self.nodes if name not in self.dead | avoided | (taken if needs_gpus else set())]
+        return free[0] if free else None
+
+    def _first_status(self, job: Object, pod: Object) -> Object:
+        if _role(job) == "worker":
+            scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": _now()}
+            return {"phase": "Running", "conditions": [scheduled], "startTime": _now()}
+        arguments = pod["spec"]["containers"][0]["args"]
+        source, target = arguments[1:3]
+        degrees = {key: int(value) for key, value in (part.split("=") for part in arguments[4].split(","))}
+        if source not in self._commits:
+            self.problems.append(f"{pod['metadata']['name']} converts {source}, which is no commit")
+            return {"phase": "Pending"}
+        step = self._commits[source][0]
+        self._commits[target] = (step, {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "cp": 1, "zero": 1, **degrees})
+        report = ReshardReport(
+            ok=True, exit_code=0, message="done", source=source, target=target, step=step, verified=True
+        )
+        return _terminated(pod, "Succeeded", 0, report.to_json())
+
+    def _check_launch(self, name: str, job: Object) -> None:
+        """Check what must hold when the pods of an attempt begin to run."""
+        running = [
+            pod["metadata"]["name"]
+            for pod in self.objects["pods"].values()
+            if _role(pod) == "worker" and not _ended(pod) and pod["spec"]["nodeName"] not in self.dead
+            and "deletionTimestamp" not in pod["metadata"]
+        ]  # fmt: skip
+        if running:
+            self.problems.append(f"{name} was launched while pods of another attempt run: {running}")
+        env = _env(job["spec"]["template"])
+        attempt, resume = attempt_of(job["metadata"]), env[Env.RESUME]
+        if self._attempts.setdefault(attempt, job["metadata"]["uid"]) != job["metadata"]["uid"]:
+            self.problems.append(f"attempt {attempt} was launched by two Jobs")
+        if resume and self._commits.get(resume, (0, {}))[1] != json.loads(env[Env.TOPOLOGY]):
+            self.problems.append(f"{name} resumes from {resume}, which is {self._commits.get(resume)}")
+        if not resume and self._commits:
+            self.problems.append(f"{name} starts from nothing, although there are commits")
+
+    async def _train(self, name: str, lease: Object) -> None:
+        """Rank 0: report the first step and a commit, remove released commits, commit and exit when asked to drain."""
+        notes = lease["metadata"].get("annotations") or {}
+        job = self.objects["jobs"].get(name)
+        if job is None or notes.get(LeaseKey.PHASE) == TrainerPhase.DRAINED:
+            return
+        pods = self._pods_of(job)
+        is_running = len(pods) == job["spec"]["completions"] and all(
+            _phase(pod) == "Running" and pod["spec"]["nodeName"] not in self.dead for pod in pods
+        )
+        if not is_running:
+            return
+        uid, env = lease["metadata"]["uid"], _env(job["spec"]["template"])
+        changes: dict[str, str] = {}
+        if uid not in self._trained:
+            self._trained.add(uid)
+            step = self._commits[env[Env.RESUME]][0] if env[Env.RESUME] else 0
+            changes = self._commit(env, step + 1) | {LeaseKey.FIRST_STEP_TIME: _now()}
+        elif notes.get(LeaseKey.REQUEST) == Request.DRAIN:
+            changes = self._commit(env, int(notes[LeaseKey.STEP]) + 1) | {LeaseKey.PHASE: TrainerPhase.DRAINED}
+        released = notes.get(LeaseKey.RELEASED) or "[]"
+        if released != (notes.get(LeaseKey.REMOVED) or "[]"):
+            for item in json.loads(released):
+                self._commits.pop(f"{env[Env.CHECKPOINT_ROOT]}/{item}", None)
+            changes[LeaseKey.REMOVED] = released
+        if changes:
+            body = {"metadata": {"annotations": changes}, "spec": {"renewTime": _now(), "holderIdentity": "rank-0"}}
+            await self._patch(LEASE, name, body)
+        if changes.get(LeaseKey.PHASE) == TrainerPhase.DRAINED:
+            for pod in pods:
+                await self._set_pod(pod, _terminated(pod, "Failed", 75))
+
+    def _commit(self, env: Mapping[str, str], step: int) -> dict[str, str]:
+        uri = f"{env[Env.CHECKPOINT_ROOT]}/a{env[Env.ATTEMPT]}/step-{step:08d}"
+        topology = json.loads(env[Env.TOPOLOGY])
+        self._commits[uri] = (step, topology)
+        ref = CommitRef(uri=uri, step=step, samples=20 * step, attempt=int(env[Env.ATTEMPT]), topology=topology)
+        return {
+            LeaseKey.PHASE: TrainerPhase.TRAINING, LeaseKey.STEP: str(step), LeaseKey.STEP_TIME: _now(),
+            LeaseKey.COMMIT: ref.to_json(),
+        }  # fmt: skip
+
+    # -- what happens to it -----------------------------------------------------------------------------------------
+
+    async def set_ready(self, name: str, value: str) -> None:
+        """Set a node's condition Ready."""
+        amounts = {GPU: "2", "cpu": "8", "memory": "8Gi", "pods": "110"}
+        ready = {"type": "Ready", "status": value, "reason": "Played", "message": "", "lastTransitionTime": _now()}
+        status = {"capacity": amounts, "allocatable": amounts, "conditions": [ready]}
+        await self._client.patch(NODE, name, {"status": status}, subresource="status")
+
+    async def lose_node(self) -> None:
+        """Take the power of a node that runs a pod, but not rank 0."""
+        pod = next(pod for pod in self.workers() if pod["metadata"]["labels"][_INDEX] == "1")
+        self.dead.add(pod["spec"]["nodeName"])
+        await self.set_ready(pod["spec"]["nodeName"], "Unknown")
+
+    async def return_node(self) -> None:
+        """Switch the node on again; its kubelet removes what it should no longer run."""
+        name = self.dead.pop()
+        await self.set_ready(name, "True")
+        self.changed.set()
+
+    async def crash_pod(self) -> None:
+        """End a pod with an error."""
+        await self._set_pod(self.workers()[0], _terminated(self.workers()[0], "Failed", 1))
+
+    def workers(self) -> list[Object]:
+        """Return the running training pods, by rank."""
+        pods = [pod for pod in self.objects["pods"].values() if _role(pod) == "worker" and _phase(pod) == "Running"]
+        return sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
+
+    def leftovers(self) -> list[str]:
+        """List what there still is of attempts before the current one."""
+        attempt = self.status.get("attempt", 0)
+        return [
+            f"{plural}/{name}"
+            for plural, items in self.objects.items()
+            for name, item in items.items()
+            if attempt_of(item["metadata"]) != attempt and _role(item) != "reshard"
+        ]
+
+    async def unfenced(self) -> list[str]:
+        """List the rights, accounts and Services of attempts before the current one."""
+        attempt = self.status.get("attempt", 0)
+        return [
+            f"{kind.plural}/{item['metadata']['name']}"
+            for kind in (ROLE_BINDING, ROLE, ACCOUNT, SERVICE)
+            async for item in self._client.list_objects(kind, namespace=self.namespace, labels=str(Label.JOB))
+            if attempt_of(item["metadata"]) != attempt
+        ]
+
+    def _pods_of(self, job: Object) -> list[Object]:
+        uid = job["metadata"]["uid"]
+        return [pod for pod in self.objects["pods"].values() if pod["metadata"]["ownerReferences"][0]["uid"] == uid]
+
+    async def _set_pod(self, pod: Object, status: Object) -> Object:
+        return await self._patch(POD, pod["metadata"]["name"], {"status": status}, subresource="status")
+
+    async def _patch(self, kind: ResourceKind, name: str, changes: Object, *, subresource: str = "") -> Object:
+        made = await self._client.patch(kind, name, changes, namespace=self.namespace, subresource=subresource)
+        self.put(kind.plural, made)
+        return made
+
+
+def _role(item: Object) -> str:
+    return str(item["metadata"].get("labels", {}).get(Label.ROLE, ""))
+
+
+def _phase(pod: Object) -> str:
+    return str(pod["status"].get("phase", "Pending"))
+
+
+def _ended(pod: Object) -> bool:
+    return _phase(pod) in ("Succeeded", "Failed")
+
+
+def _env(template: Object) -> dict[str, str]:
+    return {item["name"]: item.get("value", "") for item in template["spec"]["containers"][0]["env"]}
+
+
+def _terminated(pod: Object, phase: str, code: int, message: str = "") -> Object:
+    now = _now()
+    ended = {"exitCode": code, "message": message, "startedAt": now, "finishedAt": now}
+    container = {
+        "name": pod["spec"]["containers"][0]["name"], "image": "train:1", "imageID": "", "ready": False,
+        "restartCount": 0, "state": {"terminated": ended},
+    }  # fmt: skip
+    return {"phase": phase, "containerStatuses": [container]}
+
+
+def _now() -> str:
+    return format_time(time.time())[:-1] + "000Z"
