@@ -95,7 +95,7 @@ class Cluster:
         )
 
     def signal_deadlines(self, limits: Timeouts) -> list[float]:
-        """Return when a silence becomes a signal, or has lasted for its grace, without any event."""
+        """Return when a silence becomes a signal, or a signal has lasted for its grace, without any event."""
         grace = self._spec.recovery.suspect_seconds
         names = {pod.node for pod in self._pods.values() if pod.node and not pod.terminal}
         silent = [self.nodes[name].silent_since for name in names if self.nodes.is_silent(name)]
@@ -103,7 +103,8 @@ class Cluster:
         if self._attempt is not None and self._attempt.beats_until is not None:
             heard = self._attempt.beats_until + limits.heartbeat_stale_seconds
             stale += [heard + 0.1, heard + grace]
-        return stale
+        cordoned = (self.nodes[name].cordoned_since for name in names if name != CPU_NODE)
+        return [*stale, *(since + limits.planned_seconds for since in cordoned if since is not None)]
 
     def _at(self, time: float, happen: Callable[[], object]) -> None:
         self._serial += 1
@@ -407,7 +408,7 @@ class Cluster:
     def _break_node(self, name: str, effect: Effect) -> None:
         state = self.nodes[name]
         if effect is Effect.PLANNED:
-            self.nodes.change(name, dataclasses.replace(state, cordoned=True), self.now)
+            self.nodes.change(name, dataclasses.replace(state, cordoned_since=self.now), self.now)
         elif effect is Effect.DEVICE:
             # The device plugin notices it when the process fails.
             self.nodes.change(name, dataclasses.replace(state, healthy_gpus=GPUS_PER_NODE - 1), self.now)

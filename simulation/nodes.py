@@ -38,14 +38,19 @@ class NodeState:
         silence: what the operator sees of that.
         changed: last transition of its Ready condition.
         healthy_gpus: GPUs that its device plugin offers.
-        cordoned: it is closed for new pods.
+        cordoned_since: when it was closed for new pods; None while it is open.
     """
 
     silent_since: float | None = None
     silence: Silence = Silence.UNSEEN
     changed: float = 0.0
     healthy_gpus: int = GPUS_PER_NODE
-    cordoned: bool = False
+    cordoned_since: float | None = None
+
+    @property
+    def cordoned(self) -> bool:
+        """True if it is closed for new pods."""
+        return self.cordoned_since is not None
 
     @property
     def is_impaired(self) -> bool:
@@ -113,6 +118,7 @@ def _view(name: str, state: NodeState, now: float) -> NodeView:
         ready="Unknown" if state.silence is Silence.NOT_READY else "True",
         ready_since=state.changed,
         unschedulable=state.cordoned,
+        cordoned_since=state.cordoned_since,
         allocatable={RESOURCE: state.healthy_gpus},
         capacity={RESOURCE: GPUS_PER_NODE},
         lease_age_seconds=now - state.silent_since if is_stale and state.silent_since is not None else None,

@@ -86,7 +86,8 @@ class OperatorInProcess:
     def __init__(self, address: str, token: str) -> None:
         credentials = Credentials(server=address, token=token)
         self._client, self._watches = KubernetesClient(credentials), KubernetesClient(credentials, max_connections=0)
-        nodes, renewals = NodeCache(), RenewalCache()
+        self._nodes = nodes = NodeCache()
+        renewals = RenewalCache()
         self._store = ClusterStore(nodes, renewals)
         self._reader = ClusterReader(self._client, nodes, renewals, self._store, ())
         writer = ClusterWriter(self._client, self._reader)
@@ -106,9 +107,16 @@ class OperatorInProcess:
             except Exception as error:  # the process would end, and its kubelet start it again
                 logger.warning("the operator cannot start: %s", error)
                 await asyncio.sleep(0.2)
+        self._tasks.append(asyncio.create_task(self._note_availability()))
         self._tasks += [asyncio.create_task(informer.follow(self._watches)) for informer in self._store.informers]
         await asyncio.gather(*(informer.has_synced.wait() for informer in self._store.informers))
         await self._resources.follow(self._watches)
+
+    async def _note_availability(self) -> None:
+        """Note polls as successful. There are no kubelets whose Leases could be listed again and again."""
+        while True:
+            self._nodes.mark_polled(time.time())
+            await asyncio.sleep(2)
 
     async def kill(self) -> None:
         """Cancel every task; nothing is written after `View.kill`."""

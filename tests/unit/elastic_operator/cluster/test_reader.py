@@ -47,6 +47,8 @@ class Lists:
 def reader_of(lists: Lists) -> tuple[ClusterReader, ClusterStore]:
     nodes, renewals = NodeCache(), RenewalCache()
     store = ClusterStore(nodes, renewals)
+    for informer in store.informers:
+        informer.has_listed = True
     return ClusterReader(lists, nodes, renewals, store, ()), store  # type: ignore[arg-type]
 
 
