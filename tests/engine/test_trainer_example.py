@@ -12,7 +12,7 @@ import pytest
 from elastic_trainer.mailbox import FileMailbox
 from elastic_trainer.retention import find_commits
 from reshard.commits.commit import read_commit
-from reshard.contract import CommitRef, LeaseKey
+from reshard.contract import CommitRef, LeaseKey, Request
 from reshard.topology import Topology
 from tests.engine.example_run import losses, run, start
 
@@ -102,10 +102,22 @@ def test_a_drain_request_leaves_a_commit_and_exit_code_75(tmp_path):
     assert read_commit(commit.uri).step == commit.step == max(losses(tmp_path))
 
 
-def test_sigterm_ends_all_ranks_without_a_commit(tmp_path):
+def test_sigterm_leaves_a_commit_of_the_last_step_and_exit_code_75(tmp_path):
     box = tmp_path / "mailbox.json"
     process = start(tmp_path, "dp=2", "--steps", "100000", ETJ_MAILBOX=str(box))
     wait_for(box, LeaseKey.FIRST_STEP_TIME, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 75, output[-3000:]
+    commit = CommitRef.from_json(json.loads(box.read_text())[LeaseKey.COMMIT])
+    assert read_commit(commit.uri).step == commit.step == max(losses(tmp_path))
+
+
+def test_sigterm_ends_all_ranks_of_an_attempt_that_is_over_without_a_commit(tmp_path):
+    box = tmp_path / "mailbox.json"
+    process = start(tmp_path, "dp=2", "--steps", "100000", ETJ_MAILBOX=str(box))
+    wait_for(box, LeaseKey.FIRST_STEP_TIME, process)
+    FileMailbox(box).exchange({LeaseKey.REQUEST: Request.STOP})
     process.send_signal(signal.SIGTERM)
     # End of file on the pipe: every rank that inherited it is gone.
     process.communicate(timeout=60)
