@@ -255,9 +255,9 @@ def _check(scenario: Scenario, before: Mapping[str, Any], after: Mapping[str, An
         problems.append(f"expected cause {scenario.cause}, found {recoveries[-1]['cause']}")
     if "firstStepTime" not in recoveries[-1]:
         problems.append("the recovery has no first step")
-    used = [len(status.get("restartBudget", {}).get("times", ())) for status in (before, after)]
+    used = [sum(count["total"] for count in status.get("failureCounts", ())) for status in (before, after)]
     if used[1] - used[0] != (0 if scenario.planned else 1):
-        problems.append(f"the restart budget was charged {used[1] - used[0]} times")
+        problems.append(f"the failure was counted {used[1] - used[0]} times")
     if scenario.reshards:
         reshard = after.get("reshard", {})
         if reshard.get("attempt") != attempt or not reshard.get("verified"):
