@@ -31,6 +31,6 @@ class Availability:
 
     def evidence_since(self, now: float) -> float:
         """Return the time from which ages count; it may be in the future, 0 if there was no interruption."""
-        if self._last_success is None or 0.0 <= now - self._last_success <= INTERRUPTION_SECONDS:
+        if self._last_success is None or abs(now - self._last_success) <= INTERRUPTION_SECONDS:
             return self._since
         return now + SETTLE_SECONDS

@@ -210,7 +210,8 @@ class ApiServer:
         return NodeView(
             name=name,
             ready="Unknown" if is_lost else "True",
-            ready_since=NOW - 100.0,
+            # A pod on a Ready node is never stuck here: it ends, or its node is lost.
+            ready_since=NOW - 100.0 if is_lost else NOW,
             allocatable={GPU: self.gpus[name]},
             capacity={GPU: self.gpus[name]},
             lease_age_seconds=1000.0 if is_lost else 0.0,

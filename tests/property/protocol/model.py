@@ -470,6 +470,7 @@ def leave_out_what_is_for_people(status: Status) -> Status:
         recoveries=tuple(last),
         progress=None,
         restart_budget=type(status.restart_budget)(),
+        failure_counts=(),  # any pause after repeated failures may be over
         nodes_text="",
         ettr_text="",
     )

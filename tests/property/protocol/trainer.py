@@ -121,6 +121,25 @@ class LocalCollective:
     def gather(self, value: object) -> list[Any]:
         return [value]
 
+    def announce_leaving(self) -> None: ...
+
+    def is_anyone_leaving(self) -> bool:
+        return False
+
+
+class NoTermination:
+    """Nobody sends SIGTERM in the search, whose own process must keep its signal handlers."""
+
+    is_requested = False
+
+    def __init__(self, mailbox: object, *, announce: object) -> None: ...
+
+    def install(self) -> None: ...
+
+    def expect_commit(self) -> None: ...
+
+    def close(self) -> None: ...
+
 
 class _Clock:
     """A clock that only a sleep advances, by more than any deadline."""
@@ -351,6 +370,7 @@ class Trainers:
     def installed(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
         """Replace the clock, the collective, and every function that reads or writes the checkpoint root."""
         patch.setattr(session, "Collective", LocalCollective)
+        patch.setattr(session, "Termination", NoTermination)
         patch.setattr(session, "_now", lambda: TIME)
         patch.setattr(root_owner, "_now", lambda: TIME)
         for module in (session, publisher):

@@ -125,6 +125,15 @@ def test_polls_that_fail_now_and_then_are_no_interruption() -> None:
     assert nodes.evidence_since(NOW + 40) == 0
 
 
+def test_a_clock_that_is_corrected_a_little_is_no_interruption_and_a_step_is() -> None:
+    nodes = NodeCache()
+    for second in (0, 5, 4, 9):
+        nodes.mark_polled(NOW + second)
+    assert nodes.evidence_since(NOW + 10) == 0
+    nodes.mark_polled(NOW - 130)
+    assert nodes.evidence_since(NOW - 125) == NOW - 130 + SETTLE_SECONDS
+
+
 def test_a_cordon_counts_from_when_it_was_seen_and_anew_after_it_was_undone() -> None:
     nodes = NodeCache()
     for second, cordoned in ((0, False), (10, True), (12, True), (14, False), (20, True)):
