@@ -41,7 +41,9 @@ def apiserver(*flags: str) -> Iterator[Path]:
 @contextlib.contextmanager
 def _process(folder: Path, program: str, flags: list[str]) -> Iterator[None]:
     with open(folder / f"{program}.log", "wb") as log:
-        process = subprocess.Popen([components.bin_dir() / program, *flags], stdout=log, stderr=log)
+        # The kernel ends it with this process, also after SIGKILL.
+        command = ["setpriv", "--pdeathsig", "KILL", str(components.bin_dir() / program), *flags]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             yield
         finally:
