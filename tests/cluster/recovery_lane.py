@@ -46,8 +46,8 @@ LIMITS = Timeouts(
 QUIET_SECONDS = 0.2
 """A recovery has ended when the operator has sent nothing for so long."""
 
-RECOVERY_SECONDS = 60.0
-"""Longest time of a recovery, whatever was injected; two loaded processors need most of it."""
+RECOVERY_SECONDS = 180.0
+"""Longest time of a recovery, whatever was injected; two loaded processors need a minute."""
 
 logger = logging.getLogger(__name__)
 
