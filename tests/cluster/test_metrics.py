@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import socket
 import time
@@ -82,9 +83,21 @@ def seconds_of(recoveries: list[dict[str, Any]], part: str) -> float:
     return sum(recovery["seconds"].get(part, 0.0) for recovery in recoveries)
 
 
-def delete_pod(run: Run) -> None:
+def fail_pod(run: Run) -> None:
+    """End a pod without a request to leave, which would be a planned change."""
     (pod,) = run.workers()
-    run.cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", run.namespace, "--wait=false")
+    failed = json.dumps({"status": {"phase": "Failed", "reason": "EndedByTest"}})
+    run.cluster.kubectl(
+        "patch",
+        "pod",
+        pod["metadata"]["name"],
+        "-n",
+        run.namespace,
+        "--subresource=status",
+        "--type=merge",
+        "-p",
+        failed,
+    )
 
 
 def counted(page: Page, run: Run, *, before: int = 0) -> dict[str, Any]:
@@ -162,7 +175,7 @@ def test_what_is_exported_agrees_with_what_happened_and_a_restart_counts_nothing
     run.until("a commit, and a step after it", lambda status: (
         status.get("phase") == "Running" and 0 < status["checkpoint"].get("step", 0) < status["progress"]["step"]
     ))  # fmt: skip
-    delete_pod(run)
+    fail_pod(run)
     run.until("attempt 2", resumed(1))
     run.patch(accelerator={"perNode": [1]})
     run.until("attempt 3 on one GPU", lambda status: resumed(2)(status) and status["gpus"] == 1)
@@ -173,7 +186,7 @@ def test_what_is_exported_agrees_with_what_happened_and_a_restart_counts_nothing
     before = len(status["recoveries"])
     operator.crash()
     run.cluster.wait(page.job_series, what="the new process to have looked at the job")
-    delete_pod(run)
+    fail_pod(run)
     run.until("the next attempt", resumed(status["attempt"]))
     status = counted(page, run, before=before)
     assert page.total("etj_recoveries_started_total") == len(status["recoveries"]) - before
