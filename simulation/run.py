@@ -167,6 +167,7 @@ def _next_deadline(spec: Spec, status: Status, observed: Observation, limits: Ti
     recovery, current = spec.recovery, status.current
     moments = cluster.signal_deadlines(limits)
     moments += [item.until for item in status.excluded_nodes if item.until is not None]
+    moments += [item.retry_time for item in status.failure_counts if item.retry_time is not None]
     moments += [pod.deleted_at + recovery.force_delete_seconds for pod in observed.pods if pod.deleted_at is not None]
     if status.drain is not None:
         moments.append(status.drain.start_time + recovery.drain_seconds)
