@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from elastic_operator.api.spec import Spec, parse_spec
-from elastic_operator.observed.capacity import Capacity, Pool
+from elastic_operator.observed.capacity import Capacity, NodeCapacity, Pool
 from elastic_operator.planning import planner
 from elastic_operator.reconcile.goodput import suggest_interval_seconds
 from simulation.assumptions import GPUS_PER_NODE, Assumptions
@@ -92,7 +92,7 @@ def best_on_all_nodes(spec: Spec, num_nodes: int) -> planner.Candidate:
     Raises:
         ValueError: it finds nothing.
     """
-    pool = Pool({str(node): GPUS_PER_NODE for node in range(num_nodes)})
+    pool = Pool(NodeCapacity(name=str(node), free=GPUS_PER_NODE) for node in range(num_nodes))
     best = planner.best(spec, Capacity(pool=pool))
     if best is None:
         raise ValueError(f"expected a topology for {num_nodes} nodes, found none: change the batch or the pipelines")

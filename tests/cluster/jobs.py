@@ -54,6 +54,7 @@ class Run:
         *,
         pod: dict[str, Any] | None = None,
         pod_spec: dict[str, Any] | None = None,
+        name: str = "gpt",
         **spec: Any,
     ) -> None:
         """Create the job: `pod` changes the training container, `pod_spec` the pod around it."""
@@ -67,7 +68,7 @@ class Run:
         job = {
             "apiVersion": "elastictraining.dev/v1alpha1",
             "kind": "ElasticTrainingJob",
-            "metadata": {"name": "gpt", "namespace": self.namespace},
+            "metadata": {"name": name, "namespace": self.namespace},
             "spec": {
                 "accelerator": {"resource": "amd.com/gpu", "perNode": [2]},
                 "nodes": {"min": 1, "max": 1},
@@ -81,7 +82,7 @@ class Run:
 
     def remove(self) -> None:
         """Delete the job, then its pods by force: the next test finds its GPUs free before the namespace is gone."""
-        self.cluster.kubectl("delete", "etj", "gpt", "-n", self.namespace, "--ignore-not-found")
+        self.cluster.kubectl("delete", "etj", "--all", "-n", self.namespace)
         at_once = ("--grace-period=0", "--force")
         self.cluster.kubectl("delete", "pods", "--all", "-n", self.namespace, *at_once, check=False)
 

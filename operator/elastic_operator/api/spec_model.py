@@ -120,9 +120,7 @@ class Accelerator:
     """Extended resource that the device plugin offers, for instance amd.com/gpu or nvidia.com/gpu. Cannot be changed.
     """
     per_node: Annotated[tuple[Degree, ...], Field(min_length=1, max_length=16), UNIQUE, SET]
-    """Acceptable numbers of accelerators per pod, best first. All pods of an attempt have the same number, and a node
-    runs one pod.
-    """
+    """Acceptable numbers of accelerators per pod, best first. All pods of an attempt have the same number."""
     memory_bytes: Annotated[Annotated[int, ReadAs(_Gibibytes, _to_bytes)] | None, Field(alias="memoryGiB")] = None
     """Memory of one accelerator in GiB (2^30 bytes). With it (and with spec.model) the planner refuses topologies that
     do not fit.
@@ -138,7 +136,9 @@ class Nodes:
     """`spec.nodes`."""
 
     min: NodeCount
-    """Smallest number of nodes. The job waits while fewer are usable."""
+    """Smallest number of nodes. The job waits while fewer are usable. With podsPerNode Many, min, max, preferred and
+    allowed count pods.
+    """
     max: NodeCount
     """Largest number of nodes. `kubectl scale` sets it."""
     preferred: NodeCount | None = None
@@ -147,6 +147,15 @@ class Nodes:
     """
     allowed: Annotated[tuple[NodeCount, ...], Field(min_length=1, max_length=64), UNIQUE, SET] | None = None
     """Permitted numbers of nodes between min and max. If absent, all of them."""
+    pods_per_node: Literal["One", "Many"] = "One"
+    """One: no two pods of the job share a node, even if both would fit; the pods get a required anti-affinity. Many: a
+    node runs as many of the job's pods as fit. A change counts from the next attempt on. Default One.
+    """
+    autoscaling: Flag = False
+    """If true, something adds nodes for pods that find none, for instance Cluster Autoscaler or Karpenter. Then the job
+    does not wait without pods while too few nodes are usable: it starts on the smallest permitted number of nodes, and
+    its pods are Pending until the nodes are there. Default false.
+    """
 
     def permits(self, num_nodes: int) -> bool:
         """Return whether an attempt may run on `num_nodes` nodes."""

@@ -176,6 +176,8 @@ class Current:
     """Time at which all pods were running."""
     first_step_time: Moment | None = None
     """Time at which it completed its first step."""
+    awaits_nodes: bool = False
+    """True if it was planned for nodes that an autoscaler has to add."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

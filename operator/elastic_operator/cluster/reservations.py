@@ -66,7 +66,7 @@ def is_contested(before: Status, after: Status, free: Capacity, reserved: int) -
         reserved: pods of other jobs that have no node yet; each may take any node.
     """
     current = after.current
-    if not reserved or current is None or after.attempt == before.attempt:
+    if not reserved or current is None or after.attempt == before.attempt or current.awaits_nodes:
         return False
     return free.num_usable(current.gpus_per_node) - reserved < current.num_nodes
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Current, short
+from elastic_operator.manifests.placement import avoid_nodes, separate_pods
+from elastic_operator.manifests.ports import rendezvous_port
 from elastic_operator.manifests.reshard_pod import ReshardImage, reshard_template
 from reshard.contract import GROUP, KIND, VERSION, Env, Label
 
 CHECKPOINT_MOUNT = "/checkpoint"
-MASTER_PORT = 29500
 MANAGER = "elastic-training-operator"
 DRAIN_REQUESTED = f"{GROUP}/drain-requested"
 """Annotation of an ElasticTrainingJob that requests a commit, an exit and a new start."""
@@ -126,7 +127,7 @@ def attempt_objects(
         *([] if user_account else [account]),
         _role(job, name, attempt),
         _role_binding(job, name, attempt, user_account or name),
-        _service(job, name, attempt),
+        _service(job, name, attempt, rendezvous_port(job.uid, attempt, spec.template)),
         _lease(job, name, attempt, heartbeat_seconds),
         *([_disruption_budget(job, name, attempt, current)] if spec.recovery.pod_disruption_budget else []),
         training_job(job, spec, attempt, current, heartbeat_seconds),
@@ -143,7 +144,9 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     _set_account(pod, account_of(template) or name)
     pod["automountServiceAccountToken"] = True
     _mount_claim(pod, spec.checkpoint.claim_name)
-    _avoid_nodes(pod, current.avoid)
+    avoid_nodes(pod, current.avoid)
+    if spec.nodes.pods_per_node == "One":
+        separate_pods(pod, _identity(job, attempt, "worker"))
     if spec.reshard.may_be_virtual:
         _add_scratch(pod)
     main = pod["containers"][0]
@@ -197,7 +200,7 @@ def reshard_job(
     pod["restartPolicy"] = "Never"
     pod["automountServiceAccountToken"] = False
     _mount_claim(pod, spec.checkpoint.claim_name)
-    _avoid_nodes(pod, current.avoid)
+    avoid_nodes(pod, current.avoid)
     main = pod["containers"][0]
     main.setdefault("command", ["reshard"])
     main["args"] = [
@@ -237,6 +240,12 @@ def reshard_job(
     }
 
 
+def worker_labels(job: JobRef, template: Mapping[str, Any]) -> dict[str, str]:
+    """Return the labels of a job's training pods that are the same in all attempts."""
+    labels = (template.get("metadata") or {}).get("labels") or {}
+    return {**labels, **_common(job), str(Label.ROLE): "worker"}
+
+
 def _set_account(pod: dict[str, Any], name: str) -> None:
     pod.pop("serviceAccount", None)
     pod["serviceAccountName"] = name
@@ -259,6 +268,7 @@ def _training_env(
 ) -> list[dict[str, Any]]:
     name = attempt_name(job.name, attempt)
     master = f"{name}-0.{name}"
+    port = str(rendezvous_port(job.uid, attempt, spec.template))
     values: dict[str, str] = {
         **_owner_env(job, spec),
         Env.ATTEMPT: str(attempt),
@@ -274,9 +284,9 @@ def _training_env(
         "PET_NNODES": str(current.num_nodes),
         "PET_NPROC_PER_NODE": str(current.gpus_per_node),
         "PET_MASTER_ADDR": master,
-        "PET_MASTER_PORT": str(MASTER_PORT),
+        "PET_MASTER_PORT": port,
         "MASTER_ADDR": master,
-        "MASTER_PORT": str(MASTER_PORT),
+        "MASTER_PORT": port,
     }
     rank = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
     return [
@@ -338,22 +348,6 @@ def _is_claim(volume: Mapping[str, Any], claim: str) -> bool:
     return (volume.get("persistentVolumeClaim") or {}).get("claimName") == claim
 
 
-def _avoid_nodes(pod: dict[str, Any], avoid: Sequence[str]) -> None:
-    """Exclude nodes by node affinity, in addition to the user's requirements.
-
-    Every term gets the exclusion, because the terms of a node selector are alternatives.
-    """
-    if not avoid:
-        return
-    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in avoid]
-    affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
-    required = affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
-    terms = required.get("nodeSelectorTerms") or [{}]
-    required["nodeSelectorTerms"] = [
-        {**term, "matchFields": [*(term.get("matchFields") or []), *fields]} for term in terms
-    ]
-
-
 def _merged_env(user: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     # The operator's variables come first, so that the user's can refer to them by $(NAME).
     names = {item["name"] for item in ours}
@@ -385,7 +379,7 @@ def _role_binding(job: JobRef, name: str, attempt: int, account: str) -> dict[st
     }
 
 
-def _service(job: JobRef, name: str, attempt: int) -> dict[str, Any]:
+def _service(job: JobRef, name: str, attempt: int, port: int) -> dict[str, Any]:
     # Rendezvous starts before any pod is Ready, so addresses must be published immediately.
     return {
         "apiVersion": "v1",
@@ -395,7 +389,7 @@ def _service(job: JobRef, name: str, attempt: int) -> dict[str, Any]:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": _identity(job, attempt, "worker"),
-            "ports": [{"name": "rendezvous", "port": MASTER_PORT}],
+            "ports": [{"name": "rendezvous", "port": port}],
         },
     }
 

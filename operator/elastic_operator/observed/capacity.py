@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from elastic_operator.observed.pod_resources import PODS
+from elastic_operator.observed.placement.pod_constraints import PodConstraints, count_pods
+from elastic_operator.observed.placement.pod_resources import HOST_PORT, PODS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,33 +17,63 @@ class NodeCapacity:
 
     Attributes:
         free: accelerators that no pod holds, plus those that the job itself holds.
+        room: largest number of the job's pods there, as far as other resources and the spec permit.
     """
 
     name: str
     free: int
+    room: int = 1
+
+    def num_pods(self, per_node: int) -> int:
+        """Return how many pods with `per_node` accelerators fit."""
+        return min(self.free // per_node, self.room) if per_node > 0 else 0
 
 
 class Pool:
     """Free accelerators by node, counted once and shared by all jobs.
 
     Attributes:
-        free: by name of the node; only nodes with at least one free accelerator.
-        total: sum of `free`.
-        shortages: resource that a node lacks for a pod, by name of the node; these nodes are not in `free`.
+        nodes: by name; only nodes with at least one free accelerator and room for a pod.
+        total: number of their free accelerators.
+        shortages: resource that a node lacks for a pod, by name of the node; these nodes are not in `nodes`.
     """
 
-    def __init__(self, free: Mapping[str, int], shortages: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.free = free
+    def __init__(self, nodes: Iterable[NodeCapacity] = (), shortages: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.nodes = {node.name: node for node in nodes}
         self.shortages = shortages
-        self.total = sum(free.values())
-        self._levels = collections.Counter(free.values())
+        self.total = sum(node.free for node in self.nodes.values())
+        self._alike = [
+            (NodeCapacity(name="", free=free, room=room), count)
+            for (free, room), count in collections.Counter(
+                (item.free, item.room) for item in self.nodes.values()
+            ).items()
+        ]
 
-    def num_with(self, free: int) -> int:
-        """Count the nodes with at least `free` free accelerators."""
-        return sum(count for level, count in self._levels.items() if level >= free)
+    def num_pods(self, per_node: int) -> int:
+        """Count the pods with `per_node` accelerators that fit on all nodes."""
+        return sum(node.num_pods(per_node) * count for node, count in self._alike)
 
 
-NO_POOL = Pool({})
+NO_POOL = Pool()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Rules of the pod template about where the job's pods may be in relation to each other.
+
+    Attributes:
+        labels: labels of the nodes, by name.
+        domains: domains of each topology spread constraint.
+    """
+
+    constraints: PodConstraints
+    labels: Mapping[str, Mapping[str, str]]
+    domains: tuple[frozenset[str], ...]
+
+    def num_pods(self, nodes: Iterable[NodeCapacity], per_node: int) -> int:
+        """Count the pods with `per_node` accelerators that fit on the nodes."""
+        rooms = {node.name: node.num_pods(per_node) for node in nodes}
+        return count_pods(self.constraints, rooms, self.labels, self.domains)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +88,7 @@ class Capacity:
         without: nodes of `pool` that this job may not use, or that are in `nodes`.
         max_accelerators: quota for the whole job; None for no limit.
         shortages: resource that a node lacks for a pod, of the nodes that are counted for this job alone.
+        placement: rules about the pods of the job; None if there are none. With it, `pool` is empty.
     """
 
     nodes: tuple[NodeCapacity, ...] = ()
@@ -64,36 +96,46 @@ class Capacity:
     without: frozenset[str] = frozenset()
     max_accelerators: int | None = None
     shortages: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    placement: Placement | None = None
 
     def sorted_nodes(self) -> tuple[NodeCapacity, ...]:
         """Return all usable nodes in planning order (see `sort_nodes`)."""
-        if not self.pool.free:
+        if not self.pool.nodes:
             return self.nodes
-        shared = (
-            NodeCapacity(name=name, free=free) for name, free in self.pool.free.items() if name not in self.without
-        )
+        shared = (node for name, node in self.pool.nodes.items() if name not in self.without)
         return sort_nodes((*self.nodes, *shared))
 
     def usable(self, per_node: int) -> tuple[str, ...]:
-        """Return the names of nodes with at least `per_node` free accelerators; a node runs one pod of a job."""
-        return tuple(node.name for node in self.sorted_nodes() if node.free >= per_node)
+        """Return the names of nodes on which a pod with `per_node` accelerators fits."""
+        return tuple(node.name for node in self.sorted_nodes() if node.num_pods(per_node))
 
     def num_usable(self, per_node: int) -> int:
         """Count the pods with `per_node` accelerators that fit, within the quota."""
-        barred = sum(self.pool.free.get(name, 0) >= per_node for name in self.without) if per_node > 0 else 0
-        count = self.pool.num_with(per_node) - barred + sum(node.free >= per_node for node in self.nodes)
+        if self.placement is not None:
+            count = self.placement.num_pods(self.nodes, per_node)
+        else:
+            shared, names = self.pool.nodes, self.without
+            barred = sum(shared[name].num_pods(per_node) for name in names if name in shared)
+            count = self.pool.num_pods(per_node) - barred + sum(node.num_pods(per_node) for node in self.nodes)
         return count if self.max_accelerators is None else min(count, max(0, self.max_accelerators) // per_node)
 
     def __str__(self) -> str:
-        barred = [self.pool.free[name] for name in self.without if name in self.pool.free]
+        barred = [self.pool.nodes[name].free for name in self.without if name in self.pool.nodes]
         total = self.pool.total - sum(barred) + sum(node.free for node in self.nodes)
-        count = len(self.pool.free) - len(barred) + len(self.nodes)
+        count = len(self.pool.nodes) - len(barred) + len(self.nodes)
         quota = "" if self.max_accelerators is None else f", quota {self.max_accelerators}"
         shared = (resource for node, resource in self.pool.shortages.items() if node not in self.without)
         totals = collections.Counter([*shared, *self.shortages.values()])
-        texts = [f"too {'few' if name == PODS else 'little'} {name} on {n} more" for name, n in sorted(totals.items())]
+        texts = [_describe_shortage(name, n) for name, n in sorted(totals.items())]
         lacking = f" ({', '.join(texts)})" if texts else ""
-        return f"{total} free accelerators on {count} nodes{lacking}{quota}"
+        rules = "" if self.placement is None else ", subject to the template's pod affinity and topology spread"
+        return f"{total} free accelerators on {count} nodes{lacking}{quota}{rules}"
+
+
+def _describe_shortage(resource: str, num_nodes: int) -> str:
+    if resource.startswith(HOST_PORT):
+        return f"{resource} taken on {num_nodes} more"
+    return f"too {'few' if resource == PODS else 'little'} {resource} on {num_nodes} more"
 
 
 def sort_nodes(nodes: Iterable[NodeCapacity]) -> tuple[NodeCapacity, ...]:

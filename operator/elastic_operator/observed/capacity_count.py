@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from elastic_operator.observed.capacity import Capacity, NodeCapacity, sort_nodes
+from elastic_operator.observed.capacity import Capacity, NodeCapacity, Placement, sort_nodes
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import WORKER, Observation
-from elastic_operator.observed.pod_resources import PODS
-from elastic_operator.observed.pod_usage import UsageByOthers
-from elastic_operator.observed.schedulability import (
+from elastic_operator.observed.placement.pod_constraints import NO_CONSTRAINTS, PodConstraints, list_domains
+from elastic_operator.observed.placement.pod_resources import PODS
+from elastic_operator.observed.placement.schedulability import (
     count_healthy_devices,
-    find_node_shortage,
+    count_node_room,
     is_schedulable,
     list_other_requests,
 )
+from elastic_operator.observed.pod_usage import UsageByOthers
 
 _PLACE_IS_LOST = ("PreemptionByScheduler", "PreemptionByKubeScheduler", "TerminationByKubelet")
 """Reasons of DisruptionTarget after which the node of a training pod has no place for its successor: another pod has
 got it, or the node shuts down. Neither is visible otherwise before the pod has ended."""
 
 
-def count_capacity(world: Observation, resource: str, template: Mapping[str, Any], avoid: Collection[str]) -> Capacity:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PodRules:
+    """What besides the template's requests decides where the pods of a job fit.
+
+    Attributes:
+        max_per_node: largest number of the job's pods on a node.
+        constraints: rules about pods of the same job.
+    """
+
+    max_per_node: int = 1
+    constraints: PodConstraints = NO_CONSTRAINTS
+
+
+ONE_POD_PER_NODE = PodRules()
+
+
+def count_capacity(
+    world: Observation,
+    resource: str,
+    template: Mapping[str, Any],
+    avoid: Collection[str],
+    rules: PodRules = ONE_POD_PER_NODE,
+) -> Capacity:
     """Count the free accelerators on every node that can take a pod of the job.
 
     Accelerators that the job itself holds count as free, because the job releases them before its next attempt starts.
@@ -34,19 +58,39 @@ def count_capacity(world: Observation, resource: str, template: Mapping[str, Any
         template: PodTemplateSpec of the training pods; its requests, tolerations, node selector and required node
             affinity count.
         avoid: nodes that are lost, suspect or excluded.
+        rules: what else decides where the pods fit.
     """
     pod = template.get("spec") or {}
     nodes, used = world.nodes, world.used
+    if rules.constraints:
+        return _count_with_constraints(world, resource, pod, avoid, rules)
     if not isinstance(nodes, NodePool) or not isinstance(used, UsageByOthers) or nodes.resource != resource:
-        own, shortages = _count(world, resource, pod, nodes.keys() - set(avoid))
+        own, shortages = _count(world, resource, pod, nodes.keys() - set(avoid), rules.max_per_node)
         return Capacity(nodes=sort_nodes(own), shortages=shortages)
     special = used.share.keys() | {item.node for item in world.pods if item.unhealthy_devices and item.node}
     special |= _find_lost_places(world)
     # Pods of the job without accelerators, such as reshard pods, hold other resources.
     special |= used.of(PODS).share.keys()
-    own, shortages = _count(world, resource, pod, (name for name in special if name in nodes and name not in avoid))
+    names = (name for name in special if name in nodes and name not in avoid)
+    own, shortages = _count(world, resource, pod, names, rules.max_per_node)
     without = frozenset(special.union(avoid))
-    return Capacity(nodes=sort_nodes(own), pool=nodes.pool(pod, used), without=without, shortages=shortages)
+    pool = nodes.pool(pod, used, rules.max_per_node)
+    return Capacity(nodes=sort_nodes(own), pool=pool, without=without, shortages=shortages)
+
+
+def _count_with_constraints(
+    world: Observation, resource: str, pod: Mapping[str, Any], avoid: Collection[str], rules: PodRules
+) -> Capacity:
+    """Count every node for this job alone, because the result depends on more than one node."""
+    names = world.nodes.keys() - set(avoid)
+    own, shortages = _count(world, resource, pod, names, rules.max_per_node)
+    placement = Placement(
+        constraints=rules.constraints,
+        labels={node.name: world.nodes[node.name].labels for node in own},
+        # The operator excludes nodes by node affinity, so they count for no domain.
+        domains=list_domains(rules.constraints, (world.nodes[name] for name in names), pod),
+    )
+    return Capacity(nodes=sort_nodes(own), shortages=shortages, placement=placement)
 
 
 def _find_lost_places(world: Observation) -> set[str]:
@@ -54,7 +98,7 @@ def _find_lost_places(world: Observation) -> set[str]:
 
 
 def _count(
-    world: Observation, resource: str, pod: Mapping[str, Any], names: Iterable[str]
+    world: Observation, resource: str, pod: Mapping[str, Any], names: Iterable[str], max_per_node: int
 ) -> tuple[list[NodeCapacity], Mapping[str, str]]:
     """Return the nodes that can take a pod, and the resource that each other node lacks for it."""
     needed = list_other_requests(pod, resource)
@@ -74,8 +118,9 @@ def _count(
         free = count_healthy_devices(node, resource, unhealthy.get(name, 0)) - world.used.get(name, 0)
         if free <= 0 or not is_schedulable(node, pod):
             continue
-        if shortage := find_node_shortage(node, needed, others):
-            shortages[name] = shortage
+        room, scarcest = count_node_room(node, needed, others)
+        if room:
+            nodes.append(NodeCapacity(name=name, free=free, room=min(room, max_per_node)))
         else:
-            nodes.append(NodeCapacity(name=name, free=free))
+            shortages[name] = scarcest
     return nodes, shortages

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_operator.observed import schedulability
-from elastic_operator.observed.capacity import Pool
+from elastic_operator.observed.capacity import NodeCapacity, Pool
 from elastic_operator.observed.observation import NodeView
+from elastic_operator.observed.placement import schedulability
+from elastic_operator.observed.placement.schedulability import count_healthy_devices, is_schedulable
 from elastic_operator.observed.pod_usage import UsageByOthers
-from elastic_operator.observed.schedulability import count_healthy_devices, is_schedulable
 from elastic_operator.observed.signals import detect_node_signals
 from elastic_operator.observed.timeouts import Timeouts
 
@@ -53,30 +53,38 @@ class NodePool(Mapping[str, NodeView]):
             )
         return self._suspects[limits]
 
-    def pool(self, pod: Mapping[str, Any], used: UsageByOthers) -> Pool:
-        """Return the free accelerators on nodes that can take such pods, for a job that holds nothing itself."""
+    def pool(self, pod: Mapping[str, Any], used: UsageByOthers, max_pods: int = 1) -> Pool:
+        """Return the free accelerators on nodes that can take such pods, for a job that holds nothing itself.
+
+        Args:
+            pod: spec of the pods.
+            used: what pods hold.
+            max_pods: largest number of pods of one job on a node.
+        """
         needed = schedulability.list_other_requests(pod, self.resource)
-        facts = [needed, *(pod.get(key) for key in ("tolerations", "nodeSelector", "affinity"))]
+        facts = [needed, max_pods, *(pod.get(key) for key in ("tolerations", "nodeSelector", "affinity"))]
         template = json.dumps(facts, sort_keys=True)
         version, pool = self._pools.get(template, (0, None))
         if pool is None or version != used.version:
-            pool = self._count(self._offered(template, pod), needed, used)
+            pool = self._count(self._offered(template, pod), needed, used, max_pods)
             self._pools[template] = (used.version, pool)
         return pool
 
-    def _count(self, offered: Mapping[str, int], needed: Sequence[tuple[str, int]], used: UsageByOthers) -> Pool:
+    def _count(
+        self, offered: Mapping[str, int], needed: Sequence[tuple[str, int]], used: UsageByOthers, max_pods: int
+    ) -> Pool:
         totals, others = used.totals, {name: used.of(name).totals for name, _ in needed}
-        free: dict[str, int] = {}
+        nodes: list[NodeCapacity] = []
         shortages: dict[str, str] = {}
         for name, count in offered.items():
             if (remaining := count - totals.get(name, 0)) <= 0:
                 continue
-            shortage = schedulability.find_node_shortage(self._nodes[name], needed, others)
-            if shortage:
-                shortages[name] = shortage
+            room, scarcest = schedulability.count_node_room(self._nodes[name], needed, others)
+            if room:
+                nodes.append(NodeCapacity(name=name, free=remaining, room=min(room, max_pods)))
             else:
-                free[name] = remaining
-        return Pool(free, shortages)
+                shortages[name] = scarcest
+        return Pool(nodes, shortages)
 
     def _offered(self, template: str, pod: Mapping[str, Any]) -> Mapping[str, int]:
         if template not in self._offers:

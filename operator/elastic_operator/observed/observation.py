@@ -15,7 +15,7 @@ from typing import Any
 from elastic_operator.api import pod_reports
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems
-from elastic_operator.observed.pod_resources import extended_only, parse_builtin, parse_extended, pod_requests
+from elastic_operator.observed.placement.pod_resources import extended_only, parse_builtin, parse_extended, pod_requests
 from reshard.contract import KIND, CommitRef, Label, LeaseKey, VirtualLoader, sentence
 
 Key = tuple[str, str]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from elastic_operator.observed.observation import controller_of, is_placed
-from elastic_operator.observed.pod_resources import PODS, pod_requests
+from elastic_operator.observed.placement.pod_resources import PODS, pod_requests
 from reshard.contract import Label
 
 PodId = tuple[str, str]

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Status
-from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.manifests.attempt import JobRef, worker_labels
+from elastic_operator.manifests.placement import HOSTNAME
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.observed import capacity_count, commit_history, signals
 from elastic_operator.observed.capacity import Capacity
+from elastic_operator.observed.capacity_count import PodRules
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import Observation, PodView
+from elastic_operator.observed.placement.pod_constraints import parse_pod_constraints
+from elastic_operator.observed.placement.pod_resources import MOST_PODS
 from elastic_operator.observed.signals import Signal, Verdict
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Event, ReshardOutcome
@@ -137,7 +141,21 @@ def find_capacity(context: Context, status: Status, *, forgive: bool = False) ->
     avoid = find_doubtful_nodes(context) if forgive else find_avoided_nodes(context, status)
     if forgive:
         avoid |= {item.name for item in status.excluded_nodes if item.until is None}
-    return capacity_count.count_capacity(context.world, context.spec.accelerator.resource, context.spec.template, avoid)
+    spec = context.spec
+    return capacity_count.count_capacity(
+        context.world, spec.accelerator.resource, spec.template, avoid, _pod_rules(context)
+    )
+
+
+def _pod_rules(context: Context) -> PodRules:
+    template, nodes = context.spec.template, context.spec.nodes
+    pod = template.get("spec") or {}
+    constraints = parse_pod_constraints(pod, worker_labels(context.job, template), context.job.namespace)
+    is_alone = nodes.pods_per_node == "One" or HOSTNAME in constraints.apart
+    apart = tuple(key for key in constraints.apart if key != HOSTNAME)
+    return PodRules(
+        max_per_node=1 if is_alone else MOST_PODS, constraints=dataclasses.replace(constraints, apart=apart)
+    )
 
 
 def select_stale_pods(context: Context, status: Status) -> tuple[PodView, ...]:

@@ -109,7 +109,7 @@ def _replan(context: Context, status: Status, current: Current) -> Status | None
     lost = find_lost_nodes(context, status)
     lost_reshard_nodes = sorted({pod.node for pod in pods if pod.node in lost and not pod.terminal and pod.node})
     capacity = find_capacity(context, status)
-    if not lost_reshard_nodes and has_capacity(capacity, current):
+    if not lost_reshard_nodes and (current.awaits_nodes or has_capacity(capacity, current)):
         return None
     if lost_reshard_nodes:
         message = f"the reshard pod of attempt {status.attempt} was on lost node {', '.join(lost_reshard_nodes)}"

@@ -10,6 +10,7 @@ from elastic_operator.api.spec import Spec, Strategy, TopologyChoice, spec_hash
 from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected, Status, edit_last_recovery, short
 from elastic_operator.manifests.attempt import checkpoint_root, start_source
 from elastic_operator.observed import commit_history
+from elastic_operator.observed.capacity import Capacity, NodeCapacity
 from elastic_operator.planning import planner
 from elastic_operator.planning.planner import Candidate
 from elastic_operator.reconcile.context import (
@@ -22,6 +23,9 @@ from elastic_operator.reconcile.context import (
 from reshard.topology import Topology
 
 MAX_REJECTED = 8
+
+MOST_SIZES = 64
+"""How many numbers of nodes above `spec.nodes.min` are tried for nodes that an autoscaler has to add."""
 
 
 def plan_next(context: Context, status: Status) -> Status:
@@ -39,6 +43,9 @@ def plan_next(context: Context, status: Status) -> Status:
             status = dataclasses.replace(
                 status, excluded_nodes=tuple(item for item in status.excluded_nodes if item.until is None)
             )
+    awaits_nodes = result.best is None and spec.nodes.autoscaling
+    if awaits_nodes:
+        result = _plan_on_new_nodes(spec, last_topology) or result
     plan = Plan(
         target=result.best.topology if result.best else None,
         nodes=result.best.num_nodes if result.best else 0,
@@ -50,7 +57,19 @@ def plan_next(context: Context, status: Status) -> Status:
     )
     if result.best is None:
         return _wait(context, status, plan)
-    return _adopt(context, status, plan, result.best.topology)
+    return _adopt(context, status, plan, result.best.topology, awaits_nodes=awaits_nodes)
+
+
+def _plan_on_new_nodes(spec: Spec, last_topology: Topology | None) -> planner.PlanResult | None:
+    """Plan the smallest permitted number of nodes as if an autoscaler had added them; None if no number can run."""
+    per_node = max(spec.accelerator.per_node)
+    counts = spec.nodes.allowed or range(spec.nodes.min, min(spec.nodes.max, spec.nodes.min + MOST_SIZES) + 1)
+    for num_nodes in sorted(filter(spec.nodes.permits, counts)):
+        nodes = tuple(NodeCapacity(name=f"new-{i}", free=per_node) for i in range(num_nodes))
+        result = planner.plan(spec, Capacity(nodes=nodes), last_topology)
+        if result.best is not None:
+            return dataclasses.replace(result, reason=f"{result.best}, on nodes that an autoscaler has to add.")
+    return None
 
 
 def find_best(context: Context, status: Status) -> Candidate | None:
@@ -59,7 +78,7 @@ def find_best(context: Context, status: Status) -> Candidate | None:
     return planner.best(spec, find_capacity(context, status), status.checkpoint.topology)
 
 
-def _adopt(context: Context, status: Status, plan: Plan, topology: Topology) -> Status:
+def _adopt(context: Context, status: Status, plan: Plan, topology: Topology, *, awaits_nodes: bool) -> Status:
     attempt = status.attempt + 1
     resume = commit_history.choose_resume(
         status.checkpoint,
@@ -84,6 +103,7 @@ def _adopt(context: Context, status: Status, plan: Plan, topology: Topology) -> 
             avoid=tuple(sorted(find_avoided_nodes(context, status) | _sick_nodes(context, status, plan.per_node))),
             spec_hash=spec_hash(context.spec),
             plan_time=Time(context.now),
+            awaits_nodes=awaits_nodes,
         ),
         plan=plan,
         phase=Phase.PENDING,

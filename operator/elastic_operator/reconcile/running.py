@@ -11,7 +11,7 @@ from elastic_operator.api.status import Current, Drain, Growth, Phase, Progress,
 from elastic_operator.observed import signals
 from elastic_operator.observed.failure_classes import CLASSES, classify_failure
 from elastic_operator.observed.observation import LeaseView, PodView
-from elastic_operator.observed.schedulability import tolerates
+from elastic_operator.observed.placement.schedulability import tolerates
 from elastic_operator.observed.signals import KINDS, Kind, Signal, Verdict, detect_pod_signals
 from elastic_operator.planning import growth, planner
 from elastic_operator.reconcile import goodput, next_attempt, progress, recovery
@@ -30,6 +30,10 @@ from reshard.errors import TopologyError
 
 HORIZON_SECONDS = 4 * 3600.0
 """Expected duration of an attempt on more nodes, in the comparison with the cost of a restart."""
+
+PROVISION_SECONDS = 900.0
+"""How long an attempt that waits for an autoscaler keeps the nodes that it has got, after the last of them. As Cluster
+Autoscaler 1.33's --max-node-provision-time."""
 
 RESTART_SECONDS = 60.0
 """Assumed cost of a planned restart if none has been measured."""
@@ -236,12 +240,14 @@ def is_wait_best(context: Context, status: Status, current: Current) -> bool:
     """Return whether an attempt whose pods find no node does better to wait than to be planned anew.
 
     It waits if a new plan would be the same, or if nothing fits and it holds nothing that others could use: its pods
-    then stay where the scheduler and an autoscaler see them.
+    then stay where the scheduler and an autoscaler see them. With an autoscaler, it keeps what it holds for a while.
     """
     pods = context.world.workers(status.attempt)
     best = next_attempt.find_best(context, status)
     if best is None:
-        return not any(pod.node and not pod.terminal for pod in pods)
+        holding = [pod.scheduled_at or 0.0 for pod in pods if pod.node and not pod.terminal]
+        limit = PROVISION_SECONDS if current.awaits_nodes else 0.0
+        return not holding or context.now - max(*holding, context.world.evidence_since) < limit
     if (best.topology, best.num_nodes, best.per_node) != (
         current.topology,
         current.num_nodes,

@@ -104,6 +104,11 @@ def test_key_value_heads_default_to_attention_heads():
             {"strategy": "Ranked", "topologies": [{"zeroStage": 2, "pipeline": 2}]},
             "spec.parallelism.topologies[0]: zeroStage 2 excludes pipelines",
         ),
+        ("template.spec.affinity", "x", "spec.template.spec.affinity is 'x': expected an object"),
+        ("template.spec.tolerations", "x", "spec.template.spec.tolerations is 'x': expected a list"),
+        ("template.spec.nodeSelector", [1], "spec.template.spec.nodeSelector is [1]: expected an object"),
+        ("template.spec.volumes", [{}], "spec.template.spec.volumes[0].name is missing"),
+        ("nodes.podsPerNode", "Two", "spec.nodes.podsPerNode is 'Two': expected one of One, Many"),
         ("model", {**MODEL, "keyValueHeads": 5}, "keyValueHeads 5 does not divide attentionHeads 32"),
         ("model", {**MODEL, "expertParameters": 1e9}, "expertParameters: is given, but experts is 0"),
         (

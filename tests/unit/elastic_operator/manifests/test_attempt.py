@@ -20,9 +20,10 @@ from elastic_operator.manifests.attempt import (
     reshard_job,
     training_job,
 )
+from elastic_operator.manifests.ports import rendezvous_port
 from elastic_operator.manifests.reshard_pod import DEFAULT_RESOURCES
 from reshard.cli import arguments, options
-from reshard.contract import Env
+from reshard.contract import Env, Label
 from reshard.topology import Topology
 
 ROOT = Path(__file__).parents[4]
@@ -307,3 +308,35 @@ def test_the_schema_refuses_the_variables_that_the_operator_sets() -> None:
 
 def test_the_folder_of_a_commit_has_a_padded_step() -> None:
     assert commit_uri("/checkpoint/gpt", 3, 20) == "/checkpoint/gpt/a3/step-00000020"
+
+
+def anti_affinity(found: dict[str, Any]) -> list[dict[str, Any]]:
+    affinity = found["spec"]["template"]["spec"]["affinity"].get("podAntiAffinity", {})
+    terms: list[dict[str, Any]] = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+    return terms
+
+
+def test_pods_of_an_attempt_do_not_share_a_node_unless_the_spec_says_so() -> None:
+    mine = {"topologyKey": "rack", "labelSelector": {"matchLabels": {"mine": "1"}}}
+    found = job(affinity={"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [mine]}})
+    first, second = anti_affinity(found)
+    assert first == mine
+    assert second["topologyKey"] == "kubernetes.io/hostname"
+    labels = found["spec"]["template"]["metadata"]["labels"]
+    selected = second["labelSelector"]["matchLabels"]
+    assert selected.items() <= labels.items()
+    assert Label.ATTEMPT in selected, "pods of the stopped attempt do not keep the new ones off their nodes"
+    shared = copy.deepcopy(SPEC) | {"nodes": {"min": 1, "max": 3, "podsPerNode": "Many"}}
+    assert anti_affinity(training_job(JOB, parse_spec(shared), 4, CURRENT, 5.0)) == []
+
+
+def test_every_attempt_has_a_rendezvous_port_of_its_own_that_no_container_uses() -> None:
+    ports = {rendezvous_port(uid, attempt, {}) for uid in ("u-1", "u-2") for attempt in range(1, 20)}
+    assert len(ports) > 36
+    assert all(20_000 <= port < 30_000 for port in ports)
+    port = rendezvous_port("u-1", 4, {})
+    taken = {"spec": {"containers": [{"ports": [{"containerPort": port}]}]}}
+    assert rendezvous_port("u-1", 4, taken) == port + 1
+    service = next(item for item in attempt_objects(JOB, spec(), 4, CURRENT, 5.0) if item["kind"] == "Service")
+    found = environment(job()["spec"]["template"]["spec"]["containers"][0])
+    assert found["MASTER_PORT"] == found["PET_MASTER_PORT"] == str(service["spec"]["ports"][0]["port"])

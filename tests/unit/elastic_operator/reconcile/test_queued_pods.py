@@ -136,3 +136,38 @@ def test_an_edit_of_the_spec_ends_the_wait() -> None:
     decision = look(launched(), queued(), template=template, **THREE)
     assert decision.status.attempt == 2
     assert decision.status.recoveries[-1].planned
+
+
+AUTOSCALED: dict[str, Any] = {"nodes": {"min": 2, "max": 4, "autoscaling": True}}
+
+
+def test_where_an_autoscaler_adds_nodes_the_pods_of_the_smallest_size_are_pending_at_once() -> None:
+    empty = Observation(nodes={})
+    waiting = look(Status(), empty, nodes={"min": 2, "max": 4}).status
+    assert (waiting.phase, waiting.attempt) == ("Waiting", 0), "without autoscaling the job waits without pods"
+    decision = look(Status(), empty, **AUTOSCALED)
+    current = decision.status.current
+    assert current is not None
+    assert (decision.status.attempt, current.num_nodes, current.awaits_nodes) == (1, 2, True)
+    assert current.launch_time is not None
+    assert decision.status.plan is not None
+    assert "an autoscaler has to add" in decision.status.plan.reason
+    assert look(decision.status, empty, **AUTOSCALED).status.attempt == 1, "the missing nodes do not outdate the plan"
+
+
+def test_nodes_that_are_there_are_preferred_to_new_ones() -> None:
+    current = look(Status(), Observation(nodes=nodes("n1", "n2", "n3")), **AUTOSCALED).status.current
+    assert current is not None
+    assert (current.num_nodes, current.awaits_nodes) == (3, False)
+
+
+def test_an_attempt_that_waits_for_an_autoscaler_keeps_its_nodes_for_a_while() -> None:
+    status = launched()
+    assert status.current is not None
+    status = dataclasses.replace(status, current=dataclasses.replace(status.current, awaits_nodes=True))
+    autoscaled = {"nodes": {"min": 3, "max": 3, "autoscaling": True}}
+    world = queued(pods=pending(placed=2), used={"n3": 2})
+    assert look(status, world, **autoscaled).status.attempt == 1, "the third node is on its way"
+    late = queued(pods=pending(placed=2, placed_at=NOW - 901), used={"n3": 2})
+    given_up = look(status, late, **autoscaled).status
+    assert given_up.failure_counts[0].failure_class == "Scheduling", "the nodes are released, then it tries again"

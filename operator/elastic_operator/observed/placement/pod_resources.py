@@ -13,9 +13,13 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 
+from elastic_operator.manifests.ports import list_host_ports
+
 CPU = "cpu"
 PODS = "pods"
 """A node offers a number of pods; each pod counts as one."""
+HOST_PORT = "hostPort "
+"""Beginning of the name of a port of the node, for instance `hostPort 8080/TCP`. A node offers each port once."""
 
 _QUANTITY = re.compile(r"([+-]?[0-9]{0,18}(?:\.[0-9]{0,9})?)(?:([eE][+-]?[0-9]{1,2})|([KMGTPE]i|[numkMGTPE]))?")
 _WHOLE = re.compile(r"[0-9]{1,18}")
@@ -81,28 +85,40 @@ def pod_requests(spec: Mapping[str, Any]) -> dict[str, int]:
     total = {name: max(total.get(name, 0), peak.get(name, 0)) for name in {*total, *peak}}
     total |= parse_builtin((spec.get("resources") or {}).get("requests"))  # of the whole pod
     _add(total, parse_builtin(spec.get("overhead")))
-    return total
+    return total | {f"{HOST_PORT}{port}": 1 for port in list_host_ports(spec)}
 
 
 def extended_only(requests: Mapping[str, int]) -> dict[str, int]:
     """Return the extended resources among `requests`."""
-    return {name: amount for name, amount in requests.items() if "/" in name}
+    return {name: amount for name, amount in requests.items() if "/" in name and not name.startswith(HOST_PORT)}
 
 
-def find_shortage(needed: Iterable[tuple[str, int]], offered: Mapping[str, int], used: Mapping[str, int]) -> str:
-    """Return the name of a resource that a node lacks for a pod; empty if the pod fits.
+def count_room(
+    needed: Iterable[tuple[str, int]], offered: Mapping[str, int], used: Mapping[str, int]
+) -> tuple[int, str]:
+    """Return how many equal pods fit on a node, and the name of the resource that admits no more of them.
 
     Args:
-        needed: name and amount of each resource that the pod requests.
+        needed: name and amount (above 0) of each resource that one pod requests.
         offered: what the node offers; a built-in resource that it does not report counts as sufficient.
         used: what other pods hold there.
     """
+    room, scarcest = MOST_PODS, ""
     for name, amount in needed:
-        if name not in offered and "/" not in name and not name.startswith("hugepages-"):
+        if name.startswith(HOST_PORT):
+            available = 1
+        elif name in offered or "/" in name or name.startswith("hugepages-"):
+            available = offered.get(name, 0)
+        else:
             continue
-        if amount > offered.get(name, 0) - used.get(name, 0):
-            return name
-    return ""
+        fits = max(0, available - used.get(name, 0)) // amount
+        if fits < room:
+            room, scarcest = fits, name
+    return room, scarcest
+
+
+MOST_PODS = 65_536
+"""More pods than a node can run."""
 
 
 def _container_requests(container: Mapping[str, Any]) -> dict[str, int]:

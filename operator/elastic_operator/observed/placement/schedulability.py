@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic_operator.observed.observation import NodeView, Taint
-from elastic_operator.observed.pod_resources import PODS, find_shortage, pod_requests
+from elastic_operator.observed.placement.pod_resources import PODS, count_room, pod_requests
 
 
 def is_schedulable(node: NodeView, pod: Mapping[str, Any]) -> bool:
@@ -25,10 +25,10 @@ def list_other_requests(pod: Mapping[str, Any], resource: str) -> list[tuple[str
     return sorted((name, count) for name, count in requests.items() if name != resource and count)
 
 
-def find_node_shortage(
+def count_node_room(
     node: NodeView, needed: Iterable[tuple[str, int]], others: Mapping[str, Mapping[str, int]]
-) -> str:
-    """Return the name of a resource that a node lacks for a pod; empty if the pod fits.
+) -> tuple[int, str]:
+    """Return how many equal pods fit on a node, devices aside, and the resource that admits no more of them.
 
     Args:
         node: the node.
@@ -36,7 +36,7 @@ def find_node_shortage(
         others: what other pods hold, by resource and node.
     """
     used = {name: nodes.get(node.name, 0) for name, nodes in others.items()}
-    return find_shortage(needed, {**node.builtin, **node.allocatable}, used)
+    return count_room(needed, {**node.builtin, **node.allocatable}, used)
 
 
 def count_healthy_devices(node: NodeView, resource: str, num_unhealthy: int = 0) -> int:

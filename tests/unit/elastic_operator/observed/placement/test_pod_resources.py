@@ -9,10 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.observed.capacity_count import count_capacity
+from elastic_operator.observed.capacity_count import PodRules, count_capacity
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import Observation, node_view
-from elastic_operator.observed.pod_resources import find_shortage, parse_builtin, parse_quantity, pod_requests
+from elastic_operator.observed.placement.pod_resources import (
+    MOST_PODS,
+    count_room,
+    parse_builtin,
+    parse_quantity,
+    pod_requests,
+)
 from tests.unit.elastic_operator.observed.test_node_pool import GPU, pod, usage
 
 
@@ -87,6 +93,16 @@ def container(restart: str = "", **requests: str) -> dict[str, Any]:
             {GPU: 3, "rdma/hca": 1},
             id="extended",
         ),
+        pytest.param(
+            {"containers": [{"ports": [{"hostPort": 80, "containerPort": 8080}, {"containerPort": 9}]}]},
+            {"hostPort 80/TCP": 1},
+            id="host-port",
+        ),
+        pytest.param(
+            {"hostNetwork": True, "containers": [{"ports": [{"containerPort": 53, "protocol": "UDP"}]}]},
+            {"hostPort 53/UDP": 1},
+            id="host-network",
+        ),
     ],
 )
 def test_requests_of_a_pod(spec: dict[str, Any], requests: dict[str, int]) -> None:
@@ -94,17 +110,21 @@ def test_requests_of_a_pod(spec: dict[str, Any], requests: dict[str, int]) -> No
 
 
 @pytest.mark.parametrize(
-    ("needed", "lacking"),
+    ("needed", "room", "scarcest"),
     [
-        ({"memory": 60}, ""),
-        ({"memory": 61}, "memory"),
-        ({"rdma/hca": 1}, "rdma/hca"),
-        ({"hugepages-2Mi": 1}, "hugepages-2Mi"),
-        ({"ephemeral-storage": 10**15}, ""),
+        ({"memory": 60}, 1, "memory"),
+        ({"memory": 20, "rdma/hca": 4}, 0, "rdma/hca"),
+        ({"memory": 20, "cpu": 5}, 3, "memory"),
+        ({"memory": 61}, 0, "memory"),
+        ({"hugepages-2Mi": 1}, 0, "hugepages-2Mi"),
+        ({"ephemeral-storage": 10**15}, MOST_PODS, ""),
+        ({"hostPort 8080/TCP": 1}, 1, "hostPort 8080/TCP"),
+        ({"hostPort 22/TCP": 1}, 0, "hostPort 22/TCP"),
     ],
 )
-def test_a_pod_fits_where_every_resource_suffices(needed: dict[str, int], lacking: str) -> None:
-    assert find_shortage(needed.items(), {"memory": 100}, {"memory": 40}) == lacking
+def test_as_many_pods_fit_as_the_scarcest_resource_admits(needed: dict[str, int], room: int, scarcest: str) -> None:
+    offered, used = {"memory": 100, "cpu": 20}, {"memory": 40, "hostPort 22/TCP": 1}
+    assert count_room(needed.items(), offered, used) == (room, scarcest)
 
 
 def node(name: str, memory: str = "64Gi", pods: int = 110) -> dict[str, Any]:
@@ -133,3 +153,37 @@ def test_a_node_without_the_memory_for_a_pod_is_no_capacity_and_the_plan_says_wh
     capacity = count_capacity(world, GPU, TEMPLATE, ())
     assert sorted(capacity.usable(8)) == ["n1", "n3"], "what the job itself holds is free for its next attempt"
     assert str(capacity) == "16 free accelerators on 2 nodes (too little memory on 1 more, too few pods on 1 more)"
+
+
+def listening(name: str, on: str, port: int) -> dict[str, Any]:
+    item = holding(name, on, "1Gi")
+    item["spec"]["containers"][0]["ports"] = [{"hostPort": port, "containerPort": port}]
+    return item
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_node_whose_port_is_taken_is_no_capacity(shared: bool) -> None:
+    views = {name: node_view(node(name)) for name in ("n1", "n2")}
+    counted = usage(listening("other", "n2", 9100), listening("elsewhere", "n1", 9200)).by_others((), GPU)
+    world = Observation(nodes=NodePool(GPU, views) if shared else views, used=counted)
+    ports = [{"containerPort": 9100}]
+    template = {"spec": {"hostNetwork": True, "containers": [{**container(**{GPU: "8"}), "ports": ports}]}}
+    capacity = count_capacity(world, GPU, template, ())
+    assert capacity.usable(8) == ("n1",)
+    assert str(capacity) == "8 free accelerators on 1 nodes (hostPort 9100/TCP taken on 1 more)"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("max_per_node", "memory", "num_pods"),
+    [(1, "1Gi", 2), (MOST_PODS, "1Gi", 8), (MOST_PODS, "30Gi", 3), (MOST_PODS, "64Gi", 1)],
+)
+def test_pods_of_one_job_share_a_node_only_if_the_spec_says_so_and_every_resource_suffices(
+    shared: bool, max_per_node: int, memory: str, num_pods: int
+) -> None:
+    views = {name: node_view(node(name)) for name in ("n1", "n2")}
+    counted = usage(holding("other", "n2", "10Gi")).by_others((), GPU)
+    world = Observation(nodes=NodePool(GPU, views) if shared else views, used=counted)
+    template = {"spec": {"containers": [container(memory=memory, **{GPU: "2"})]}}
+    capacity = count_capacity(world, GPU, template, (), PodRules(max_per_node=max_per_node))
+    assert capacity.num_usable(2) == num_pods

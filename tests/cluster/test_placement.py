@@ -1,0 +1,167 @@
+"""Planner and scheduler agree on where the pods of a job fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from testbed.cluster import Cluster
+from tests.cluster.jobs import LIGHT, Run
+
+pytestmark = pytest.mark.cluster
+
+PENDING_SECONDS = 5
+NEW_RESOURCE = "autoscaled.example/gpu"
+ZONE = "etj-test/zone"
+_PROGRAM = """
+import os, runpy, socket, sys
+listener = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+sys.argv = ["tests/cluster/light_trainer.py", "100000", "0", "0"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+LISTENING = ["python", "-c", _PROGRAM]
+"""A training that listens on the rendezvous port for as long as it runs."""
+
+
+def hosts(run: Run) -> list[str]:
+    return sorted(pod["spec"].get("nodeName", "") for pod in run.workers())
+
+
+def offer(cluster: Cluster, node: str, count: int | None) -> None:
+    """Let a node offer the new resource, as a node that an autoscaler adds would; None takes it back."""
+    quantities = {NEW_RESOURCE: None if count is None else str(count)}
+    patch = json.dumps({"status": {"capacity": quantities, "allocatable": quantities}})
+    cluster.kubectl("patch", "node", node, "--subresource=status", "--type=merge", "-p", patch)
+
+
+@pytest.fixture
+def nodes_that_come(testbed: Cluster) -> Iterator[tuple[str, str]]:
+    names = ("gpu-0", "gpu-1")
+    yield names
+    for name in names:
+        offer(testbed, name, None)
+
+
+def test_without_any_node_the_pods_are_pending_for_an_autoscaler_and_run_once_it_has_added_nodes(
+    run: Run, nodes_that_come: tuple[str, str]
+) -> None:
+    accelerator = {"resource": NEW_RESOURCE, "perNode": [2]}
+    run.submit([*LIGHT, "100000", "0", "0"], accelerator=accelerator, nodes={"min": 2, "max": 4, "autoscaling": True})
+    run.cluster.wait(lambda: len(run.workers()) == 2, what="two pods", timeout_seconds=PENDING_SECONDS)
+    status = run.until(
+        "the scheduler's words", lambda _: run.condition("Launched").get("reason") == "Unschedulable", 15
+    )
+    assert f"Insufficient {NEW_RESOURCE}" in run.condition("Launched")["message"]
+    assert (status["attempt"], status["current"]["awaitsNodes"]) == (1, True)
+    offer(run.cluster, nodes_that_come[0], 2)
+    run.cluster.wait(lambda: nodes_that_come[0] in hosts(run), what="the first pod to be placed", timeout_seconds=30)
+    offer(run.cluster, nodes_that_come[1], 2)
+    status = run.until_phase("Running", 60)
+    assert (status["attempt"], hosts(run)) == (1, list(nodes_that_come))
+
+
+@pytest.mark.parametrize(("pods_per_node", "num_pods", "num_hosts"), [("One", 3, 3), ("Many", 4, 2)])
+def test_pods_share_a_node_only_if_the_spec_says_so(
+    run: Run, pods_per_node: str, num_pods: int, num_hosts: int
+) -> None:
+    """Each node has two GPUs, each pod wants one."""
+    limits = {"min": num_pods, "max": num_pods, "podsPerNode": pods_per_node}
+    near = {"nodeSelector": {"etj-testbed/role": "gpu"}}
+    run.submit(
+        [*LIGHT, "100000", "0", "0"],
+        accelerator={"resource": "amd.com/gpu", "perNode": [1]},
+        nodes=limits,
+        batch={"globalSamples": 12},
+        pod_spec=near,
+    )
+    status = run.until_phase("Running", 60)
+    assert (status["attempt"], len(hosts(run))) == (1, num_pods)
+    assert len(set(hosts(run))) >= num_hosts
+    if pods_per_node == "One":
+        assert len(set(hosts(run))) == num_pods
+
+
+@pytest.fixture
+def zones(testbed: Cluster) -> Iterator[dict[str, str]]:
+    wanted = {"gpu-0": "a", "gpu-1": "b", "gpu-2": "b"}
+    for name, zone in wanted.items():
+        testbed.kubectl("label", "node", name, f"{ZONE}={zone}", "--overwrite")
+    yield wanted
+    for name in wanted:
+        testbed.kubectl("label", "node", name, f"{ZONE}-")
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_pods"),
+    [
+        pytest.param("podAntiAffinity", 2, id="one-pod-in-each-zone"),
+        pytest.param("podAffinity", 2, id="all-pods-in-one-zone"),
+    ],
+)
+def test_the_plan_counts_the_templates_rules_about_its_own_pods(
+    run: Run, zones: dict[str, str], rule: str, num_pods: int
+) -> None:
+    selector = {"matchLabels": {"elastictraining.dev/job": "gpt"}}
+    term = {"topologyKey": ZONE, "labelSelector": selector}
+    affinity = {rule: {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    run.submit(
+        [*LIGHT, "100000", "0", "0"],
+        nodes={"min": 1, "max": 3},
+        batch={"globalSamples": 12},
+        pod_spec={"affinity": affinity},
+    )
+    status = run.until_phase("Running", 60)
+    used = [zones[name] for name in hosts(run)]
+    assert (status["attempt"], len(used)) == (1, num_pods)
+    assert len(set(used)) == (2 if rule == "podAntiAffinity" else 1)
+
+
+def on_one_node(run: Run, name: str, ports: list[dict[str, Any]] | None = None) -> None:
+    """Submit a job on the node's network, with one of the two GPUs of node gpu-0."""
+    run.submit(
+        LISTENING,
+        accelerator={"resource": "amd.com/gpu", "perNode": [1]},
+        pod={"ports": ports} if ports else {},
+        pod_spec={
+            "hostNetwork": True,
+            "dnsPolicy": "ClusterFirstWithHostNet",
+            "nodeSelector": {"kubernetes.io/hostname": "gpu-0"},
+        },
+        name=name,
+        checkpoint={"claimName": "ckpt", "path": name, "intervalSeconds": 1000},
+    )
+
+
+def test_two_jobs_on_the_network_of_one_node_have_different_rendezvous_ports(run: Run) -> None:
+    on_one_node(run, "gpt")
+    on_one_node(run, "other")
+    run.until_phase("Running", 60)
+    run.cluster.wait(
+        lambda: run.cluster.get("etj", "other", "-n", run.namespace).get("status", {}).get("phase") == "Running",
+        what="the other job to run",
+        timeout_seconds=60,
+    )
+    ports = {
+        item["value"]
+        for pod in run.workers()
+        for item in pod["spec"]["containers"][0]["env"]
+        if item["name"] == "PET_MASTER_PORT"
+    }
+    assert (hosts(run), len(ports)) == (["gpu-0", "gpu-0"], 2)
+
+
+def test_a_port_of_the_node_that_another_job_uses_keeps_a_job_waiting_and_it_says_so(run: Run) -> None:
+    on_one_node(run, "other", [{"containerPort": 9100}])
+    run.cluster.wait(
+        lambda: run.cluster.get("etj", "other", "-n", run.namespace).get("status", {}).get("phase") == "Running",
+        what="the other job to run",
+        timeout_seconds=60,
+    )
+    on_one_node(run, "gpt", [{"containerPort": 9100}])
+    status = run.until_phase("Waiting", 30)
+    assert "hostPort 9100/TCP taken on 1 more" in status["message"]
+    run.cluster.kubectl("delete", "etj", "other", "-n", run.namespace)
+    run.until_phase("Running", 60)
