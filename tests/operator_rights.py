@@ -36,6 +36,7 @@ JOBS: dict[tuple[str, str], dict[str, str]] = {
         "get": "a fresh look before anything is done",
         "list": "which jobs there are",
         "watch": "what changes in them",
+        "delete": "a finished job whose spec.ttlSecondsAfterFinished has passed",
     },
     (GROUP, "elastictrainingjobs/status"): {"update": "the status is written"},
     (GROUP, "elastictrainingjobs/finalizers"): {

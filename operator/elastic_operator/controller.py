@@ -230,6 +230,8 @@ class JobController:
         stored = await self._reader.read_from_store(*key)
         if stored is None:
             return None
+        if stored[0].is_managed_elsewhere:
+            return self._limits.resync_seconds
         record, world = apply_boundary(stored[0], self._boundary), stored[1]
         if _needs_accepted_spec(record):
             return None
@@ -261,7 +263,7 @@ class JobController:
             return None if self._reader.forget_if_gone(key, stored) else 0.0
         self._reader.store_resource(resource, stored)
         record = apply_boundary(read_record(resource), self._boundary)
-        if record.deleting:
+        if record.deleting or record.is_managed_elsewhere:
             return self._limits.resync_seconds
         if record.problems:
             await self._report_unreadable_status(key, resource, record)

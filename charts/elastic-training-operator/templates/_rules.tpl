@@ -5,10 +5,10 @@ another one the requests that the operator makes.
 
 {{/* What the operator does in the namespaces of the jobs. */}}
 {{- define "etj.jobRules" -}}
-# The resource: read it, write its status.
+# The resource: read it, write its status, delete it when spec.ttlSecondsAfterFinished has passed.
 - apiGroups: [elastictraining.dev]
   resources: [elastictrainingjobs]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, delete]
 - apiGroups: [elastictraining.dev]
   resources: [elastictrainingjobs/status]
   verbs: [update]

@@ -92,6 +92,13 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "spec.batch.globalSamples cannot change: it is what keeps the loss curve the same at every number of GPUs",
         ),
         Rule(
+            (
+                "has(self.managedBy) == has(oldSelf.managedBy) && (!has(self.managedBy) || self.managedBy == "
+                "oldSelf.managedBy)"
+            ),
+            "spec.managedBy cannot change: two controllers would act on the job; create a new job",
+        ),
+        Rule(
             "self.accelerator.resource == oldSelf.accelerator.resource",
             "spec.accelerator.resource cannot change: create a new job for another kind of accelerator",
         ),
@@ -261,6 +268,15 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
                 "spec.parallelism: zeroStage 2 or 3 cannot run with a pipeline, and pipeline does not list 1: add 1 to "
                 "pipeline or choose zeroStage 0 or 1"
             ),
+        ),
+    ),
+    "spec.managedBy": (
+        Rule(
+            (
+                "self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/"
+                "[A-Za-z0-9/%:@._~!$&()*+,;=-]+$')"
+            ),
+            "spec.managedBy must be a name with its domain, for instance kueue.x-k8s.io/multikueue",
         ),
     ),
     "spec.accelerator.resource": (

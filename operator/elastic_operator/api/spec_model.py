@@ -37,6 +37,7 @@ from elastic_operator.api.schema_types import (
     not_expected,
     to_camel_case,
 )
+from reshard.contract import GROUP
 
 AUTO: Final = "Auto"
 VIRTUAL: Final = "Virtual"
@@ -91,6 +92,23 @@ CheckedPath = Annotated[str, Strict(), Field(max_length=512), AfterValidator(_ch
 """A path inside the claim; empty for the claim's root, or for none."""
 
 RelativePath = Annotated[CheckedPath, AfterValidator(normalize_path)]
+
+OPERATOR_NAME: Final = f"{GROUP}/elastic-training-operator"
+"""Value of `spec.managedBy` that names this operator; an absent field means the same."""
+
+_MANAGER_NAME = re.compile(
+    r"[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/%:@._~!$&()*+,;=-]+"
+)
+"""A path with a domain as its first part, as the API server demands it of `spec.managedBy` of a Job."""
+
+
+def _check_manager_name(name: str) -> str:
+    if not _MANAGER_NAME.fullmatch(name):
+        raise not_expected("a name with its domain such as kueue.x-k8s.io/multikueue")
+    return name
+
+
+ManagerName = Annotated[str, Strict(), Field(min_length=3, max_length=63), AfterValidator(_check_manager_name)]
 
 UNIQUE = AfterValidator(_without_repeats)
 _Gibibytes = Annotated[float, Strict(), Field(ge=0.001, le=65_536, allow_inf_nan=False)]
@@ -393,6 +411,15 @@ class Spec:
     suspend: Flag = False
     """If true, the training commits and stops, and the job holds no GPUs until it is false again. Queueing systems such
     as Kueue set it. Default false.
+    """
+    managed_by: ManagerName | None = None
+    """Controller that manages the job, as in a Job. If it is not elastictraining.dev/elastic-training-operator, the
+    operator leaves the job alone and never writes its status; queueing systems over several clusters need that. Cannot
+    be changed. If absent, the operator manages the job.
+    """
+    ttl_seconds_after_finished: Annotated[int, Strict(), Field(ge=0, le=2**31 - 1), WHOLE, INT32] | None = None
+    """Time in seconds after which a job that is Complete or Failed is deleted with its Jobs and pods, but never with its
+    checkpoints. If absent, it stays.
     """
     accelerator: Accelerator
     """Kind of accelerators, and their number in one pod."""

@@ -23,6 +23,7 @@ from elastic_operator.reconcile import goodput, launch, next_attempt, progress, 
 from elastic_operator.reconcile.actions import Decision, Event
 from elastic_operator.reconcile.context import Context, select_stale_pods
 from elastic_operator.reconcile.failures.budgets import find_backoff
+from elastic_operator.reconcile.lifetime.expiry import find_expiry
 from elastic_operator.reconcile.pending_actions import actions_for_status
 from elastic_operator.reconcile.status_summary import summarize_status
 
@@ -188,7 +189,8 @@ def _next_deadline(context: Context, status: Status) -> float:
     moments = [now + context.limits.resync_seconds]
     current = status.current
     if status.terminal:
-        return moments[0]
+        expiry = find_expiry(context, status)
+        return moments[0] if expiry is None or expiry <= now else min(moments[0], expiry)
     if status.drain is not None:
         moments.append(status.drain.start_time + policy.drain_seconds)
     if status.growth is not None:

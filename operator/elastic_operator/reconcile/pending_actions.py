@@ -30,11 +30,15 @@ from elastic_operator.reconcile.context import (
     is_checkpoint_read_by_others,
     select_stuck_pods,
 )
+from elastic_operator.reconcile.lifetime.expiry import delete_if_expired
 from reshard.contract import LeaseKey, Request
 
 
 def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
     """Return every action that has to be performed now."""
+    deletion = delete_if_expired(context, status)
+    if deletion is not None:
+        return (deletion,)
     if status.phase == Phase.COMPLETE:
         return (*_stop_reshard(context, status), *_revoke_completed(context, status))
     return (*_stop_attempts(context, status), *_stop_reshard(context, status), *_continue_attempt(context, status))

@@ -1,0 +1,31 @@
+"""How long a job and its objects stay, on a real cluster: deletion after the end, and another controller's jobs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from testbed.errors import TestbedError
+from tests.cluster.jobs import LIGHT, Run
+
+pytestmark = pytest.mark.cluster
+
+
+def test_a_finished_job_is_deleted_after_its_time_and_its_checkpoints_stay(run: Run, checkpoints: Path) -> None:
+    run.submit([*LIGHT, "3", "0", "0"], ttlSecondsAfterFinished=3)
+    run.until_phase("Complete")
+    run.cluster.wait(lambda: not run.cluster.get("etj", "gpt", "-n", run.namespace), what="the end of the time")
+    assert run.cluster.get("jobs,pods,leases,controllerrevisions", "-n", run.namespace)["items"] == []
+    assert "TTLExpired" in run.events()
+    assert (checkpoints / "gpt/a1/step-00000003/COMMIT.json").exists()
+
+
+def test_a_job_that_another_controller_manages_is_left_alone(run: Run) -> None:
+    run.submit([*LIGHT, "3", "0", "0"], managedBy="kueue.x-k8s.io/multikueue")
+    time.sleep(5)
+    assert (run.status(), run.events()) == ({}, [])
+    assert run.cluster.get("jobs,leases", "-n", run.namespace)["items"] == []
+    with pytest.raises(TestbedError, match=r"spec\.managedBy cannot change"):
+        run.patch(managedBy=None)
