@@ -29,3 +29,16 @@ def test_a_job_that_another_controller_manages_is_left_alone(run: Run) -> None:
     assert run.cluster.get("jobs,leases", "-n", run.namespace)["items"] == []
     with pytest.raises(TestbedError, match=r"spec\.managedBy cannot change"):
         run.patch(managedBy=None)
+
+
+def test_a_job_whose_time_is_over_commits_and_fails(run: Run) -> None:
+    run.submit([*LIGHT, "1000000", "0", "0"], activeDeadlineSeconds=8)
+    status = run.until_phase("Failed", timeout_seconds=60)
+    assert status["reason"] == "DeadlineExceeded"
+    assert status["checkpoint"]["step"] == status["recoveries"][0]["lastStep"] > 0
+    assert status["activeSeconds"] >= 8
+    run.cluster.wait(lambda: not run.workers() or _are_terminal(run), what="the pods to end")
+
+
+def _are_terminal(run: Run) -> bool:
+    return all(pod["status"]["phase"] in ("Succeeded", "Failed") for pod in run.workers())

@@ -434,7 +434,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             (
                 "spec.template.spec.activeDeadlineSeconds would kill every attempt after that time and spend the "
                 "restart "
-                "budget: leave it out, and set spec.suspend to stop"
+                "budget: leave it out, and set spec.activeDeadlineSeconds for the whole job"
             ),
         ),
         Rule(

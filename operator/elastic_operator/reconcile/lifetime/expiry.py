@@ -30,7 +30,7 @@ def delete_if_expired(context: Context, status: Status) -> DeleteResource | None
     checkpoint, ttl_seconds = context.spec.checkpoint, context.spec.ttl_seconds_after_finished
     context.emit(
         EXPIRED,
-        f"spec.ttlSecondsAfterFinished {ttl_seconds} has passed since the end: the job is deleted; its checkpoints stay "
-        f"in claim {checkpoint.claim_name}, folder {checkpoint.path or '/'}",
+        f"spec.ttlSecondsAfterFinished {ttl_seconds} has passed since the end: the job is deleted; its checkpoints "
+        f"stay in claim {checkpoint.claim_name}, folder {checkpoint.path or '/'}",
     )
     return DeleteResource(name=context.job.name, uid=context.job.uid, version=context.job.version)
