@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from testbed.errors import TestbedError
-from tests.cluster.jobs import LIGHT, Run
+from tests.cluster.jobs import LIGHT, Run, resumed
 
 pytestmark = pytest.mark.cluster
 
@@ -38,6 +38,19 @@ def test_a_job_whose_time_is_over_commits_and_fails(run: Run) -> None:
     assert status["checkpoint"]["step"] == status["recoveries"][0]["lastStep"] > 0
     assert status["activeSeconds"] >= 8
     run.cluster.wait(lambda: not run.workers() or _are_terminal(run), what="the pods to end")
+
+
+def test_a_batch_ramp_is_a_planned_change_that_loses_no_step(run: Run) -> None:
+    run.submit([*LIGHT, "1000000", "0", "0"])
+    run.until("steps", lambda found: found.get("progress", {}).get("step", 0) > 0)
+    run.patch(batch={"globalSamples": 40})
+    status = run.until("attempt 2", resumed(1))
+    (change,) = status["recoveries"]
+    assert (change["cause"], change["planned"], change["lostSteps"]) == ("SpecChanged", True, 0)
+    assert "spec.batch.globalSamples changed from 20 to 40" in change["message"]
+    (pod,) = [item for item in run.workers() if item["metadata"]["name"].startswith("gpt-a2")]
+    environment = {item["name"]: item.get("value") for item in pod["spec"]["containers"][0]["env"]}
+    assert environment["ETJ_GLOBAL_BATCH"] == "40"
 
 
 def _are_terminal(run: Run) -> bool:

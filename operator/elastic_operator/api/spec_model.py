@@ -219,7 +219,9 @@ class Batch:
     """`spec.batch`."""
 
     global_samples: Annotated[int, Strict(), Field(ge=1, le=1_000_000_000), WHOLE, INT64]
-    """Samples per optimizer step over all GPUs."""
+    """Samples per optimizer step over all GPUs. An edit (a batch ramp) is a planned change: the training commits and
+    goes on from there. The training script must count its samples (docs/trainer.md), not compute them from the step.
+    """
     micro_samples: Annotated[int, Strict(), Field(ge=1, le=1_000_000), WHOLE, INT32] = 1
     """Samples per forward pass of one data-parallel replica. Default 1."""
 
@@ -245,7 +247,7 @@ class Model:
     divide vocabSize. Default true.
     """
     sequence_length: Annotated[int, Strict(), Field(ge=1, le=100_000_000), WHOLE, INT32]
-    """Tokens per sample."""
+    """Tokens per sample. An edit is a planned change."""
     experts: Annotated[int, Strict(), Field(ge=0, le=100_000), WHOLE, INT32] = 0
     """Number of experts per mixture-of-experts layer; 0 for a dense model. Default 0."""
     experts_per_token: Annotated[int, Strict(), Field(ge=1, le=10_000), WHOLE, INT32] = 2
@@ -435,10 +437,12 @@ class Spec:
     """
     batch: Batch
     """Batch sizes. The global batch is the same at every number of GPUs; gradient accumulation makes up the difference.
+    An edit is a planned change.
     """
     model: Model | None = None
     """Facts about the model, from which the planner derives which topologies are possible, fit into memory and are
-    fast. Without it, only the batch decides.
+    fast. Without it, only the batch decides. Facts that determine the sizes of tensors cannot change; an edit of any
+    other fact is a planned change.
     """
     checkpoint: CheckpointSpec
     """Place of the checkpoints, and the time between commits."""

@@ -83,6 +83,8 @@ def _adopt(context: Context, status: Status, plan: Plan, topology: Topology) -> 
             resume=resume,
             avoid=tuple(sorted(find_avoided_nodes(context, status) | _sick_nodes(context, status, plan.per_node))),
             spec_hash=spec_hash(context.spec),
+            global_samples=context.spec.batch.global_samples,
+            sequence_length=context.spec.model.sequence_length if context.spec.model is not None else 0,
             plan_time=Time(context.now),
         ),
         plan=plan,
