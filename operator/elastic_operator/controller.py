@@ -336,7 +336,9 @@ class JobController:
         if isinstance(record.spec, SpecError) or world is None:
             assert isinstance(record.spec, SpecError)
             return Pass(before=status, decision=refuse(record.job, record.spec, status, limits=limits, now=now))
-        self._nodes[key] = frozenset(pod.node for pod in world.pods if pod.node)
+        self._nodes[key] = frozenset(
+            pod.node for pod in world.pods if pod.node and (not pod.terminal or pod.attempt == status.attempt)
+        )
         self._reservations.update(key, record.spec.accelerator.resource, status, world)
         decision = decide(
             record.job, record.spec, status, world, limits=limits, now=now, reshard_image=self._reshard_image

@@ -116,8 +116,19 @@ class Run:
         return next((item for item in self.status().get("conditions", []) if item["type"] == type_), {})
 
     def workers(self) -> list[dict[str, Any]]:
+        """The training pods, without the failed ones of earlier attempts that stay for their logs."""
         items = self.cluster.get("pods", "-n", self.namespace, "-l", "elastictraining.dev/role=worker").get("items", [])
-        return [item for item in items if "deletionTimestamp" not in item["metadata"]]
+        newest = max((_attempt(item) for item in items), default=0)
+        return [
+            item
+            for item in items
+            if "deletionTimestamp" not in item["metadata"]
+            and (_attempt(item) == newest or item["status"]["phase"] not in ("Succeeded", "Failed"))
+        ]
+
+
+def _attempt(item: dict[str, Any]) -> int:
+    return int(item["metadata"]["labels"]["elastictraining.dev/attempt"])
 
 
 def elastic(**recovery: Any) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +14,9 @@ from testbed.errors import TestbedError
 from tests.cluster.jobs import LIGHT, Run, resumed
 
 pytestmark = pytest.mark.cluster
+
+FIRST = "elastictraining.dev/attempt=1"
+"""Selects what belongs to the first attempt."""
 
 
 def test_a_finished_job_is_deleted_after_its_time_and_its_checkpoints_stay(run: Run, checkpoints: Path) -> None:
@@ -51,6 +57,27 @@ def test_a_batch_ramp_is_a_planned_change_that_loses_no_step(run: Run) -> None:
     (pod,) = [item for item in run.workers() if item["metadata"]["name"].startswith("gpt-a2")]
     environment = {item["name"]: item.get("value") for item in pod["spec"]["containers"][0]["env"]}
     assert environment["ETJ_GLOBAL_BATCH"] == "40"
+
+
+def test_the_log_of_a_failed_attempt_can_be_read_while_the_next_one_trains(run: Run) -> None:
+    script = '[ "$ETJ_ATTEMPT" != 1 ] || { echo "the cause is here"; exit 7; }; exec ' + shlex.join(
+        [*LIGHT, "1000000", "0", "0"]
+    )
+    run.submit(["sh", "-c", script])
+    run.until("attempt 2", resumed(1))
+    (job, pod) = (run.cluster.get(kind, "-n", run.namespace, "-l", FIRST)["items"] for kind in ("jobs", "pods"))
+    assert [item["metadata"]["name"] for item in job] == ["gpt-a1"]
+    assert [item["status"]["phase"] for item in pod] == ["Failed"]
+    assert run.cluster.get("leases,services,roles,serviceaccounts", "-n", run.namespace, "-l", FIRST)["items"] == []
+    plugin = [Path(sys.executable).with_name("kubectl-etj"), "--kubeconfig", run.cluster.kubeconfig]
+    command = [*plugin, "-n", run.namespace, "logs", "gpt", "--attempt", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "the cause is here\n"
+    run.patch(failedAttemptsHistoryLimit=0)
+    run.cluster.wait(
+        lambda: not run.cluster.get("jobs,pods", "-n", run.namespace, "-l", FIRST)["items"], what="the pods to go"
+    )
+    assert run.status()["attempt"] == 2
 
 
 def _are_terminal(run: Run) -> bool:

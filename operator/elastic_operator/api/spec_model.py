@@ -427,6 +427,10 @@ class Spec:
     """Time in seconds after which a job that is Complete or Failed is deleted with its Jobs and pods, never with its
     checkpoints. If absent, it stays.
     """
+    failed_attempts_history_limit: Annotated[int, Strict(), Field(ge=0, le=10), WHOLE, INT32] = 3
+    """Number of failed attempts whose failed pods stay for their logs (kubectl etj logs --attempt). Such pods hold no
+    accelerators. Pods that the operator had to stop leave no log. Default 3.
+    """
     accelerator: Accelerator
     """Kind of accelerators, and their number in one pod."""
     nodes: Nodes

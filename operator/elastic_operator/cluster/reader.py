@@ -30,6 +30,7 @@ from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import (
     JobView,
     Key,
+    NodeView,
     Observation,
     PodView,
     lease_view,
@@ -153,7 +154,7 @@ class ClusterReader:
         resource = record.spec.accelerator.resource
         await self._refresh_usage(USED_SECONDS)
         world = self._store.observe(key, resource)
-        if any(world.nodes[pod.node].ready != "True" for pod in world.pods if pod.node and pod.node in world.nodes):
+        if _may_be_lost(world.pods, world.nodes, record.status.attempt):
             return None  # `observe` reads the kubelets' Leases before a node counts as lost
         if self._store.is_usage_current:
             return record, world
@@ -218,7 +219,7 @@ class ClusterReader:
         nodes = self._nodes.views()
         if not nodes and any(pod.node for pod in pods):
             raise NodesUnknownError("pods have nodes, but the list of nodes is empty, so nothing is decided")
-        if any(nodes[pod.node].ready != "True" for pod in pods if pod.node and pod.node in nodes):
+        if _may_be_lost(pods, nodes, record.status.attempt):
             # The node may be lost: its kubelet's Lease decides, so it is read now.
             await self.refresh_node_leases(max_age_seconds=SECOND_OPINION_SECONDS)
         now = time.time()
@@ -312,6 +313,21 @@ class ClusterReader:
         """Return the last known accelerator usage by node, without the pods of the job itself."""
         usage = self._store.pod_usage if self._store.is_usage_current else self._usage
         return usage.by_others({job.uid for job in jobs} | set(record.status.job_uids), resource)
+
+
+def _may_be_lost(pods: Iterable[PodView], nodes: Mapping[str, NodeView], attempt: int) -> bool:
+    """Return whether a node of a job's pods is not Ready. Pods kept for their logs do not count.
+
+    Args:
+        pods: pods of the job.
+        nodes: nodes of the cluster.
+        attempt: current attempt of the job.
+    """
+    return any(
+        nodes[pod.node].ready != "True"
+        for pod in pods
+        if pod.node and pod.node in nodes and (not pod.terminal or pod.attempt == attempt)
+    )
 
 
 def _read(plural: str, item: Mapping[str, Any], view: Callable[[Mapping[str, Any]], _T]) -> _T | None:
