@@ -84,6 +84,7 @@ JOBS: dict[tuple[str, str], dict[str, str]] = {
 
 CLUSTER: dict[tuple[str, str], dict[str, str]] = {
     ("", "nodes"): {"list": "which nodes there are", "watch": "how they fare"},
+    ("scheduling.k8s.io", "priorityclasses"): {"list": "which of the waiting jobs takes nodes first"},
     ("apiextensions.k8s.io", "customresourcedefinitions"): {
         "list": "whether the kind is there",
         "watch": "when it comes, goes or changes",

@@ -6,11 +6,13 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from testbed.errors import TestbedError
+from tests.cluster.conftest import Cluster
 from tests.cluster.jobs import LIGHT, Run, resumed
 
 pytestmark = pytest.mark.cluster
@@ -78,6 +80,38 @@ def test_the_log_of_a_failed_attempt_can_be_read_while_the_next_one_trains(run: 
         lambda: not run.cluster.get("jobs,pods", "-n", run.namespace, "-l", FIRST)["items"], what="the pods to go"
     )
     assert run.status()["attempt"] == 2
+
+
+@pytest.fixture
+def priority(testbed: Cluster, namespace: str) -> Iterator[str]:
+    """The name of a PriorityClass above that of other pods, which preempts nothing."""
+    body = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": namespace}}
+    testbed.apply({**body, "value": 1000, "preemptionPolicy": "Never"})
+    yield namespace
+    testbed.kubectl("delete", "priorityclass", namespace)
+
+
+def test_of_two_waiting_jobs_the_one_of_higher_priority_takes_the_node_first(run: Run, priority: str) -> None:
+    run.submit([*LIGHT, "1000000", "0", "0"], nodes={"min": 3, "max": 3}, batch={"globalSamples": 24})
+    run.until_phase("Running")
+    spec = run.cluster.get("etj", "gpt", "-n", run.namespace)["spec"]
+    for name, pod in (("low", {}), ("high", {"priorityClassName": priority})):
+        job = {"apiVersion": "elastictraining.dev/v1alpha1", "kind": "ElasticTrainingJob"}
+        template = {"spec": {**spec["template"]["spec"], **pod}}
+        own = {"template": template, "checkpoint": {**spec["checkpoint"], "path": name}}
+        run.cluster.apply({**job, "metadata": {"name": name, "namespace": run.namespace}, "spec": {**spec, **own}})
+        run.cluster.wait(lambda name=name: phase(run, name) == "Waiting", what=f"{name} to wait")
+    try:
+        run.cluster.kubectl("delete", "etj", "gpt", "-n", run.namespace)
+        run.cluster.wait(lambda: phase(run, "high") == "Running", what="the job of higher priority")
+        assert phase(run, "low") == "Waiting"
+        assert run.cluster.get("etj", "low", "-n", run.namespace)["status"]["attempt"] == 0
+    finally:
+        run.cluster.kubectl("delete", "etj", "low", "high", "-n", run.namespace)
+
+
+def phase(run: Run, name: str) -> str:
+    return str(run.cluster.get("etj", name, "-n", run.namespace).get("status", {}).get("phase", ""))
 
 
 def _are_terminal(run: Run) -> bool:

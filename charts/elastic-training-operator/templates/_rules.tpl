@@ -53,6 +53,10 @@ another one the requests that the operator makes.
 - apiGroups: [""]
   resources: [nodes]
   verbs: [list, watch]
+# Which of the jobs that wait for nodes takes them first.
+- apiGroups: [scheduling.k8s.io]
+  resources: [priorityclasses]
+  verbs: [list]
 # Finds out when the ElasticTrainingJob kind comes, goes or changes.
 - apiGroups: [apiextensions.k8s.io]
   resources: [customresourcedefinitions]
