@@ -44,9 +44,10 @@ class Operator:
 class Run:
     """One ElasticTrainingJob and its operator."""
 
-    def __init__(self, cluster: Any, namespace: str) -> None:
+    def __init__(self, cluster: Any, namespace: str, name: str = "gpt") -> None:
         self.cluster = cluster
         self.namespace = namespace
+        self.name = name
 
     def submit(
         self,
@@ -67,12 +68,12 @@ class Run:
         job = {
             "apiVersion": "elastictraining.dev/v1alpha1",
             "kind": "ElasticTrainingJob",
-            "metadata": {"name": "gpt", "namespace": self.namespace},
+            "metadata": {"name": self.name, "namespace": self.namespace},
             "spec": {
                 "accelerator": {"resource": "amd.com/gpu", "perNode": [2]},
                 "nodes": {"min": 1, "max": 1},
                 "batch": {"globalSamples": 20, "microSamples": 2},
-                "checkpoint": {"claimName": "ckpt", "path": "gpt", "intervalSeconds": 1000},
+                "checkpoint": {"claimName": "ckpt", "path": self.name, "intervalSeconds": 1000},
                 "template": template,
                 **spec,
             },
@@ -81,12 +82,12 @@ class Run:
 
     def remove(self) -> None:
         """Delete the job, then its pods by force: the next test finds its GPUs free before the namespace is gone."""
-        self.cluster.kubectl("delete", "etj", "gpt", "-n", self.namespace, "--ignore-not-found")
+        self.cluster.kubectl("delete", "etj", self.name, "-n", self.namespace, "--ignore-not-found")
         at_once = ("--grace-period=0", "--force")
         self.cluster.kubectl("delete", "pods", "--all", "-n", self.namespace, *at_once, check=False)
 
     def status(self) -> dict[str, Any]:
-        return dict(self.cluster.get("etj", "gpt", "-n", self.namespace).get("status", {}))
+        return dict(self.cluster.get("etj", self.name, "-n", self.namespace).get("status", {}))
 
     def until(self, what: str, test: Any, timeout_seconds: float = 120) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -107,7 +108,7 @@ class Run:
 
     def patch(self, **spec: Any) -> None:
         text = json.dumps({"spec": spec})
-        self.cluster.kubectl("patch", "etj", "gpt", "-n", self.namespace, "--type=merge", "-p", text)
+        self.cluster.kubectl("patch", "etj", self.name, "-n", self.namespace, "--type=merge", "-p", text)
 
     def events(self) -> list[str]:
         return [item["reason"] for item in self.cluster.get("events", "-n", self.namespace).get("items", [])]
