@@ -18,7 +18,7 @@ from elastic_operator.client.api_errors import AnswerError, ApiError
 from elastic_operator.cluster.diagnostics import Diagnostics, RefusedError
 from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.cluster.reservations import Reservations, is_contested
-from elastic_operator.cluster.waiting_jobs import Courtesy, is_waiting, select_ahead
+from elastic_operator.cluster.waiting_jobs import YieldTimes, is_waiting, select_ahead
 from elastic_operator.cluster.work_queue import WorkQueue
 from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError
 from elastic_operator.manifests.forbidden_accounts import OPEN, Boundary
@@ -125,7 +125,7 @@ class JobController:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_PASSES)
         self._diagnostics = diagnostics
         self._reservations = Reservations()
-        self._courtesy = Courtesy()
+        self._yield_times = YieldTimes()
         self._has_warned_forbidden = False
         self._reported_problems: dict[Key, str] = {}
 
@@ -215,7 +215,7 @@ class JobController:
             table.pop(key, None)
         self._diagnostics.forget(key)
         self._reservations.forget(key)
-        self._courtesy.forget(key)
+        self._yield_times.forget(key)
         exporter.forget(key)
 
     async def reconcile(self, key: Key) -> float | None:
@@ -333,7 +333,7 @@ class JobController:
             raise NodesReservedError(f"the plan needs nodes that are reserved for {num_reserved} pods of other jobs")
         if after.attempt != record.status.attempt and is_waiting(record):
             await self._yield_to_jobs_ahead(key, record, context, after, num_reserved)
-            self._courtesy.forget(key)
+            self._yield_times.forget(key)
         self._reservations.update(key, resource, after, world)
 
     async def _yield_to_jobs_ahead(
@@ -360,7 +360,7 @@ class JobController:
             ):
                 continue
             self.wake((other.job.namespace, other.job.name))
-            if not self._courtesy.is_over(key):
+            if not self._yield_times.is_over(key):
                 raise NodesReservedError(f"job {other.job.name} waits for these nodes too, and is ahead")
             return
 

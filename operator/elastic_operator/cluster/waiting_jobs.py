@@ -84,7 +84,7 @@ def _rank(record: Record, spec: Spec, classes: PriorityClasses) -> tuple[int, fl
     return -classes.priority_of(spec), record.job.created_at or 0.0, record.job.name
 
 
-class Courtesy:
+class YieldTimes:
     """Bounds how long a job leaves nodes to jobs ahead of it, which may be unable to take them for other reasons."""
 
     def __init__(self) -> None:

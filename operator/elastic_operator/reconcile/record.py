@@ -87,7 +87,7 @@ def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Re
         spec=before.spec if is_same_generation and before is not None else _parse_spec(resource["spec"]),
         suspends=resource["spec"].get("suspend") is True,
         deleting=bool(meta.get("deletionTimestamp")),
-        is_managed_elsewhere=_is_managed_elsewhere(resource["spec"]),
+        is_managed_elsewhere=is_managed_elsewhere(resource["spec"]),
         problems=stored.problems,
         lost=stored.lost,
         version=meta.get("resourceVersion") or "",
@@ -135,7 +135,7 @@ def _step(status: Status) -> int:
     return status.progress.step if status.progress is not None else 0
 
 
-def _is_managed_elsewhere(spec: Mapping[str, Any]) -> bool:
+def is_managed_elsewhere(spec: Mapping[str, Any]) -> bool:
     """Return whether another controller manages the resource; read apart from the spec, which may be invalid."""
     manager = spec.get("managedBy")
     return isinstance(manager, str) and manager not in ("", OPERATOR_NAME)
