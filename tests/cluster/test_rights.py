@@ -207,7 +207,7 @@ def live(api: Api, folder: Path, served: str | None) -> None:
     process = Operator(api.as_operator(folder), served, log, *arguments)
     try:
         # A job that waits for more nodes than there are: the operator asks which of the two is ahead.
-        large = training_job(nodes={"min": 99, "max": 99}, checkpoint={"claimName": "ckpt", "path": "large"})
+        large = training_job(nodes={"min": 5, "max": 5}, checkpoint={"claimName": "ckpt", "path": "large"})
         api.kubectl.apply({**large, "metadata": {"name": "large", "namespace": TEAM}})
         api.wait("the other job to wait", lambda: "Waiting" in _phases(api))
         api.kubectl.apply(training_job())
