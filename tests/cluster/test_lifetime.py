@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,17 @@ FIRST = "elastictraining.dev/attempt=1"
 """Selects what belongs to the first attempt."""
 
 
+def there(run: Run, kinds: str, *labels: str) -> list[dict[str, Any]]:
+    """The objects of these kinds in the test's namespace."""
+    found: list[dict[str, Any]] = run.cluster.get(kinds, "-n", run.namespace, *labels).get("items", [])
+    return found
+
+
 def test_a_finished_job_is_deleted_after_its_time_and_its_checkpoints_stay(run: Run, checkpoints: Path) -> None:
     run.submit([*LIGHT, "3", "0", "0"], ttlSecondsAfterFinished=3)
     run.until_phase("Complete")
     run.cluster.wait(lambda: not run.cluster.get("etj", "gpt", "-n", run.namespace), what="the end of the time")
-    assert run.cluster.get("jobs,pods,leases,controllerrevisions", "-n", run.namespace)["items"] == []
+    assert there(run, "jobs,pods,leases,controllerrevisions") == []
     assert "TTLExpired" in run.events()
     assert (checkpoints / "gpt/a1/step-00000003/COMMIT.json").exists()
 
@@ -34,7 +41,7 @@ def test_a_job_that_another_controller_manages_is_left_alone(run: Run) -> None:
     run.submit([*LIGHT, "3", "0", "0"], managedBy="kueue.x-k8s.io/multikueue")
     time.sleep(5)
     assert (run.status(), run.events()) == ({}, [])
-    assert run.cluster.get("jobs,leases", "-n", run.namespace)["items"] == []
+    assert there(run, "jobs,leases") == []
     with pytest.raises(TestbedError, match=r"spec\.managedBy cannot change"):
         run.patch(managedBy=None)
 
@@ -67,18 +74,16 @@ def test_the_log_of_a_failed_attempt_can_be_read_while_the_next_one_trains(run: 
     )
     run.submit(["sh", "-c", script])
     run.until("attempt 2", resumed(1))
-    (job, pod) = (run.cluster.get(kind, "-n", run.namespace, "-l", FIRST)["items"] for kind in ("jobs", "pods"))
+    (job, pod) = (there(run, kind, "-l", FIRST) for kind in ("jobs", "pods"))
     assert [item["metadata"]["name"] for item in job] == ["gpt-a1"]
     assert [item["status"]["phase"] for item in pod] == ["Failed"]
-    assert run.cluster.get("leases,services,roles,serviceaccounts", "-n", run.namespace, "-l", FIRST)["items"] == []
+    assert there(run, "leases,services,roles,serviceaccounts", "-l", FIRST) == []
     plugin = [Path(sys.executable).with_name("kubectl-etj"), "--kubeconfig", run.cluster.kubeconfig]
     command = [*plugin, "-n", run.namespace, "logs", "gpt", "--attempt", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "the cause is here\n"
     run.patch(failedAttemptsHistoryLimit=0)
-    run.cluster.wait(
-        lambda: not run.cluster.get("jobs,pods", "-n", run.namespace, "-l", FIRST)["items"], what="the pods to go"
-    )
+    run.cluster.wait(lambda: not there(run, "jobs,pods", "-l", FIRST), what="the pods to go")
     assert run.status()["attempt"] == 2
 
 
