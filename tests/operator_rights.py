@@ -36,6 +36,7 @@ JOBS: dict[tuple[str, str], dict[str, str]] = {
         "get": "a fresh look before anything is done",
         "list": "which jobs there are",
         "watch": "what changes in them",
+        "delete": "a finished job whose spec.ttlSecondsAfterFinished has passed",
     },
     (GROUP, "elastictrainingjobs/status"): {"update": "the status is written"},
     (GROUP, "elastictrainingjobs/finalizers"): {
@@ -83,6 +84,7 @@ JOBS: dict[tuple[str, str], dict[str, str]] = {
 
 CLUSTER: dict[tuple[str, str], dict[str, str]] = {
     ("", "nodes"): {"list": "which nodes there are", "watch": "how they fare"},
+    ("scheduling.k8s.io", "priorityclasses"): {"list": "which of the waiting jobs takes nodes first"},
     ("apiextensions.k8s.io", "customresourcedefinitions"): {
         "list": "whether the kind is there",
         "watch": "when it comes, goes or changes",

@@ -115,7 +115,7 @@ def main() -> None:
 
     dp_rank = session.topology.replica(session.settings.rank)
     for step in range(position.step, options.steps):
-        samples = step * plan.global_batch
+        samples = session.position.samples  # counted, because an edit of the spec may change the global batch
         batches = micro_batches(windows, plan, first_sample=samples, dp_rank=dp_rank)
         loss = float(engine.train_batch(data_iter=batches))
         time.sleep(options.step_delay)

@@ -71,7 +71,7 @@ def main() -> None:
         engine.save_checkpoint(str(folder), tag=tag)
 
     for step in range(position.step, options.steps):
-        samples = step * plan.global_batch
+        samples = session.position.samples  # counted, because an edit of the spec may change the global batch
         batches = micro_batches(windows, plan, first_sample=samples, dp_rank=topology.replica(rank))
         loss = train_step(engine, batches, topology, rank)
         time.sleep(options.step_delay)

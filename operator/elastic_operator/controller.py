@@ -18,6 +18,7 @@ from elastic_operator.client.api_errors import AnswerError, ApiError
 from elastic_operator.cluster.diagnostics import Diagnostics, RefusedError
 from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.cluster.reservations import Reservations, is_contested
+from elastic_operator.cluster.waiting_jobs import YieldTimes, is_waiting, select_ahead
 from elastic_operator.cluster.work_queue import WorkQueue
 from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError
 from elastic_operator.manifests.forbidden_accounts import OPEN, Boundary
@@ -31,6 +32,8 @@ from elastic_operator.reconcile import effective_spec
 from elastic_operator.reconcile.actions import Decision, Event
 from elastic_operator.reconcile.context import Context, find_capacity
 from elastic_operator.reconcile.decide import decide, refuse
+from elastic_operator.reconcile.failures.budgets import find_backoff
+from elastic_operator.reconcile.next_attempt import find_best
 from elastic_operator.reconcile.record import (
     Record,
     apply_boundary,
@@ -122,6 +125,7 @@ class JobController:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_PASSES)
         self._diagnostics = diagnostics
         self._reservations = Reservations()
+        self._yield_times = YieldTimes()
         self._has_warned_forbidden = False
         self._reported_problems: dict[Key, str] = {}
 
@@ -211,6 +215,7 @@ class JobController:
             table.pop(key, None)
         self._diagnostics.forget(key)
         self._reservations.forget(key)
+        self._yield_times.forget(key)
         exporter.forget(key)
 
     async def reconcile(self, key: Key) -> float | None:
@@ -230,6 +235,8 @@ class JobController:
         stored = await self._reader.read_from_store(*key)
         if stored is None:
             return None
+        if stored[0].is_managed_elsewhere:
+            return self._limits.resync_seconds
         record, world = apply_boundary(stored[0], self._boundary), stored[1]
         if _needs_accepted_spec(record):
             return None
@@ -261,7 +268,7 @@ class JobController:
             return None if self._reader.forget_if_gone(key, stored) else 0.0
         self._reader.store_resource(resource, stored)
         record = apply_boundary(read_record(resource), self._boundary)
-        if record.deleting:
+        if record.deleting or record.is_managed_elsewhere:
             return self._limits.resync_seconds
         if record.problems:
             await self._report_unreadable_status(key, resource, record)
@@ -307,26 +314,55 @@ class JobController:
             world = await self._diagnostics.diagnose(key, record.status, world)
             result = self._decide_from(key, record, world)
             if not result.decision.needs_fresh_capacity:
-                self._reserve(key, record, world, result.decision.status)
+                await self._reserve(key, record, world, result.decision.status)
                 return result
             fresh = True
 
-    def _reserve(self, key: Key, record: Record, world: Observation, after: Status) -> None:
+    async def _reserve(self, key: Key, record: Record, world: Observation, after: Status) -> None:
         """Reserve nodes for the pods of a new attempt.
 
         Raises:
-            NodesReservedError: the plan needs nodes reserved for other jobs, so the decision must be discarded.
+            NodesReservedError: the plan needs nodes that are reserved for other jobs, or that waiting jobs ahead of
+                this one would take, so the decision must be discarded.
         """
         assert isinstance(record.spec, Spec)
         resource = record.spec.accelerator.resource
         num_reserved = self._reservations.count_pods_of_others(key, resource)
-        if num_reserved:
-            context = Context(job=record.job, spec=record.spec, world=world, limits=self._limits, now=time.time())
-            if is_contested(record.status, after, find_capacity(context, record.status), num_reserved):
-                raise NodesReservedError(
-                    f"the plan needs nodes that are reserved for {num_reserved} pods of other jobs"
-                )
+        context = Context(job=record.job, spec=record.spec, world=world, limits=self._limits, now=time.time())
+        if num_reserved and is_contested(record.status, after, find_capacity(context, record.status), num_reserved):
+            raise NodesReservedError(f"the plan needs nodes that are reserved for {num_reserved} pods of other jobs")
+        if after.attempt != record.status.attempt and is_waiting(record):
+            await self._yield_to_jobs_ahead(key, record, context, after, num_reserved)
+            self._yield_times.forget(key)
         self._reservations.update(key, resource, after, world)
+
+    async def _yield_to_jobs_ahead(
+        self, key: Key, record: Record, context: Context, after: Status, num_reserved: int
+    ) -> None:
+        """Wake the waiting jobs ahead of this one that would take the nodes of its plan.
+
+        Raises:
+            NodesReservedError: there is such a job, so the decision must be discarded.
+        """
+        others = [other for other in self._reader.other_jobs(record.job) if is_waiting(other)]
+        if not others:
+            return
+        for other in select_ahead(record, others, await self._reader.priority_classes()):
+            assert isinstance(other.spec, Spec)
+            stored = await self._reader.read_from_store(other.job.namespace, other.job.name)
+            if stored is None or stored[1] is None:
+                continue
+            view = Context(job=other.job, spec=other.spec, world=stored[1], limits=self._limits, now=context.now)
+            best = None if find_backoff(view, other.status) is not None else find_best(view, other.status)
+            num_reserved += best.num_nodes if best is not None else 0
+            if best is None or not is_contested(
+                record.status, after, find_capacity(context, record.status), num_reserved
+            ):
+                continue
+            self.wake((other.job.namespace, other.job.name))
+            if not self._yield_times.is_over(key):
+                raise NodesReservedError(f"job {other.job.name} waits for these nodes too, and is ahead")
+            return
 
     def _decide_from(self, key: Key, record: Record, world: Observation | None) -> Pass:
         """Decide what to do about a job from an observation; for an invalid spec, decide without one."""
@@ -334,7 +370,9 @@ class JobController:
         if isinstance(record.spec, SpecError) or world is None:
             assert isinstance(record.spec, SpecError)
             return Pass(before=status, decision=refuse(record.job, record.spec, status, limits=limits, now=now))
-        self._nodes[key] = frozenset(pod.node for pod in world.pods if pod.node)
+        self._nodes[key] = frozenset(
+            pod.node for pod in world.pods if pod.node and (not pod.terminal or pod.attempt == status.attempt)
+        )
         self._reservations.update(key, record.spec.accelerator.resource, status, world)
         decision = decide(
             record.job, record.spec, status, world, limits=limits, now=now, reshard_image=self._reshard_image

@@ -44,9 +44,10 @@ class Operator:
 class Run:
     """One ElasticTrainingJob and its operator."""
 
-    def __init__(self, cluster: Any, namespace: str) -> None:
+    def __init__(self, cluster: Any, namespace: str, name: str = "gpt") -> None:
         self.cluster = cluster
         self.namespace = namespace
+        self.name = name
 
     def submit(
         self,
@@ -54,7 +55,7 @@ class Run:
         *,
         pod: dict[str, Any] | None = None,
         pod_spec: dict[str, Any] | None = None,
-        name: str = "gpt",
+        name: str = "",
         **spec: Any,
     ) -> None:
         """Create the job: `pod` changes the training container, `pod_spec` the pod around it."""
@@ -68,12 +69,12 @@ class Run:
         job = {
             "apiVersion": "elastictraining.dev/v1alpha1",
             "kind": "ElasticTrainingJob",
-            "metadata": {"name": name, "namespace": self.namespace},
+            "metadata": {"name": name or self.name, "namespace": self.namespace},
             "spec": {
                 "accelerator": {"resource": "amd.com/gpu", "perNode": [2]},
                 "nodes": {"min": 1, "max": 1},
                 "batch": {"globalSamples": 20, "microSamples": 2},
-                "checkpoint": {"claimName": "ckpt", "path": "gpt", "intervalSeconds": 1000},
+                "checkpoint": {"claimName": "ckpt", "path": self.name, "intervalSeconds": 1000},
                 "template": template,
                 **spec,
             },
@@ -87,7 +88,7 @@ class Run:
         self.cluster.kubectl("delete", "pods", "--all", "-n", self.namespace, *at_once, check=False)
 
     def status(self) -> dict[str, Any]:
-        return dict(self.cluster.get("etj", "gpt", "-n", self.namespace).get("status", {}))
+        return dict(self.cluster.get("etj", self.name, "-n", self.namespace).get("status", {}))
 
     def until(self, what: str, test: Any, timeout_seconds: float = 120) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -108,7 +109,7 @@ class Run:
 
     def patch(self, **spec: Any) -> None:
         text = json.dumps({"spec": spec})
-        self.cluster.kubectl("patch", "etj", "gpt", "-n", self.namespace, "--type=merge", "-p", text)
+        self.cluster.kubectl("patch", "etj", self.name, "-n", self.namespace, "--type=merge", "-p", text)
 
     def events(self) -> list[str]:
         return [item["reason"] for item in self.cluster.get("events", "-n", self.namespace).get("items", [])]
@@ -117,8 +118,19 @@ class Run:
         return next((item for item in self.status().get("conditions", []) if item["type"] == type_), {})
 
     def workers(self) -> list[dict[str, Any]]:
+        """The training pods, without the failed ones of earlier attempts that stay for their logs."""
         items = self.cluster.get("pods", "-n", self.namespace, "-l", "elastictraining.dev/role=worker").get("items", [])
-        return [item for item in items if "deletionTimestamp" not in item["metadata"]]
+        newest = max((_attempt(item) for item in items), default=0)
+        return [
+            item
+            for item in items
+            if "deletionTimestamp" not in item["metadata"]
+            and (_attempt(item) == newest or item["status"]["phase"] not in ("Succeeded", "Failed"))
+        ]
+
+
+def _attempt(item: dict[str, Any]) -> int:
+    return int(item["metadata"]["labels"]["elastictraining.dev/attempt"])
 
 
 def elastic(**recovery: Any) -> dict[str, Any]:

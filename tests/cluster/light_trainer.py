@@ -6,6 +6,8 @@ commit of a training that started from nothing is a copy of that folder; one tha
 a last argument `carry` lets its commits be copies of the one that it resumed from.
 On several nodes the first does all this, and the others wait for their end. SIGTERM asks for a commit, as in a real
 training: of the first node itself, of another one through the operator. CLOCK_OFFSET_SECONDS makes the clock wrong.
+HANG_AT_STEP lets no step end after this one, while the heartbeat goes on; SILENT_AT_STEP stops the heartbeat too. Both
+hold for the first attempt only.
 """
 
 import datetime
@@ -109,6 +111,8 @@ def main() -> int:
     if os.environ["PET_NODE_RANK"] != "0":
         termination.expect_commit()
         return wait_for_the_end(mailbox, termination)
+    is_first = os.environ[Env.ATTEMPT] == "1"
+    hang, silence = (int(os.environ.get(name, "0")) * is_first for name in ("HANG_AT_STEP", "SILENT_AT_STEP"))
     heart = Heartbeat(mailbox, every_seconds=1.0, on_fenced=lambda reason: os._exit(1))
     heart.start()
     step = resumed_step(os.environ[Env.RESUME]) if os.environ[Env.RESUME] else 0
@@ -129,6 +133,10 @@ def main() -> int:
         if draining:
             heart.stop()
             return TrainerExit.DRAINED
+        if silence and step == silence:
+            heart.stop()
+        while step in (hang, silence):
+            time.sleep(1)
         if dies and step == begin + 3:
             heart.flush()
             return dies

@@ -162,7 +162,7 @@ class PlayedCluster:
         live = [
             name
             for name, job in self.objects["jobs"].items()
-            if _role(job) == "worker" and "deletionTimestamp" not in job["metadata"]
+            if _role(job) == "worker" and "deletionTimestamp" not in job["metadata"] and not _has_failed(job)
         ]
         if len(live) > 1:
             self.problems.append(f"worker Jobs at the same time: {', '.join(sorted(live))}")
@@ -199,6 +199,12 @@ class PlayedCluster:
     async def _run_job(self, name: str, job: Object) -> None:
         """Job controller, scheduler, kubelet and resharder."""
         own = {pod["metadata"]["labels"][_INDEX]: pod for pod in self._pods_of(job)}
+        if any(_phase(pod) == "Failed" for pod in own.values()):
+            # It has no other conditions yet: `Failed` follows when all its pods have ended.
+            failed = {"type": "FailureTarget", "status": "True", "reason": "BackoffLimitExceeded"}
+            status = {"startTime": _now(), "conditions": [{**failed, "lastTransitionTime": _now()}]}
+            await self._patch(JOB, name, {"status": status}, subresource="status")
+            return
         if _role(job) == "worker" and not own:
             self._check_launch(name, job)
         for index in range(job["spec"].get("completions") or 1):
@@ -365,13 +371,15 @@ class PlayedCluster:
         return sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
 
     def leftovers(self) -> list[str]:
-        """List what there still is of attempts before the current one."""
+        """List what there still is of attempts before the current one, besides what stays for its logs."""
         attempt = self.status.get("attempt", 0)
         return [
             f"{plural}/{name}"
             for plural, items in self.objects.items()
             for name, item in items.items()
-            if attempt_of(item["metadata"]) != attempt and _role(item) != "reshard"
+            if attempt_of(item["metadata"]) != attempt
+            and _role(item) != "reshard"
+            and not (_has_failed(item) or (plural == "pods" and _phase(item) == "Failed"))
         ]
 
     async def unfenced(self) -> list[str]:
@@ -399,6 +407,11 @@ class PlayedCluster:
 
 def _role(item: Object) -> str:
     return str(item["metadata"].get("labels", {}).get(Label.ROLE, ""))
+
+
+def _has_failed(job: Object) -> bool:
+    """Return whether a Job has failed, and creates no pods any more."""
+    return any(item["type"] == "FailureTarget" for item in (job.get("status") or {}).get("conditions") or ())
 
 
 def _phase(pod: Object) -> str:

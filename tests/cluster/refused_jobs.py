@@ -174,6 +174,7 @@ REFUSED_AT_CREATION = [
         "spec.reshard.template.spec.restartPolicy must",
         with_field("spec.reshard", {"template": {"spec": {"restartPolicy": "Always", "containers": [SIDECAR]}}}),
     ),
+    ("spec.managedBy must be a name with its domain", with_field("spec.managedBy", "multikueue")),
     ("spec.reshard.parallelism is not for mode", with_field("spec.reshard", {"mode": "Virtual", "parallelism": 2})),
     ("spec.reshard.resources asks for", with_field("spec.reshard", ONE_GPU)),
     (
@@ -212,15 +213,27 @@ REFUSED_BY_SCHEMA = [
         with_field("spec.recovery", {"hangSeconds": "30m"}),
     ),
 ]
-REFUSED_CHANGES = [
-    ("spec.model cannot change", with_field("spec.model", {**MODEL, "layers": 31})),
-    ("spec.batch.globalSamples cannot change", with_field("spec.batch.globalSamples", 40)),
+REFUSED_CHANGES: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (f"spec.model.{name} cannot change", with_field("spec.model", {**MODEL, name: value}))
+        for name, value in (
+            ("layers", 31),
+            ("hiddenSize", 8192),
+            ("attentionHeads", 64),
+            ("keyValueHeads", 16),
+            ("vocabSize", 32000),
+            ("padVocabulary", False),
+            ("experts", 8),
+        )
+    ),
+    ("spec.managedBy cannot change", with_field("spec.managedBy", "kueue.x-k8s.io/multikueue")),
     ("spec.accelerator.resource cannot change", with_field("spec.accelerator.resource", "nvidia.com/gpu")),
     ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.claimName", "other")),
     ("spec.checkpoint: claimName, path and format", with_field("spec.checkpoint.path", "other")),
 ]
 # (message, the job as it was created, the change)
 REFUSED_WITHDRAWALS = [
+    ("spec.model cannot be removed", with_field("spec.model", MODEL), JOB),
     (
         "spec.checkpoint.takeOver cannot be withdrawn",
         with_field("spec.checkpoint.takeOver", True),

@@ -221,6 +221,8 @@ def test_what_may_change_can_be_changed(kubectl, namespace):
     for path, value in (
         ("spec.model", MODEL),
         ("spec.batch.microSamples", 1),
+        ("spec.batch.globalSamples", 40),
+        ("spec.model", {**MODEL, "sequenceLength": 4096, "parameters": 8.0e9, "activationCheckpointing": "Full"}),
         ("spec.nodes.max", 2),
         ("spec.parallelism", {"tensor": [1, 2], "zeroStage": 0}),
         ("spec.checkpoint.intervalSeconds", 60),

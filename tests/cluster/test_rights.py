@@ -126,6 +126,9 @@ class Api:
         """Remove what a test has left; no garbage collector does."""
         kinds = "etj,jobs,pods,leases,poddisruptionbudgets,roles,rolebindings,services,events,controllerrevisions"
         now = ("--grace-period=0", "--force", "--wait=false")
+        # The operator deletes a job in the foreground, and no garbage collector lets it go.
+        free = '{"metadata":{"finalizers":null}}'
+        self.kubectl("patch", "etj", "gpt", "-n", TEAM, "--type=merge", "-p", free, check=False)
         self.kubectl("delete", kinds, "--all", "-n", TEAM, *now, check=False)
         accounts = ("serviceaccounts", "-l", "elastictraining.dev/job-name")
         self.kubectl("delete", *accounts, "-n", TEAM, *now, check=False)
@@ -203,6 +206,10 @@ def live(api: Api, folder: Path, served: str | None) -> None:
     arguments = ("--lease-namespace", HOME, "--stop-grace-seconds=0", "--node-stable-seconds=1")
     process = Operator(api.as_operator(folder), served, log, *arguments)
     try:
+        # A job that waits for more nodes than there are: the operator asks which of the two is ahead.
+        large = training_job(nodes={"min": 5, "max": 5}, checkpoint={"claimName": "ckpt", "path": "large"})
+        api.kubectl.apply({**large, "metadata": {"name": "large", "namespace": TEAM}})
+        api.wait("the other job to wait", lambda: "Waiting" in _phases(api))
         api.kubectl.apply(training_job())
         made = api.wait("attempt 1", lambda: api.kubectl.get("job", "gpt-a1", "-n", TEAM))
         # Without a pod for a while, the operator asks why.
@@ -242,6 +249,10 @@ def live(api: Api, folder: Path, served: str | None) -> None:
         api.kubectl("delete", "job", "gpt-a2", "-n", TEAM, "--wait=false")
         # Between the two Jobs of that name there may be none.
         api.wait("attempt 2", lambda: _owners(api.kubectl.get("job", "gpt-a2", "-n", TEAM)))
+        # The time of the job is over, and then the time for which it stays.
+        over = {"spec": {"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 0}}
+        api.kubectl("patch", "etj", "gpt", "-n", TEAM, "--type=merge", "-p", json.dumps(over))
+        api.wait("the deletion", lambda: "deletionTimestamp" in api.job()["metadata"])
     finally:
         process.stop()
         text = log.read_text()
@@ -269,8 +280,14 @@ def _pod(job: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {**spec, "nodeName": "gpu-1"}}
 
 
+def _phases(api: Api) -> list[str]:
+    items = api.kubectl.get("etj", "-n", TEAM).get("items", [])
+    return [str(item.get("status", {}).get("phase", "")) for item in items]
+
+
 def _revisions(api: Api) -> list[int]:
-    items = api.kubectl.get("controllerrevisions", "-n", TEAM).get("items", [])
+    own = ("-l", "elastictraining.dev/job-name=gpt")
+    items = api.kubectl.get("controllerrevisions", "-n", TEAM, *own).get("items", [])
     return sorted(item["revision"] for item in items)
 
 
@@ -396,6 +413,12 @@ def bounded(api: Api) -> Iterator[Api]:
     api.wait("the policy", lambda: "may change only what belongs" in refusal(api, probe, dry_run=True))
     yield api
     api.clear()
+
+
+def test_the_policy_lets_only_jobs_be_deleted_that_have_ended_and_ask_for_it(bounded: Api) -> None:
+    with pytest.raises(TestbedError, match="only one that has ended"):
+        bounded.kubectl("delete", "etj", "gpt", "-n", TEAM, "--as", ACCOUNT, "--wait=false")
+    assert "deletionTimestamp" not in bounded.job()["metadata"]
 
 
 def test_the_policy_takes_everything_that_an_attempt_consists_of(bounded: Api) -> None:

@@ -5,10 +5,10 @@ another one the requests that the operator makes.
 
 {{/* What the operator does in the namespaces of the jobs. */}}
 {{- define "etj.jobRules" -}}
-# The resource: read it, write its status.
+# The resource: read it, write its status, delete it when spec.ttlSecondsAfterFinished has passed.
 - apiGroups: [elastictraining.dev]
   resources: [elastictrainingjobs]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, delete]
 - apiGroups: [elastictraining.dev]
   resources: [elastictrainingjobs/status]
   verbs: [update]
@@ -53,6 +53,10 @@ another one the requests that the operator makes.
 - apiGroups: [""]
   resources: [nodes]
   verbs: [list, watch]
+# Which of the jobs that wait for nodes takes them first.
+- apiGroups: [scheduling.k8s.io]
+  resources: [priorityclasses]
+  verbs: [list]
 # Finds out when the ElasticTrainingJob kind comes, goes or changes.
 - apiGroups: [apiextensions.k8s.io]
   resources: [customresourcedefinitions]

@@ -44,6 +44,10 @@ _SET_BY_THE_OPERATOR = (
 """Environment variables of the first training container that the operator overwrites in every attempt."""
 
 
+_SIZES_OF_TENSORS = ("layers", "hiddenSize", "attentionHeads", "vocabSize", "padVocabulary", "experts")
+"""Facts of spec.model that cannot change, besides keyValueHeads. A correction of any other fact is a planned change."""
+
+
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "": (
         Rule(
@@ -84,12 +88,34 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     ),
     "spec": (
         Rule(
-            "!has(oldSelf.model) || (has(self.model) && self.model == oldSelf.model)",
-            "spec.model cannot change: the checkpoints hold this model; create a new job for another one",
+            "!has(oldSelf.model) || has(self.model)",
+            "spec.model cannot be removed: the checkpoints hold this model; create a new job for another one",
+        ),
+        *(
+            Rule(
+                f"!has(oldSelf.model) || !has(self.model) || self.model.{name} == oldSelf.model.{name}",
+                f"spec.model.{name} cannot change: the checkpoints hold tensors of these sizes; create a new job for "
+                "another model",
+            )
+            for name in _SIZES_OF_TENSORS
         ),
         Rule(
-            "self.batch.globalSamples == oldSelf.batch.globalSamples",
-            "spec.batch.globalSamples cannot change: it is what keeps the loss curve the same at every number of GPUs",
+            (
+                "!has(oldSelf.model) || !has(self.model) || "
+                "(has(self.model.keyValueHeads) ? self.model.keyValueHeads : self.model.attentionHeads) == "
+                "(has(oldSelf.model.keyValueHeads) ? oldSelf.model.keyValueHeads : oldSelf.model.attentionHeads)"
+            ),
+            (
+                "spec.model.keyValueHeads cannot change: the checkpoints hold tensors of these sizes; create a new job "
+                "for another model"
+            ),
+        ),
+        Rule(
+            (
+                "has(self.managedBy) == has(oldSelf.managedBy) && (!has(self.managedBy) || self.managedBy == "
+                "oldSelf.managedBy)"
+            ),
+            "spec.managedBy cannot change: two controllers would act on the job; create a new job",
         ),
         Rule(
             "self.accelerator.resource == oldSelf.accelerator.resource",
@@ -263,6 +289,15 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             ),
         ),
     ),
+    "spec.managedBy": (
+        Rule(
+            (
+                "self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/"
+                "[A-Za-z0-9/%:@._~!$&()*+,;=-]+$')"
+            ),
+            "spec.managedBy must be a name with its domain, for instance kueue.x-k8s.io/multikueue",
+        ),
+    ),
     "spec.accelerator.resource": (
         Rule(
             "self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$')",
@@ -418,7 +453,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             (
                 "spec.template.spec.activeDeadlineSeconds would kill every attempt after that time and spend the "
                 "restart "
-                "budget: leave it out, and set spec.suspend to stop"
+                "budget: leave it out, and set spec.activeDeadlineSeconds for the whole job"
             ),
         ),
         Rule(

@@ -37,6 +37,7 @@ from elastic_operator.api.schema_types import (
     not_expected,
     to_camel_case,
 )
+from reshard.contract import GROUP
 
 AUTO: Final = "Auto"
 VIRTUAL: Final = "Virtual"
@@ -91,6 +92,23 @@ CheckedPath = Annotated[str, Strict(), Field(max_length=512), AfterValidator(_ch
 """A path inside the claim; empty for the claim's root, or for none."""
 
 RelativePath = Annotated[CheckedPath, AfterValidator(normalize_path)]
+
+OPERATOR_NAME: Final = f"{GROUP}/elastic-training-operator"
+"""Value of `spec.managedBy` that names this operator; an absent field means the same."""
+
+_MANAGER_NAME = re.compile(
+    r"[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/%:@._~!$&()*+,;=-]+"
+)
+"""A path with a domain as its first part, as the API server demands it of `spec.managedBy` of a Job."""
+
+
+def _check_manager_name(name: str) -> str:
+    if not _MANAGER_NAME.fullmatch(name):
+        raise not_expected("a name with its domain such as kueue.x-k8s.io/multikueue")
+    return name
+
+
+ManagerName = Annotated[str, Strict(), Field(min_length=3, max_length=63), AfterValidator(_check_manager_name)]
 
 UNIQUE = AfterValidator(_without_repeats)
 _Gibibytes = Annotated[float, Strict(), Field(ge=0.001, le=65_536, allow_inf_nan=False)]
@@ -210,7 +228,9 @@ class Batch:
     """`spec.batch`."""
 
     global_samples: Annotated[int, Strict(), Field(ge=1, le=1_000_000_000), WHOLE, INT64]
-    """Samples per optimizer step over all GPUs."""
+    """Samples per optimizer step over all GPUs. An edit (a batch ramp) is a planned change: the training commits and
+    goes on from there. The training script must count its samples (docs/trainer.md), not compute them from the step.
+    """
     micro_samples: Annotated[int, Strict(), Field(ge=1, le=1_000_000), WHOLE, INT32] = 1
     """Samples per forward pass of one data-parallel replica. Default 1."""
 
@@ -236,7 +256,7 @@ class Model:
     divide vocabSize. Default true.
     """
     sequence_length: Annotated[int, Strict(), Field(ge=1, le=100_000_000), WHOLE, INT32]
-    """Tokens per sample."""
+    """Tokens per sample. An edit is a planned change."""
     experts: Annotated[int, Strict(), Field(ge=0, le=100_000), WHOLE, INT32] = 0
     """Number of experts per mixture-of-experts layer; 0 for a dense model. Default 0."""
     experts_per_token: Annotated[int, Strict(), Field(ge=1, le=10_000), WHOLE, INT32] = 2
@@ -403,6 +423,23 @@ class Spec:
     """If true, the training commits and stops, and the job holds no GPUs until it is false again. Queueing systems such
     as Kueue set it. Default false.
     """
+    managed_by: ManagerName | None = None
+    """Controller that manages the job, as in a Job. If it is not elastictraining.dev/elastic-training-operator, the
+    operator leaves the job alone and never writes its status; queueing systems over several clusters need that. Cannot
+    be changed. If absent, the operator manages the job.
+    """
+    active_deadline_seconds: Annotated[int, Strict(), Field(ge=1, le=2**31 - 1), WHOLE, INT32] | None = None
+    """Time in seconds, from the launch of the first attempt, after which the training commits and stops, and the job is
+    Failed with reason DeadlineExceeded. Recoveries count, time spent suspended does not. If absent, there is no limit.
+    """
+    ttl_seconds_after_finished: Annotated[int, Strict(), Field(ge=0, le=2**31 - 1), WHOLE, INT32] | None = None
+    """Time in seconds after which a job that is Complete or Failed is deleted with its Jobs and pods, never with its
+    checkpoints. If absent, it stays.
+    """
+    failed_attempts_history_limit: Annotated[int, Strict(), Field(ge=0, le=10), WHOLE, INT32] = 3
+    """Number of failed attempts whose failed pods stay for their logs (kubectl etj logs --attempt). Such pods hold no
+    accelerators. Pods that the operator had to stop leave no log. Default 3.
+    """
     accelerator: Accelerator
     """Kind of accelerators, and their number in one pod."""
     nodes: Nodes
@@ -413,10 +450,12 @@ class Spec:
     """
     batch: Batch
     """Batch sizes. The global batch is the same at every number of GPUs; gradient accumulation makes up the difference.
+    An edit is a planned change.
     """
     model: Model | None = None
     """Facts about the model, from which the planner derives which topologies are possible, fit into memory and are
-    fast. Without it, only the batch decides.
+    fast. Without it, only the batch decides. Facts that determine the sizes of tensors cannot change; an edit of any
+    other fact is a planned change.
     """
     checkpoint: CheckpointSpec
     """Place of the checkpoints, and the time between commits."""

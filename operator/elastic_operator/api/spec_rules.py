@@ -197,7 +197,7 @@ def _template(spec: Spec) -> Iterator[str]:
     if pod.get("restartPolicy", "Never") != "Never":
         yield f"{where}.restartPolicy: is {pod['restartPolicy']!r}: expected Never; the operator restarts all ranks"
     if "activeDeadlineSeconds" in pod:
-        yield f"{where}.activeDeadlineSeconds: would kill every attempt after that time; leave it out"
+        yield f"{where}.activeDeadlineSeconds: would kill every attempt after that time; set spec.activeDeadlineSeconds"
     if pod.get("hostNetwork") and pod.get("dnsPolicy") != "ClusterFirstWithHostNet":
         yield f"{where}.hostNetwork: needs dnsPolicy ClusterFirstWithHostNet, or the ranks cannot find rank 0"
     for name, instead in (

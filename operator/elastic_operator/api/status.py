@@ -43,6 +43,7 @@ from elastic_operator.api.status_types import (
     LongText,
     Moment,
     OptionalDegrees,
+    Real,
     ShortText,
     Word,
 )
@@ -168,6 +169,11 @@ class Status:
     """Time at which the operator first saw the job."""
     finish_time: Moment | None = None
     """Time at which the job became Complete or Failed."""
+    active_since: Moment | None = None
+    """Time since which the job has been active (spec.activeDeadlineSeconds); absent while it is suspended or over.
+    """
+    active_seconds: Annotated[Real, Field(ge=0)] = 0.0
+    """Time in seconds for which the job was active before that."""
     job_uids: Annotated[tuple[Word, ...], Field(max_length=MAX_ITEMS)] = ()
     """UIDs of its training and reshard Jobs whose pods may still exist."""
 

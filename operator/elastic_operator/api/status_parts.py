@@ -166,6 +166,10 @@ class Current:
     """Nodes on which its pods must not be placed."""
     spec_hash: Word = ""
     """Hash of the parts of the spec from which it was planned."""
+    global_samples: Count = 0
+    """spec.batch.globalSamples of that spec; 0 if it is not known."""
+    sequence_length: Count = 0
+    """spec.model.sequenceLength of that spec; 0 if it is not known."""
     plan_time: Moment | None = None
     """Time at which it was planned."""
     launch_time: Moment | None = None

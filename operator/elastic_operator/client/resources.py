@@ -50,6 +50,7 @@ ROLE = ResourceKind("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING = ResourceKind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
 NODE = ResourceKind("", "v1", "Node", "nodes")
 DISRUPTION_BUDGET = ResourceKind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
+PRIORITY_CLASS = ResourceKind("scheduling.k8s.io", "v1", "PriorityClass", "priorityclasses")
 SELF_REVIEW = ResourceKind("authentication.k8s.io", "v1", "SelfSubjectReview", "selfsubjectreviews")
 
 

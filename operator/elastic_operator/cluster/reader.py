@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from http import HTTPStatus
@@ -17,6 +18,7 @@ from elastic_operator.client.resources import (
     LEASE,
     LIVE,
     POD,
+    PRIORITY_CLASS,
     REVISION,
     TRAINING_JOB,
     ResourceKind,
@@ -25,11 +27,13 @@ from elastic_operator.client.resources import (
 from elastic_operator.cluster import unreadable_objects
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.store import ClusterStore
+from elastic_operator.cluster.waiting_jobs import PriorityClasses, read_priority_classes
 from elastic_operator.cluster.watch_stream import is_older_version
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import (
     JobView,
     Key,
+    NodeView,
     Observation,
     PodView,
     lease_view,
@@ -56,12 +60,17 @@ SECOND_OPINION_SECONDS = 1.0
 USED_SECONDS = 10.0
 """Maximum age of the accelerator usage when no attempt is about to be planned."""
 
+PRIORITY_SECONDS = 60.0
+"""Maximum age of the values of the PriorityClasses, which are used only while several jobs wait."""
+
 STALE_LIST_SECONDS = 60.0
 """Time for which lists that are older than the watch are refused. Then the versions of the API server must have
 restarted: it was restored from a backup, and the watch has not noticed yet.
 """
 
 _T = TypeVar("_T")
+
+logger = logging.getLogger(__name__)
 
 
 class NodesUnknownError(Exception):
@@ -93,6 +102,7 @@ class ClusterReader:
         self._usage_lock = asyncio.Lock()
         self._leases_lock = asyncio.Lock()
         self._stale_since: dict[str, float] = {}
+        self._priorities, self._priorities_time = PriorityClasses(), float("-inf")
 
     @property
     def num_jobs(self) -> int:
@@ -126,6 +136,26 @@ class ClusterReader:
         """Return the stored record of a resource, even if the watches are not live."""
         return self._store.last_record(key)
 
+    def other_jobs(self, job: JobRef) -> list[Record]:
+        """Return the stored records of the other jobs in the namespace of a job."""
+        return [record for record in self._store.records_in(job.namespace) if record.job.uid != job.uid]
+
+    async def priority_classes(self) -> PriorityClasses:
+        """Read the PriorityClasses, at most every PRIORITY_SECONDS; without the right to, all jobs have priority 0."""
+        now = time.monotonic()
+        if now - self._priorities_time > PRIORITY_SECONDS:
+            try:
+                objects = [item async for item in self._client.list_objects(PRIORITY_CLASS)]
+            except ApiError as error:
+                if error.code != HTTPStatus.FORBIDDEN:
+                    raise
+                logger.warning(
+                    "waiting jobs are ordered by age alone: %s; grant the operator list of priorityclasses", error
+                )
+                objects = []
+            self._priorities, self._priorities_time = read_priority_classes(objects), now
+        return self._priorities
+
     def store_resource(self, resource: Mapping[str, Any], since: Record | None) -> None:
         """Store a resource that was read, unless the store received another version since the read began.
 
@@ -153,7 +183,7 @@ class ClusterReader:
         resource = record.spec.accelerator.resource
         await self._refresh_usage(USED_SECONDS)
         world = self._store.observe(key, resource)
-        if any(world.nodes[pod.node].ready != "True" for pod in world.pods if pod.node and pod.node in world.nodes):
+        if _may_be_lost(world.pods, world.nodes, record.status.attempt):
             return None  # `observe` reads the kubelets' Leases before a node counts as lost
         if self._store.is_usage_current:
             return record, world
@@ -218,7 +248,7 @@ class ClusterReader:
         nodes = self._nodes.views()
         if not nodes and any(pod.node for pod in pods):
             raise NodesUnknownError("pods have nodes, but the list of nodes is empty, so nothing is decided")
-        if any(nodes[pod.node].ready != "True" for pod in pods if pod.node and pod.node in nodes):
+        if _may_be_lost(pods, nodes, record.status.attempt):
             # The node may be lost: its kubelet's Lease decides, so it is read now.
             await self.refresh_node_leases(max_age_seconds=SECOND_OPINION_SECONDS)
         now = time.time()
@@ -312,6 +342,21 @@ class ClusterReader:
         """Return the last known accelerator usage by node, without the pods of the job itself."""
         usage = self._store.pod_usage if self._store.is_usage_current else self._usage
         return usage.by_others({job.uid for job in jobs} | set(record.status.job_uids), resource)
+
+
+def _may_be_lost(pods: Iterable[PodView], nodes: Mapping[str, NodeView], attempt: int) -> bool:
+    """Return whether a node of a job's pods is not Ready. Pods kept for their logs do not count.
+
+    Args:
+        pods: pods of the job.
+        nodes: nodes of the cluster.
+        attempt: current attempt of the job.
+    """
+    return any(
+        nodes[pod.node].ready != "True"
+        for pod in pods
+        if pod.node and pod.node in nodes and (not pod.terminal or pod.attempt == attempt)
+    )
 
 
 def _read(plural: str, item: Mapping[str, Any], view: Callable[[Mapping[str, Any]], _T]) -> _T | None:

@@ -248,6 +248,10 @@ class ClusterStore:
         """Return the stored record of a job, or None."""
         return self._records.get(key)
 
+    def records_in(self, namespace: str) -> list[Record]:
+        """Return the stored records of all jobs in a namespace."""
+        return [record for key, record in self._records.items() if key[0] == namespace and record is not None]
+
     def live_record(self, key: Key) -> Record | None:
         """Return the stored record of a job; None if it is unknown or the watches are not live."""
         return self.last_record(key) if self.is_live else None

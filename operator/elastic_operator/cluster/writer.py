@@ -38,6 +38,7 @@ from elastic_operator.reconcile.actions import (
     Create,
     DeleteJob,
     DeletePod,
+    DeleteResource,
     Event,
     LaunchAttempt,
     ReleaseCommits,
@@ -132,6 +133,9 @@ class ClusterWriter:
                 await self._delete_known(JOB, namespace, name, uid, propagationPolicy="Background")
             case DeletePod(name=name, uid=uid, grace_seconds=seconds):
                 await self._delete_known(POD, namespace, name, uid, gracePeriodSeconds=seconds)
+            case DeleteResource(name=name, uid=uid, version=version):
+                # In the foreground, so that the name is free only when nothing of the job is left.
+                await self._delete_known(TRAINING_JOB, namespace, name, uid, version, propagationPolicy="Foreground")
             case RevokeAttempt(name=name, owner=owner):
                 await self._delete_disruption_budget(namespace, name, owner)
                 for kind in (ROLE_BINDING, ROLE, ACCOUNT, SERVICE, LEASE):
@@ -283,11 +287,17 @@ class ClusterWriter:
         if existing is not None and ownership.is_controlled_by(existing, owner):
             await self._delete_known(kind, namespace, name, existing["metadata"]["uid"])
 
-    async def _delete_known(self, kind: ResourceKind, namespace: str, name: str, uid: str, **options: Any) -> None:
-        """Delete the object with this UID; the API server rejects the request if another object has the name by now."""
+    async def _delete_known(
+        self, kind: ResourceKind, namespace: str, name: str, uid: str, version: str = "", **options: Any
+    ) -> None:
+        """Delete the object with this UID; the API server rejects the request if another object has the name by now.
+
+        With a resourceVersion the API server also rejects the request if the object has been changed since.
+        """
         self._fence()
+        preconditions = {"uid": uid, **({"resourceVersion": version} if version else {})}
         await self._ignore_gone(
-            self._client.delete(kind, name, namespace=namespace, preconditions={"uid": uid}, **options)
+            self._client.delete(kind, name, namespace=namespace, preconditions=preconditions, **options)
         )
 
     @staticmethod

@@ -42,6 +42,7 @@ class JobRef:
         drain_request: value of the annotation DRAIN_REQUESTED, empty for none; see `reconcile.user_requests`.
         retry_request: value of the annotation RETRY_REQUESTED, likewise.
         created_at: by the API server's clock; None if unknown.
+        version: resourceVersion that this was read from; ignored in comparisons.
     """
 
     name: str
@@ -52,6 +53,7 @@ class JobRef:
     drain_request: str = ""
     retry_request: str = ""
     created_at: float | None = None
+    version: str = dataclasses.field(default="", compare=False)
 
 
 def attempt_name(job: str, attempt: int) -> str:

@@ -28,6 +28,7 @@ CAUSES: Mapping[str, bool] = {
     **{str(kind): meaning.weight is Weight.PLANNED for kind, meaning in KINDS.items()},
     SUSPENDED: True,
     "SpecChanged": True,
+    "DeadlineExceeded": True,
     "CapacityReturned": True,
     user_requests.CAUSE: True,
     "CapacityLost": False,

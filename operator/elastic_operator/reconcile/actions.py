@@ -94,7 +94,26 @@ class ReleaseCommits:
     uid: str = ""
 
 
-Action = Create | LaunchAttempt | DeleteJob | DeletePod | RevokeAttempt | RequestDrain | RequestStop | ReleaseCommits
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteResource:
+    """Delete the ElasticTrainingJob itself, after its objects; an edit since `version` prevents it."""
+
+    name: str
+    uid: str
+    version: str
+
+
+Action = (
+    Create
+    | LaunchAttempt
+    | DeleteJob
+    | DeletePod
+    | DeleteResource
+    | RevokeAttempt
+    | RequestDrain
+    | RequestStop
+    | ReleaseCommits
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ from elastic_operator.reconcile import goodput, launch, next_attempt, progress, 
 from elastic_operator.reconcile.actions import Decision, Event
 from elastic_operator.reconcile.context import Context, select_stale_pods
 from elastic_operator.reconcile.failures.budgets import find_backoff
+from elastic_operator.reconcile.lifetime import deadline
+from elastic_operator.reconcile.lifetime.expiry import find_expiry
 from elastic_operator.reconcile.pending_actions import actions_for_status
 from elastic_operator.reconcile.status_summary import summarize_status
 
@@ -67,7 +69,7 @@ def decide(
         status = after
     else:
         return _decide_unsettled(context, begin, status)
-    status = _with_finish_time(status, now)
+    status = deadline.record_activity(_with_finish_time(status, now), now)
     actions = actions_for_status(context, status)
     return Decision(
         status=summarize_status(context, status),
@@ -149,6 +151,8 @@ def _take_step(context: Context, status: Status) -> Status | None:
     if status.phase == Phase.SUSPENDED:
         context.emit("Resumed", "spec.suspend is false: the job goes on")
         status = dataclasses.replace(status, phase=Phase.PENDING, reason="", message="")
+    if deadline.is_exceeded(context, status):
+        return deadline.stop(context, status)
     current = status.current
     if current is None and find_backoff(context, status) is not None:
         return status
@@ -188,9 +192,12 @@ def _next_deadline(context: Context, status: Status) -> float:
     moments = [now + context.limits.resync_seconds]
     current = status.current
     if status.terminal:
-        return moments[0]
+        expiry = find_expiry(context, status)
+        return moments[0] if expiry is None or expiry <= now else min(moments[0], expiry)
     if status.drain is not None:
         moments.append(status.drain.start_time + policy.drain_seconds)
+    end = deadline.find_deadline(context.spec, status)
+    moments += [] if end is None else [end]
     if status.growth is not None:
         moments.append(status.growth.since + policy.scale_up_stable_seconds)
     if status.reshard is not None and status.reshard.retry_time is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.spec import Spec, SpecError, parse_spec
-from elastic_operator.api.status import Phase, Status
+from elastic_operator.api.status import Current, Phase, Status
 from elastic_operator.manifests.attempt import JobRef, build_owned_metadata
 from elastic_operator.observed.ownership import is_controlled_by
 from elastic_operator.reconcile.actions import Decision
@@ -75,6 +75,20 @@ def effective_spec(spec: Spec, record: Record) -> Spec:
     """
     suspend = spec.suspend or record.suspends or record.status.phase == Phase.SUSPENDED
     return dataclasses.replace(spec, suspend=suspend)
+
+
+def describe_edit(current: Current, spec: Spec) -> str:
+    """Return a clause for an event: what was edited since an attempt was planned, as far as the status knows it."""
+    length = spec.model.sequence_length if spec.model is not None else 0
+    changes = [
+        f"{name} changed from {before} to {after}"
+        for name, before, after in (
+            ("spec.batch.globalSamples", current.global_samples, spec.batch.global_samples),
+            ("spec.model.sequenceLength", current.sequence_length, length),
+        )
+        if before and after and before != after
+    ]
+    return "the spec was edited" + (f" ({', '.join(changes)})" if changes else "")
 
 
 def merge_rejected_spec(refused: Decision, accepted: Decision) -> Decision:

@@ -41,6 +41,7 @@ from elastic_operator.reconcile.context import (
     select_stale_pods,
     select_stuck_pods,
 )
+from elastic_operator.reconcile.effective_spec import describe_edit
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
 from reshard.contract import ExitCode, ReshardReport
 
@@ -103,7 +104,7 @@ def _launch(context: Context, status: Status, current: Current, open_recovery: b
 def _replan(context: Context, status: Status, current: Current) -> Status | None:
     """Drop the plan if it has become impossible; return None if it is still valid."""
     if current.spec_hash != spec_hash(context.spec):
-        context.emit("SpecChanged", f"attempt {status.attempt} gets a new plan: the spec was edited")
+        context.emit("SpecChanged", f"attempt {status.attempt} gets a new plan: {describe_edit(current, context.spec)}")
         return _forget_plan(status)
     pods = [pod for pod in context.world.pods if pod.role == RESHARD and pod.attempt == status.attempt]
     lost = find_lost_nodes(context, status)

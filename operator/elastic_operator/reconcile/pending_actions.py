@@ -30,11 +30,16 @@ from elastic_operator.reconcile.context import (
     is_checkpoint_read_by_others,
     select_stuck_pods,
 )
+from elastic_operator.reconcile.lifetime.expiry import delete_if_expired
+from elastic_operator.reconcile.lifetime.kept_logs import select_kept_attempts
 from reshard.contract import LeaseKey, Request
 
 
 def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
     """Return every action that has to be performed now."""
+    deletion = delete_if_expired(context, status)
+    if deletion is not None:
+        return (deletion,)
     if status.phase == Phase.COMPLETE:
         return (*_stop_reshard(context, status), *_revoke_completed(context, status))
     return (*_stop_attempts(context, status), *_stop_reshard(context, status), *_continue_attempt(context, status))
@@ -52,17 +57,20 @@ def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
         if attempt in stopping and lease.get(LeaseKey.REQUEST) != Request.STOP
     )
     # Delete the Job first, because it would create new pods for deleted ones.
-    # A failed resource keeps its last Job, so that people can read the logs of its pods. A Job with a failed pod
+    # A failed attempt keeps its Job for a while, so that people can read the logs of its pods. A Job with a failed pod
     # creates no new ones: its backoffLimit is 0, even if the Job controller has not marked the Job as failed yet.
     failed_attempts = {pod.attempt for pod in pods if pod.phase == "Failed"}
     keep_logs = status.phase == Phase.FAILED
-    yield from (
-        DeleteJob(name=job.name, uid=job.uid)
+    kept_attempts = select_kept_attempts(context, status)
+    superfluous = [
+        job
         for job in jobs
-        if not job.deleting and not (keep_logs and (job.failed or job.complete or job.attempt in failed_attempts))
-    )
+        if job.attempt not in kept_attempts
+        and not (keep_logs and (job.failed or job.complete or job.attempt in failed_attempts))
+    ]
+    yield from (DeleteJob(name=job.name, uid=job.uid) for job in superfluous if not job.deleting)
     yield from _delete_pods(context, status, pods)
-    attempts = {job.attempt for job in jobs} | {lease for lease in context.world.leases if lease != keep}
+    attempts = {job.attempt for job in superfluous} | {lease for lease in context.world.leases if lease != keep}
     job = context.job
     yield from (RevokeAttempt(name=attempt_name(job.name, attempt), owner=job.uid) for attempt in sorted(attempts))
 

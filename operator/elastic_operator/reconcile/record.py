@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic_operator.api.serialization import parse_time, to_wire
 from elastic_operator.api.spec import NotPermittedError, Spec, SpecError, parse_spec
+from elastic_operator.api.spec_model import OPERATOR_NAME
 from elastic_operator.api.status import Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import DRAIN_REQUESTED, RETRY_REQUESTED, JobRef
@@ -27,6 +28,7 @@ class Record:
         spec: the parsed spec, or why it is invalid.
         suspends: True if `spec.suspend` is true in the resource, even if the rest of the spec is invalid.
         deleting: True if the resource is being deleted; the operator does nothing more for it.
+        is_managed_elsewhere: True if `spec.managedBy` names another controller; the operator does nothing at all then.
         problems: fields of the stored status that are invalid and left out of `status` (`status_reader`).
         lost: those of `problems` that every decision needs.
         version: resourceVersion that this was read from; ignored in comparisons.
@@ -37,6 +39,7 @@ class Record:
     spec: Spec | SpecError
     suspends: bool = False
     deleting: bool = False
+    is_managed_elsewhere: bool = False
     problems: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     version: str = dataclasses.field(default="", compare=False)
@@ -75,6 +78,7 @@ def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Re
         drain_request=annotations.get(DRAIN_REQUESTED, "")[:_TOKEN_LENGTH],
         retry_request=annotations.get(RETRY_REQUESTED, "")[:_TOKEN_LENGTH],
         created_at=parse_time(meta.get("creationTimestamp")),
+        version=meta.get("resourceVersion") or "",
     )
     is_same_generation = before is not None and (before.job.uid, before.job.generation) == (job.uid, job.generation)
     return Record(
@@ -83,6 +87,7 @@ def read_record(resource: Mapping[str, Any], before: Record | None = None) -> Re
         spec=before.spec if is_same_generation and before is not None else _parse_spec(resource["spec"]),
         suspends=resource["spec"].get("suspend") is True,
         deleting=bool(meta.get("deletionTimestamp")),
+        is_managed_elsewhere=is_managed_elsewhere(resource["spec"]),
         problems=stored.problems,
         lost=stored.lost,
         version=meta.get("resourceVersion") or "",
@@ -128,6 +133,12 @@ def _steering_fields(status: Status) -> tuple[Any, ...]:
 
 def _step(status: Status) -> int:
     return status.progress.step if status.progress is not None else 0
+
+
+def is_managed_elsewhere(spec: Mapping[str, Any]) -> bool:
+    """Return whether another controller manages the resource; read apart from the spec, which may be invalid."""
+    manager = spec.get("managedBy")
+    return isinstance(manager, str) and manager not in ("", OPERATOR_NAME)
 
 
 def _parse_spec(wire: Mapping[str, Any]) -> Spec | SpecError:

@@ -14,7 +14,7 @@ from elastic_operator.observed.observation import LeaseView, PodView
 from elastic_operator.observed.placement.schedulability import tolerates
 from elastic_operator.observed.signals import KINDS, Kind, Signal, Verdict, detect_pod_signals
 from elastic_operator.planning import growth, planner
-from elastic_operator.reconcile import goodput, next_attempt, progress, recovery
+from elastic_operator.reconcile import effective_spec, goodput, next_attempt, progress, recovery
 from elastic_operator.reconcile.context import (
     Context,
     find_avoided_nodes,
@@ -230,7 +230,7 @@ def _consider_change(
         nodes = tuple(sorted({signal.node for signal in verdict.planned if signal.node}))
         return start_drain(context, status, first.kind, first.message, nodes)
     if not is_node_count_permitted(context, current) or current.spec_hash != spec_hash(context.spec):
-        return start_drain(context, status, "SpecChanged", "the spec was edited")
+        return start_drain(context, status, "SpecChanged", effective_spec.describe_edit(current, context.spec))
     if current.first_step_time is None or lease is None or lease.phase != TrainerPhase.TRAINING:
         return status
     return consider_growth(context, status, current)

@@ -69,4 +69,6 @@ def handle_retry(context: Context, status: Status) -> Status:
         restart_budget=RestartBudget(),
         failure_counts=(),
         finish_time=None,
+        active_since=None,
+        active_seconds=0.0,
     )

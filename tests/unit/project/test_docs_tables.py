@@ -170,6 +170,17 @@ def test_every_failure_that_is_tested_on_a_cluster_has_a_row() -> None:
     assert missing == {}
 
 
+def test_every_signal_ends_an_attempt_in_a_test_on_a_cluster() -> None:
+    table = {signal: cell for signal, _, cell in rows(section(FAILURES, "Signals"))}
+    assert list(table) == [name for names, *_ in rows(section(OPERATIONS, "Signals")) for name in names.split(", ")]
+    assert set(table) == set(Kind)
+    helpers = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/cluster").glob("[!t]*.py"))
+    known = known_tests()
+    for signal, cell in table.items():
+        (name,) = re.findall(r"`(test_\w+)`", cell)
+        assert f'"{signal}"' in known[name][0].module + helpers, f"{name} never names {signal}"
+
+
 def test_the_values_of_the_chart_have_the_defaults_that_the_page_says() -> None:
     chart = yaml.safe_load((ROOT / "charts/elastic-training-operator/values.yaml").read_text(encoding="utf-8"))
     told = rows(section((ROOT / "docs/install.md").read_text(encoding="utf-8"), "Values that matter"))

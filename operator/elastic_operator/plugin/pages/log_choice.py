@@ -78,7 +78,10 @@ def _none(name: str, status: Status, pods: Sequence[PodView], attempt: int, want
         return f"{name} has had {pluralize(status.attempt, 'attempt')}, there is no attempt {wanted.attempt}"
     if attempts:
         there = f"those of attempt {', '.join(map(str, attempts))} are there"
-        return f"the pods of attempt {attempt} of {name} were removed when the next one was planned; {there}"
+        return (
+            f"the pods of attempt {attempt} of {name} are gone: only pods that failed by themselves stay, those of the "
+            f"last failed attempts (spec.failedAttemptsHistoryLimit); {there}"
+        )
     if status.attempt == 0:
         return f"{name} has not started anything yet: `kubectl etj status {name}` says why"
     if status.phase == Phase.SUSPENDED:

@@ -13,6 +13,7 @@ from elastic_operator.api.status import Phase, Status
 from elastic_operator.observed.pod_diagnosis import LAUNCH_REFUSED, POD_STUCK, PODS_REFUSED
 from elastic_operator.observed.signals import Kind
 from elastic_operator.plugin.pages.text import format_age, format_size, pluralize
+from elastic_operator.reconcile.record import is_managed_elsewhere
 
 SILENT_SECONDS = 15.0
 """Age of a job without status after which the page asks whether the operator is running."""
@@ -59,6 +60,8 @@ def explain_wait(resource: Mapping[str, Any], spec: Spec | None, problem: str, s
         now: current time in seconds since the epoch.
     """
     meta = resource["metadata"]
+    if is_managed_elsewhere(resource["spec"]):
+        return Waiting(doing=f"{resource['spec']['managedBy']} manages this job (spec.managedBy), not elastic-operator")
     if not resource.get("status"):
         created = parse_time(meta.get("creationTimestamp"))
         since = None if created is None else now - created

@@ -52,7 +52,7 @@ def test_the_pod_that_matters(pods: list[PodView], wanted: LogQuery, name: str) 
 ENDED = Recovery(cause="PodFailed", message="pod gpt-a1-0 failed with exit code 7")
 REFUSALS = [
     (Status(attempt=2, phase=Phase.RUNNING), RUNNING, LogQuery(attempt=1),
-     "removed when the next one was planned; .*2"),
+     "only pods that failed by themselves stay.*; .*2"),
     (Status(attempt=2, phase=Phase.RUNNING), RUNNING, LogQuery(attempt=3), "has had 2 attempts, there is no attempt 3"),
     (Status(attempt=2, phase=Phase.RUNNING), RUNNING, LogQuery(index=7), "no pod 7; it has 0, 1, 2"),
     (Status(attempt=2, phase=Phase.RUNNING), RUNNING, LogQuery(rank=6), "no pod 3; it has 0, 1, 2"),

@@ -116,6 +116,12 @@ def test_a_waiting_job_tells_every_factor_and_how_to_ask_for_more() -> None:
     assert "kubectl etj plan gpt --add 1" in job.now.advice
 
 
+def test_a_job_of_another_controller_says_whose_it_is() -> None:
+    job = copy.deepcopy(RECORDED[STAGES[0]]["job"])
+    job["spec"]["managedBy"] = "kueue.x-k8s.io/multikueue"
+    assert "kueue.x-k8s.io/multikueue manages this job" in make_report(job, 0.0).now.doing
+
+
 @pytest.mark.parametrize(("seconds", "advice"), [(3, ""), (60, "is elastic-operator running")])
 def test_a_job_that_no_operator_has_seen_says_so(seconds: float, advice: str) -> None:
     resource = copy.deepcopy(RECORDED["starting"]["job"])

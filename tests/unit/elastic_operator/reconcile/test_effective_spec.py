@@ -10,16 +10,18 @@ import pytest
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.spec import Spec, SpecError, parse_spec
 from elastic_operator.api.status import Current, Phase, Status
+from elastic_operator.observed.observation import Observation
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import effective_spec
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.decide import refuse
 from elastic_operator.reconcile.record import read_record
-from tests.unit.elastic_operator.reconcile.test_decide_phases import JOB, NOW, SPEC, look, lost_node, settled
+from tests.unit.elastic_operator.reconcile.test_decide_phases import JOB, NOW, SPEC, look, lost_node, nodes, settled
 
 EDITED = dataclasses.replace(JOB, generation=JOB.generation + 1)
 PROBLEM = SpecError(["spec.nodes: min is 4, above max 3"])
 
+EMPTY = Observation(nodes=nodes("n1", "n2", "n3"))
 PLANNED = Current(topology={}, num_nodes=1, gpus_per_node=1)
 
 
@@ -127,3 +129,45 @@ def test_only_what_has_been_launched_goes_on_by_an_older_spec(changes: dict[str,
 
 def test_what_runs_goes_on_by_an_older_spec() -> None:
     assert effective_spec.is_accepted_spec_needed(settled())
+
+
+MODEL = {
+    "parameters": 1.0e6, "layers": 6, "hiddenSize": 128, "attentionHeads": 4, "vocabSize": 256, "sequenceLength": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("known", "edit", "told"),
+    [
+        pytest.param(
+            {"global_samples": 20},
+            {"batch": {"globalSamples": 40, "microSamples": 2}},
+            " (spec.batch.globalSamples changed from 20 to 40)",
+            id="a batch ramp",
+        ),
+        pytest.param(
+            {"global_samples": 20, "sequence_length": 32},
+            {"model": MODEL},
+            " (spec.model.sequenceLength changed from 32 to 64)",
+            id="longer samples",
+        ),
+        pytest.param({"global_samples": 20}, {"model": MODEL}, "", id="the first facts about the model"),
+        pytest.param({}, {"batch": {"globalSamples": 40}}, "", id="an attempt that an older operator planned"),
+    ],
+)
+def test_an_edit_of_facts_is_a_planned_change_that_says_what_has_changed(
+    known: dict[str, int], edit: dict[str, Any], told: str
+) -> None:
+    status = settled()
+    assert status.current is not None
+    status = dataclasses.replace(status, current=dataclasses.replace(status.current, **known))
+    decision = look(status, **edit)
+    assert decision.status.drain is not None
+    assert (decision.status.drain.cause, decision.status.drain.message) == ("SpecChanged", f"the spec was edited{told}")
+
+
+def test_the_next_attempt_trains_with_the_new_facts() -> None:
+    batch = {"globalSamples": 40, "microSamples": 2}
+    status = look(dataclasses.replace(settled(), current=None), EMPTY, batch=batch, model=MODEL).status
+    assert status.current is not None
+    assert (status.attempt, status.current.global_samples, status.current.sequence_length) == (2, 40, 64)
