@@ -50,6 +50,9 @@ ROLE = ResourceKind("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING = ResourceKind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
 NODE = ResourceKind("", "v1", "Node", "nodes")
 DISRUPTION_BUDGET = ResourceKind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
+WORKLOAD = ResourceKind("kueue.x-k8s.io", "v1beta2", "Workload", "workloads")
+FLAVOR = ResourceKind("kueue.x-k8s.io", "v1beta2", "ResourceFlavor", "resourceflavors")
+QUEUE_PRIORITY = ResourceKind("kueue.x-k8s.io", "v1beta2", "WorkloadPriorityClass", "workloadpriorityclasses")
 SELF_REVIEW = ResourceKind("authentication.k8s.io", "v1", "SelfSubjectReview", "selfsubjectreviews")
 
 
@@ -75,4 +78,5 @@ BY_KIND: dict[str, ResourceKind] = {
     "RoleBinding": ROLE_BINDING,
     "Service": SERVICE,
     "ServiceAccount": ACCOUNT,
+    "Workload": WORKLOAD,
 }

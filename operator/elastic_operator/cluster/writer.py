@@ -25,6 +25,7 @@ from elastic_operator.client.resources import (
     ROLE_BINDING,
     SERVICE,
     TRAINING_JOB,
+    WORKLOAD,
     ResourceKind,
 )
 from elastic_operator.cluster.reader import ClusterReader
@@ -38,8 +39,10 @@ from elastic_operator.reconcile.actions import (
     Create,
     DeleteJob,
     DeletePod,
+    DeleteWorkload,
     Event,
     LaunchAttempt,
+    PatchWorkload,
     ReleaseCommits,
     RequestDrain,
     RequestStop,
@@ -142,6 +145,29 @@ class ClusterWriter:
                 await self._annotate(namespace, lease, uid, LeaseKey.REQUEST, Request.STOP)
             case ReleaseCommits(lease=lease, uid=uid, names=names):
                 await self._annotate(namespace, lease, uid, LeaseKey.RELEASED, format_released(names))
+            case DeleteWorkload(name=name, uid=uid):
+                await self._delete_known(WORKLOAD, namespace, name, uid)
+            case PatchWorkload():
+                await self._patch_workload(namespace, action)
+
+    async def _patch_workload(self, namespace: str, action: PatchWorkload) -> None:
+        """Change a Workload that nobody has changed since it was read."""
+        guard = {"uid": action.uid, "resourceVersion": action.version}
+        changes = {**action.changes, "metadata": {**action.changes.get("metadata", {}), **guard}}
+        self._fence()
+        try:
+            await self._client.patch(
+                WORKLOAD,
+                action.name,
+                changes,
+                namespace=namespace,
+                subresource=action.subresource,
+                fieldManager=MANAGER,
+            )
+        except ApiError as error:
+            if error.code in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):
+                raise ConflictError(str(error)) from error
+            raise
 
     async def post_event(self, resource: Mapping[str, Any], event: Event, now: float) -> None:
         """Post an Event about the resource; if the same Event was posted before, only raise its count.

@@ -30,7 +30,6 @@ _VOLUME = "etj-checkpoint"
 _SCRATCH_VOLUME = "etj-scratch"
 SCRATCH_MOUNT = "/etj-scratch"
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_PROPAGATED_LABELS = ("kueue.x-k8s.io/",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +157,7 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _meta(job, name, attempt, "worker", propagated=_select_propagated_labels(job)),
+        "metadata": _meta(job, name, attempt, "worker"),
         "spec": {
             "completions": current.num_nodes,
             "parallelism": current.num_nodes,
@@ -226,9 +225,7 @@ def reshard_job(
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _meta(
-            job, reshard_name(job.name, attempt), attempt, "reshard", propagated=_select_propagated_labels(job)
-        ),
+        "metadata": _meta(job, reshard_name(job.name, attempt), attempt, "reshard"),
         "spec": {
             **(_share_conversion(count) if count > 1 else {"backoffLimit": 0}),
             "activeDeadlineSeconds": spec.reshard.timeout_seconds,
@@ -433,10 +430,8 @@ def build_owned_metadata(job: JobRef, name: str) -> dict[str, Any]:
     return _owned(job, name, _common(job))
 
 
-def _meta(
-    job: JobRef, name: str, attempt: int, role: str = "", propagated: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    return _owned(job, name, {**(propagated or {}), **_labels(job, attempt, role)})
+def _meta(job: JobRef, name: str, attempt: int, role: str = "") -> dict[str, Any]:
+    return _owned(job, name, _labels(job, attempt, role))
 
 
 def _owned(job: JobRef, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -467,7 +462,3 @@ def _common(job: JobRef) -> dict[str, str]:
         "app.kubernetes.io/managed-by": MANAGER,
         str(Label.JOB): job.name,
     }
-
-
-def _select_propagated_labels(job: JobRef) -> dict[str, str]:
-    return {key: value for key, value in job.labels.items() if key.startswith(_PROPAGATED_LABELS)}

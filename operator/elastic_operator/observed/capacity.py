@@ -56,6 +56,7 @@ class Capacity:
         pool: nodes that are counted once for all jobs.
         without: nodes of `pool` that this job may not use, or that are in `nodes`.
         max_accelerators: quota for the whole job; None for no limit.
+        max_nodes: number of nodes for which a queueing system has admitted the job; None for no limit.
         shortages: resource that a node lacks for a pod, of the nodes that are counted for this job alone.
     """
 
@@ -63,6 +64,7 @@ class Capacity:
     pool: Pool = NO_POOL
     without: frozenset[str] = frozenset()
     max_accelerators: int | None = None
+    max_nodes: int | None = None
     shortages: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def sorted_nodes(self) -> tuple[NodeCapacity, ...]:
@@ -82,6 +84,8 @@ class Capacity:
         """Count the pods with `per_node` accelerators that fit, within the quota."""
         barred = sum(self.pool.free.get(name, 0) >= per_node for name in self.without) if per_node > 0 else 0
         count = self.pool.num_with(per_node) - barred + sum(node.free >= per_node for node in self.nodes)
+        if self.max_nodes is not None:
+            count = min(count, self.max_nodes)
         return count if self.max_accelerators is None else min(count, max(0, self.max_accelerators) // per_node)
 
     def __str__(self) -> str:
@@ -89,6 +93,7 @@ class Capacity:
         total = self.pool.total - sum(barred) + sum(node.free for node in self.nodes)
         count = len(self.pool.free) - len(barred) + len(self.nodes)
         quota = "" if self.max_accelerators is None else f", quota {self.max_accelerators}"
+        quota += "" if self.max_nodes is None else f", admitted for {self.max_nodes} nodes"
         shared = (resource for node, resource in self.pool.shortages.items() if node not in self.without)
         totals = collections.Counter([*shared, *self.shortages.values()])
         texts = [f"too {'few' if name == PODS else 'little'} {name} on {n} more" for name, n in sorted(totals.items())]

@@ -94,7 +94,44 @@ class ReleaseCommits:
     uid: str = ""
 
 
-Action = Create | LaunchAttempt | DeleteJob | DeletePod | RevokeAttempt | RequestDrain | RequestStop | ReleaseCommits
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PatchWorkload:
+    """Merge changes into a Workload of Kueue, if nobody has changed it since it was read.
+
+    Attributes:
+        uid: of the Workload.
+        version: its resourceVersion.
+        changes: what to merge.
+        subresource: `status`, or empty.
+    """
+
+    name: str
+    uid: str
+    version: str
+    changes: Mapping[str, Any]
+    subresource: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteWorkload:
+    """Delete a Workload of Kueue. `uid` guards against deleting a successor of the same name."""
+
+    name: str
+    uid: str
+
+
+Action = (
+    Create
+    | LaunchAttempt
+    | DeleteJob
+    | DeletePod
+    | RevokeAttempt
+    | RequestDrain
+    | RequestStop
+    | ReleaseCommits
+    | PatchWorkload
+    | DeleteWorkload
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

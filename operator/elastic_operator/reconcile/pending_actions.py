@@ -30,14 +30,21 @@ from elastic_operator.reconcile.context import (
     is_checkpoint_read_by_others,
     select_stuck_pods,
 )
+from elastic_operator.reconcile.queueing.workload_actions import workload_actions
 from reshard.contract import LeaseKey, Request
 
 
 def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
     """Return every action that has to be performed now."""
+    quota = workload_actions(context, status)
     if status.phase == Phase.COMPLETE:
-        return (*_stop_reshard(context, status), *_revoke_completed(context, status))
-    return (*_stop_attempts(context, status), *_stop_reshard(context, status), *_continue_attempt(context, status))
+        return (*_stop_reshard(context, status), *_revoke_completed(context, status), *quota)
+    return (
+        *_stop_attempts(context, status),
+        *_stop_reshard(context, status),
+        *_continue_attempt(context, status),
+        *quota,
+    )
 
 
 def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
@@ -127,7 +134,7 @@ def _continue_attempt(context: Context, status: Status) -> Iterator[Action]:
 def _keep_running(context: Context, status: Status, current: Current) -> Iterator[Action]:
     if not current.job_uid and context.world.job(status.attempt) is None:
         heartbeat = context.limits.heartbeat_seconds
-        manifests = attempt_objects(context.job, context.spec, status.attempt, current, heartbeat)
+        manifests = attempt_objects(context.job, context.placed_spec, status.attempt, current, heartbeat)
         lost = tuple(sorted(find_lost_nodes(context, status)))
         yield LaunchAttempt(
             attempt=status.attempt,
@@ -153,7 +160,7 @@ def _reshard(context: Context, status: Status, current: Current) -> Iterator[Act
         mode = reshard_mode.conversion_request(context.spec, status, current).arguments
         manifest = reshard_job(
             context.job,
-            context.spec,
+            context.placed_spec,
             status.attempt,
             current,
             context.reshard_image,
