@@ -11,6 +11,7 @@ from typing import NamedTuple
 GROUP = "elastictraining.dev"
 RBAC = "rbac.authorization.k8s.io"
 COORDINATION = "coordination.k8s.io"
+KUEUE = "kueue.x-k8s.io"
 
 
 class Right(NamedTuple):
@@ -59,6 +60,15 @@ JOBS: dict[tuple[str, str], dict[str, str]] = {
     ("policy", "poddisruptionbudgets"): _PART_OF_AN_ATTEMPT,
     (RBAC, "roles"): _PART_OF_AN_ATTEMPT,
     (RBAC, "rolebindings"): _PART_OF_AN_ATTEMPT,
+    (KUEUE, "workloads"): {
+        "get": "whose it is, where its name is taken",
+        "list": "what Kueue says about a job",
+        "watch": "when Kueue admits or evicts a job",
+        "create": "a job asks for quota",
+        "patch": "a job is suspended, or asks for something else",
+        "delete": "a replaced one, or one of a job that has left its queue",
+    },
+    (KUEUE, "workloads/status"): {"patch": "quota is given back, a job has ended, its pods have started"},
     (COORDINATION, "leases"): {
         "get": f"{_WHOSE}; handed on to the attempt's pods",
         "list": "a fresh look",
@@ -87,6 +97,8 @@ CLUSTER: dict[tuple[str, str], dict[str, str]] = {
         "list": "whether the kind is there",
         "watch": "when it comes, goes or changes",
     },
+    (KUEUE, "resourceflavors"): {"get": "which nodes an admitted job may use"},
+    (KUEUE, "workloadpriorityclasses"): {"get": "what the priority of a job is worth"},
 }
 """Everywhere."""
 
