@@ -391,8 +391,7 @@ class Spec:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(alias_generator=to_camel_case)
 
     suspend: Flag = False
-    """If true, the training commits and stops, and the job holds no GPUs until it is false again. Default false.
-    """
+    """If true, the training commits and stops, and the job holds no GPUs until it is false again. Default false."""
     accelerator: Accelerator
     """Kind of accelerators, and their number in one pod."""
     nodes: Nodes
