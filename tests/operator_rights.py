@@ -91,6 +91,12 @@ JOBS: dict[tuple[str, str], dict[str, str]] = {
 }
 """In the namespaces of the jobs: all, or those of `watchNamespaces`."""
 
+GANG: dict[tuple[str, str], dict[str, str]] = {
+    (group, "podgroups"): _PART_OF_AN_ATTEMPT
+    for group in ("scheduling.k8s.io", "scheduling.x-k8s.io", "scheduling.volcano.sh")
+}
+"""In the namespaces of the jobs too, with `rbac.podGroups`."""
+
 CLUSTER: dict[tuple[str, str], dict[str, str]] = {
     ("", "nodes"): {"list": "which nodes there are", "watch": "how they fare"},
     ("apiextensions.k8s.io", "customresourcedefinitions"): {

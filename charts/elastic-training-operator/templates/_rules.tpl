@@ -55,6 +55,13 @@ another one the requests that the operator makes.
   verbs: [get, list, create, patch]
 {{- end -}}
 
+{{/* The same where jobs may have spec.gang. The kind is another one in each group. */}}
+{{- define "etj.gangRules" -}}
+- apiGroups: [scheduling.k8s.io, scheduling.x-k8s.io, scheduling.volcano.sh]
+  resources: [podgroups]
+  verbs: [get, create, delete]
+{{- end -}}
+
 {{/* What it has to read outside of them. */}}
 {{- define "etj.clusterRules" -}}
 - apiGroups: [""]

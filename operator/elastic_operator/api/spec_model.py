@@ -55,6 +55,14 @@ class Strategy(enum.StrEnum):
     RANKED = "Ranked"
 
 
+class Gang(enum.StrEnum):
+    """Scheduler whose PodGroups let the pods of an attempt start together or not at all."""
+
+    KUBERNETES = "Kubernetes"
+    COSCHEDULING = "Coscheduling"
+    VOLCANO = "Volcano"
+
+
 class Activations(enum.StrEnum):
     """Activations that the backward pass recomputes."""
 
@@ -413,6 +421,11 @@ class Spec:
     """Conversion of a checkpoint to another topology."""
     recovery: RecoverySpec = RecoverySpec()
     """Detection of failures, and the answer to them."""
+    gang: Annotated[Gang | None, ABSENT] = None
+    """Scheduler whose PodGroups let all pods of an attempt start together or none: Kubernetes (scheduling.k8s.io,
+    behind feature gates), Coscheduling (scheduling.x-k8s.io; set schedulerName of the template) or Volcano
+    (scheduling.volcano.sh). Without it, pods are scheduled one by one.
+    """
     template: Annotated[Mapping[str, Any], CheckedAs(TrainingPodTemplate), OPEN]
     """PodTemplateSpec of the training pods. The first container trains; the operator adds environment, accelerators,
     and the checkpoint claim at /checkpoint.

@@ -14,7 +14,6 @@ from elastic_operator.client.api_client import KubernetesClient
 from elastic_operator.client.api_errors import ApiError
 from elastic_operator.client.resources import (
     ACCOUNT,
-    BY_KIND,
     DISRUPTION_BUDGET,
     EVENT,
     JOB,
@@ -27,6 +26,7 @@ from elastic_operator.client.resources import (
     TRAINING_JOB,
     WORKLOAD,
     ResourceKind,
+    kind_of,
 )
 from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.manifests.attempt import MANAGER, JobRef
@@ -135,8 +135,11 @@ class ClusterWriter:
                 await self._delete_known(JOB, namespace, name, uid, propagationPolicy="Background")
             case DeletePod(name=name, uid=uid, grace_seconds=seconds):
                 await self._delete_known(POD, namespace, name, uid, gracePeriodSeconds=seconds)
-            case RevokeAttempt(name=name, owner=owner):
+            case RevokeAttempt(name=name, owner=owner, gang=gang):
                 await self._delete_disruption_budget(namespace, name, owner)
+                if gang:
+                    kind = kind_of({"apiVersion": gang, "kind": "PodGroup"})
+                    await self._delete_owned(kind, namespace, name, owner)
                 for kind in (ROLE_BINDING, ROLE, ACCOUNT, SERVICE, LEASE):
                     await self._delete_owned(kind, namespace, name, owner)
             case RequestDrain(lease=lease, uid=uid):
@@ -282,7 +285,7 @@ class ClusterWriter:
             ConflictError: an object of this name was deleted just now.
             NameTakenError: an object of this name exists, and the resource does not control it.
         """
-        kind, meta = BY_KIND[manifest["kind"]], manifest["metadata"]
+        kind, meta = kind_of(manifest), manifest["metadata"]
         self._fence()
         try:
             await self._client.create(kind, manifest, fieldManager=MANAGER)

@@ -16,6 +16,7 @@ from typing import Any
 
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Current, short
+from elastic_operator.manifests.gang import join_gang, pod_group
 from elastic_operator.manifests.reshard_pod import ReshardImage, reshard_template
 from reshard.contract import GROUP, KIND, VERSION, Env, Label
 
@@ -128,6 +129,7 @@ def attempt_objects(
         _service(job, name, attempt),
         _lease(job, name, attempt, heartbeat_seconds),
         *([_disruption_budget(job, name, attempt, current)] if spec.recovery.pod_disruption_budget else []),
+        *([pod_group(spec.gang, _meta(job, name, attempt), current.num_nodes)] if spec.gang is not None else []),
         training_job(job, spec, attempt, current, heartbeat_seconds),
     ]
 
@@ -143,6 +145,8 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     pod["automountServiceAccountToken"] = True
     _mount_claim(pod, spec.checkpoint.claim_name)
     _avoid_nodes(pod, current.avoid)
+    if spec.gang is not None:
+        join_gang(template, spec.gang, name)
     if spec.reshard.may_be_virtual:
         _add_scratch(pod)
     main = pod["containers"][0]

@@ -59,10 +59,14 @@ class RevokeAttempt:
     """Fence a stopped attempt: revoke its access to its Lease, then delete its other objects.
 
     Only objects that the resource with the UID `owner` controls are deleted; another owner may use the same name.
+
+    Attributes:
+        gang: API version of its PodGroup; empty if it has none.
     """
 
     name: str
     owner: str
+    gang: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

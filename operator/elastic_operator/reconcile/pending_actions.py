@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from elastic_operator.api.status import Current, Phase, Status
 from elastic_operator.manifests.attempt import attempt_name, attempt_objects, reshard_job
+from elastic_operator.manifests.gang import API_VERSIONS
 from elastic_operator.observed.commit_history import format_released
 from elastic_operator.observed.observation import RESHARD, WORKER, JobView, PodView
 from elastic_operator.reconcile import reshard_mode
@@ -71,14 +72,23 @@ def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
     yield from _delete_pods(context, status, pods)
     attempts = {job.attempt for job in jobs} | {lease for lease in context.world.leases if lease != keep}
     job = context.job
-    yield from (RevokeAttempt(name=attempt_name(job.name, attempt), owner=job.uid) for attempt in sorted(attempts))
+    yield from (
+        RevokeAttempt(name=attempt_name(job.name, attempt), owner=job.uid, gang=_gang(context))
+        for attempt in sorted(attempts)
+    )
 
 
 def _revoke_completed(context: Context, status: Status) -> Iterator[Action]:
     """Delete the objects of a completed attempt, except its Job, so that no PodDisruptionBudget stays behind."""
     pods = context.world.workers(status.attempt)
     if status.attempt in context.world.leases and all(pod.terminal for pod in pods):
-        yield RevokeAttempt(name=attempt_name(context.job.name, status.attempt), owner=context.job.uid)
+        name = attempt_name(context.job.name, status.attempt)
+        yield RevokeAttempt(name=name, owner=context.job.uid, gang=_gang(context))
+
+
+def _gang(context: Context) -> str:
+    gang = context.spec.gang
+    return API_VERSIONS[gang] if gang is not None else ""
 
 
 def _stop_reshard(context: Context, status: Status) -> Iterator[Action]:
