@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def ensure() -> None:
 
 
 def start(**configuration: Any) -> None:
-    """Install Kueue's kinds and webhooks, and run the manager until `stop`.
+    """Install Kueue's kinds and webhooks on the test bed, and run the manager until `stop`.
 
     Args:
         configuration: fields of Kueue's Configuration, in the place of those of `_configure`.
@@ -84,24 +85,86 @@ def start(**configuration: Any) -> None:
     Raises:
         TestbedError: no test bed is up, or the manager did not start.
     """
+    init = machine.init_pid(CONTROL_PLANE)
+    if init is None:
+        raise TestbedError("the control plane is not on: run `python -m testbed up`")
     ensure()
     stop()
-    kubectl = Kubectl(kubeconfig())
     place = run_dir() / "kueue"
+    hooks = _install(Kubectl(kubeconfig()), place, configuration)
+    log = run_dir() / "log" / CONTROL_PLANE / "kueue.log"
+    log.unlink(missing_ok=True)
+    script = _write_script(place, kubeconfig())
+    join = cgroups.join_command(machine.cgroups_path(CONTROL_PLANE))
+    enter = f"nsenter --target {init} --net --mount --pid unshare --mount bash {script}"
+    with open(log, "ab") as stream:
+        subprocess.Popen(
+            ["bash", "-c", f"{join} && exec {enter}"],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            cwd="/",
+        )
+    _serve(Kubectl(kubeconfig()), hooks, log)
+
+
+@contextlib.contextmanager
+def beside(config: Path, place: Path, **configuration: Any) -> Iterator[None]:
+    """Run Kueue beside a lone API server on this machine (`benchmarks.apiserver`), for the time of the context.
+
+    Args:
+        config: the admin's kubeconfig.
+        place: folder for keys and the log.
+        configuration: fields of Kueue's Configuration, in the place of those of `_configure`.
+
+    Raises:
+        TestbedError: there is no Kueue, or the manager did not start.
+    """
+    ensure()
+    kubectl = Kubectl(config)
+    hooks = _install(kubectl, place, configuration)
+    log = place / "kueue.log"
+    with open(log, "ab") as stream:
+        # The kernel ends it with this process, also after SIGKILL.
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "bash", str(_write_script(place, config))]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+        try:
+            _serve(kubectl, hooks, log)
+            yield
+        finally:
+            process.kill()
+            process.wait(timeout=20)
+
+
+def _install(kubectl: Kubectl, place: Path, configuration: dict[str, Any]) -> list[dict[str, Any]]:
+    """Create Kueue's kinds, keys and configuration; return the webhooks, for when somebody answers them."""
     authority = Authority(place / "pki")
     authority.issue("tls", common_name="kueue", server=True)
     kubectl("create", "namespace", NAMESPACE, check=False)
     objects = _objects((place / "pki/ca.crt").read_bytes())
     kinds = [item for item in objects if item["kind"] == "CustomResourceDefinition"]
-    hooks = [item for item in objects if item["kind"] != "CustomResourceDefinition"]
     kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump_all(kinds))
     for item in kinds:
         kubectl("wait", "--for=condition=Established", f"crd/{item['metadata']['name']}", "--timeout=60s")
-    config = place / "config.yaml"
-    config.write_text(yaml.safe_dump({**_configure(place / "pki"), **configuration}))
-    _launch(config, place)
-    # The API server refuses what a webhook must see while nobody answers it.
-    log = run_dir() / "log" / CONTROL_PLANE / "kueue.log"
+    (place / "config.yaml").write_text(yaml.safe_dump({**_configure(place / "pki"), **configuration}))
+    return [item for item in objects if item["kind"] != "CustomResourceDefinition"]
+
+
+def _write_script(place: Path, config: Path) -> Path:
+    """Write what runs the manager in a mount namespace of its own."""
+    script = place / "run.sh"
+    # Without certificates of its own it insists on a folder in /etc: it gets a private one.
+    script.write_text(
+        f"set -e\nmount -t tmpfs tmpfs /etc\nmkdir -p /etc/kueue/metrics\ncp -r {place}/pki /etc/kueue/metrics/certs\n"
+        f"export KUBECONFIG={config} POD_NAMESPACE={NAMESPACE}\n"
+        f"exec {program()} --config={place}/config.yaml --zap-log-level=2\n"
+    )
+    return script
+
+
+def _serve(kubectl: Kubectl, hooks: list[dict[str, Any]], log: Path) -> None:
+    """Wait until the manager answers, then send it the webhooks: the API server refuses what nobody answers for."""
     until(lambda: "Serving webhook server" in log.read_text(), what=f"Kueue's webhooks; see {log}", timeout_seconds=60)
     kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump_all(hooks))
 
@@ -145,32 +208,6 @@ def _configure(pki: Path) -> dict[str, Any]:
         "featureGates": {"VisibilityOnDemand": False},
         "integrations": {"frameworks": ["batch/job"]},
     }
-
-
-def _launch(config: Path, place: Path) -> None:
-    """Start the manager in the namespaces and the control group of the control plane's machine."""
-    init = machine.init_pid(CONTROL_PLANE)
-    if init is None:
-        raise TestbedError("the control plane is not on: run `python -m testbed up`")
-    log = run_dir() / "log" / CONTROL_PLANE / "kueue.log"
-    log.unlink(missing_ok=True)
-    # Without certificates of its own it insists on a folder in /etc: it gets a private one.
-    script = place / "run.sh"
-    script.write_text(
-        f"set -e\nmount -t tmpfs tmpfs /etc\nmkdir -p /etc/kueue/metrics\ncp -r {place}/pki /etc/kueue/metrics/certs\n"
-        f"export KUBECONFIG={kubeconfig()} POD_NAMESPACE={NAMESPACE}\n"
-        f"exec {program()} --config={config} --zap-log-level=2\n"
-    )
-    enter = f"nsenter --target {init} --net --mount --pid unshare --mount bash {script}"
-    with open(log, "ab") as stream:
-        subprocess.Popen(
-            ["bash", "-c", f"{cgroups.join_command(machine.cgroups_path(CONTROL_PLANE))} && exec {enter}"],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-            cwd="/",
-        )
 
 
 def _objects(authority: bytes) -> list[dict[str, Any]]:
