@@ -31,6 +31,10 @@ HASH = f"{GROUP}/workload-hash"
 PAUSED = f"{GROUP}/paused"
 """Annotation: the operator has deactivated the Workload, because spec.suspend is true."""
 POD_SET = "workers"
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+_TOPOLOGY = {"required": f"{KUEUE}/podset-required-topology", "preferred": f"{KUEUE}/podset-preferred-topology"}
+"""Annotations of the template that name a level of the topology, by the field of the request."""
+_UNCONSTRAINED = f"{KUEUE}/podset-unconstrained-topology"
 
 _OF_POD = (
     "nodeSelector", "affinity", "tolerations", "priorityClassName", "runtimeClassName", "overhead", "resources",
@@ -73,7 +77,7 @@ def workload_spec(job: JobRef, spec: Spec, *, least: int, most: int, priority: i
         "queueName": queue_of(job),
         **({"priorityClassRef": reference, "priority": priority} if name and priority is not None else {}),
         **({"maximumExecutionTimeSeconds": seconds} if seconds else {}),
-        "podSets": [{"name": POD_SET, "count": most, "minCount": least, "template": _template(spec)}],
+        "podSets": [{"name": POD_SET, "count": most, "minCount": least, **_pods(spec)}],
     }
 
 
@@ -106,17 +110,28 @@ def workload(
 
 def digest(spec: Mapping[str, Any]) -> str:
     """Return a digest of the spec of a Workload: of what each pod needs in which queue, a dash, of the whole."""
-    pods = [[spec["queueName"], item["template"]] for item in spec["podSets"]]
-    return f"{_hash(pods)}-{_hash(spec)}"
+    (pods,) = spec["podSets"]
+    kept = {key: value for key, value in pods.items() if key not in ("name", "count", "minCount")}
+    return f"{_hash([spec['queueName'], kept])}-{_hash(spec)}"
 
 
 def is_for_other_pods(text: str, job: JobRef, spec: Spec) -> bool:
     """Return whether a `digest` is that of a Workload for other pods, or for another queue, whatever their number."""
-    return text.partition("-")[0] != _hash([[queue_of(job), _template(spec)]])
+    return text.partition("-")[0] != _hash([queue_of(job), _pods(spec)])
 
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _pods(spec: Spec) -> dict[str, Any]:
+    """Return what one pod needs: its template, and where it has to be in relation to the others."""
+    notes = (spec.template.get("metadata") or {}).get("annotations") or {}
+    request: dict[str, Any] = {field: notes[name] for field, name in _TOPOLOGY.items() if notes.get(name)}
+    if notes.get(_UNCONSTRAINED) == "true":
+        request["unconstrained"] = True
+    topology = {"topologyRequest": {**request, "podIndexLabel": INDEX_LABEL}} if request else {}
+    return {"template": _template(spec), **topology}
 
 
 def _template(spec: Spec) -> dict[str, Any]:

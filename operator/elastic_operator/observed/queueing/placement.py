@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+MAX_DOMAINS = 4096
+"""Maximum number of domains of a topology to which one job is assigned."""
+
+MAX_TERMS = 64
+"""Maximum number of terms of a node selector; more domains of several levels are described by each level alone."""
 
 MAX_ENTRIES = 64
 """Maximum number of labels, annotations or tolerations of one flavor or check; Kueue permits 8."""
@@ -14,12 +20,19 @@ _MAX_TEXT = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Additions to the template of the training pods."""
+    """Additions to the template of the training pods.
+
+    Attributes:
+        levels: node labels of the levels of a topology, the widest first; empty without one.
+        domains: values of these labels where pods may be.
+    """
 
     node_labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tolerations: tuple[Mapping[str, Any], ...] = ()
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    levels: tuple[str, ...] = ()
+    domains: tuple[tuple[str, ...], ...] = ()
 
     def __add__(self, other: Placement) -> Placement:
         """Return both demands together; for a key in both, `other` counts."""
@@ -28,6 +41,8 @@ class Placement:
             tolerations=(*self.tolerations, *(item for item in other.tolerations if item not in self.tolerations)),
             labels={**self.labels, **other.labels},
             annotations={**self.annotations, **other.annotations},
+            levels=other.levels or self.levels,
+            domains=other.domains or self.domains,
         )
 
 
@@ -44,10 +59,74 @@ def add_placement(template: Mapping[str, Any], placement: Placement) -> Mapping[
     if placement.tolerations:
         own = list(pod.get("tolerations") or ())
         pod["tolerations"] = [*own, *(dict(item) for item in placement.tolerations if item not in own)]
+    if placement.domains:
+        pod["affinity"] = _within_domains(pod.get("affinity") or {}, placement)
     for part, added in (("labels", placement.labels), ("annotations", placement.annotations)):
         if added:
             meta[part] = {**(meta.get(part) or {}), **added}
     return {**template, "spec": pod, **({"metadata": meta} if meta else {})}
+
+
+def _within_domains(affinity: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
+    """Return an affinity that also requires a node of one of the domains; terms of a selector are alternatives."""
+    if len(placement.levels) == 1 or len(placement.domains) > MAX_TERMS:
+        values = [sorted({domain[i] for domain in placement.domains}) for i in range(len(placement.levels))]
+        choices = [_requirements(placement.levels, values)]
+    else:
+        choices = [_requirements(placement.levels, [[value] for value in domain]) for domain in placement.domains]
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    of_nodes = affinity.get("nodeAffinity") or {}
+    terms = (of_nodes.get(required) or {}).get("nodeSelectorTerms") or [{}]
+    combined = [
+        {**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *choice]}
+        for term in terms
+        for choice in choices
+    ]
+    return {**affinity, "nodeAffinity": {**of_nodes, required: {"nodeSelectorTerms": combined}}}
+
+
+def _requirements(levels: Sequence[str], values: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    pairs = zip(levels, values, strict=True)
+    return [{"key": key, "operator": "In", "values": list(allowed)} for key, allowed in pairs]
+
+
+def read_topology(assignment: Any, path: str) -> Placement:
+    """Read the domains of a topology to which a pod set is assigned; nothing if there are none.
+
+    Raises:
+        ValueError: the assignment has another form than Kueue's API has, or too many domains.
+    """
+    if assignment is None:
+        return ANYWHERE
+    levels = read_mapping(assignment, path).get("levels")
+    slices = assignment.get("slices")
+    if not isinstance(levels, list) or not levels or not isinstance(slices, list):
+        raise ValueError(f"{path}: expected levels and slices, found {str(assignment)[:80]!r}")
+    domains: list[tuple[str, ...]] = []
+    for index, item in enumerate(slices):
+        where = f"{path}.slices[{index}]"
+        count = read_mapping(item, where).get("domainCount")
+        if not isinstance(count, int) or not 0 < count <= MAX_DOMAINS - len(domains):
+            raise ValueError(f"{where}.domainCount: expected at most {MAX_DOMAINS} in all, found {str(count)[:80]!r}")
+        per_level = [
+            _read_values(value, count, f"{where}.valuesPerLevel") for value in item.get("valuesPerLevel") or ()
+        ]
+        if len(per_level) != len(levels):
+            raise ValueError(f"{where}.valuesPerLevel: expected {len(levels)}, found {len(per_level)}")
+        domains += zip(*per_level, strict=True)
+    return Placement(levels=tuple(map(str, levels)), domains=tuple(domains))
+
+
+def _read_values(value: Any, count: int, path: str) -> list[str]:
+    """Return the value of a level in each domain; common parts of the values are stored once."""
+    universal = read_mapping(value, path).get("universal")
+    if universal is not None:
+        return [str(universal)] * count
+    individual = read_mapping(value.get("individual"), path)
+    roots = individual.get("roots")
+    if not isinstance(roots, list) or len(roots) != count:
+        raise ValueError(f"{path}: expected {count} roots, found {str(roots)[:80]!r}")
+    return [f"{individual.get('prefix') or ''}{root}{individual.get('suffix') or ''}" for root in roots]
 
 
 def read_flavor(flavor: Mapping[str, Any]) -> Placement:

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.manifests.workload import HASH, PAUSED, POD_SET, REPLACEMENT_FOR
-from elastic_operator.observed.queueing.placement import ANYWHERE, Placement, read_mapping, read_update
+from elastic_operator.observed.queueing.placement import ANYWHERE, Placement, read_mapping, read_topology, read_update
 from reshard.contract import sentence
 
 MAX_CONDITIONS = 16
@@ -48,7 +48,7 @@ class WorkloadView:
         minimum: smallest number of pods that it accepts.
         assigned: number of pods that Kueue has admitted; None if none.
         flavors: names of the ResourceFlavors that Kueue has assigned, without duplicates.
-        update: what admission checks demand of the pods.
+        update: the domains of a topology, and what admission checks demand of the pods.
         problem: why the object cannot be used: field, expected and found; empty if it can.
     """
 
@@ -198,15 +198,14 @@ def _read_parts(workload: Mapping[str, Any]) -> dict[str, Any]:
         "priority_class": _short(reference.get("name")),
         "asked": asked,
         "minimum": _read_count(pods["minCount"], "spec.podSets.minCount") if "minCount" in pods else asked,
-        "update": _read_updates(status),
         "conditions": _read_conditions(status),
-        **_read_admission(status.get("admission"), asked),
+        **_read_admission(status.get("admission"), asked, _read_updates(status)),
     }
 
 
-def _read_admission(admission: Any, asked: int) -> dict[str, Any]:
+def _read_admission(admission: Any, asked: int, update: Placement) -> dict[str, Any]:
     if admission is None:
-        return {}
+        return {"update": update}
     path = "status.admission"
     assignments = _read_list(read_mapping(admission, path).get("podSetAssignments"), f"{path}.podSetAssignments")
     mine = next((item for item in assignments if item.get("name") == POD_SET), None)
@@ -217,6 +216,7 @@ def _read_admission(admission: Any, asked: int) -> dict[str, Any]:
     return {
         "assigned": asked if count is None else _read_count(count, f"{path}.podSetAssignments.count"),
         "cluster_queue": _short(admission.get("clusterQueue")),
+        "update": read_topology(mine.get("topologyAssignment"), f"{path}.topologyAssignment") + update,
         "flavors": tuple(dict.fromkeys(_short(name) for name in flavors.values()))[:MAX_CONDITIONS],
     }
 

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.observed.queueing.placement import Placement, add_placement, read_flavor
+from elastic_operator.api.spec import parse_spec
+from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.manifests.workload import workload_spec
+from elastic_operator.observed.observation import NodeView
+from elastic_operator.observed.queueing.placement import Placement, add_placement, read_flavor, read_topology
 from elastic_operator.observed.queueing.workloads import QueueView, select_own_workloads, workload_view
+from elastic_operator.observed.schedulability import matches_node_affinity
+from tests.unit.elastic_operator.crowd import SPEC
 
 
 def made(**changes: Any) -> dict[str, Any]:
@@ -85,3 +91,71 @@ def test_demands_are_added_to_the_template_and_leave_it_as_it_is() -> None:
     assert changed["spec"]["nodeSelector"] == {"a": "b", "c": "d"}
     assert changed["metadata"]["labels"] == {"x": "y"}
     assert template == {"spec": {"containers": [], "nodeSelector": {"a": "b"}}}
+
+
+TOPOLOGY = {
+    "levels": ["block", "kubernetes.io/hostname"],
+    "slices": [
+        {
+            "domainCount": 2,
+            "valuesPerLevel": [
+                {"universal": "b1"}, {"individual": {"prefix": "node-", "suffix": ".lan", "roots": ["1", "2"]}},
+            ],
+            "podCounts": {"universal": 1},
+        },
+        {
+            "domainCount": 1,
+            "valuesPerLevel": [{"universal": "b2"}, {"universal": "other"}],
+            "podCounts": {"universal": 1},
+        },
+    ],
+}  # fmt: skip
+
+
+def test_the_domains_of_a_topology_are_unpacked_and_restrict_the_nodes() -> None:
+    found = read_topology(TOPOLOGY, "topologyAssignment")
+    assert found.domains == (("b1", "node-1.lan"), ("b1", "node-2.lan"), ("b2", "other"))
+    own = {"matchExpressions": [{"key": "pool", "operator": "Exists"}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [own]}}}
+    pod = add_placement({"spec": {"containers": [], "affinity": affinity}}, found)["spec"]
+    nodes = [
+        NodeView(name="a", labels={"pool": "x", "block": "b1", "kubernetes.io/hostname": "node-2.lan"}),
+        NodeView(name="b", labels={"pool": "x", "block": "b1", "kubernetes.io/hostname": "other"}),
+        NodeView(name="c", labels={"block": "b2", "kubernetes.io/hostname": "other"}),
+    ]
+    assert [node.name for node in nodes if matches_node_affinity(node, pod)] == ["a"]
+
+
+def test_one_level_is_one_requirement_however_many_domains() -> None:
+    names = [f"n{number}" for number in range(200)]
+    found = Placement(levels=("kubernetes.io/hostname",), domains=tuple((name,) for name in names))
+    pod = add_placement({"spec": {"containers": []}}, found)["spec"]
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term == {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": sorted(names)}]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"levels": []},
+        {"slices": "no"},
+        {"slices": [{"domainCount": 5000}]},
+        {"slices": [{"domainCount": 1, "valuesPerLevel": [{"universal": "a"}]}]},
+        {"slices": [{"domainCount": 2, "valuesPerLevel": [{"universal": "a"}, {"individual": {"roots": ["b"]}}]}]},
+    ],
+)
+def test_a_topology_of_another_form_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="topologyAssignment"):
+        read_topology({**TOPOLOGY, **change}, "topologyAssignment")
+
+
+def test_the_annotations_of_the_template_ask_for_a_level_of_the_topology() -> None:
+    job = JobRef(name="gpt", namespace="ns", uid="job", labels={"kueue.x-k8s.io/queue-name": "team"})
+    notes = {"kueue.x-k8s.io/podset-required-topology": "rack"}
+    template = {**SPEC["template"], "metadata": {"annotations": notes}}
+    (pods,) = workload_spec(job, parse_spec({**SPEC, "template": template}), least=1, most=2, priority=None)["podSets"]
+    assert pods["topologyRequest"] == {
+        "required": "rack", "podIndexLabel": "batch.kubernetes.io/job-completion-index",
+    }  # fmt: skip
+    (plain,) = workload_spec(job, parse_spec(SPEC), least=1, most=2, priority=None)["podSets"]
+    assert "topologyRequest" not in plain
