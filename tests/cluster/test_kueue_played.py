@@ -52,19 +52,27 @@ EVERY_JOB: Mapping[str, Any] = {
 
 
 class QueueingClient(KubernetesClient):
-    """Puts the job of a `PlayedCluster` into a queue."""
+    """Puts the job of a `PlayedCluster` into a queue.
+
+    Attributes:
+        notes: annotations of the job's template.
+    """
+
+    notes: Mapping[str, str] = {}
 
     async def create(self, kind: ResourceKind, body: Mapping[str, Any], **params: str) -> dict[str, Any]:
         if kind == TRAINING_JOB:
-            body = {**body, "metadata": {**body["metadata"], "labels": LABELS}}
+            template = {**body["spec"]["template"], "metadata": {"annotations": dict(self.notes)}}
+            spec = {**body["spec"], "template": template}
+            body = {**body, "metadata": {**body["metadata"], "labels": LABELS}, "spec": spec}
         return await super().create(kind, body, **params)
 
 
 class Stage:
     """A played cluster with one job in a queue, and Kueue."""
 
-    def __init__(self, kubectl: Kubectl, played: PlayedCluster) -> None:
-        self.kubectl, self.played = kubectl, played
+    def __init__(self, kubectl: Kubectl, played: PlayedCluster, *, is_topological: bool) -> None:
+        self.kubectl, self.played, self.is_topological = kubectl, played, is_topological
 
     def set_quota(self, nodes: int, **spec: Any) -> None:
         """Give the ClusterQueue quota for this number of nodes with two GPUs each."""
@@ -80,7 +88,16 @@ class Stage:
         })  # fmt: skip
 
     def make_queues(self, nodes: int) -> None:
-        self.kubectl.apply({"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": "f"}})
+        """Create everything; nodes of the flavor are in two racks, the first two in one."""
+        for number, name in enumerate(self.played.nodes):
+            rack = "a" if number < 2 else "b"
+            self.kubectl("label", "node", name, f"rack={rack}", f"kubernetes.io/hostname={name}", "pool=gpus")
+        levels = [{"nodeLabel": "rack"}, {"nodeLabel": "kubernetes.io/hostname"}]
+        flavor = {"nodeLabels": {"pool": "gpus"}, **({"topologyName": "racks"} if self.is_topological else {})}
+        self.kubectl.apply(
+            {"apiVersion": API, "kind": "Topology", "metadata": {"name": "racks"}, "spec": {"levels": levels}},
+            {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": "f"}, "spec": flavor},
+        )
         for name, value in (("low", 10), ("high", 1000)):
             priority = {"apiVersion": API, "kind": "WorkloadPriorityClass", "metadata": {"name": name}}
             self.kubectl.apply({**priority, "value": value})
@@ -135,11 +152,12 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def _stage(config: Path, folder: Path, nodes: int) -> AsyncIterator[Stage]:
+async def _stage(config: Path, folder: Path, nodes: int, notes: Mapping[str, str]) -> AsyncIterator[Stage]:
     credentials = read_kubeconfig([config], None, {})
     client, watches = QueueingClient(credentials), KubernetesClient(credentials, max_connections=0)
+    client.notes = notes
     played = PlayedCluster(client, TEAM)
-    stage = Stage(Kubectl(config), played)
+    stage = Stage(Kubectl(config), played, is_topological=bool(notes))
     labels = "elastictraining.dev/job-name"
     sources = (
         WatchedCollection(kind=JOB, namespace=TEAM, labels=labels),
@@ -172,11 +190,25 @@ async def _stage(config: Path, folder: Path, nodes: int) -> AsyncIterator[Stage]
         print(log.read_text()[-8000:])
 
 
-def play(folder: Path, nodes: int, story: Callable[[Stage], Any], **configuration: Any) -> None:
-    """Let a story happen in a cluster with Kueue and quota for this number of nodes."""
+def play(
+    folder: Path,
+    nodes: int,
+    story: Callable[[Stage], Any],
+    configuration: Mapping[str, Any] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> None:
+    """Let a story happen in a cluster with Kueue and quota for this number of nodes.
+
+    Args:
+        folder: for logs and keys.
+        nodes: number of nodes of the quota.
+        story: what happens.
+        configuration: fields of Kueue's configuration.
+        notes: annotations of the job's template; with any, the flavor has a topology.
+    """
 
     async def run(config: Path) -> None:
-        async with _stage(config, folder, nodes) as stage:
+        async with _stage(config, folder, nodes, notes or {}) as stage:
             await story(stage)
             assert stage.played.problems == []
 
@@ -188,7 +220,7 @@ def play(folder: Path, nodes: int, story: Callable[[Stage], Any], **configuratio
         kubectl = Kubectl(config)
         kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
         kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
-        stack.enter_context(kueue.beside(config, folder, **configuration))
+        stack.enter_context(kueue.beside(config, folder, **(configuration or {})))
         asyncio.run(run(config))
 
 
@@ -236,4 +268,19 @@ async def _stop_and_go(stage: Stage) -> None:
 
 
 def test_a_stopped_queue_and_a_deleted_workload_where_kueue_manages_every_job_of_other_kinds(tmp_path: Path) -> None:
-    play(tmp_path, 3, _stop_and_go, **EVERY_JOB)
+    play(tmp_path, 3, _stop_and_go, EVERY_JOB)
+
+
+async def _stay_in_a_rack(stage: Stage) -> None:
+    await stage.until("a start in the larger rack", lambda: stage.runs(1, 2))
+    (pods,) = stage.workloads()["gpt-q1"]["spec"]["podSets"]
+    assert pods["topologyRequest"]["required"] == "rack"
+    (job,) = stage.played.objects["jobs"].values()
+    affinity = job["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    (expression,) = term["matchExpressions"]
+    assert expression == {"key": "kubernetes.io/hostname", "operator": "In", "values": stage.played.nodes[:2]}
+
+
+def test_a_job_that_requires_one_rack_runs_on_the_nodes_that_kueue_assigns_there(tmp_path: Path) -> None:
+    play(tmp_path, 3, _stay_in_a_rack, notes={"kueue.x-k8s.io/podset-required-topology": "rack"})
