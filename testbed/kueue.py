@@ -171,12 +171,16 @@ def _serve(kubectl: Kubectl, hooks: list[dict[str, Any]], log: Path) -> None:
 
 def stop() -> None:
     """End the manager and remove its webhooks and kinds, with every object of these kinds."""
-    kubectl = Kubectl(kubeconfig())
-    hooks = "mutatingwebhookconfigurations,validatingwebhookconfigurations"
     for pid in machine.daemon_pids(CONTROL_PLANE, "kueue"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     until(lambda: not machine.daemon_pids(CONTROL_PLANE, "kueue"), what="the end of Kueue", timeout_seconds=20)
+    remove(Kubectl(kubeconfig()))
+
+
+def remove(kubectl: Kubectl) -> None:
+    """Remove Kueue's webhooks and kinds, with every object of these kinds, once the manager has ended."""
+    hooks = "mutatingwebhookconfigurations,validatingwebhookconfigurations"
     kubectl("delete", hooks, "-l", "app.kubernetes.io/name=kueue", "--ignore-not-found")
     text = kubectl("get", "crd", "-l", "app.kubernetes.io/name=kueue", "-o", "json")
     for kind in json.loads(text)["items"]:

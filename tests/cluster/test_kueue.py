@@ -17,7 +17,8 @@ from tests.cluster.jobs import LIGHT, Run, victim
 pytestmark = pytest.mark.cluster
 
 GPU = "amd.com/gpu"
-GIVEN = "tests/golden/deepspeed-0.19.8/zero2-dp3/step-00000002"
+THREE_RANKS = "tests/golden/deepspeed-0.19.8/zero2-dp3/step-00000002"
+TWO_RANKS = "tests/golden/deepspeed-0.19.8/bf16-dp2/step-00000002"
 NEVER = "1000000"
 """Steps between commits: nothing is committed except on request."""
 API = "kueue.x-k8s.io/v1beta2"
@@ -114,10 +115,16 @@ def queue(cluster: Cluster, manager: None, namespace: str) -> Iterator[Queue]:
     made.remove()
 
 
-def submit(run: Run, **spec: Any) -> None:
-    """Queue a light training for one GPU of each of up to three nodes, which commits only on request."""
+def submit(run: Run, given: str = THREE_RANKS, **spec: Any) -> None:
+    """Queue a light training for one GPU of each of up to three nodes, which commits only on request.
+
+    Args:
+        run: the job.
+        given: what its first commit is a copy of; of as many ranks as the first attempt has.
+        spec: other fields.
+    """
     run.submit(
-        [*LIGHT, "1000000", NEVER, "0", GIVEN, "carry"],
+        [*LIGHT, "1000000", NEVER, "0", given, "carry"],
         labels={"kueue.x-k8s.io/queue-name": "team", "kueue.x-k8s.io/priority-class": "low"},
         pod_spec={"terminationGracePeriodSeconds": 30},
         **{
@@ -189,7 +196,7 @@ def test_a_job_waits_for_quota_without_a_job_or_a_budget_then_starts_once_on_the
 
 def test_quota_for_two_of_three_nodes_trains_on_two_and_more_quota_lets_the_job_grow(queue: Queue, run: Run) -> None:
     queue.make(2)
-    submit(run)
+    submit(run, TWO_RANKS, parallelism={"zeroStage": 1})
     status = trains(run, 1, 2)
     assert condition(status) == ("True", f"Workload gpt-q1 is admitted by ClusterQueue {run.namespace}: 2 of 3 nodes")
     run.cluster.wait(lambda: queue.workload("gpt-q2"), what="the request for a third node")

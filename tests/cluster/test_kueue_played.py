@@ -220,8 +220,11 @@ def play(
         kubectl = Kubectl(config)
         kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
         kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
-        stack.enter_context(kueue.beside(config, folder, **(configuration or {})))
-        asyncio.run(run(config))
+        with kueue.beside(config, folder, **(configuration or {})):
+            asyncio.run(run(config))
+        kueue.remove(kubectl)
+        kinds = [item["metadata"]["name"] for item in kubectl.get("crd")["items"]]
+        assert kinds == ["elastictrainingjobs.elastictraining.dev"]
 
 
 async def _grow_and_be_preempted(stage: Stage) -> None:
