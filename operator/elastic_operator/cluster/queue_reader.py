@@ -68,15 +68,16 @@ class QueueReader:
                 flavors[name] = read_flavor(flavor)
             except ValueError as error:
                 problems.append(f"ResourceFlavor {name}: {error}")
-        priority, class_name = None, priority_class_of(record.job)
+        priority, refusal, class_name = None, "", priority_class_of(record.job)
         if class_name:
             found = await self._get(QUEUE_PRIORITY, class_name)
             value = found.get("value") if found is not None else None
             if isinstance(value, int) and not isinstance(value, bool):
                 priority = value
             else:
-                problems.append(f"the job names WorkloadPriorityClass {class_name}, which does not exist: create it")
-        return QueueView(workloads=own, flavors=flavors, priority=priority, problem="; ".join(problems))
+                refusal = f"the job names WorkloadPriorityClass {class_name}, which does not exist: create it"
+        problem = "; ".join(problems)
+        return QueueView(workloads=own, flavors=flavors, priority=priority, problem=problem, refusal=refusal)
 
     async def _get(self, kind: ResourceKind, name: str) -> Mapping[str, Any] | None:
         """Read a cluster-scoped object, or return what was read in the last KNOWN_SECONDS; None if there is none."""

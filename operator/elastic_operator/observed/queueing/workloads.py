@@ -114,13 +114,15 @@ class QueueView:
         workloads: the job's own Workloads, oldest first.
         flavors: demands of the flavors that are assigned to any of them, by name.
         priority: value of the WorkloadPriorityClass that the job names; None if it names none.
-        problem: what is missing or refused, so that nothing can be decided; empty if nothing is.
+        problem: what is missing or refused, so that it is not known where the job may run; empty if nothing is.
+        refusal: what is missing, so that the operator cannot ask for quota; empty if nothing is.
     """
 
     workloads: tuple[WorkloadView, ...] = ()
     flavors: Mapping[str, Placement] = dataclasses.field(default_factory=dict)
     priority: int | None = None
     problem: str = ""
+    refusal: str = ""
 
     @property
     def unfinished(self) -> tuple[WorkloadView, ...]:

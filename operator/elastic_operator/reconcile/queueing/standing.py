@@ -62,17 +62,17 @@ def find_standing(context: Context, status: Status) -> Standing:
     if view is None or not queue:
         return Standing(state=State.FREE)
     workload = view.current
-    if problem := _find_problem(view, workload):
-        return Standing(state=State.WAITING, reason="QueueProblem", message=problem, workload=workload)
+    if workload is not None and workload.problem:
+        return Standing(state=State.WAITING, reason="QueueProblem", message=workload.problem, workload=workload)
     if workload is None:
-        refusal = context.world.pod_diagnosis
-        text = refusal.message if refusal is not None else f"asking for quota in LocalQueue {queue}"
-        return Standing(state=State.WAITING, reason="NoWorkload", message=text)
+        return _describe_missing(context, view, queue)
     if workload.is_evicted:
         evicted = workload.condition("Evicted")
         reason, message = (evicted.reason, evicted.message) if evicted is not None else ("", "")
         text = f"Kueue has evicted the job ({reason}): {message}"
         return Standing(state=State.EVICTED, reason=reason or "Evicted", message=text, workload=workload)
+    if view.problem:
+        return Standing(state=State.WAITING, reason="QueueProblem", message=view.problem, workload=workload)
     if workload.is_admitted and status.current is None and is_outdated(context, workload):
         text = f"Workload {workload.name} asks for other pods, or in another queue: asking anew"
         return Standing(state=State.WAITING, reason="SpecChanged", message=text, workload=workload)
@@ -102,13 +102,21 @@ def must_stop(context: Context, status: Status, standing: Standing) -> bool:
     return not workload.has_quota and context.now - since >= UNADMITTED_SECONDS
 
 
-def _find_problem(view: QueueView, workload: WorkloadView | None) -> str:
-    return view.problem or (workload.problem if workload is not None else "")
+def _describe_missing(context: Context, view: QueueView, queue: str) -> Standing:
+    """Return why there is no Workload: the operator is about to create it, or cannot."""
+    if problem := view.problem or view.refusal:
+        return Standing(state=State.WAITING, reason="QueueProblem", message=problem)
+    refusal = context.world.pod_diagnosis
+    text = refusal.message if refusal is not None else f"asking for quota in LocalQueue {queue}"
+    return Standing(state=State.WAITING, reason="NoWorkload", message=text)
 
 
 def _describe_wait(workload: WorkloadView, queue: str) -> dict[str, str]:
     """Return why a Workload is not admitted, in the words of Kueue."""
     if not workload.is_active:
+        if workload.is_paused:
+            text = f"Workload {workload.name} was deactivated for the suspension of the job"
+            return {"reason": "Deactivated", "message": text}
         text = f"Workload {workload.name} is deactivated"
         condition = workload.condition("Evicted") or workload.condition("QuotaReserved")
         detail = f": {condition.message}" if condition is not None and condition.message else ""

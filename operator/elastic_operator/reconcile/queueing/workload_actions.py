@@ -38,14 +38,14 @@ def workload_actions(context: Context, status: Status) -> Iterator[Action]:
         return
     current = view.current
     if current is None:
-        if not context.spec.suspend and not view.problem:
+        if not (context.spec.suspend or view.problem or view.refusal):
             yield _create(context, view)
         return
     yield from _remove_others(context, status, view, current)
     change = _change(context, status, view, current)
     if change is not None:
         yield change
-    elif wants_more(context, status, current) and len(view.unfinished) == 1:
+    elif not view.refusal and wants_more(context, status, current) and len(view.unfinished) == 1:
         yield _create(context, view, replaces=current)
 
 
@@ -111,7 +111,7 @@ def _change(context: Context, status: Status, view: QueueView, current: Workload
         if status.current is None and is_outdated(context, current):
             text = "the job asks for other pods or another queue"
             return _release(context, current, "Preempted", text, requeue=True)
-    if not current.has_quota and current.digest != digest:
+    if not current.has_quota and current.digest != digest and not view.refusal:
         notes = {manifest.HASH: digest, manifest.REPLACEMENT_FOR: None}
         removed = dict.fromkeys(("priorityClassRef", "priority", "maximumExecutionTimeSeconds"))
         return _patch(current, {"metadata": {"annotations": notes}, "spec": {**removed, **wanted}})

@@ -107,7 +107,7 @@ def test_what_a_workload_refers_to_has_to_exist(missing: tuple[str, str, str], t
     del api.objects[missing]
     view = read(api)
     assert view is not None
-    assert text in view.problem
+    assert text in view.problem + view.refusal
 
 
 def act(api: Api, *actions: Any) -> None:

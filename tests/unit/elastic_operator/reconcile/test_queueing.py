@@ -383,3 +383,19 @@ def test_jobs_are_never_suspended_by_a_label_of_their_own() -> None:
     for manifest in only(decision, LaunchAttempt).manifests:
         assert not any("kueue" in key for key in manifest["metadata"]["labels"])
     assert worker_job().suspended is False
+
+
+def test_an_eviction_is_answered_also_while_a_flavor_or_a_priority_class_is_missing() -> None:
+    for missing in ({"problem": "ResourceFlavor gpu-nodes: none"}, {"refusal": "no class low", "priority": None}):
+        assert look(settled(), in_queue(WORLD, evicted(), **missing)).status.phase == Phase.DRAINING
+
+
+def test_a_missing_priority_class_keeps_a_job_from_asking_but_not_from_recovering() -> None:
+    missing: dict[str, Any] = {"refusal": "the job names WorkloadPriorityClass low", "priority": None}
+    waiting = look(Status(), in_queue(EMPTY, **missing))
+    assert (waiting.status.message, waiting.actions) == (missing["refusal"], ())
+    recovering = look(settled(), in_queue(lost_node(), admitted(PodsReady="True"), **missing))
+    assert recovering.status.attempt == 2
+    status, world = small()
+    assert look(status, in_queue(world, admitted(2, PodsReady="True"), **missing)).actions == ()
+    assert look(Status(), in_queue(EMPTY, PENDING, **missing)).actions == ()
