@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import yaml
 
-from testbed import cluster, components, example, extensions, faults, helm, machine, project, shellenv
+from testbed import cluster, components, example, extensions, faults, helm, kueue, machine, project, shellenv
 from testbed.errors import CannotRunHereError, TestbedError
 from testbed.paths import CONTROL_PLANE, kubeconfig, run_dir
 
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         default="fast",
         help="fast: a dead node is NotReady after 6 s; default: Kubernetes' own 50 s",
     )
-    commands.add_parser("fetch", help="download or build Kubernetes and helm, into the cache")
+    commands.add_parser("fetch", help="download or build Kubernetes, helm and Kueue, into the cache")
     commands.add_parser("extensions", help="compile DeepSpeed's operators for the CPU, into the cache")
     commands.add_parser("down", help="remove the cluster without a trace")
     commands.add_parser("status", help="machines and whether they are on")
@@ -87,6 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         cluster.check_machine()
         components.ensure()
         helm.ensure()
+        kueue.ensure()
     elif command == "extensions":
         extensions.compile_all()
     elif command == "down":

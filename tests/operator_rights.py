@@ -11,6 +11,7 @@ from typing import NamedTuple
 GROUP = "elastictraining.dev"
 RBAC = "rbac.authorization.k8s.io"
 COORDINATION = "coordination.k8s.io"
+KUEUE = "kueue.x-k8s.io"
 
 
 class Right(NamedTuple):
@@ -60,6 +61,15 @@ JOBS: dict[tuple[str, str], dict[str, str]] = {
     ("policy", "poddisruptionbudgets"): _PART_OF_AN_ATTEMPT,
     (RBAC, "roles"): _PART_OF_AN_ATTEMPT,
     (RBAC, "rolebindings"): _PART_OF_AN_ATTEMPT,
+    (KUEUE, "workloads"): {
+        "get": "whose it is, where its name is taken",
+        "list": "what Kueue says about a job",
+        "watch": "when Kueue admits or evicts a job",
+        "create": "a job asks for quota",
+        "patch": "a job is suspended, or asks for something else",
+        "delete": "a replaced one, or one of a job that has left its queue",
+    },
+    (KUEUE, "workloads/status"): {"patch": "quota is given back, a job has ended, its pods have started"},
     (COORDINATION, "leases"): {
         "get": f"{_WHOSE}; handed on to the attempt's pods",
         "list": "a fresh look",
@@ -82,6 +92,12 @@ JOBS: dict[tuple[str, str], dict[str, str]] = {
 }
 """In the namespaces of the jobs: all, or those of `watchNamespaces`."""
 
+GANG: dict[tuple[str, str], dict[str, str]] = {
+    (group, "podgroups"): _PART_OF_AN_ATTEMPT
+    for group in ("scheduling.k8s.io", "scheduling.x-k8s.io", "scheduling.volcano.sh")
+}
+"""In the namespaces of the jobs too, with `rbac.podGroups`."""
+
 CLUSTER: dict[tuple[str, str], dict[str, str]] = {
     ("", "nodes"): {"list": "which nodes there are", "watch": "how they fare"},
     ("scheduling.k8s.io", "priorityclasses"): {"list": "which of the waiting jobs takes nodes first"},
@@ -89,6 +105,8 @@ CLUSTER: dict[tuple[str, str], dict[str, str]] = {
         "list": "whether the kind is there",
         "watch": "when it comes, goes or changes",
     },
+    (KUEUE, "resourceflavors"): {"get": "which nodes an admitted job may use"},
+    (KUEUE, "workloadpriorityclasses"): {"get": "what the priority of a job is worth"},
 }
 """Everywhere."""
 

@@ -56,9 +56,10 @@ class Run:
         pod: dict[str, Any] | None = None,
         pod_spec: dict[str, Any] | None = None,
         name: str = "",
+        labels: dict[str, str] | None = None,
         **spec: Any,
     ) -> None:
-        """Create the job: `pod` changes the training container, `pod_spec` the pod around it."""
+        """Create the job: `pod` changes the training container, `pod_spec` the pod around it; `labels` of the job."""
         container = {
             "name": "train", "image": "replaced", "command": command,
             "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
@@ -69,7 +70,7 @@ class Run:
         job = {
             "apiVersion": "elastictraining.dev/v1alpha1",
             "kind": "ElasticTrainingJob",
-            "metadata": {"name": name or self.name, "namespace": self.namespace},
+            "metadata": {"name": name or self.name, "namespace": self.namespace, "labels": labels or {}},
             "spec": {
                 "accelerator": {"resource": "amd.com/gpu", "perNode": [2]},
                 "nodes": {"min": 1, "max": 1},

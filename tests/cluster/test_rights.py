@@ -54,6 +54,13 @@ AUDIT = {
     "omitStages": ["RequestReceived"],
     "rules": [{"level": "Metadata", "users": [ACCOUNT]}, {"level": "None"}],
 }
+KUEUE = {
+    "workloads": "Workload",
+    "resourceflavors": "ResourceFlavor",
+    "workloadpriorityclasses": "WorkloadPriorityClass",
+}
+"""Kinds of Kueue that the operator uses, without Kueue; a test plays its part."""
+QUEUE = {"kueue.x-k8s.io/queue-name": "team", "kueue.x-k8s.io/priority-class": "low"}
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
 OF_EVERY_ACCOUNT = {"selfsubjectreviews", "selfsubjectaccessreviews", "selfsubjectrulesreviews"}
 """Bound to all accounts by system:basic-user."""
@@ -125,6 +132,7 @@ class Api:
     def clear(self) -> None:
         """Remove what a test has left; no garbage collector does."""
         kinds = "etj,jobs,pods,leases,poddisruptionbudgets,roles,rolebindings,services,events,controllerrevisions"
+        kinds += ",workloads.kueue.x-k8s.io"
         now = ("--grace-period=0", "--force", "--wait=false")
         # The operator deletes a job in the foreground, and no garbage collector lets it go.
         free = '{"metadata":{"finalizers":null}}'
@@ -167,6 +175,10 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         found = Api(config, folder / "audit.log")
         found.kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
         found.kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
+        found.kubectl.apply(*map(_kueue_kind, KUEUE))
+        for plural in KUEUE:
+            found.kubectl("wait", "--for=condition=Established", f"crd/{plural}.kueue.x-k8s.io")
+        found.kubectl.apply(_kueue("ResourceFlavor", "gpus", spec={}), _kueue("WorkloadPriorityClass", "low", value=10))
         for name in (HOME, TEAM):
             found.kubectl("create", "namespace", name)
             found.kubectl("create", "serviceaccount", "default", "-n", name)
@@ -190,6 +202,74 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         yield found
 
 
+def _kueue_kind(plural: str) -> dict[str, Any]:
+    """Return the definition of one of Kueue's kinds, which takes any field."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1beta2", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.kueue.x-k8s.io"},
+        "spec": {
+            "group": "kueue.x-k8s.io",
+            "names": {"kind": KUEUE[plural], "plural": plural, "singular": KUEUE[plural].lower()},
+            "scope": "Namespaced" if plural == "workloads" else "Cluster",
+            "versions": [{**version, "subresources": {"status": {}}}],
+        },
+    }
+
+
+def _kueue(kind: str, name: str, **fields: Any) -> dict[str, Any]:
+    return {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": kind, "metadata": {"name": name}, **fields}
+
+
+def _admit(api: Api, name: str) -> None:
+    """Do what Kueue does for a Workload."""
+    flavors = {GPU: "gpus"}
+    admission = {"clusterQueue": "q", "podSetAssignments": [{"name": "workers", "count": 1, "flavors": flavors}]}
+    conditions = [
+        {"type": type_, "status": "True", "reason": type_, "message": "", "lastTransitionTime": now()}
+        for type_ in ("QuotaReserved", "Admitted")
+    ]
+    status = json.dumps({"status": {"admission": admission, "conditions": conditions}})
+    api.kubectl("patch", "workload", name, "-n", TEAM, "--subresource=status", "--type=merge", "-p", status)
+
+
+def _workload(api: Api, name: str) -> dict[str, Any]:
+    return api.kubectl.get("workload", name, "-n", TEAM)
+
+
+def _get_quota(api: Api) -> None:
+    """Queue a job: a Workload of somebody else has its name at first."""
+    foreign = _kueue("Workload", "gpt-q1", spec={})
+    foreign["metadata"]["namespace"] = TEAM
+    api.kubectl.apply(foreign)
+    job = training_job()
+    job["metadata"]["labels"] = QUEUE
+    api.kubectl.apply(job)
+    group = "kueue.x-k8s.io"
+    api.wait("a look at the Workload", lambda: any(r == (group, "workloads", "get") for _, r in api.asked()))
+    api.kubectl("delete", "workload", "gpt-q1", "-n", TEAM)
+    api.wait("the Workload", lambda: _owners(_workload(api, "gpt-q1")))
+    assert not api.kubectl.get("job", "gpt-a1", "-n", TEAM)
+    _admit(api, "gpt-q1")
+
+
+def _has_told_start(api: Api) -> bool:
+    return any(item["type"] == "PodsReady" for item in _workload(api, "gpt-q1")["status"]["conditions"])
+
+
+def _leave_queue(api: Api) -> None:
+    """Suspend the job for a moment, and take it out of its queue."""
+    for suspend in (True, False):
+        patch = json.dumps({"spec": {"suspend": suspend}})
+        api.kubectl("patch", "etj", "gpt", "-n", TEAM, "--type=merge", "-p", patch)
+        active = not suspend
+        api.wait(f"active={active}", lambda active=active: _workload(api, "gpt-q1")["spec"]["active"] is active)  # type: ignore[misc]
+    api.kubectl("label", "etj", "gpt", "-n", TEAM, *(f"{label}-" for label in QUEUE))
+    api.wait("the Workload to go", lambda: not _workload(api, "gpt-q1"))
+
+
 def _owners(item: dict[str, Any]) -> list[Any]:
     """Return the owners of an object; none where it does not exist."""
     return list(item.get("metadata", {}).get("ownerReferences", ()))
@@ -210,7 +290,7 @@ def live(api: Api, folder: Path, served: str | None) -> None:
         large = training_job(nodes={"min": 5, "max": 5}, checkpoint={"claimName": "ckpt", "path": "large"})
         api.kubectl.apply({**large, "metadata": {"name": "large", "namespace": TEAM}})
         api.wait("the other job to wait", lambda: "Waiting" in _phases(api))
-        api.kubectl.apply(training_job())
+        _get_quota(api)
         made = api.wait("attempt 1", lambda: api.kubectl.get("job", "gpt-a1", "-n", TEAM))
         # Without a pod for a while, the operator asks why.
         api.wait(
@@ -235,6 +315,7 @@ def live(api: Api, folder: Path, served: str | None) -> None:
             return api.phase() == "Running"
 
         api.wait("the job to run", beats)
+        api.wait("Kueue to be told that the pods have started", lambda: beats() and _has_told_start(api))
         api.kubectl(
             "patch", "etj", "gpt", "-n", TEAM, "--type=merge", "-p", '{"spec":{"recovery":{"hangSeconds":999}}}'
         )
@@ -253,6 +334,7 @@ def live(api: Api, folder: Path, served: str | None) -> None:
         over = {"spec": {"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 0}}
         api.kubectl("patch", "etj", "gpt", "-n", TEAM, "--type=merge", "-p", json.dumps(over))
         api.wait("the deletion", lambda: "deletionTimestamp" in api.job()["metadata"])
+        _leave_queue(api)
     finally:
         process.stop()
         text = log.read_text()

@@ -32,6 +32,13 @@ another one the requests that the operator makes.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, create, delete]
+# Quota from Kueue, for jobs in a queue. `get`: whose a Workload is that has the name of one of these.
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads/status]
+  verbs: [patch]
 # Heartbeats of the attempts. The operator hands get and patch on to them, so it has to hold them.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
@@ -48,6 +55,13 @@ another one the requests that the operator makes.
   verbs: [get, list, create, patch]
 {{- end -}}
 
+{{/* The same where jobs may have spec.gang. The kind is another one in each group. */}}
+{{- define "etj.gangRules" -}}
+- apiGroups: [scheduling.k8s.io, scheduling.x-k8s.io, scheduling.volcano.sh]
+  resources: [podgroups]
+  verbs: [get, create, delete]
+{{- end -}}
+
 {{/* What it has to read outside of them. */}}
 {{- define "etj.clusterRules" -}}
 - apiGroups: [""]
@@ -61,6 +75,10 @@ another one the requests that the operator makes.
 - apiGroups: [apiextensions.k8s.io]
   resources: [customresourcedefinitions]
   verbs: [list, watch]
+# Where Kueue has placed an admitted job, and what its priority is worth.
+- apiGroups: [kueue.x-k8s.io]
+  resources: [resourceflavors, workloadpriorityclasses]
+  verbs: [get]
 {{- end -}}
 
 {{/* The same where only some namespaces are served. */}}

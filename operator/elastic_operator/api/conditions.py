@@ -19,6 +19,8 @@ MESSAGE_LIMIT = 4096
 class Type(enum.StrEnum):
     SPEC_VALID = "SpecValid"
     """The spec is valid."""
+    QUOTA_RESERVED = "QuotaReserved"
+    """Kueue has admitted the job; False: the message is Kueue's. Absent for a job that is in no queue."""
     PLANNED = "Planned"
     """A topology fits the available nodes."""
     RESUMED = "Resumed"

@@ -23,6 +23,7 @@ from elastic_operator.api.spec_model import (
     Activations,
     Batch,
     CheckpointSpec,
+    Gang,
     Model,
     Nodes,
     Parallelism,
@@ -39,7 +40,7 @@ from elastic_operator.api.spec_rules import find_conflicts
 from elastic_operator.api.validation import Problem, find_problems, shorten
 
 __all__ = [
-    "Accelerator", "Activations", "Batch", "CheckpointSpec", "ClassBudget", "FailureClass", "Model", "Nodes",
+    "Accelerator", "Activations", "Batch", "CheckpointSpec", "ClassBudget", "FailureClass", "Gang", "Model", "Nodes",
     "NotPermittedError", "Parallelism", "Performance", "PodFailurePolicy", "RecoverySpec", "ReshardSpec",
     "RestartBudget", "Spec", "SpecError", "StartOptions", "Strategy", "TopologyChoice", "parse_spec",
 ]  # fmt: skip
@@ -125,6 +126,8 @@ def spec_hash(spec: Spec) -> str:
     parts: dict[str, Any] = {
         name: _plain(getattr(spec, name)) for name in ("accelerator", "parallelism", "batch", "model", "template")
     }
+    if spec.gang is not None:
+        parts["gang"] = spec.gang
     if spec.checkpoint.start_from:
         # Without startFrom the hash must equal that of older operators, which did not know the field: otherwise an
         # upgrade would restart every running job.

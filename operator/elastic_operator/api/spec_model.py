@@ -56,6 +56,14 @@ class Strategy(enum.StrEnum):
     RANKED = "Ranked"
 
 
+class Gang(enum.StrEnum):
+    """Scheduler whose PodGroups let the pods of an attempt start together or not at all."""
+
+    KUBERNETES = "Kubernetes"
+    COSCHEDULING = "Coscheduling"
+    VOLCANO = "Volcano"
+
+
 class Activations(enum.StrEnum):
     """Activations that the backward pass recomputes."""
 
@@ -420,9 +428,7 @@ class Spec:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(alias_generator=to_camel_case)
 
     suspend: Flag = False
-    """If true, the training commits and stops, and the job holds no GPUs until it is false again. Queueing systems such
-    as Kueue set it. Default false.
-    """
+    """If true, the training commits and stops, and the job holds no GPUs until it is false again. Default false."""
     managed_by: ManagerName | None = None
     """Controller that manages the job, as in a Job. If it is not elastictraining.dev/elastic-training-operator, the
     operator leaves the job alone and never writes its status; queueing systems over several clusters need that. Cannot
@@ -463,6 +469,11 @@ class Spec:
     """Conversion of a checkpoint to another topology."""
     recovery: RecoverySpec = RecoverySpec()
     """Detection of failures, and the answer to them."""
+    gang: Annotated[Gang | None, ABSENT] = None
+    """Scheduler whose PodGroups let all pods of an attempt start together or none: Kubernetes (scheduling.k8s.io,
+    behind feature gates), Coscheduling (scheduling.x-k8s.io; set schedulerName of the template) or Volcano
+    (scheduling.volcano.sh). Without it, pods are scheduled one by one.
+    """
     template: Annotated[Mapping[str, Any], CheckedAs(TrainingPodTemplate), OPEN]
     """PodTemplateSpec of the training pods. The first container trains; the operator adds environment, accelerators,
     and the checkpoint claim at /checkpoint.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import quote
 
+from elastic_operator.manifests.gang import API_VERSIONS
 from reshard.contract import GROUP, KIND, PLURAL, VERSION
 
 
@@ -51,6 +54,14 @@ ROLE_BINDING = ResourceKind("rbac.authorization.k8s.io", "v1", "RoleBinding", "r
 NODE = ResourceKind("", "v1", "Node", "nodes")
 DISRUPTION_BUDGET = ResourceKind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
 PRIORITY_CLASS = ResourceKind("scheduling.k8s.io", "v1", "PriorityClass", "priorityclasses")
+WORKLOAD = ResourceKind("kueue.x-k8s.io", "v1beta2", "Workload", "workloads")
+FLAVOR = ResourceKind("kueue.x-k8s.io", "v1beta2", "ResourceFlavor", "resourceflavors")
+QUEUE_PRIORITY = ResourceKind("kueue.x-k8s.io", "v1beta2", "WorkloadPriorityClass", "workloadpriorityclasses")
+POD_GROUPS = tuple(
+    ResourceKind(group, version, "PodGroup", "podgroups")
+    for group, version in (text.split("/") for text in API_VERSIONS.values())
+)
+"""Three kinds of one name, in different groups."""
 SELF_REVIEW = ResourceKind("authentication.k8s.io", "v1", "SelfSubjectReview", "selfsubjectreviews")
 
 
@@ -67,13 +78,13 @@ CHUNK = 500
 
 MERGE_PATCH = "application/merge-patch+json"
 
-BY_KIND: dict[str, ResourceKind] = {
-    "ControllerRevision": REVISION,
-    "Job": JOB,
-    "Lease": LEASE,
-    "PodDisruptionBudget": DISRUPTION_BUDGET,
-    "Role": ROLE,
-    "RoleBinding": ROLE_BINDING,
-    "Service": SERVICE,
-    "ServiceAccount": ACCOUNT,
-}
+_CREATED = (
+    REVISION, JOB, LEASE, DISRUPTION_BUDGET, ROLE, ROLE_BINDING, SERVICE, ACCOUNT, WORKLOAD, *POD_GROUPS,
+)  # fmt: skip
+_BY_KIND = {(kind.group, kind.kind): kind for kind in _CREATED}
+
+
+def kind_of(manifest: Mapping[str, Any]) -> ResourceKind:
+    """Return the kind of an object that the operator creates; names of kinds alone collide."""
+    group, _, _ = str(manifest["apiVersion"]).rpartition("/")
+    return _BY_KIND[group, manifest["kind"]]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from elastic_operator.api.spec import Spec, SpecError
 from elastic_operator.client.api_client import KubernetesClient
-from elastic_operator.client.api_errors import ApiError, RequestError
+from elastic_operator.client.api_errors import AnswerError, ApiError, RequestError
 from elastic_operator.client.resources import (
     JOB,
     LEASE,
@@ -21,11 +21,13 @@ from elastic_operator.client.resources import (
     PRIORITY_CLASS,
     REVISION,
     TRAINING_JOB,
+    WORKLOAD,
     ResourceKind,
     make_selectors,
 )
 from elastic_operator.cluster import unreadable_objects
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.queue_reader import QueueReader, is_in_queue, refused_view
 from elastic_operator.cluster.store import ClusterStore
 from elastic_operator.cluster.waiting_jobs import PriorityClasses, read_priority_classes
 from elastic_operator.cluster.watch_stream import is_older_version
@@ -45,6 +47,7 @@ from elastic_operator.observed.ownership import (
     select_predecessor_pods,
 )
 from elastic_operator.observed.pod_usage import PodUsage
+from elastic_operator.observed.queueing.workloads import QueueView, workload_view
 from elastic_operator.reconcile import effective_spec
 from elastic_operator.reconcile.record import Record
 from reshard.contract import Label
@@ -103,6 +106,7 @@ class ClusterReader:
         self._leases_lock = asyncio.Lock()
         self._stale_since: dict[str, float] = {}
         self._priorities, self._priorities_time = PriorityClasses(), float("-inf")
+        self._queue_reader = QueueReader(client)
 
     @property
     def num_jobs(self) -> int:
@@ -185,6 +189,9 @@ class ClusterReader:
         world = self._store.observe(key, resource)
         if _may_be_lost(world.pods, world.nodes, record.status.attempt):
             return None  # `observe` reads the kubelets' Leases before a node counts as lost
+        stored_workloads = self._store.workloads(key) if is_in_queue(record) else None
+        if stored_workloads is not None:
+            world = dataclasses.replace(world, queue=await self._queue_reader.view(record, stored_workloads))
         if self._store.is_usage_current:
             return record, world
         return record, dataclasses.replace(world, used=self._used_by_others(record, world.jobs, resource))
@@ -263,7 +270,16 @@ class ClusterReader:
             evidence_since=self._nodes.evidence_since(now),
             is_widespread=self._nodes.has_widespread_failure(),
             starts=self._store.pending_starts(key),
+            queue=await self._read_queue(record) if is_in_queue(record) else None,
         )
+
+    async def _read_queue(self, record: Record) -> QueueView | None:
+        """Read what Kueue says about a job; None if the cluster has no Kueue."""
+        try:
+            items = [item async for item in self._list(WORKLOAD, record.job.namespace, record.job.name)]
+        except AnswerError as error:
+            return refused_view(error)
+        return await self._queue_reader.view(record, _readable("workloads", items, workload_view))
 
     async def list_pending_starts(self) -> None:
         """List which jobs will start from a folder of another job; before this list no commit is released."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from elastic_operator.api.spec import SpecError
-from elastic_operator.client.resources import JOB, LEASE, LIVE, NODE, POD, ResourceKind
+from elastic_operator.client.resources import JOB, LEASE, LIVE, NODE, POD, WORKLOAD, ResourceKind
 from elastic_operator.cluster import unreadable_objects
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.informer import Id, Informer
@@ -25,6 +25,7 @@ from elastic_operator.observed.observation import (
 )
 from elastic_operator.observed.ownership import select_own_jobs, select_own_leases, select_own_pods
 from elastic_operator.observed.pod_usage import PodUsage
+from elastic_operator.observed.queueing.workloads import WorkloadView, workload_view
 from elastic_operator.reconcile.record import Record, read_record
 from reshard.contract import Label
 
@@ -115,6 +116,7 @@ class ClusterStore:
         self._pods: ObjectsByJob[PodView] = ObjectsByJob(lambda pod: self._renewals.date_pod(pod, time.time()))
         self._jobs: ObjectsByJob[JobView] = ObjectsByJob(lambda job: self._renewals.date_job(job, time.time()))
         self._leases: ObjectsByJob[LeaseView] = ObjectsByJob(self._lease_view)
+        self._workloads: ObjectsByJob[WorkloadView] = ObjectsByJob(workload_view)
         places = tuple(namespaces) or ("",)
 
         def make_informers(
@@ -132,6 +134,16 @@ class ClusterStore:
             *make_informers(LEASE, self._put_lease, self._drop_lease, OURS),
             *make_informers(POD, self._put_pod, self._drop_pod, OURS),
         ]
+        self._workload_informers = [
+            Informer(
+                WatchedCollection(kind=WORKLOAD, namespace=place, labels=OURS),
+                self._put_workload,
+                self._drop_workload,
+                is_optional=True,
+            )
+            for place in places
+        ]
+        self.informers += self._workload_informers
         self._sees_all_pods = not namespaces
         if self._sees_all_pods:
             source = WatchedCollection(kind=POD, labels=OTHERS, fields=LIVE)
@@ -171,6 +183,11 @@ class ClusterStore:
             if source.kind == kind and source.labels == OURS and source.namespace in ("", namespace):
                 return informer.version
         return ""
+
+    def workloads(self, key: Key) -> Sequence[WorkloadView] | None:
+        """Return the stored Workloads with the label of a job; None if the cluster has no Kueue."""
+        is_served = any(informer.is_served for informer in self._workload_informers)
+        return self._workloads.get(key) if is_served else None
 
     @property
     def num_jobs(self) -> int:
@@ -317,6 +334,13 @@ class ClusterStore:
     def _drop_lease(self, lease: Id) -> None:
         self._renewals.forget(*lease)
         self._wake(self._leases.drop(lease))
+
+    def _put_workload(self, workload: Object) -> None:
+        if self._workloads.put(workload):
+            self._wake(_owner(workload))
+
+    def _drop_workload(self, workload: Id) -> None:
+        self._wake(self._workloads.drop(workload))
 
     def _wake(self, key: Key | None) -> None:
         """Notify the listener of a change; a job that is not known yet gets a pass when its resource arrives."""

@@ -14,7 +14,6 @@ from elastic_operator.client.api_client import KubernetesClient
 from elastic_operator.client.api_errors import ApiError
 from elastic_operator.client.resources import (
     ACCOUNT,
-    BY_KIND,
     DISRUPTION_BUDGET,
     EVENT,
     JOB,
@@ -25,7 +24,9 @@ from elastic_operator.client.resources import (
     ROLE_BINDING,
     SERVICE,
     TRAINING_JOB,
+    WORKLOAD,
     ResourceKind,
+    kind_of,
 )
 from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.manifests.attempt import MANAGER, JobRef
@@ -39,8 +40,10 @@ from elastic_operator.reconcile.actions import (
     DeleteJob,
     DeletePod,
     DeleteResource,
+    DeleteWorkload,
     Event,
     LaunchAttempt,
+    PatchWorkload,
     ReleaseCommits,
     RequestDrain,
     RequestStop,
@@ -136,8 +139,11 @@ class ClusterWriter:
             case DeleteResource(name=name, uid=uid, version=version):
                 # In the foreground, so that the name is free only when nothing of the job is left.
                 await self._delete_known(TRAINING_JOB, namespace, name, uid, version, propagationPolicy="Foreground")
-            case RevokeAttempt(name=name, owner=owner):
+            case RevokeAttempt(name=name, owner=owner, gang=gang):
                 await self._delete_disruption_budget(namespace, name, owner)
+                if gang:
+                    kind = kind_of({"apiVersion": gang, "kind": "PodGroup"})
+                    await self._delete_owned(kind, namespace, name, owner)
                 for kind in (ROLE_BINDING, ROLE, ACCOUNT, SERVICE, LEASE):
                     await self._delete_owned(kind, namespace, name, owner)
             case RequestDrain(lease=lease, uid=uid):
@@ -146,6 +152,29 @@ class ClusterWriter:
                 await self._annotate(namespace, lease, uid, LeaseKey.REQUEST, Request.STOP)
             case ReleaseCommits(lease=lease, uid=uid, names=names):
                 await self._annotate(namespace, lease, uid, LeaseKey.RELEASED, format_released(names))
+            case DeleteWorkload(name=name, uid=uid):
+                await self._delete_known(WORKLOAD, namespace, name, uid)
+            case PatchWorkload():
+                await self._patch_workload(namespace, action)
+
+    async def _patch_workload(self, namespace: str, action: PatchWorkload) -> None:
+        """Change a Workload that nobody has changed since it was read."""
+        guard = {"uid": action.uid, "resourceVersion": action.version}
+        changes = {**action.changes, "metadata": {**action.changes.get("metadata", {}), **guard}}
+        self._fence()
+        try:
+            await self._client.patch(
+                WORKLOAD,
+                action.name,
+                changes,
+                namespace=namespace,
+                subresource=action.subresource,
+                fieldManager=MANAGER,
+            )
+        except ApiError as error:
+            if error.code in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):
+                raise ConflictError(str(error)) from error
+            raise
 
     async def post_event(self, resource: Mapping[str, Any], event: Event, now: float) -> None:
         """Post an Event about the resource; if the same Event was posted before, only raise its count.
@@ -260,7 +289,7 @@ class ClusterWriter:
             ConflictError: an object of this name was deleted just now.
             NameTakenError: an object of this name exists, and the resource does not control it.
         """
-        kind, meta = BY_KIND[manifest["kind"]], manifest["metadata"]
+        kind, meta = kind_of(manifest), manifest["metadata"]
         self._fence()
         try:
             await self._client.create(kind, manifest, fieldManager=MANAGER)

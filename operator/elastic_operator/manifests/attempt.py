@@ -16,6 +16,7 @@ from typing import Any
 
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Current, short
+from elastic_operator.manifests.gang import join_gang, pod_group
 from elastic_operator.manifests.placement import avoid_nodes, separate_pods
 from elastic_operator.manifests.ports import rendezvous_port
 from elastic_operator.manifests.reshard_pod import ReshardImage, reshard_template
@@ -31,7 +32,6 @@ _VOLUME = "etj-checkpoint"
 _SCRATCH_VOLUME = "etj-scratch"
 SCRATCH_MOUNT = "/etj-scratch"
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_PROPAGATED_LABELS = ("kueue.x-k8s.io/",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +132,7 @@ def attempt_objects(
         _service(job, name, attempt, rendezvous_port(job.uid, attempt, spec.template)),
         _lease(job, name, attempt, heartbeat_seconds),
         *([_disruption_budget(job, name, attempt, current)] if spec.recovery.pod_disruption_budget else []),
+        *([pod_group(spec.gang, _meta(job, name, attempt), current.num_nodes)] if spec.gang is not None else []),
         training_job(job, spec, attempt, current, heartbeat_seconds),
     ]
 
@@ -149,6 +150,8 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     avoid_nodes(pod, current.avoid)
     if spec.nodes.pods_per_node == "One":
         separate_pods(pod, _identity(job, attempt, "worker"))
+    if spec.gang is not None:
+        join_gang(template, spec.gang, name)
     if spec.reshard.may_be_virtual:
         _add_scratch(pod)
     main = pod["containers"][0]
@@ -163,7 +166,7 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _meta(job, name, attempt, "worker", propagated=_select_propagated_labels(job)),
+        "metadata": _meta(job, name, attempt, "worker"),
         "spec": {
             "completions": current.num_nodes,
             "parallelism": current.num_nodes,
@@ -231,9 +234,7 @@ def reshard_job(
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _meta(
-            job, reshard_name(job.name, attempt), attempt, "reshard", propagated=_select_propagated_labels(job)
-        ),
+        "metadata": _meta(job, reshard_name(job.name, attempt), attempt, "reshard"),
         "spec": {
             **(_share_conversion(count) if count > 1 else {"backoffLimit": 0}),
             "activeDeadlineSeconds": spec.reshard.timeout_seconds,
@@ -429,10 +430,8 @@ def build_owned_metadata(job: JobRef, name: str) -> dict[str, Any]:
     return _owned(job, name, _common(job))
 
 
-def _meta(
-    job: JobRef, name: str, attempt: int, role: str = "", propagated: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    return _owned(job, name, {**(propagated or {}), **_labels(job, attempt, role)})
+def _meta(job: JobRef, name: str, attempt: int, role: str = "") -> dict[str, Any]:
+    return _owned(job, name, _labels(job, attempt, role))
 
 
 def _owned(job: JobRef, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -463,7 +462,3 @@ def _common(job: JobRef) -> dict[str, str]:
         "app.kubernetes.io/managed-by": MANAGER,
         str(Label.JOB): job.name,
     }
-
-
-def _select_propagated_labels(job: JobRef) -> dict[str, str]:
-    return {key: value for key, value in job.labels.items() if key.startswith(_PROPAGATED_LABELS)}

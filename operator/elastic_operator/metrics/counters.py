@@ -14,7 +14,7 @@ from elastic_operator.api.status import Phase, Recovery, Status
 from elastic_operator.metrics import definitions
 from elastic_operator.metrics.definitions import MetricDefinition, QueueReason, Result
 from elastic_operator.reconcile.actions import ReshardOutcome
-from elastic_operator.reconcile.goodput import SUSPENDED
+from elastic_operator.reconcile.goodput import PAUSES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def _queue_reason(status: Status) -> QueueReason:
     last = status.recoveries[-1] if status.recoveries else None
     if last is None or last.to_attempt != status.attempt:
         return QueueReason.START
-    if last.cause == SUSPENDED:
+    if last.cause in PAUSES:
         return QueueReason.RESUME
     return QueueReason.CHANGE if last.planned else QueueReason.FAILURE
 
@@ -84,8 +84,8 @@ def _count_recoveries(old: Status, new: Status) -> Iterator[Sample]:
 
 
 def _measure_recovery(recovery: Recovery) -> Iterator[Sample]:
-    # The length of a suspension says nothing about recoveries.
-    if recovery.cause == SUSPENDED:
+    # The length of a pause says nothing about recoveries.
+    if recovery.cause in PAUSES:
         return
     for part, seconds in recovery.seconds.items():
         if part == "total":
@@ -96,8 +96,8 @@ def _measure_recovery(recovery: Recovery) -> Iterator[Sample]:
 
 
 def _key(recovery: Recovery) -> tuple[int, bool]:
-    """Return what identifies a recovery while its record is updated: its attempt, and whether it is a suspension."""
-    return recovery.from_attempt, recovery.cause == SUSPENDED
+    """Return what identifies a recovery while its record is updated: its attempt, and whether it is a pause."""
+    return recovery.from_attempt, recovery.cause in PAUSES
 
 
 def _result(status: Status, index: int) -> Result | None:

@@ -18,7 +18,7 @@ from elastic_operator.api.status import Phase
 from elastic_operator.observed.reshard_pods import OUT_OF_MEMORY
 from elastic_operator.observed.signals import KINDS, Kind, Weight
 from elastic_operator.reconcile import user_requests
-from elastic_operator.reconcile.goodput import PARTS, SUSPENDED
+from elastic_operator.reconcile.goodput import PARTS, PAUSES
 from reshard.contract import ExitCode
 
 OTHER = "Other"
@@ -26,7 +26,7 @@ OTHER = "Other"
 
 CAUSES: Mapping[str, bool] = {
     **{str(kind): meaning.weight is Weight.PLANNED for kind, meaning in KINDS.items()},
-    SUSPENDED: True,
+    **dict.fromkeys(PAUSES, True),
     "SpecChanged": True,
     "DeadlineExceeded": True,
     "CapacityReturned": True,

@@ -65,6 +65,6 @@ def _goodput(status: Status, now: float) -> goodput.Goodput | None:
 
 def _recovering_since(status: Status) -> float | None:
     last = status.recoveries[-1] if status.recoveries else None
-    if last is None or status.terminal or last.first_step_time is not None or last.cause == goodput.SUSPENDED:
+    if last is None or status.terminal or last.first_step_time is not None or last.cause in goodput.PAUSES:
         return None
     return last.signal_time if last.signal_time is not None else last.detect_time

@@ -58,7 +58,7 @@ NO_POOL = Pool()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class PlacementRules:
     """Rules of the pod template about where the job's pods may be in relation to each other.
 
     Attributes:
@@ -87,6 +87,7 @@ class Capacity:
         pool: nodes that are counted once for all jobs.
         without: nodes of `pool` that this job may not use, or that are in `nodes`.
         max_accelerators: quota for the whole job; None for no limit.
+        max_nodes: number of nodes for which a queueing system has admitted the job; None for no limit.
         shortages: resource that a node lacks for a pod, of the nodes that are counted for this job alone.
         placement: rules about the pods of the job; None if there are none. With it, `pool` is empty.
     """
@@ -95,8 +96,9 @@ class Capacity:
     pool: Pool = NO_POOL
     without: frozenset[str] = frozenset()
     max_accelerators: int | None = None
+    max_nodes: int | None = None
     shortages: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    placement: Placement | None = None
+    placement: PlacementRules | None = None
 
     def sorted_nodes(self) -> tuple[NodeCapacity, ...]:
         """Return all usable nodes in planning order (see `sort_nodes`)."""
@@ -117,6 +119,8 @@ class Capacity:
             shared, names = self.pool.nodes, self.without
             barred = sum(shared[name].num_pods(per_node) for name in names if name in shared)
             count = self.pool.num_pods(per_node) - barred + sum(node.num_pods(per_node) for node in self.nodes)
+        if self.max_nodes is not None:
+            count = min(count, self.max_nodes)
         return count if self.max_accelerators is None else min(count, max(0, self.max_accelerators) // per_node)
 
     def __str__(self) -> str:
@@ -124,6 +128,7 @@ class Capacity:
         total = self.pool.total - sum(barred) + sum(node.free for node in self.nodes)
         count = len(self.pool.nodes) - len(barred) + len(self.nodes)
         quota = "" if self.max_accelerators is None else f", quota {self.max_accelerators}"
+        quota += "" if self.max_nodes is None else f", admitted for {self.max_nodes} nodes"
         shared = (resource for node, resource in self.pool.shortages.items() if node not in self.without)
         totals = collections.Counter([*shared, *self.shortages.values()])
         texts = [_describe_shortage(name, n) for name, n in sorted(totals.items())]

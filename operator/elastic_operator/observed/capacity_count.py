@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from elastic_operator.observed.capacity import Capacity, NodeCapacity, Placement, sort_nodes
+from elastic_operator.observed.capacity import Capacity, NodeCapacity, PlacementRules, sort_nodes
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import WORKER, Observation
 from elastic_operator.observed.placement.pod_constraints import NO_CONSTRAINTS, PodConstraints, list_domains
@@ -84,7 +84,7 @@ def _count_with_constraints(
     """Count every node for this job alone, because the result depends on more than one node."""
     names = world.nodes.keys() - set(avoid)
     own, shortages = _count(world, resource, pod, names, rules.max_per_node)
-    placement = Placement(
+    placement = PlacementRules(
         constraints=rules.constraints,
         labels={node.name: world.nodes[node.name].labels for node in own},
         # The operator excludes nodes by node affinity, so they count for no domain.

@@ -16,6 +16,7 @@ from elastic_operator.api import pod_reports
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems
 from elastic_operator.observed.placement.pod_resources import extended_only, parse_builtin, parse_extended, pod_requests
+from elastic_operator.observed.queueing.workloads import QueueView
 from reshard.contract import KIND, CommitRef, Label, LeaseKey, VirtualLoader, sentence
 
 Key = tuple[str, str]
@@ -277,6 +278,7 @@ class Observation:
         is_widespread: True if most nodes of the cluster seem to be lost.
         starts: (claim, folder) pairs of the namespace from which other jobs are about to start; None if they are not
             known yet.
+        queue: what Kueue says about the job; None if the job is in no queue, or Kueue is not installed.
     """
 
     nodes: Mapping[str, NodeView] = dataclasses.field(default_factory=dict)
@@ -289,6 +291,7 @@ class Observation:
     evidence_since: float = 0.0
     is_widespread: bool = False
     starts: frozenset[tuple[str, str]] | None = frozenset()
+    queue: QueueView | None = None
 
     def workers(self, attempt: int) -> tuple[PodView, ...]:
         """Return the training pods of one attempt."""

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator
 
 from elastic_operator.api.spec import Parallelism, Performance, Spec, Strategy
-from elastic_operator.observed.capacity import Capacity
+from elastic_operator.observed.capacity import Capacity, NodeCapacity
 from elastic_operator.planning import cost, memory
 from elastic_operator.planning.constraints import accumulation_steps, refusals
 from elastic_operator.planning.shape import Shape
@@ -134,6 +134,25 @@ def best(spec: Spec, capacity: Capacity, current: Topology | None = None) -> Can
             del _CACHE[next(iter(_CACHE))]
     return _CACHE[key]
 
+
+def node_counts(spec: Spec) -> tuple[int, ...]:
+    """Return the numbers of nodes on which something can run, smallest first, if there were nodes enough; cached.
+
+    If nothing can run at all, the range that the spec permits.
+    """
+    key = (spec.nodes, spec.accelerator, spec.batch, spec.parallelism, spec.model)
+    if key not in _COUNTS:
+        per_node = max(spec.accelerator.per_node)
+        nodes = tuple(NodeCapacity(name=str(i), free=per_node) for i in range(spec.nodes.max))
+        candidates = plan(spec, Capacity(nodes=nodes)).candidates
+        found = sorted({item.num_nodes for item in candidates}) or sorted({spec.nodes.min, spec.nodes.max})
+        _COUNTS[key] = tuple(found)
+        if len(_COUNTS) > _MAX_CACHED:
+            del _COUNTS[next(iter(_COUNTS))]
+    return _COUNTS[key]
+
+
+_COUNTS: dict[object, tuple[int, ...]] = {}
 
 _CACHE: dict[object, Candidate | None] = {}
 """Results of `best`, oldest first, by all inputs that matter; of a capacity these are the numbers of usable nodes."""

@@ -59,10 +59,14 @@ class RevokeAttempt:
     """Fence a stopped attempt: revoke its access to its Lease, then delete its other objects.
 
     Only objects that the resource with the UID `owner` controls are deleted; another owner may use the same name.
+
+    Attributes:
+        gang: API version of its PodGroup; empty if it has none.
     """
 
     name: str
     owner: str
+    gang: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,32 @@ class DeleteResource:
     version: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PatchWorkload:
+    """Merge changes into a Workload of Kueue, if nobody has changed it since it was read.
+
+    Attributes:
+        uid: of the Workload.
+        version: its resourceVersion.
+        changes: what to merge.
+        subresource: `status`, or empty.
+    """
+
+    name: str
+    uid: str
+    version: str
+    changes: Mapping[str, Any]
+    subresource: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteWorkload:
+    """Delete a Workload of Kueue. `uid` guards against deleting a successor of the same name."""
+
+    name: str
+    uid: str
+
+
 Action = (
     Create
     | LaunchAttempt
@@ -113,6 +143,8 @@ Action = (
     | RequestDrain
     | RequestStop
     | ReleaseCommits
+    | PatchWorkload
+    | DeleteWorkload
 )
 
 

@@ -11,6 +11,7 @@ from elastic_operator.api.status import Status
 from elastic_operator.manifests.attempt import JobRef, worker_labels
 from elastic_operator.manifests.placement import HOSTNAME
 from elastic_operator.manifests.reshard_pod import ReshardImage
+from elastic_operator.manifests.workload import queue_of
 from elastic_operator.observed import capacity_count, commit_history, signals
 from elastic_operator.observed.capacity import Capacity
 from elastic_operator.observed.capacity_count import PodRules
@@ -18,6 +19,7 @@ from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import Observation, PodView
 from elastic_operator.observed.placement.pod_constraints import parse_pod_constraints
 from elastic_operator.observed.placement.pod_resources import MOST_PODS
+from elastic_operator.observed.queueing.placement import ANYWHERE, add_placement
 from elastic_operator.observed.signals import Signal, Verdict
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Event, ReshardOutcome
@@ -60,6 +62,18 @@ class Context:
         if verdict is None:
             verdict = self.verdicts[key] = signals.judge(detect(), self.graces, self.now)
         return verdict
+
+    @property
+    def placed_spec(self) -> Spec:
+        """The spec, with the node labels and tolerations that a queueing system demands in the template."""
+        view = self.world.queue
+        workload = view.current if view is not None else None
+        if view is None or workload is None or not queue_of(self.job):
+            return self.spec
+        placement = view.placement(workload)
+        if placement == ANYWHERE:
+            return self.spec
+        return dataclasses.replace(self.spec, template=add_placement(self.spec.template, placement))
 
     @property
     def graces(self) -> Mapping[str, float]:
@@ -129,7 +143,7 @@ def find_doubtful_nodes(context: Context) -> frozenset[str]:
     return node_pool.suspects(context.limits, context.now)
 
 
-def find_capacity(context: Context, status: Status, *, forgive: bool = False) -> Capacity:
+def find_capacity(context: Context, status: Status, *, forgive: bool = False, beyond_quota: bool = False) -> Capacity:
     """Count the accelerators that the job may use now.
 
     Args:
@@ -137,14 +151,17 @@ def find_capacity(context: Context, status: Status, *, forgive: bool = False) ->
         status: status of the job.
         forgive: True to include excluded nodes that show no sign of being lost now. A node whose exclusion has no end
             yet stays out, because the next step would avoid it again and the job would replan without end.
+        beyond_quota: True to count nodes for which a queueing system has not admitted the job, too.
     """
     avoid = find_doubtful_nodes(context) if forgive else find_avoided_nodes(context, status)
     if forgive:
         avoid |= {item.name for item in status.excluded_nodes if item.until is None}
-    spec = context.spec
-    return capacity_count.count_capacity(
+    spec = context.placed_spec
+    capacity = capacity_count.count_capacity(
         context.world, spec.accelerator.resource, spec.template, avoid, _pod_rules(context)
     )
+    limit = None if beyond_quota else _find_admitted_nodes(context, status)
+    return capacity if limit is None else dataclasses.replace(capacity, max_nodes=limit)
 
 
 def _pod_rules(context: Context) -> PodRules:
@@ -156,6 +173,20 @@ def _pod_rules(context: Context) -> PodRules:
     return PodRules(
         max_per_node=1 if is_alone else MOST_PODS, constraints=dataclasses.replace(constraints, apart=apart)
     )
+
+
+def _find_admitted_nodes(context: Context, status: Status) -> int | None:
+    """Return the number of nodes for which Kueue has admitted the job; None if the job is in no queue.
+
+    An attempt that runs on although its Workload is gone keeps its number of nodes.
+    """
+    view = context.world.queue
+    if view is None or not queue_of(context.job):
+        return None
+    workload = view.current
+    if workload is not None and workload.assigned is not None:
+        return workload.assigned
+    return status.current.num_nodes if status.current is not None else 0
 
 
 def select_stale_pods(context: Context, status: Status) -> tuple[PodView, ...]:

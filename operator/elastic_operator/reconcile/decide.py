@@ -26,6 +26,8 @@ from elastic_operator.reconcile.failures.budgets import find_backoff
 from elastic_operator.reconcile.lifetime import deadline
 from elastic_operator.reconcile.lifetime.expiry import find_expiry
 from elastic_operator.reconcile.pending_actions import actions_for_status
+from elastic_operator.reconcile.queueing.pause import pause_without_quota
+from elastic_operator.reconcile.queueing.standing import find_standing
 from elastic_operator.reconcile.status_summary import summarize_status
 
 logger = logging.getLogger(__name__)
@@ -153,6 +155,9 @@ def _take_step(context: Context, status: Status) -> Status | None:
         status = dataclasses.replace(status, phase=Phase.PENDING, reason="", message="")
     if deadline.is_exceeded(context, status):
         return deadline.stop(context, status)
+    standing = find_standing(context, status)
+    if not standing.may_run:
+        return pause_without_quota(context, status, standing)
     current = status.current
     if current is None and find_backoff(context, status) is not None:
         return status
@@ -171,12 +176,12 @@ def _suspend(context: Context, status: Status) -> Status:
             return running.start_drain(context, status, goodput.SUSPENDED, "spec.suspend is true")
         return running.run(context, status, current)
     status = dataclasses.replace(status, current=None, drain=None, growth=None, queue_time=None)
-    status = recovery.record_suspension(context, status)
+    status = recovery.record_pause(context, status, goodput.SUSPENDED, "spec.suspend is true")
     last = status.recoveries[-1] if status.recoveries else None
     running_pods = [pod for pod in select_stale_pods(context, status) if not pod.terminal]
     if running_pods:
         return status if status.phase != Phase.SUSPENDED else dataclasses.replace(status, phase=Phase.STOPPING)
-    if last is not None and last.cause == goodput.SUSPENDED and last.stop_time is None:
+    if last is not None and last.cause in goodput.PAUSES and last.stop_time is None:
         status = edit_last_recovery(status, stop_time=Time(context.now))
     if status.phase != Phase.SUSPENDED:
         step = status.checkpoint.step

@@ -3,7 +3,7 @@
 Definitions (docs/goodput.md has them with an example):
 
 - *down*: from the first signal of a failure, or the request of a planned change, to the first step of the attempt that
-  follows. *paused*: from the end of an attempt that was suspended to the next plan; neither up nor down.
+  follows. *paused*: from the end of an attempt that was suspended or evicted to the next plan; neither up nor down.
 - *up*: the rest. *lost*: the share of it that went into steps that were repeated.
 - ETTR (effective training time ratio) = (up - lost) / (up + down).
 - MTBF = up / failures; planned changes are not failures.
@@ -23,6 +23,12 @@ from elastic_operator.api.status import MAX_RECOVERIES, Recovery
 
 SUSPENDED = "Suspended"
 """Cause of a recovery that answers `spec.suspend`."""
+
+EVICTED = "QueueEviction"
+"""Cause of a recovery that answers an eviction by a queueing system, or that has to wait for its quota."""
+
+PAUSES = (SUSPENDED, EVICTED)
+"""Causes of recoveries in which nothing runs because nothing may run."""
 
 _CHAIN = (
     ("detect", "detect_time"),
@@ -192,7 +198,7 @@ def _end_time(recovery: Recovery, after: Recovery | None, now: float) -> float:
 
 
 def _paused_seconds(recovery: Recovery, now: float) -> float:
-    if recovery.cause != SUSPENDED or recovery.stop_time is None:
+    if recovery.cause not in PAUSES or recovery.stop_time is None:
         return 0.0
     return max(0.0, (recovery.plan_time if recovery.plan_time is not None else now) - recovery.stop_time)
 

@@ -45,7 +45,7 @@ def plan_next(context: Context, status: Status) -> Status:
             )
     awaits_nodes = result.best is None and spec.nodes.autoscaling
     if awaits_nodes:
-        result = _plan_on_new_nodes(spec, last_topology) or result
+        result = _plan_on_new_nodes(spec, result.capacity.max_nodes, last_topology) or result
     plan = Plan(
         target=result.best.topology if result.best else None,
         nodes=result.best.num_nodes if result.best else 0,
@@ -60,13 +60,13 @@ def plan_next(context: Context, status: Status) -> Status:
     return _adopt(context, status, plan, result.best.topology, awaits_nodes=awaits_nodes)
 
 
-def _plan_on_new_nodes(spec: Spec, last_topology: Topology | None) -> planner.PlanResult | None:
+def _plan_on_new_nodes(spec: Spec, max_nodes: int | None, last_topology: Topology | None) -> planner.PlanResult | None:
     """Plan the smallest permitted number of nodes as if an autoscaler had added them; None if no number can run."""
     per_node = max(spec.accelerator.per_node)
     counts = spec.nodes.allowed or range(spec.nodes.min, min(spec.nodes.max, spec.nodes.min + MOST_SIZES) + 1)
     for num_nodes in sorted(filter(spec.nodes.permits, counts)):
         nodes = tuple(NodeCapacity(name=f"new-{i}", free=per_node) for i in range(num_nodes))
-        result = planner.plan(spec, Capacity(nodes=nodes), last_topology)
+        result = planner.plan(spec, Capacity(nodes=nodes, max_nodes=max_nodes), last_topology)
         if result.best is not None:
             return dataclasses.replace(result, reason=f"{result.best}, on nodes that an autoscaler has to add.")
     return None

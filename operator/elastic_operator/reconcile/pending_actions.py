@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from elastic_operator.api.status import Current, Phase, Status
 from elastic_operator.manifests.attempt import attempt_name, attempt_objects, reshard_job
+from elastic_operator.manifests.gang import API_VERSIONS
 from elastic_operator.observed.commit_history import format_released
 from elastic_operator.observed.observation import RESHARD, WORKER, JobView, PodView
 from elastic_operator.reconcile import reshard_mode
@@ -32,6 +33,7 @@ from elastic_operator.reconcile.context import (
 )
 from elastic_operator.reconcile.lifetime.expiry import delete_if_expired
 from elastic_operator.reconcile.lifetime.kept_logs import select_kept_attempts
+from elastic_operator.reconcile.queueing.workload_actions import workload_actions
 from reshard.contract import LeaseKey, Request
 
 
@@ -40,9 +42,15 @@ def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
     deletion = delete_if_expired(context, status)
     if deletion is not None:
         return (deletion,)
+    quota = workload_actions(context, status)
     if status.phase == Phase.COMPLETE:
-        return (*_stop_reshard(context, status), *_revoke_completed(context, status))
-    return (*_stop_attempts(context, status), *_stop_reshard(context, status), *_continue_attempt(context, status))
+        return (*_stop_reshard(context, status), *_revoke_completed(context, status), *quota)
+    return (
+        *_stop_attempts(context, status),
+        *_stop_reshard(context, status),
+        *_continue_attempt(context, status),
+        *quota,
+    )
 
 
 def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
@@ -72,14 +80,23 @@ def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
     yield from _delete_pods(context, status, pods)
     attempts = {job.attempt for job in superfluous} | {lease for lease in context.world.leases if lease != keep}
     job = context.job
-    yield from (RevokeAttempt(name=attempt_name(job.name, attempt), owner=job.uid) for attempt in sorted(attempts))
+    yield from (
+        RevokeAttempt(name=attempt_name(job.name, attempt), owner=job.uid, gang=_gang(context))
+        for attempt in sorted(attempts)
+    )
 
 
 def _revoke_completed(context: Context, status: Status) -> Iterator[Action]:
     """Delete the objects of a completed attempt, except its Job, so that no PodDisruptionBudget stays behind."""
     pods = context.world.workers(status.attempt)
     if status.attempt in context.world.leases and all(pod.terminal for pod in pods):
-        yield RevokeAttempt(name=attempt_name(context.job.name, status.attempt), owner=context.job.uid)
+        name = attempt_name(context.job.name, status.attempt)
+        yield RevokeAttempt(name=name, owner=context.job.uid, gang=_gang(context))
+
+
+def _gang(context: Context) -> str:
+    gang = context.spec.gang
+    return API_VERSIONS[gang] if gang is not None else ""
 
 
 def _stop_reshard(context: Context, status: Status) -> Iterator[Action]:
@@ -135,7 +152,7 @@ def _continue_attempt(context: Context, status: Status) -> Iterator[Action]:
 def _keep_running(context: Context, status: Status, current: Current) -> Iterator[Action]:
     if not current.job_uid and context.world.job(status.attempt) is None:
         heartbeat = context.limits.heartbeat_seconds
-        manifests = attempt_objects(context.job, context.spec, status.attempt, current, heartbeat)
+        manifests = attempt_objects(context.job, context.placed_spec, status.attempt, current, heartbeat)
         lost = tuple(sorted(find_lost_nodes(context, status)))
         yield LaunchAttempt(
             attempt=status.attempt,
@@ -161,7 +178,7 @@ def _reshard(context: Context, status: Status, current: Current) -> Iterator[Act
         mode = reshard_mode.conversion_request(context.spec, status, current).arguments
         manifest = reshard_job(
             context.job,
-            context.spec,
+            context.placed_spec,
             status.attempt,
             current,
             context.reshard_image,

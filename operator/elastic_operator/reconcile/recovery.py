@@ -142,17 +142,24 @@ def _find_out_of_memory(context: Context, status: Status) -> str:
     )
 
 
-def record_suspension(context: Context, status: Status) -> Status:
-    """Record that an open recovery is suspended; the time that follows belongs to the suspension."""
+def record_pause(context: Context, status: Status, cause: str, message: str) -> Status:
+    """Record that an open recovery may not go on; the time that follows belongs to the pause.
+
+    Args:
+        context: inputs of the decision.
+        status: status of the job.
+        cause: one of `goodput.PAUSES`.
+        message: one sentence for people.
+    """
     last = status.recoveries[-1] if status.recoveries else None
     if last is None or last.first_step_time is not None:
         return status
-    if last.cause == goodput.SUSPENDED:
+    if last.cause in goodput.PAUSES:
         return status if not last.to_attempt else edit_last_recovery(status, to="", to_attempt=0, plan_time=None)
     now = Time(context.now)
     record = Recovery(
-        cause=goodput.SUSPENDED,
-        message="spec.suspend is true",
+        cause=cause,
+        message=sentence(message, _MESSAGE_BYTES),
         planned=True,
         from_=last.from_,
         from_attempt=status.attempt,
@@ -181,7 +188,7 @@ def is_merged_with_last(context: Context, status: Status) -> bool:
     if not status.recoveries or status.launched:
         return False
     last = status.recoveries[-1]
-    if last.cause == goodput.SUSPENDED:
+    if last.cause in goodput.PAUSES:
         return False  # the time spent suspended has a record of its own
     window = context.spec.recovery.batch_window_seconds
     return last.launch_time is None and context.now - (last.detect_time or 0.0) <= window

@@ -80,7 +80,7 @@ def judge_attempt(context: Context, status: Status, current: Current) -> Verdict
 def _detect_signals(context: Context, status: Status, current: Current) -> list[Signal]:
     spec, limits = context.spec, context.limits
     # Admission adds tolerations (ExtendedResourceToleration, DefaultTolerationSeconds), so those of the pods count.
-    written = (spec.template.get("spec") or {}).get("tolerations") or ()
+    written = (context.placed_spec.template.get("spec") or {}).get("tolerations") or ()
     added = [item for pod in context.world.workers(status.attempt) for item in pod.tolerations]
     tolerations = [*written, *(item for item in added if item not in written)]
     nodes = (context.world.nodes.get(name) for name in {pod.node for pod in context.world.pods if pod.node})
@@ -266,37 +266,50 @@ def is_node_count_permitted(context: Context, current: Current) -> bool:
 
 def consider_growth(context: Context, status: Status, current: Current) -> Status:
     """Record that a better topology fits, and begin the change once it has fitted for long enough."""
-    spec = restrict_to_topology(context.spec, status.pinned)
     try:
-        shape = planner.shape_of(current.topology, num_nodes=current.num_nodes, per_node=current.gpus_per_node)
-        running = planner.evaluate(spec, shape)
+        better = find_better(context, status, current)
     except (TopologyError, ArithmeticError):
         return status
-    best = planner.best(spec, find_capacity(context, status), current.topology)
-    if best is None or (best.topology == current.topology and best.num_nodes == current.num_nodes):
+    if better is None or not better[1].is_worth:
         return dataclasses.replace(status, growth=None)
-    verdict = growth.evaluate_growth(
-        running, best, restart_seconds=_restart_seconds(status), horizon_seconds=HORIZON_SECONDS
-    )
-    if not verdict.is_worth:
-        return dataclasses.replace(status, growth=None)
+    best, verdict = better
     text, observed = short(best.topology), status.growth
     if observed is None or (observed.topology, observed.num_nodes) != (text, best.num_nodes):
         observed = Growth(topology=text, num_nodes=best.num_nodes, since=Time(context.now))
-        wait = spec.recovery.scale_up_stable_seconds
+        wait = context.spec.recovery.scale_up_stable_seconds
         context.emit("CapacityReturned", f"{verdict.reason} If it stays for {wait} s, the job grows.")
     status = dataclasses.replace(status, growth=observed)
     # Capacity counts as stable only after the attempt itself has run for as long.
     stable_since = max(observed.since, current.first_step_time or context.now)
-    if context.now - stable_since < spec.recovery.scale_up_stable_seconds:
+    if context.now - stable_since < context.spec.recovery.scale_up_stable_seconds:
         return status
     return start_drain(context, status, "CapacityReturned", verdict.reason)
+
+
+def find_better(
+    context: Context, status: Status, current: Current, *, beyond_quota: bool = False
+) -> tuple[planner.Candidate, growth.GrowthVerdict] | None:
+    """Return another topology that fits better now, and whether it is worth a restart; None if there is none.
+
+    Raises:
+        TopologyError: the running topology is not possible any more.
+        ArithmeticError: likewise.
+    """
+    spec = restrict_to_topology(context.spec, status.pinned)
+    shape = planner.shape_of(current.topology, num_nodes=current.num_nodes, per_node=current.gpus_per_node)
+    running = planner.evaluate(spec, shape)
+    best = planner.best(spec, find_capacity(context, status, beyond_quota=beyond_quota), current.topology)
+    if best is None or (best.topology == current.topology and best.num_nodes == current.num_nodes):
+        return None
+    return best, growth.evaluate_growth(
+        running, best, restart_seconds=_restart_seconds(status), horizon_seconds=HORIZON_SECONDS
+    )
 
 
 def _restart_seconds(status: Status) -> float:
     measured = [
         past.seconds["total"]
         for past in status.recoveries
-        if "total" in past.seconds and past.cause != goodput.SUSPENDED
+        if "total" in past.seconds and past.cause not in goodput.PAUSES
     ]
     return max(measured, default=RESTART_SECONDS)

@@ -15,6 +15,7 @@ from elastic_operator.observed.pod_diagnosis import LAUNCH_REASONS
 from elastic_operator.observed.signals import Signal, detect_pod_signals
 from elastic_operator.reconcile.context import Context, describe_stuck_pods, select_stale_pods, select_stuck_pods
 from elastic_operator.reconcile.failures.budgets import find_backoff
+from elastic_operator.reconcile.queueing.standing import State, find_standing
 
 
 def summarize_status(context: Context, status: Status) -> Status:
@@ -167,6 +168,11 @@ def _set_conditions(context: Context, status: Status, phase: str, reason: str, m
     put(Type.SPEC_VALID, True, "Valid", "the spec is valid")
     if status.current is not None:
         _put_resumed(put, status.current)
+    standing = find_standing(context, status)
+    if standing.state is not State.FREE:
+        put(Type.QUOTA_RESERVED, standing.state is State.ADMITTED, standing.reason, standing.message)
+    elif context.world.queue is None or not context.world.queue.workloads:
+        conditions = tuple(item for item in conditions if item.type != Type.QUOTA_RESERVED)
     put(Type.LAUNCHED, *_describe_launch(context, status, phase, reason, message))
     for type_, wanted in (
         (Type.RUNNING, Phase.RUNNING),

@@ -17,7 +17,7 @@ from elastic_operator.client.api_client import KubernetesClient
 from elastic_operator.client.credentials import Credentials
 
 _PATH = re.compile(
-    r"/?(?:api|apis/[^/]+)/[^/]+(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?"
+    r"/?(?:api|apis/[^/]+)/[^/]+(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/status)?"
 )
 
 
@@ -26,6 +26,8 @@ class Api:
 
     Attributes:
         forbidden: plurals that are refused.
+        unserved: plurals of kinds that it does not know.
+        patched: name and body of every patch.
         conflicts: requests, by method and plural, that are answered with a conflict, each once.
     """
 
@@ -34,6 +36,8 @@ class Api:
         self.deleted: list[tuple[str, str]] = []
         self.unconditional: list[str] = []
         self.forbidden: set[str] = set()
+        self.unserved: set[str] = set()
+        self.patched: list[tuple[str, dict[str, Any]]] = []
         self.conflicts: set[tuple[str, str]] = set()
         self._numbers = itertools.count(1)
 
@@ -67,6 +71,8 @@ class Api:
         namespace, plural, name = found["namespace"] or "", found["plural"], found["name"]
         body = json.loads(content) if (content := await request.read()) else {}
         key = (plural, namespace, name or "")
+        if plural in self.unserved:
+            return web.Response(status=404, text="404 page not found")
         if plural in self.forbidden:
             return _status(403, "Forbidden", f"{plural} is forbidden")
         if (request.method, plural) in self.conflicts:
@@ -97,6 +103,9 @@ class Api:
             meta = body.get("metadata") or {}
             if meta.get("uid", item["metadata"]["uid"]) != item["metadata"]["uid"]:
                 return _status(409, "Conflict", "the UID in the patch differs")
+            if meta.get("resourceVersion", item["metadata"]["resourceVersion"]) != item["metadata"]["resourceVersion"]:
+                return _status(409, "Conflict", "the object has been modified")
+            self.patched.append((item["metadata"]["name"], body))
             item["metadata"].setdefault("annotations", {}).update(meta.get("annotations") or {})
         return web.json_response(item)
 

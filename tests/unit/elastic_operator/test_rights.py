@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from tests import operator_rights
-from tests.operator_rights import CLUSTER, JOBS, LEADER, NODES, SERVED, Right, asked, rights
+from tests.operator_rights import CLUSTER, GANG, JOBS, LEADER, NODES, SERVED, Right, asked, rights
 
 ROOT = Path(__file__).parents[3]
 TEMPLATES = ROOT / "charts/elastic-training-operator/templates"
-TABLES = {"job": JOBS, "cluster": CLUSTER, "served": SERVED, "nodeLease": NODES, "leader": LEADER}
+TABLES = {"job": JOBS, "gang": GANG, "cluster": CLUSTER, "served": SERVED, "nodeLease": NODES, "leader": LEADER}
 
 
 def rules(name: str) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ def estimate_recovery(status: Status, *, stops: bool, reshards: bool, num_bytes:
         num_bytes: size of the commit that the reshard Job reads; None if it is unknown.
     """
     finished = [
-        item for item in status.recoveries if item.first_step_time is not None and item.cause != goodput.SUSPENDED
+        item for item in status.recoveries if item.first_step_time is not None and item.cause not in goodput.PAUSES
     ]
     rate = _rate(status)
     reshard, reshard_basis = _reshard(finished, rate, num_bytes) if reshards else (0.0, "")

@@ -16,7 +16,7 @@ from elastic_operator.plugin.pages.text import (
     pluralize,
     wrap,
 )
-from elastic_operator.reconcile.goodput import SUSPENDED
+from elastic_operator.reconcile.goodput import PAUSES
 from reshard.errors import TopologyError
 from reshard.topology import Topology
 
@@ -118,7 +118,7 @@ def _recovery(number: int, item: RecoveryReport, now: float) -> Iterator[str]:
             what = "committed, ready to exit"
         head = "timeline" if part is item.parts[0] else ""
         yield f"   {head:<9} {reached:7.1f} s  {f'+{part.seconds:.1f}':>7}  {what}"
-    if item.state == "Open" and item.cause != SUSPENDED:
+    if item.state == "Open" and item.cause not in PAUSES:
         yield f"   {'':<9} {'...':>9}  {'':>7}  not over yet"
 
 

@@ -110,6 +110,8 @@ def _explain_phase(name: str, spec: Spec | None, status: Status, now: float) -> 
             return Waiting(doing=status.message, waits_for=f"these pods to be gone{force}")
         case Phase.RESHARDING:
             return _resharding(status, now)
+        case Phase.WAITING if status.reason == "Queued":
+            return Waiting(doing=status.message, waits_for="quota; it goes on by itself as soon as Kueue admits it")
         case Phase.WAITING:
             return Waiting(
                 doing=status.message,

@@ -54,12 +54,17 @@ def expired() -> dict[str, Any]:
 
 
 def follow(
-    answers: Sequence[Answer | Trouble], monkeypatch: pytest.MonkeyPatch, *, may_become_empty: bool = True
+    answers: Sequence[Answer | Trouble],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    may_become_empty: bool = True,
+    is_optional: bool = False,
 ) -> Story:
     """Let a informer hear these answers, one after another."""
     monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr(watch_stream, "SILENCE_SECONDS", 0.2)
-    story = Story(list(answers), may_become_empty=may_become_empty)
+    monkeypatch.setattr(module, "OPTIONAL_SECONDS", 0.001)
+    story = Story(list(answers), may_become_empty=may_become_empty, is_optional=is_optional)
     asyncio.run(story.run())
     return story
 
@@ -71,7 +76,9 @@ def void(_: object) -> None:
 class Story:
     """What was asked and what is kept at the end."""
 
-    def __init__(self, answers: list[Answer | Trouble], *, may_become_empty: bool = True) -> None:
+    def __init__(
+        self, answers: list[Answer | Trouble], *, may_become_empty: bool = True, is_optional: bool = False
+    ) -> None:
         self.answers = answers
         self.requests: list[dict[str, str]] = []
         self.kept: dict[Id, Object] = {}
@@ -83,6 +90,7 @@ class Story:
             self.put,
             lambda gone: void(self.kept.pop(gone, None)),
             may_become_empty=may_become_empty,
+            is_optional=is_optional,
         )
 
     def put(self, found: Object) -> None:
@@ -134,6 +142,31 @@ class Story:
     @property
     def watched_from(self) -> list[str]:
         return [params["resourceVersion"] for params in self.requests if params.get("watch")]
+
+
+@pytest.mark.parametrize("code", [404, 403])
+def test_a_kind_that_is_not_served_counts_as_empty_until_it_is(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Answer(code=code, text="404 page not found")
+    story = follow(
+        [missing, missing, page(item("a", 1), version=5), watch(("ADDED", item("b", 6)))], monkeypatch, is_optional=True
+    )
+    assert story.is_live[1:3] == [True, True]
+    assert story.names == {"a", "b"}
+    assert story.informer.is_served
+
+
+def test_a_kind_that_is_no_longer_served_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Answer(code=404, text="404 page not found")
+    story = follow([page(item("a", 1), version=5), gone, gone], monkeypatch, is_optional=True)
+    assert story.kept == {}
+    assert story.informer.is_served is False
+    assert story.is_live[-1]
+
+
+def test_another_error_of_an_optional_kind_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = follow([page(item("a", 1), version=5), Answer(code=500), watch()], monkeypatch, is_optional=True)
+    assert story.names == {"a"}
+    assert story.is_live[2] is False
 
 
 def test_a_list_in_pages_then_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,3 +74,16 @@ def test_a_conflict_makes_the_operator_read_again_at_once(request_: tuple[str, s
 
     with_writer(api, work)
     assert api.deleted == []
+
+
+def test_the_pod_group_of_an_attempt_goes_with_it_and_only_where_it_has_one() -> None:
+    api = api_with("podgroups", "leases")
+
+    async def work(writer: ClusterWriter) -> None:
+        await writer.act("ns", NAME, RevokeAttempt(name=f"{NAME}-a1", owner=f"uid-{NAME}"))
+        assert api.names("podgroups") == {f"{NAME}-a1"}
+        gang = "scheduling.k8s.io/v1alpha2"
+        await writer.act("ns", NAME, RevokeAttempt(name=f"{NAME}-a1", owner=f"uid-{NAME}", gang=gang))
+
+    with_writer(api, work)
+    assert api.objects == {}

@@ -1,0 +1,43 @@
+"""Stop a job that has no quota, and wait until Kueue admits it: no attempt, no Job, and no budget is charged."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elastic_operator.api.serialization import Time
+from elastic_operator.api.status import Phase, Status, edit_last_recovery
+from elastic_operator.observed.observation import PodView
+from elastic_operator.reconcile import goodput, recovery, running
+from elastic_operator.reconcile.context import Context, find_lost_nodes, select_stale_pods, select_stuck_pods
+from elastic_operator.reconcile.queueing.standing import QUEUED, Standing, must_stop
+
+
+def pause_without_quota(context: Context, status: Status, standing: Standing) -> Status:
+    """Take one step of a job that may not run: drain the attempt, then wait."""
+    current = status.current
+    if current is not None and current.launch_time is not None:
+        if status.drain is None and must_stop(context, status, standing):
+            return running.start_drain(context, status, goodput.EVICTED, standing.message)
+        return running.run(context, status, current)
+    status = dataclasses.replace(
+        status, current=None, drain=None, growth=None, queue_time=status.queue_time or Time(context.now)
+    )
+    status = recovery.record_pause(context, status, goodput.EVICTED, standing.message)
+    if select_running_pods(context, status):
+        return status if status.phase != Phase.WAITING else dataclasses.replace(status, phase=Phase.STOPPING)
+    last = status.recoveries[-1] if status.recoveries else None
+    if last is not None and last.cause in goodput.PAUSES and last.stop_time is None:
+        status = edit_last_recovery(status, stop_time=Time(context.now))
+    if (status.phase, status.reason) != (Phase.WAITING, QUEUED):
+        context.emit(QUEUED, standing.message)
+    return dataclasses.replace(status, phase=Phase.WAITING, reason=QUEUED, message=standing.message)
+
+
+def select_running_pods(context: Context, status: Status) -> tuple[PodView, ...]:
+    """Return the training pods of stopped attempts that still use quota.
+
+    A pod on a lost node, or one that does not end, would hold the quota for ever; the launch ignores them too.
+    """
+    lost, stuck = find_lost_nodes(context, status), select_stuck_pods(context, status)
+    stale = select_stale_pods(context, status)
+    return tuple(pod for pod in stale if not pod.terminal and pod.node not in lost and pod not in stuck)
