@@ -15,10 +15,10 @@ from typing import Any
 from elastic_operator.api.spec import Spec, SpecError
 from elastic_operator.api.status import Status
 from elastic_operator.client.api_errors import AnswerError, ApiError
+from elastic_operator.cluster.contention.reservations import Reservations, is_contested
+from elastic_operator.cluster.contention.waiting_jobs import YieldTimes, is_waiting, select_ahead
 from elastic_operator.cluster.diagnostics import Diagnostics, RefusedError
 from elastic_operator.cluster.reader import ClusterReader
-from elastic_operator.cluster.reservations import Reservations, is_contested
-from elastic_operator.cluster.waiting_jobs import YieldTimes, is_waiting, select_ahead
 from elastic_operator.cluster.work_queue import WorkQueue
 from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError
 from elastic_operator.manifests.forbidden_accounts import OPEN, Boundary

@@ -27,9 +27,9 @@ from elastic_operator.client.resources import (
 )
 from elastic_operator.cluster import unreadable_objects
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.contention.waiting_jobs import PriorityClasses, read_priority_classes
 from elastic_operator.cluster.queue_reader import QueueReader, is_in_queue, refused_view
 from elastic_operator.cluster.store import ClusterStore
-from elastic_operator.cluster.waiting_jobs import PriorityClasses, read_priority_classes
 from elastic_operator.cluster.watch_stream import is_older_version
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import (

@@ -60,8 +60,9 @@ def explain_wait(resource: Mapping[str, Any], spec: Spec | None, problem: str, s
         now: current time in seconds since the epoch.
     """
     meta = resource["metadata"]
-    if is_managed_elsewhere(resource["spec"]):
-        return Waiting(doing=f"{resource['spec']['managedBy']} manages this job (spec.managedBy), not elastic-operator")
+    written = resource.get("spec") or {}
+    if is_managed_elsewhere(written):
+        return Waiting(doing=f"{written['managedBy']} manages this job (spec.managedBy), not elastic-operator")
     if not resource.get("status"):
         created = parse_time(meta.get("creationTimestamp"))
         since = None if created is None else now - created

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import Current, Status
-from elastic_operator.cluster.reservations import RESERVATION_SECONDS, Reservations, is_contested
+from elastic_operator.cluster.contention.reservations import RESERVATION_SECONDS, Reservations, is_contested
 from elastic_operator.observed.capacity import Capacity, NodeCapacity
 from elastic_operator.observed.observation import Observation
 from tests.unit.elastic_operator.reconcile.test_decide_phases import BIG, GPU, workers

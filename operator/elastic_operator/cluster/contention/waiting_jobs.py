@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Phase, Status
-from elastic_operator.cluster.reservations import RESERVATION_SECONDS
+from elastic_operator.cluster.contention.reservations import RESERVATION_SECONDS
 from elastic_operator.observed.observation import Key
 from elastic_operator.reconcile import goodput
 from elastic_operator.reconcile.record import Record

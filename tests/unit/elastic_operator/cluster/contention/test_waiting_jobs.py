@@ -12,8 +12,13 @@ import pytest
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import SpecError, parse_spec
 from elastic_operator.api.status import Current, Phase, Recovery, Status
-from elastic_operator.cluster.reservations import RESERVATION_SECONDS
-from elastic_operator.cluster.waiting_jobs import PriorityClasses, is_waiting, read_priority_classes, select_ahead
+from elastic_operator.cluster.contention.reservations import RESERVATION_SECONDS
+from elastic_operator.cluster.contention.waiting_jobs import (
+    PriorityClasses,
+    is_waiting,
+    read_priority_classes,
+    select_ahead,
+)
 from elastic_operator.controller import NodesReservedError
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.reconcile.record import Record
