@@ -36,6 +36,9 @@ _WEBHOOKS = ("job", "workload", "clusterqueue", "localqueue", "cohort", "resourc
 """Webhooks for batch Jobs and Kueue's own kinds; one for pods would stand in the way of every pod of the cluster."""
 _TOOLS = f'//go:build tools\n\npackage tools\n\nimport _ "{_MODULE}/cmd/kueue"\n'
 
+_launchers: list[subprocess.Popen[bytes]] = []
+"""Managers that this process has started: its children, which have to be reaped."""
+
 
 def folder() -> Path:
     """Return the folder in the cache with the program and the chart."""
@@ -98,7 +101,7 @@ def start(**configuration: Any) -> None:
     join = cgroups.join_command(machine.cgroups_path(CONTROL_PLANE))
     enter = f"nsenter --target {init} --net --mount --pid unshare --mount bash {script}"
     with open(log, "ab") as stream:
-        subprocess.Popen(
+        launcher = subprocess.Popen(
             ["bash", "-c", f"{join} && exec {enter}"],
             stdin=subprocess.DEVNULL,
             stdout=stream,
@@ -106,6 +109,7 @@ def start(**configuration: Any) -> None:
             start_new_session=True,
             cwd="/",
         )
+    _launchers.append(launcher)
     _serve(Kubectl(kubeconfig()), hooks, log)
 
 
@@ -175,6 +179,8 @@ def stop() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     until(lambda: not machine.daemon_pids(CONTROL_PLANE, "kueue"), what="the end of Kueue", timeout_seconds=20)
+    while _launchers:
+        _launchers.pop().wait(timeout=20)
     remove(Kubectl(kubeconfig()))
 
 
