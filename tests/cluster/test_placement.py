@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from testbed.cluster import Cluster
+from tests.cluster.conftest import Cluster
 from tests.cluster.jobs import LIGHT, Run
 
 pytestmark = pytest.mark.cluster

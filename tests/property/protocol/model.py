@@ -225,6 +225,11 @@ class System:
         for job in objects.jobs:
             if job.role == WORKER and job.attempt not in started:
                 yield from self._start_pod(state, job)
+            pod = objects.pod(job.attempt)
+            if job.role == WORKER and pod is not None and pod.phase == "Failed" and not job.is_failed:
+                jobs = tuple(job._replace(is_failed=True) if item == job else item for item in objects.jobs)
+                after = self._with_objects(state, objects._replace(jobs=jobs))
+                yield Step(f"the Job controller marks the Job of attempt {job.attempt} as failed", after)
             if job.role == RESHARD and not (job.is_complete or job.is_failed):
                 yield self._convert(state, job)
                 if "refuse" in self.scenario.kinds and state.faults:

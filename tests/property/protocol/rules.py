@@ -86,7 +86,7 @@ class Rules:
                     f"a commit of attempt {attempt} is acknowledged after attempt {newer[0]} was launched"
                 )
         for job in new.jobs:
-            if job.role == WORKER and job not in old.jobs:
+            if job.role == WORKER and old.job(job.attempt, WORKER) is None:
                 self._check_launch(after, job)
 
     def _check_launch(self, state: State, job: Job) -> None:
