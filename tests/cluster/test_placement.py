@@ -39,7 +39,7 @@ def offer(cluster: Cluster, node: str, count: int | None) -> None:
 
 @pytest.fixture
 def nodes_that_come(testbed: Cluster) -> Iterator[tuple[str, str]]:
-    names = ("gpu-0", "gpu-1")
+    names = ("gpu-1", "gpu-2")
     yield names
     for name in names:
         offer(testbed, name, None)
@@ -49,7 +49,8 @@ def test_without_any_node_the_pods_are_pending_for_an_autoscaler_and_run_once_it
     run: Run, nodes_that_come: tuple[str, str]
 ) -> None:
     accelerator = {"resource": NEW_RESOURCE, "perNode": [2]}
-    run.submit([*LIGHT, "100000", "0", "0"], accelerator=accelerator, nodes={"min": 2, "max": 4, "autoscaling": True})
+    limits = {"min": 2, "max": 4, "autoscaling": True}
+    run.submit([*LIGHT, "100000", "0", "0"], accelerator=accelerator, nodes=limits, batch={"globalSamples": 16})
     run.cluster.wait(lambda: len(run.workers()) == 2, what="two pods", timeout_seconds=PENDING_SECONDS)
     status = run.until(
         "the scheduler's words", lambda _: run.condition("Launched").get("reason") == "Unschedulable", 15
@@ -86,7 +87,7 @@ def test_pods_share_a_node_only_if_the_spec_says_so(
 
 @pytest.fixture
 def zones(testbed: Cluster) -> Iterator[dict[str, str]]:
-    wanted = {"gpu-0": "a", "gpu-1": "b", "gpu-2": "b"}
+    wanted = {"gpu-1": "a", "gpu-2": "b", "gpu-3": "b"}
     for name, zone in wanted.items():
         testbed.kubectl("label", "node", name, f"{ZONE}={zone}", "--overwrite")
     yield wanted
@@ -104,7 +105,7 @@ def zones(testbed: Cluster) -> Iterator[dict[str, str]]:
 def test_the_plan_counts_the_templates_rules_about_its_own_pods(
     run: Run, zones: dict[str, str], rule: str, num_pods: int
 ) -> None:
-    selector = {"matchLabels": {"elastictraining.dev/job": "gpt"}}
+    selector = {"matchLabels": {"elastictraining.dev/job-name": "gpt"}}
     term = {"topologyKey": ZONE, "labelSelector": selector}
     affinity = {rule: {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     run.submit(
@@ -120,7 +121,7 @@ def test_the_plan_counts_the_templates_rules_about_its_own_pods(
 
 
 def on_one_node(run: Run, name: str, ports: list[dict[str, Any]] | None = None) -> None:
-    """Submit a job on the node's network, with one of the two GPUs of node gpu-0."""
+    """Submit a job on the node's network, with one of the two GPUs of node gpu-1."""
     run.submit(
         LISTENING,
         accelerator={"resource": "amd.com/gpu", "perNode": [1]},
@@ -128,7 +129,7 @@ def on_one_node(run: Run, name: str, ports: list[dict[str, Any]] | None = None) 
         pod_spec={
             "hostNetwork": True,
             "dnsPolicy": "ClusterFirstWithHostNet",
-            "nodeSelector": {"kubernetes.io/hostname": "gpu-0"},
+            "nodeSelector": {"kubernetes.io/hostname": "gpu-1"},
         },
         name=name,
         checkpoint={"claimName": "ckpt", "path": name, "intervalSeconds": 1000},
@@ -150,7 +151,7 @@ def test_two_jobs_on_the_network_of_one_node_have_different_rendezvous_ports(run
         for item in pod["spec"]["containers"][0]["env"]
         if item["name"] == "PET_MASTER_PORT"
     }
-    assert (hosts(run), len(ports)) == (["gpu-0", "gpu-0"], 2)
+    assert (hosts(run), len(ports)) == (["gpu-1", "gpu-1"], 2)
 
 
 def test_a_port_of_the_node_that_another_job_uses_keeps_a_job_waiting_and_it_says_so(run: Run) -> None:
