@@ -36,7 +36,7 @@ from tests.cluster.played_cluster import PlayedCluster
 from tests.cluster.recovery_lane import SCENARIOS, Lane, LaneError, OperatorInProcess, OperatorProcess, Scenario
 from tests.randomness import SOAKING
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]  # minutes of processor time
+pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server, pytest.mark.timeout(1800)]  # minutes of processor time
 
 ROOT = Path(__file__).parents[2]
 NUM_LANES = 12

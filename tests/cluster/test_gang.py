@@ -22,7 +22,7 @@ from testbed.kubectl import Kubectl
 from tests.cluster.jobs import Operator
 from tests.cluster.test_rights import GPU, ROOT, now, training_job
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
 
 GATES = "--feature-gates=GenericWorkload=true,GangScheduling=true"
 TEAM = "team"

@@ -27,7 +27,7 @@ from testbed.kubectl import Kubectl
 from tests.cluster.jobs import Operator
 from tests.cluster.played_cluster import GPU, PlayedCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
 
 ROOT = Path(__file__).parents[2]
 API = "kueue.x-k8s.io/v1beta2"

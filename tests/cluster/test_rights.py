@@ -33,7 +33,7 @@ from tests.cluster import releases
 from tests.cluster.jobs import Operator
 from tests.operator_rights import CLUSTER, JOBS, LEADER, NODES, SERVED, Right, asked, rights
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
 
 ROOT = Path(__file__).parents[2]
 HOME, TEAM = "operators-home", "team"
