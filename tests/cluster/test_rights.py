@@ -330,11 +330,11 @@ def live(api: Api, folder: Path, served: str | None) -> None:
         api.kubectl("delete", "job", "gpt-a2", "-n", TEAM, "--wait=false")
         # Between the two Jobs of that name there may be none.
         api.wait("attempt 2", lambda: _owners(api.kubectl.get("job", "gpt-a2", "-n", TEAM)))
+        _leave_queue(api)
         # The time of the job is over, and then the time for which it stays.
         over = {"spec": {"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 0}}
         api.kubectl("patch", "etj", "gpt", "-n", TEAM, "--type=merge", "-p", json.dumps(over))
         api.wait("the deletion", lambda: "deletionTimestamp" in api.job()["metadata"])
-        _leave_queue(api)
     finally:
         process.stop()
         text = log.read_text()
