@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,19 @@ class Kubectl:
     def apply(self, *objects: dict[str, Any]) -> None:
         """`kubectl apply`."""
         self("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
+
+    def wait_established(self, crd: str) -> None:
+        """Wait until the API server serves the kind of a CustomResourceDefinition.
+
+        `kubectl wait` fails at once while the object has no conditions yet (Kubernetes 1.36).
+
+        Raises:
+            TestbedError: it does not within the timeout.
+        """
+        deadline = time.monotonic() + self.timeout_seconds
+        while time.monotonic() < deadline:
+            conditions = self.get("crd", crd).get("status", {}).get("conditions") or []
+            if any((item["type"], item["status"]) == ("Established", "True") for item in conditions):
+                return
+            time.sleep(0.1)
+        raise TestbedError(f"CustomResourceDefinition {crd} was not established within {self.timeout_seconds:g} s")

@@ -150,7 +150,7 @@ def _install(kubectl: Kubectl, place: Path, configuration: dict[str, Any]) -> li
     kinds = [item for item in objects if item["kind"] == "CustomResourceDefinition"]
     kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump_all(kinds))
     for item in kinds:
-        kubectl("wait", "--for=condition=Established", f"crd/{item['metadata']['name']}", "--timeout=60s")
+        kubectl.wait_established(item["metadata"]["name"])
     (place / "config.yaml").write_text(yaml.safe_dump({**_configure(place / "pki"), **configuration}))
     return [item for item in objects if item["kind"] != "CustomResourceDefinition"]
 

@@ -148,7 +148,7 @@ def checkpoints(testbed: Cluster, namespace: str) -> Iterator[Path]:
 def crd(cluster: Cluster) -> None:
     path = ROOT / "crds/elastictrainingjobs.yaml"
     cluster.kubectl("apply", "--server-side", "-f", str(path))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
+    cluster.kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
 
 
 @pytest.fixture

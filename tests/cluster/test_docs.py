@@ -105,7 +105,7 @@ def clean(testbed: Any) -> Iterator[None]:
         remove(testbed)
         testbed.kubectl("delete", "crd", CRD, "--ignore-not-found")
         testbed.kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        testbed.kubectl("wait", "--for=condition=Established", f"crd/{CRD}")
+        testbed.kubectl.wait_established(CRD)
 
 
 def leaving(testbed: Any) -> list[str]:

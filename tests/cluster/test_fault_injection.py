@@ -121,7 +121,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
             pytest.skip(str(error))
         kubectl = Kubectl(config)
         kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
+        kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
         kubectl("create", "namespace", "home")
         kubectl("create", "serviceaccount", "operator", "-n", "home")
         kubectl(

@@ -42,7 +42,7 @@ def kubectl(tmp_path: Path) -> Iterator[Kubectl]:
         client = Kubectl(config)
         stack.enter_context(_daemon(tmp_path, "kube-controller-manager", config, "--controllers=job-controller"))
         client("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        client("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
+        client.wait_established("elastictrainingjobs.elastictraining.dev")
         client("create", "namespace", TEAM)
         client("create", "serviceaccount", "default", "-n", TEAM)
         for name in NODES:

@@ -28,7 +28,7 @@ def release(testbed: Any, crd: None, home: str) -> Iterator[Release]:
         found.uninstall()
     testbed.kubectl("delete", KIND, "--ignore-not-found")
     testbed.kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-    testbed.kubectl("wait", "--for=condition=Established", KIND)
+    testbed.kubectl.wait_established(KIND.removeprefix("crd/"))
 
 
 def test_the_kind_is_taken_over_kept_found_again_and_taken_along(

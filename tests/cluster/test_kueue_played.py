@@ -219,7 +219,7 @@ def play(
             pytest.skip(str(error))
         kubectl = Kubectl(config)
         kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
+        kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
         with kueue.beside(config, folder, **(configuration or {})):
             asyncio.run(run(config))
         kueue.remove(kubectl)

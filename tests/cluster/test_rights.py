@@ -174,10 +174,10 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
             pytest.skip(str(error))
         found = Api(config, folder / "audit.log")
         found.kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        found.kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
+        found.kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
         found.kubectl.apply(*map(_kueue_kind, KUEUE))
         for plural in KUEUE:
-            found.kubectl("wait", "--for=condition=Established", f"crd/{plural}.kueue.x-k8s.io")
+            found.kubectl.wait_established(f"{plural}.kueue.x-k8s.io")
         found.kubectl.apply(_kueue("ResourceFlavor", "gpus", spec={}), _kueue("WorkloadPriorityClass", "low", value=10))
         for name in (HOME, TEAM):
             found.kubectl("create", "namespace", name)
