@@ -110,7 +110,8 @@ def test_a_pod_that_does_not_end_on_a_ready_node_is_left_and_the_job_goes_on_els
     status = run.until("attempt 2", resumed(1), STUCK_SECONDS)
     print(f"deleted to Running elsewhere: {time.monotonic() - begin:.1f} s")
     assert status["current"]["resume"]["step"] > 0
-    assert status["recoveries"][0]["cause"] == "PodDeleted"
+    # The second, if the training commits before it is stuck.
+    assert status["recoveries"][0]["cause"] in ("PodDeleted", "PodTerminating")
     assert [(item["name"], item["reason"]) for item in status["excludedNodes"]] == [(node, "PodStuckTerminating")]
     (worker,) = run.workers()
     assert worker["spec"]["nodeName"] != node
