@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from reshard.commits.root_owner import claim_root
+
 pytestmark = pytest.mark.engine
 
 RANK = """
@@ -35,7 +37,7 @@ def start_ranks(tmp_path):
     """Start two ranks of a script; they are killed at the end."""
     with contextlib.ExitStack() as stack:
 
-        def start(script):
+        def start(script, **extra):
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = str(probe.getsockname()[1])
@@ -50,6 +52,7 @@ def start_ranks(tmp_path):
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
                 "WORLD_SIZE": "2",
+                **extra,
             }
             ranks = []
             for rank in range(2):
@@ -71,6 +74,39 @@ def test_the_session_leaves_no_thread_behind(start_ranks):
     for output in outputs:
         before, during, after = map(int, output.split())
         assert during > before
+        assert after == before
+
+
+REFUSING = """
+import os
+import torch.distributed as distributed
+from elastic_trainer import Session
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+session = Session.from_env()
+distributed.init_process_group("gloo")
+before = num_threads()
+try:
+    session.start()
+    session.restore(print)
+finally:
+    print(before, num_threads())
+"""
+
+
+@pytest.mark.parametrize("case", ["resume-refused", "folder-of-another-job"])
+def test_a_session_that_refuses_leaves_no_thread_behind_and_keeps_its_exit_code(start_ranks, tmp_path, case):
+    if case == "resume-refused":
+        ranks = start_ranks(REFUSING, ETJ_RESUME=str(tmp_path / "a1" / "step-00000001"))
+    else:
+        claim_root(tmp_path, uid="another", job="research/other")
+        ranks = start_ranks(REFUSING, ETJ_JOB_UID="this-one")
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [76 if case == "resume-refused" else 77] * 2
+    for output in outputs:
+        before, after = map(int, output.split()[-2:])
         assert after == before
 
 

@@ -301,9 +301,7 @@ class Session:
             if is_published:
                 self._heartbeat.update({LeaseKey.PHASE: phase})
             self._heartbeat.stop()
-        self._collective.gather(None)
-        self._termination.close()
-        self._collective.close()
+        self._close()
         if not is_published:
             sys.exit(TrainerExit.UNPUBLISHED)
         if self._draining:
@@ -371,9 +369,15 @@ class Session:
                 self._tell_not_owner(error)
         result = self._collective.broadcast(result)
         if result == _NOT_OWNER:
-            self._collective.gather(None)
+            self._close()
             sys.exit(TrainerExit.NOT_OWNER)
         return result
+
+    def _close(self) -> None:
+        """Wait for all ranks, and end this rank's threads; the process keeps its exit code only without them."""
+        self._collective.gather(None)
+        self._termination.close()
+        self._collective.close()
 
     def _tell_not_owner(self, error: NotOwnerError) -> None:
         assert self._heartbeat is not None
@@ -402,7 +406,7 @@ class Session:
         if self._heartbeat is not None:
             self._heartbeat.update({LeaseKey.RESUME_ERROR: text[:1000]})
             self._heartbeat.stop()
-        self._collective.gather(None)
+        self._close()
         sys.exit(TrainerExit.RESUME_INVALID)
 
     def _tell(self, annotations: dict[LeaseKey, str], *, now: bool = False) -> None:
