@@ -13,6 +13,7 @@ from testbed import podenv
 
 LIGHT = ["python", "tests/cluster/light_trainer.py"]
 """A training without a model: see there for its arguments."""
+_AT_ONCE = ("--grace-period=0", "--force", "--wait=false")
 GPT = ["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train.py", "--save-every", "5"]
 
 
@@ -83,10 +84,9 @@ class Run:
         self.cluster.apply(job)
 
     def remove(self) -> None:
-        """Delete the job, then its pods by force: the next test finds its GPUs free before the namespace is gone."""
+        """Delete all jobs of the namespace, and wait until they hold no GPU any more."""
         self.cluster.kubectl("delete", "etj", "--all", "-n", self.namespace)
-        at_once = ("--grace-period=0", "--force")
-        self.cluster.kubectl("delete", "pods", "--all", "-n", self.namespace, *at_once, check=False)
+        delete_pods(self.cluster, self.namespace)
 
     def status(self) -> dict[str, Any]:
         return dict(self.cluster.get("etj", self.name, "-n", self.namespace).get("status", {}))
@@ -128,6 +128,16 @@ class Run:
             if "deletionTimestamp" not in item["metadata"]
             and (_attempt(item) == newest or item["status"]["phase"] not in ("Succeeded", "Failed"))
         ]
+
+
+def delete_pods(cluster: Any, namespace: str, *selector: str) -> None:
+    """Delete pods by force until there are none: a Job that is being deleted may replace those that were deleted."""
+
+    def are_gone() -> bool:
+        cluster.kubectl("delete", "pods", "-n", namespace, *(selector or ("--all",)), *_AT_ONCE, check=False)
+        return not cluster.get("pods", "-n", namespace, *selector).get("items")
+
+    cluster.wait(are_gone, what=f"the pods of {namespace} to be gone", timeout_seconds=60)
 
 
 def _attempt(item: dict[str, Any]) -> int:
