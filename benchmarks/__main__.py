@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable
 
-from benchmarks import controlling, converting, loading, objects, scale, sharing, virtual
+from benchmarks import controlling, converting, loading, many_pods, objects, scale, sharing, virtual
 from benchmarks.checkpoints import OUTPUT, ROOT
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -22,6 +22,7 @@ SECTIONS: dict[str, Callable[[int], str]] = {
     "objects": objects.objects,
     "scale": scale.scale,
     "operator": controlling.operator,
+    "pods": many_pods.pods,
     "memory": converting.memory,
 }
 

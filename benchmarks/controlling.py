@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -25,8 +27,10 @@ from elastic_operator.client.resources import JOB, NODE, POD, TRAINING_JOB, Reso
 from elastic_operator.metrics.definitions import JOB_ATTEMPT
 from testbed.kubectl import Kubectl
 
-SIZES = ((500, 100), (2000, 400))
+SIZES = ((500, 100), (1000, 200), (2000, 400))
 """Nodes and jobs. With 1,000 jobs that report, two processors are too few for the API server and the reports."""
+LARGEST = (5000, 1000)
+"""Nodes and jobs to which a line through the measured figures is extended."""
 POLL_SECONDS = 1.0
 """Asking costs the operator, which writes thousands of lines of metrics, and the API server, which lists jobs."""
 STEADY_SECONDS = 60
@@ -34,35 +38,75 @@ SETTLE_SECONDS = 15
 _LIMIT_SECONDS = 600
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures:
+    """What was measured in one cluster: seconds, MiB, and processors that the operator used."""
+
+    launched: float
+    first_start: float
+    restart: float
+    restart_processor: float
+    memory: float
+    at_rest: float
+    reporting: float
+    reaction: float
+
+
+_HEAD = (
+    "| cluster | all jobs launched | first start: every status written | restart: every job looked at | of it, "
+    "operator's processor | memory | processors, at rest | processors, all jobs report steps | node deleted -> "
+    "next attempt |\n|---|---|---|---|---|---|---|---|---|\n"
+)
+
+
 def operator(repeat: int) -> str:
-    """Table of the section: one row per size of the cluster."""
+    """Table of the section: one row per size of the cluster, and a line through them extended to a larger one."""
     del repeat  # a cold start takes its objects along; one run each
+    measured = []
     rows = []
     for nodes, jobs in SIZES:
-        rows.append(asyncio.run(_measure(nodes, jobs)))
+        figures, num_pods = asyncio.run(_measure(nodes, jobs))
+        measured.append(figures)
+        rows.append(_row(f"{nodes} nodes, {jobs} jobs, {num_pods} pods", figures))
         sys.stdout.write(rows[-1])
         sys.stdout.flush()
-    head = (
-        "| cluster | all jobs launched | first start: every status written | restart: every job looked at | of it, "
-        "operator's processor | memory | processors, at rest | processors, all jobs report steps | node deleted -> "
-        "next attempt |\n|---|---|---|---|---|---|---|---|---|\n"
+    nodes, jobs = LARGEST
+    line = _extend(measured, [jobs for _, jobs in SIZES], jobs)
+    return _HEAD + "".join(rows) + _row(f"*{nodes} nodes, {jobs} jobs: line through the rows above*", line)
+
+
+def _row(cluster: str, figures: _Figures) -> str:
+    return (
+        f"| {cluster} | {figures.launched:.1f} s | {figures.first_start:.1f} s | {figures.restart:.1f} s "
+        f"| {figures.restart_processor:.1f} s | {figures.memory:.0f} MiB | {figures.at_rest:.2f} "
+        f"| {figures.reporting:.2f} | {figures.reaction:.1f} s |\n"
     )
-    return head + "".join(rows)
 
 
-async def _measure(num_nodes: int, num_jobs: int) -> str:
+def _extend(measured: list[_Figures], sizes: list[int], size: int) -> _Figures:
+    """Fit a line by least squares to each figure, and return its values at `size`."""
+
+    def at_size(name: str) -> float:
+        slope, intercept = statistics.linear_regression(sizes, [getattr(figures, name) for figures in measured])
+        return slope * size + intercept
+
+    return _Figures(**{field.name: at_size(field.name) for field in dataclasses.fields(_Figures)})
+
+
+async def _measure(num_nodes: int, num_jobs: int) -> tuple[_Figures, int]:
+    """Measure a cluster; return its figures and the number of its pods."""
     with apiserver() as config:
         kubectl = Kubectl(config)
         kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        kubectl("wait", "--for=condition=Established", "crd/elastictrainingjobs.elastictraining.dev")
+        kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
         client = KubernetesClient(read_kubeconfig([config], None, {}))
         await crowd.add_nodes(client, num_nodes)
         await crowd.add_jobs(client, num_jobs)
-        with _operator(config) as process:
+        with operator_process(config) as process:
             launched = await _until(lambda: _count(client, JOB), num_jobs)
             del process
         num_pods = await crowd.add_pods(client)
-        with _operator(config) as process:
+        with operator_process(config) as process:
             first = await _until(lambda: _looked_at(process.port), num_jobs)
             # The first look of many changes their status, and those changes are looked at as well.
             await asyncio.sleep(SETTLE_SECONDS)
@@ -70,10 +114,10 @@ async def _measure(num_nodes: int, num_jobs: int) -> str:
         reports = crowd.Reports(client)
         async with _in_background(reports.run()):
             await _until(lambda: _value(reports.step), 2)
-            with _operator(config) as process:
+            with operator_process(config) as process:
                 await _until(lambda: _count_running(client), num_jobs)
                 await asyncio.sleep(SETTLE_SECONDS)
-            with _operator(config) as process:
+            with operator_process(config) as process:
                 again = await _until(lambda: _looked_at(process.port), num_jobs)
                 cold = process.processor_seconds()
                 await asyncio.sleep(SETTLE_SECONDS)
@@ -83,10 +127,17 @@ async def _measure(num_nodes: int, num_jobs: int) -> str:
         await client.close()
         if reports.late:
             raise RuntimeError(f"{reports.late} of {reports.step} rounds of heartbeats were late: nothing was measured")
-    return (
-        f"| {num_nodes} nodes, {num_jobs} jobs, {num_pods} pods | {launched:.1f} s | {first:.1f} s | {again:.1f} s "
-        f"| {cold:.1f} s | {memory / 2**20:.0f} MiB | {rest:.2f} | {running:.2f} | {lost:.1f} s |\n"
+    figures = _Figures(
+        launched=launched,
+        first_start=first,
+        restart=again,
+        restart_processor=cold,
+        memory=memory / 2**20,
+        at_rest=rest,
+        reporting=running,
+        reaction=lost,
     )
+    return figures, num_pods
 
 
 @contextlib.asynccontextmanager
@@ -102,14 +153,20 @@ async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]
         await task
 
 
-async def _busy(process: _Process) -> float:
+async def _busy(process: OperatorProcess) -> float:
     """Processors that it uses, over a while."""
     before = process.processor_seconds()
     await asyncio.sleep(STEADY_SECONDS)
     return (process.processor_seconds() - before) / STEADY_SECONDS
 
 
-class _Process:
+class OperatorProcess:
+    """`elastic-operator run` as a process of this machine.
+
+    Attributes:
+        port: of its metrics.
+    """
+
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self.port = port
         self._view = psutil.Process(process.pid)
@@ -120,21 +177,32 @@ class _Process:
         return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
     def processor_seconds(self) -> float:
+        """Processor time that it has used so far."""
         times = self._view.cpu_times()
         return float(times.user + times.system)
 
 
 @contextlib.contextmanager
-def _operator(config: Path) -> Iterator[_Process]:
+def operator_process(config: Path, *options: str) -> Iterator[OperatorProcess]:
+    """Start the operator for a cluster, and end it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     program = str(Path(sys.executable).with_name("elastic-operator"))
-    command = [program, "run", "--kubeconfig", str(config), "--no-leader-election", "--metrics-port", str(port)]
+    command = [
+        program,
+        "run",
+        "--kubeconfig",
+        str(config),
+        "--no-leader-election",
+        "--metrics-port",
+        str(port),
+        *options,
+    ]
     with open(OUTPUT / "operator.log", "ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            yield _Process(process, port)
+            yield OperatorProcess(process, port)
         finally:
             process.terminate()
             process.wait(timeout=60)

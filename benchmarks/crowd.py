@@ -44,13 +44,8 @@ async def add_nodes(client: KubernetesClient, count: int) -> None:
 
     async def add(number: int) -> None:
         name = f"gpu-{number:05d}"
-        gpus = {RESOURCE: "8", "cpu": "128", "memory": "1Ti", "pods": "110"}
-        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastTransitionTime": _now()}
-        body: dict[str, Any] = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
-        await client.create(NODE, body)
-        status = {"capacity": gpus, "allocatable": gpus, "conditions": [ready]}
-        await client.patch(NODE, name, {"status": status}, subresource="status")
-        spec = {"holderIdentity": name, "leaseDurationSeconds": _NODE_LEASE_SECONDS, "renewTime": _now()}
+        await add_node(client, name)
+        spec = {"holderIdentity": name, "leaseDurationSeconds": _NODE_LEASE_SECONDS, "renewTime": now()}
         lease = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
@@ -60,6 +55,16 @@ async def add_nodes(client: KubernetesClient, count: int) -> None:
         await client.create(LEASE, lease)
 
     await in_parallel(add(number) for number in range(count))
+
+
+async def add_node(client: KubernetesClient, name: str) -> None:
+    """One such node, without the Lease."""
+    gpus = {RESOURCE: "8", "cpu": "128", "memory": "1Ti", "pods": "110"}
+    ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastTransitionTime": now()}
+    body: dict[str, Any] = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
+    await client.create(NODE, body)
+    status = {"capacity": gpus, "allocatable": gpus, "conditions": [ready]}
+    await client.patch(NODE, name, {"status": status}, subresource="status")
 
 
 async def add_jobs(client: KubernetesClient, count: int) -> None:
@@ -130,7 +135,7 @@ class Reports:
     async def run(self) -> None:
         """Never ends. Jobs that have lost their Lease fall silent."""
         names = [item["metadata"]["name"] async for item in self._client.list_objects(LEASE, namespace=NAMESPACE)]
-        begin = _now()
+        begin = now()
         while True:
             start = time.monotonic()
             await in_parallel((_renew(self._client, name, self.step + 1, begin) for name in names), at_once=8)
@@ -147,9 +152,9 @@ async def _renew(client: KubernetesClient, name: str, step: int, begin: str) -> 
         LeaseKey.SAMPLES: str(1024 * step),
         LeaseKey.LOSS: f"{10 / step:.6f}",
         LeaseKey.FIRST_STEP_TIME: begin,
-        LeaseKey.STEP_TIME: _now(),
+        LeaseKey.STEP_TIME: now(),
     }
-    change = {"metadata": {"annotations": notes}, "spec": {"renewTime": _now()}}
+    change = {"metadata": {"annotations": notes}, "spec": {"renewTime": now()}}
     try:
         await client.patch(LEASE, name, change, namespace=NAMESPACE)
     except ApiError as error:
@@ -157,5 +162,6 @@ async def _renew(client: KubernetesClient, name: str, step: int, begin: str) -> 
             raise
 
 
-def _now() -> str:
+def now() -> str:
+    """The present as Leases state it."""
     return format_time(time.time())[:-1] + "000Z"

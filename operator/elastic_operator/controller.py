@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -394,9 +393,7 @@ class JobController:
             )
             exporter.count([Sample(definition=definitions.EVENTS, labels=(event.reason,))])
         try:
-            for action in decision.actions:
-                logger.debug("%s/%s: %s", *key, json.dumps(type(action).__name__))
-                await self._diagnostics.act(key, decision.status.attempt, action)
+            await self._diagnostics.act_all(key, decision.status.attempt, decision.actions)
         finally:
             # After the status write the next pass repeats failed actions, but not these events.
             for event in decision.events:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -13,13 +15,18 @@ from elastic_operator.api.status import Status
 from elastic_operator.client.api_client import KubernetesClient
 from elastic_operator.client.api_errors import ApiError
 from elastic_operator.client.resources import EVENT, JOB
-from elastic_operator.cluster.writer import ClusterWriter, NameTakenError, PredecessorError
+from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError, PredecessorError
 from elastic_operator.manifests import dry_run
 from elastic_operator.manifests.attempt import MANAGER
 from elastic_operator.observed import pod_diagnosis
 from elastic_operator.observed.observation import Key, Observation, PodDiagnosis
-from elastic_operator.reconcile.actions import Action, Create, LaunchAttempt
+from elastic_operator.reconcile.actions import Action, Create, DeletePod, LaunchAttempt
 from elastic_operator.reconcile.record import Record
+
+CONCURRENT_DELETIONS = 32
+"""Pods that are deleted at the same time; the client has more connections, which other jobs use."""
+
+logger = logging.getLogger(__name__)
 
 
 class RefusedError(Exception):
@@ -76,6 +83,36 @@ class Diagnostics:
             self._troubles[key] = pod_diagnosis.diagnose_from_events(question, await self._events(key[0], question.uid))
         return dataclasses.replace(world, pod_diagnosis=self._troubles.get(key))
 
+    async def act_all(self, key: Key, attempt: int, actions: Sequence[Action]) -> None:
+        """Execute actions in their order, but delete pods last, many at a time.
+
+        An object that cannot be created delays no deletion: quota for it may only be free once the pods are gone.
+
+        Raises:
+            ConflictError: the cluster has changed since the decision.
+            RefusedError: the API server rejected an object to create.
+        """
+        errors: list[BaseException] = []
+        for action in actions:
+            if not isinstance(action, DeletePod):
+                try:
+                    await self.act(key, attempt, action)
+                except (ConflictError, RefusedError) as error:
+                    if not isinstance(action, Create | LaunchAttempt):
+                        raise
+                    errors.append(error)
+        slots = asyncio.Semaphore(CONCURRENT_DELETIONS)
+
+        async def delete(action: DeletePod) -> None:
+            async with slots:
+                await self.act(key, attempt, action)
+
+        deletions = [delete(action) for action in actions if isinstance(action, DeletePod)]
+        results = await asyncio.gather(*deletions, return_exceptions=True)
+        errors += [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            raise errors[0]
+
     async def act(self, key: Key, attempt: int, action: Action) -> None:
         """Execute one action, and remember why the API server rejected it.
 
@@ -83,6 +120,7 @@ class Diagnostics:
             ConflictError: the cluster has changed since the decision.
             RefusedError: the API server rejected an object to create.
         """
+        logger.debug("%s/%s: %s", *key, type(action).__name__)
         try:
             await self._writer.act(*key, action)
         except ApiError as error:

@@ -38,7 +38,16 @@ from reshard.contract import LeaseKey, Request
 
 
 def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
-    """Return every action that has to be performed now."""
+    """Return every action that has to be performed now.
+
+    Deletions of pods come last: there may be thousands, and neither the fence nor the conversion waits for them.
+    """
+    actions = tuple(_list_actions(context, status))
+    others = (action for action in actions if not isinstance(action, DeletePod))
+    return (*others, *(action for action in actions if isinstance(action, DeletePod)))
+
+
+def _list_actions(context: Context, status: Status) -> tuple[Action, ...]:
     deletion = delete_if_expired(context, status)
     if deletion is not None:
         return (deletion,)
