@@ -84,9 +84,10 @@ class Diagnostics:
         return dataclasses.replace(world, pod_diagnosis=self._troubles.get(key))
 
     async def act_all(self, key: Key, attempt: int, actions: Sequence[Action]) -> None:
-        """Execute actions in their order, but delete pods last, many at a time.
+        """Execute actions: pods are deleted many at a time after everything else, and a launch comes last.
 
         An object that cannot be created delays no deletion: quota for it may only be free once the pods are gone.
+        After any other error, nothing further is done.
 
         Raises:
             ConflictError: the cluster has changed since the decision.
@@ -94,24 +95,31 @@ class Diagnostics:
         """
         errors: list[BaseException] = []
         for action in actions:
-            if not isinstance(action, DeletePod):
-                try:
-                    await self.act(key, attempt, action)
-                except (ConflictError, RefusedError) as error:
-                    if not isinstance(action, Create | LaunchAttempt):
-                        raise
-                    errors.append(error)
+            if isinstance(action, DeletePod | LaunchAttempt):
+                continue
+            try:
+                await self.act(key, attempt, action)
+            except (ConflictError, RefusedError) as error:
+                if not isinstance(action, Create):
+                    raise
+                errors.append(error)
+        errors += await self._delete_pods(key, attempt, [item for item in actions if isinstance(item, DeletePod)])
+        if errors:
+            raise errors[0]
+        for action in actions:
+            if isinstance(action, LaunchAttempt):
+                await self.act(key, attempt, action)
+
+    async def _delete_pods(self, key: Key, attempt: int, actions: Sequence[DeletePod]) -> list[BaseException]:
+        """Delete pods, and return the errors."""
         slots = asyncio.Semaphore(CONCURRENT_DELETIONS)
 
         async def delete(action: DeletePod) -> None:
             async with slots:
                 await self.act(key, attempt, action)
 
-        deletions = [delete(action) for action in actions if isinstance(action, DeletePod)]
-        results = await asyncio.gather(*deletions, return_exceptions=True)
-        errors += [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            raise errors[0]
+        results = await asyncio.gather(*map(delete, actions), return_exceptions=True)
+        return [result for result in results if isinstance(result, BaseException)]
 
     async def act(self, key: Key, attempt: int, action: Action) -> None:
         """Execute one action, and remember why the API server rejected it.

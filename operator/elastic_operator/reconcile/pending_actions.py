@@ -40,11 +40,14 @@ from reshard.contract import LeaseKey, Request
 def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
     """Return every action that has to be performed now.
 
-    Deletions of pods come last: there may be thousands, and neither the fence nor the conversion waits for them.
+    Deletions of pods come late: there may be thousands, and neither the fence nor the conversion waits for them. The
+    launch comes after them: a pod on a lost node that is not deleted yet would go on if its node came back.
     """
     actions = tuple(_list_actions(context, status))
-    others = (action for action in actions if not isinstance(action, DeletePod))
-    return (*others, *(action for action in actions if isinstance(action, DeletePod)))
+    deletions = tuple(action for action in actions if isinstance(action, DeletePod))
+    launches = tuple(action for action in actions if isinstance(action, LaunchAttempt))
+    others = (action for action in actions if not isinstance(action, DeletePod | LaunchAttempt))
+    return (*others, *deletions, *launches)
 
 
 def _list_actions(context: Context, status: Status) -> tuple[Action, ...]:

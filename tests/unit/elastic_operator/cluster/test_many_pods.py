@@ -8,11 +8,13 @@ import pytest
 
 from elastic_operator.client.api_errors import ApiError
 from elastic_operator.cluster.diagnostics import CONCURRENT_DELETIONS, Diagnostics, RefusedError
-from elastic_operator.reconcile.actions import Action, Create, DeleteJob, DeletePod
+from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.reconcile.actions import Action, Create, DeleteJob, DeletePod, LaunchAttempt
 
 KEY = ("ns", "gpt")
 FENCE = DeleteJob(name="gpt-a1", uid="j1")
 CONVERT = Create(manifest={"kind": "Job", "metadata": {"name": "gpt-a2-reshard"}})
+LAUNCH = LaunchAttempt(attempt=2, manifests=(), job=JobRef(name="gpt", namespace="ns", uid="uid", generation=1))
 PODS = [DeletePod(name=f"gpt-a1-{index}", uid=f"u{index}", grace_seconds=2) for index in range(100)]
 
 
@@ -73,3 +75,13 @@ def test_no_pod_is_deleted_if_its_job_stays_and_would_replace_it() -> None:
     with pytest.raises(ApiError):
         act(writer, FENCE, CONVERT, *PODS)
     assert writer.done == []
+
+
+def test_a_launch_comes_after_the_deletions_and_not_at_all_if_one_failed() -> None:
+    writer = SlowWriter()
+    act(writer, LAUNCH, *PODS)
+    assert writer.done[-1] is LAUNCH
+    writer = SlowWriter(PODS[0], answer(500))
+    with pytest.raises(ApiError):
+        act(writer, LAUNCH, *PODS)
+    assert LAUNCH not in writer.done
