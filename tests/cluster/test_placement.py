@@ -108,9 +108,10 @@ def test_the_plan_counts_the_templates_rules_about_its_own_pods(
     selector = {"matchLabels": {"elastictraining.dev/job-name": "gpt"}}
     term = {"topologyKey": ZONE, "labelSelector": selector}
     affinity = {rule: {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    # The least number is the right one: the operator may not have seen the label of every node yet, and then waits.
     run.submit(
         [*LIGHT, "100000", "0", "0"],
-        nodes={"min": 1, "max": 3},
+        nodes={"min": num_pods, "max": 3},
         batch={"globalSamples": 12},
         pod_spec={"affinity": affinity},
     )
