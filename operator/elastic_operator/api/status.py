@@ -27,6 +27,7 @@ from elastic_operator.api.status_parts import (
     Goodput,
     Growth,
     Loader,
+    Pin,
     Plan,
     Progress,
     Recovery,
@@ -51,7 +52,7 @@ from reshard.topology import Topology
 
 __all__ = [
     "MAX_COMMITS", "MAX_RECOVERIES", "TERMINAL", "Checkpoint", "Commit", "Condition", "Conversion", "Current", "Drain",
-    "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Plan", "Progress", "Recovery", "Rejected",
+    "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Pin", "Plan", "Progress", "Recovery", "Rejected",
     "ReshardStatus", "RestartBudget", "Resume", "StartedFrom", "Status", "edit_last_recovery", "short", "with_newest",
 ]  # fmt: skip
 
@@ -164,7 +165,9 @@ class Status:
     growth: Annotated[Growth, OPEN] | None = None
     """A better topology that fits the cluster, but not for long enough yet."""
     pinned: OptionalDegrees = None
-    """The only allowed topology, because resharding to other topologies failed permanently."""
+    """The only allowed topology, because conversions to other topologies have failed."""
+    pin: Annotated[Pin, OPEN] | None = None
+    """Circumstances of pinned. It stays until a conversion succeeds, so that the pauses between them grow."""
     start_time: Moment | None = None
     """Time at which the operator first saw the job."""
     finish_time: Moment | None = None

@@ -235,7 +235,9 @@ class ReshardStatus:
     digest: Word = ""
     """Digest of all tensors, equal for source and result."""
     failures: Count = 0
-    """Number of failed tries."""
+    """Number of failed tries that reshard.backoffLimit counts."""
+    interruptions: Count32 = 0
+    """Number of tries that the infrastructure ended. They use no retry."""
     retry_time: Moment | None = None
     """Time of the next try."""
     failed_uid: Word = ""
@@ -246,6 +248,18 @@ class ReshardStatus:
     """Hash of spec.reshard from which the Job was made."""
     message: ShortText = ""
     """One sentence about the last result."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """Why the topology is pinned, and when it no longer is."""
+
+    spec_hash: Word = ""
+    """Hash of what conversions and attempts were made from; an edit ends the pin."""
+    tries: Count32 = 0
+    """Conversions of the newest commit that failed or did not start, each with all its retries."""
+    retry_time: Moment | None = None
+    """Time from which a job without nodes for the pinned topology converts again; absent if that cannot help."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,7 @@ def _record_commit(context: Context, status: Status, lease: LeaseView) -> Status
     checkpoint = commit_history.add(status.checkpoint, Commit.from_ref(ref))
     if checkpoint == status.checkpoint:
         return status
-    return dataclasses.replace(status, checkpoint=checkpoint, pinned=None)
+    return dataclasses.replace(status, checkpoint=checkpoint, pinned=None, pin=None)
 
 
 def _record_loader(status: Status, lease: LeaseView) -> Status:
