@@ -28,6 +28,7 @@ from elastic_operator.api.status_parts import (
     Growth,
     Loader,
     Pin,
+    PlacementLimit,
     Plan,
     Progress,
     Recovery,
@@ -52,8 +53,9 @@ from reshard.topology import Topology
 
 __all__ = [
     "MAX_COMMITS", "MAX_RECOVERIES", "TERMINAL", "Checkpoint", "Commit", "Condition", "Conversion", "Current", "Drain",
-    "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Pin", "Plan", "Progress", "Recovery", "Rejected",
-    "ReshardStatus", "RestartBudget", "Resume", "StartedFrom", "Status", "edit_last_recovery", "short", "with_newest",
+    "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Pin", "PlacementLimit", "Plan", "Progress",
+    "Recovery", "Rejected", "ReshardStatus", "RestartBudget", "Resume", "StartedFrom", "Status", "edit_last_recovery",
+    "short", "with_newest",
 ]  # fmt: skip
 
 MAX_RECOVERIES = 10
@@ -164,6 +166,8 @@ class Status:
     """The planned change in progress."""
     growth: Annotated[Growth, OPEN] | None = None
     """A better topology that fits the cluster, but not for long enough yet."""
+    placement_limit: Annotated[PlacementLimit, OPEN] | None = None
+    """Number of nodes that plans may count on, because the scheduler did not place all pods of an attempt."""
     pinned: OptionalDegrees = None
     """The only allowed topology, because conversions to other topologies have failed."""
     pin: Annotated[Pin, OPEN] | None = None

@@ -185,6 +185,24 @@ class Current:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementLimit:
+    """The scheduler placed fewer pods than the operator had counted room for, so plans count on fewer nodes for now."""
+
+    num_nodes: Count32
+    """Pods that the scheduler placed."""
+    missing: Count32
+    """Pods for which the operator had counted room and the scheduler had none."""
+    until: Moment
+    """End of the limit; the job may grow again then."""
+    tries: Count32 = 1
+    """Tries in a row that the scheduler did not place in full; each doubles the time until the next."""
+    spec_hash: Word = ""
+    """Hash of the spec of the pods; an edit ends the limit."""
+    message: ShortText = ""
+    """What the scheduler said."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
     """A planned change: the operator asked the attempt to commit and exit."""
 

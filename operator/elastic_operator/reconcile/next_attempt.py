@@ -20,7 +20,7 @@ from elastic_operator.reconcile.context import (
     find_capacity,
     select_stuck_pods,
 )
-from elastic_operator.reconcile.failures import pinned_topology
+from elastic_operator.reconcile.failures import pinned_topology, placement_limits
 from reshard.topology import Topology
 
 MAX_REJECTED = 8
@@ -166,6 +166,8 @@ def _wait(context: Context, status: Status, plan: Plan) -> Status:
     message = plan.reason
     if status.pinned:
         message = f"{pinned_topology.describe_pin(context, status)} {message}"
+    if limit := placement_limits.describe_limit(context, status):
+        message = f"{message} {limit}"
     stuck = select_stuck_pods(context, status)
     if stuck:
         message = f"{message} Left out until the pod is gone: {describe_stuck_pods(stuck)}, which does not end."

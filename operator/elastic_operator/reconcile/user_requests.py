@@ -36,6 +36,7 @@ def handle_drain(context: Context, status: Status) -> Status:
         text = f"no training loop runs that could commit; the newest commit is of step {step}"
         context.emit("DrainNotPossible", f"a drain was requested by hand, but {text}", warning=True)
         return status
+    status = dataclasses.replace(status, placement_limit=None)
     return running.start_drain(context, status, CAUSE, "a drain was requested by hand")
 
 
@@ -84,6 +85,7 @@ def handle_retry(context: Context, status: Status) -> Status:
         reshard=None,
         pinned=None,
         pin=None,
+        placement_limit=None,
         restart_budget=RestartBudget(),
         failure_counts=(),
         finish_time=None,

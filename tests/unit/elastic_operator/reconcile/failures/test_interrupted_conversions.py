@@ -28,6 +28,8 @@ from tests.unit.elastic_operator.reconcile.test_decide_phases import (
     lost_node,
     nodes,
     spec,
+    worker_job,
+    workers,
 )
 from tests.unit.elastic_operator.reconcile.test_reshard_pods import IMAGE_SECONDS, NO_IMAGE, job, pod, resharding
 
@@ -252,6 +254,23 @@ def test_a_job_that_waits_for_nodes_in_vain_converts_again_after_a_pause_that_gr
         assert (status.phase, status.pinned) == (Phase.WAITING, BIG)
         pauses.append(first_retry(status) - now)
     assert pauses == [2 * FIRST_RETRY_SECONDS, 4 * FIRST_RETRY_SECONDS, *3 * [LAST_RETRY_SECONDS]]
+
+
+@pytest.mark.parametrize(("late", "converts"), [(-1, False), (0, True)])
+def test_pods_that_wait_for_an_autoscaler_in_the_pinned_topology_give_way_to_another_conversion(
+    late: float, converts: bool
+) -> None:
+    autoscaled = {"nodes": {"min": 1, "max": 3, "autoscaling": True}}
+    status, _ = repeat(resharding(), 4, BROKEN, **autoscaled)
+    assert status.current is not None
+    assert (status.current.topology, status.current.awaits_nodes, status.pinned) == (BIG, True, BIG)
+    due = first_retry(status)
+    pods = workers(status.attempt, phase="Pending", unschedulable="no node")
+    waiting = tuple(dataclasses.replace(item, node=None) for item in pods)
+    world = Observation(nodes=TWO, pods=waiting, jobs=(worker_job(status.attempt),))
+    decision = look(status, world, now=due + late, **autoscaled)
+    assert (decision.status.phase == Phase.RESHARDING) is converts
+    assert (decision.status.pinned is None) is converts
 
 
 def test_a_conversion_that_is_not_supported_is_not_repeated_by_itself() -> None:
