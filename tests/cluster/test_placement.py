@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from testbed import podenv
 from tests.cluster.conftest import Cluster
 from tests.cluster.jobs import LIGHT, Run
 
 pytestmark = pytest.mark.cluster
 
 PENDING_SECONDS = 5
+UNSCHEDULABLE_SECONDS = 60
+"""The operator's default for --unschedulable-seconds."""
 NEW_RESOURCE = "autoscaled.example/gpu"
 ZONE = "etj-test/zone"
 _PROGRAM = """
@@ -119,6 +122,39 @@ def test_the_plan_counts_the_templates_rules_about_its_own_pods(
     used = [zones[name] for name in hosts(run)]
     assert (status["attempt"], len(used)) == (1, num_pods)
     assert len(set(used)) == (2 if rule == "podAntiAffinity" else 1)
+
+
+def test_a_node_that_another_pods_anti_affinity_keeps_from_the_job_is_left_out_and_the_job_trains_on_the_others(
+    run: Run,
+) -> None:
+    """The operator counts three nodes; the anti-affinity of pods that are not the job's is known to the scheduler."""
+    template = podenv.host_python({"spec": {"containers": [{"name": "wait", "command": ["sleep", "1000"]}]}})
+    job_pods = {"matchLabels": {"elastictraining.dev/job-name": "gpt"}}
+    term = {"labelSelector": job_pods, "topologyKey": "kubernetes.io/hostname"}
+    blocker = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "blocker", "namespace": run.namespace},
+        "spec": {
+            **template["spec"],
+            "terminationGracePeriodSeconds": 0,
+            "nodeSelector": {"kubernetes.io/hostname": "gpu-2"},
+            "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}},
+        },
+    }
+    run.cluster.apply(blocker)
+    run.cluster.wait(
+        lambda: run.cluster.get("pod", "blocker", "-n", run.namespace)["spec"].get("nodeName"), what="the other pod"
+    )
+    run.submit([*LIGHT, "100000", "0", "0"], nodes={"min": 1, "max": 3}, batch={"globalSamples": 24})
+    status = run.until("the scheduler's words", lambda found: found.get("reason") == "Unschedulable")
+    assert (status["attempt"], status["current"]["numNodes"]) == (1, 3)
+    assert "anti-affinity" in run.condition("Launched")["message"]
+    status = run.until_phase("Running", UNSCHEDULABLE_SECONDS + 60)
+    assert (status["attempt"], hosts(run)) == (2, ["gpu-1", "gpu-3"])
+    limit = status["placementLimit"]
+    assert (limit["numNodes"], limit["missing"], "anti-affinity" in limit["message"]) == (2, 1, True)
+    assert (status["recoveries"][0]["cause"], status["restartBudget"]["used"]) == ("Unschedulable", 0)
 
 
 def on_one_node(run: Run, name: str, ports: list[dict[str, Any]] | None = None) -> None:

@@ -82,6 +82,7 @@ class World:
         self.killed: dict[str, float] = {}
         self.silent: set[str] = set()
         self.stuck: set[str] = set()
+        self.blocked: set[str] = set()
         self.has_room = self.has_image = True
         self.nodes = {name: self._node(name) for name in NODES}
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
@@ -344,7 +345,7 @@ class World:
                 continue
             if "nodeName" in pod["spec"]:
                 if pod["spec"]["nodeName"] not in self.killed:
-                    pod["status"] = {"phase": "Running"}
+                    pod["status"] = {**pod["status"], "phase": "Running"}
                 continue
             view = pod_view(pod)
             terms = (
@@ -355,6 +356,8 @@ class World:
                 .get("nodeSelectorTerms", [{}])
             )
             avoided = {field["values"][0] for field in terms[0].get("matchFields", [])}
+            if self.role(pod) == "worker":
+                avoided |= self.blocked
             for name, node in self.nodes.items():
                 held = sum(
                     pod_view(other).requests.get(GPU, 0)
@@ -364,8 +367,13 @@ class World:
                 ready = node["status"]["conditions"][0]["status"] == "True"
                 if ready and name not in avoided and held + view.requests.get(GPU, 0) <= 2:
                     pod["spec"]["nodeName"] = name
-                    pod["status"] = {"phase": "Running" if name not in self.killed else "Pending"}
+                    placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": format_time(self.now)}
+                    phase = "Running" if name not in self.killed else "Pending"
+                    pod["status"] = {"phase": phase, "conditions": [placed]}
                     break
+            else:
+                condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node"}
+                pod["status"] = {"phase": "Pending", "conditions": [condition]}
 
     def _is_held(self, pod: dict[str, Any]) -> bool:
         """Show in a reshard pod why it cannot start; False if it can."""
@@ -509,6 +517,10 @@ class World:
     def room(self, value: bool) -> None:
         """Whether reshard pods find a node."""
         self.has_room = value
+
+    def block(self, name: str, value: bool) -> None:
+        """Whether the scheduler puts no training pod on a node, for a reason that the operator cannot see."""
+        (self.blocked.add if value else self.blocked.discard)(name)
 
     def image(self, value: bool) -> None:
         """Whether the image of reshard pods exists."""

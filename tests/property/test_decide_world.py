@@ -36,6 +36,7 @@ HAPPENINGS = st.lists(
         st.tuples(st.just("release")),
         st.tuples(st.just("room"), st.booleans()),
         st.tuples(st.just("image"), st.booleans()),
+        st.tuples(st.just("block"), st.sampled_from(NODES), st.booleans()),
         st.tuples(st.just("damage")),
         st.tuples(st.just("suspend"), st.booleans()),
     ),
@@ -58,6 +59,7 @@ def complete(world: World, happenings: list[tuple[Any, ...]]) -> None:
         getattr(world, name)(*arguments)
     for node in NODES:
         world.heal(node)
+        world.block(node, False)
     world.release()
     world.room(True)
     world.image(True)
@@ -214,6 +216,45 @@ def test_a_conversion_that_cannot_start_holds_the_job_up_only_while_its_old_topo
             world.heal("n2")
     assert {"room": "Unschedulable", "image": "ContainerCannotStart"}[trouble] in reasons
     assert world.phase == Phase.RUNNING
+    assert world.status["nodesText"] == "3/3"
+
+
+def test_a_node_that_the_scheduler_refuses_costs_the_job_one_node_and_is_tried_again_now_and_then() -> None:
+    world = World()
+    world.steps = 100_000
+    world.block("n2", True)
+    moments: dict[str, float] = {}
+    attempts: list[int] = []
+    for second in range(0, 8000, 5):
+        world.tick(5.0)
+        world.operate()
+        if second == 3000:
+            attempts.append(world.status["attempt"])
+            world.block("n2", False)
+        if world.phase == Phase.RUNNING:
+            moments.setdefault(world.status["nodesText"], world.now - START)
+    assert moments["2/3"] <= 120
+    assert attempts[0] <= 4, "the smaller attempt, one try to grow after half an hour, and back"
+    assert moments["3/3"] > 3000
+    assert world.status["restartBudget"].get("used", 0) == 0
+    assert world.phase == Phase.RUNNING
+
+
+def test_a_job_whose_smallest_size_the_scheduler_does_not_place_runs_soon_after_it_can_be_placed() -> None:
+    world = World()
+    world.spec["nodes"]["min"] = 3
+    world.block("n2", True)
+    num_held: list[int] = []
+    for _ in range(0, 6000, 5):
+        world.tick(5.0)
+        world.operate()
+        num_held.append(sum(world.runs(pod) for pod in world.pods.values()))
+    assert max(num_held) == 2
+    assert num_held.count(0) > 0.3 * len(num_held), "others may use the accelerators meanwhile"
+    assert world.status["attempt"] < 16
+    assert world.phase != Phase.FAILED
+    world.block("n2", False)
+    settle(world, Phase.RUNNING, 700)
     assert world.status["nodesText"] == "3/3"
 
 

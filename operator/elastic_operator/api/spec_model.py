@@ -344,9 +344,13 @@ class ReshardSpec:
     or slow pod does not delay it. Default 1.
     """
     backoff_limit: Annotated[int, Strict(), Field(ge=0, le=100), WHOLE, INT32] = 3
-    """Number of retries of a conversion that failed for a reason that may pass. Default 3."""
+    """Number of retries of a conversion that failed for a reason that may pass. Tries that the infrastructure ended do
+    not count. Default 3.
+    """
     on_failure: Literal["RetainTopology", "Fail"] = "RetainTopology"
-    """RetainTopology waits until the old topology can run again. Fail ends the job. Default RetainTopology."""
+    """RetainTopology waits until the old topology can run again, and converts again from time to time. Fail ends the
+    job. Default RetainTopology.
+    """
     resources: Resources | None = None
     """Resources of the container that converts, not with a template. Default: requests of 1 CPU and 512Mi of memory,
     limits of 8 CPUs and 1Gi, which is enough for a checkpoint of any size. After a try that ran out of memory, the

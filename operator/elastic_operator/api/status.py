@@ -27,6 +27,8 @@ from elastic_operator.api.status_parts import (
     Goodput,
     Growth,
     Loader,
+    Pin,
+    PlacementLimit,
     Plan,
     Progress,
     Recovery,
@@ -51,8 +53,9 @@ from reshard.topology import Topology
 
 __all__ = [
     "MAX_COMMITS", "MAX_RECOVERIES", "TERMINAL", "Checkpoint", "Commit", "Condition", "Conversion", "Current", "Drain",
-    "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Plan", "Progress", "Recovery", "Rejected",
-    "ReshardStatus", "RestartBudget", "Resume", "StartedFrom", "Status", "edit_last_recovery", "short", "with_newest",
+    "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Pin", "PlacementLimit", "Plan", "Progress",
+    "Recovery", "Rejected", "ReshardStatus", "RestartBudget", "Resume", "StartedFrom", "Status", "edit_last_recovery",
+    "short", "with_newest",
 ]  # fmt: skip
 
 MAX_RECOVERIES = 10
@@ -163,8 +166,12 @@ class Status:
     """The planned change in progress."""
     growth: Annotated[Growth, OPEN] | None = None
     """A better topology that fits the cluster, but not for long enough yet."""
+    placement_limit: Annotated[PlacementLimit, OPEN] | None = None
+    """Number of nodes that plans may count on, because the scheduler did not place all pods of an attempt."""
     pinned: OptionalDegrees = None
-    """The only allowed topology, because resharding to other topologies failed permanently."""
+    """The only allowed topology, because conversions to other topologies have failed."""
+    pin: Annotated[Pin, OPEN] | None = None
+    """Circumstances of pinned. It stays until a conversion succeeds, so that the pauses between them grow."""
     start_time: Moment | None = None
     """Time at which the operator first saw the job."""
     finish_time: Moment | None = None

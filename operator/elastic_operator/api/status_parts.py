@@ -185,6 +185,24 @@ class Current:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementLimit:
+    """The scheduler placed fewer pods than the operator had counted room for, so plans count on fewer nodes for now."""
+
+    num_nodes: Count32
+    """Pods that the scheduler placed."""
+    missing: Count32
+    """Pods for which the operator had counted room and the scheduler had none."""
+    until: Moment
+    """End of the limit; the job may grow again then."""
+    tries: Count32 = 1
+    """Tries in a row that the scheduler did not place in full; each doubles the time until the next."""
+    spec_hash: Word = ""
+    """Hash of the spec of the pods; an edit ends the limit."""
+    message: ShortText = ""
+    """What the scheduler said."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
     """A planned change: the operator asked the attempt to commit and exit."""
 
@@ -235,7 +253,9 @@ class ReshardStatus:
     digest: Word = ""
     """Digest of all tensors, equal for source and result."""
     failures: Count = 0
-    """Number of failed tries."""
+    """Number of failed tries that reshard.backoffLimit counts."""
+    interruptions: Count32 = 0
+    """Number of tries that the infrastructure ended. They use no retry."""
     retry_time: Moment | None = None
     """Time of the next try."""
     failed_uid: Word = ""
@@ -246,6 +266,18 @@ class ReshardStatus:
     """Hash of spec.reshard from which the Job was made."""
     message: ShortText = ""
     """One sentence about the last result."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """Why the topology is pinned, and when it no longer is."""
+
+    spec_hash: Word = ""
+    """Hash of what conversions and attempts were made from; an edit ends the pin."""
+    tries: Count32 = 0
+    """Conversions of the newest commit that failed or did not start, each with all its retries."""
+    retry_time: Moment | None = None
+    """Time from which a job without nodes for the pinned topology converts again; absent if that cannot help."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,6 +88,9 @@ class Capacity:
         without: nodes of `pool` that this job may not use, or that are in `nodes`.
         max_accelerators: quota for the whole job; None for no limit.
         max_nodes: number of nodes for which a queueing system has admitted the job; None for no limit.
+        num_placed: number of pods that the scheduler could place when it had not as much room as was counted; None if
+            it has always had.
+        overcount: number of pods by which the count was too large then.
         shortages: resource that a node lacks for a pod, of the nodes that are counted for this job alone.
         placement: rules about the pods of the job; None if there are none. With it, `pool` is empty.
     """
@@ -97,6 +100,8 @@ class Capacity:
     without: frozenset[str] = frozenset()
     max_accelerators: int | None = None
     max_nodes: int | None = None
+    num_placed: int | None = None
+    overcount: int = 0
     shortages: Mapping[str, str] = dataclasses.field(default_factory=dict)
     placement: PlacementRules | None = None
 
@@ -119,6 +124,9 @@ class Capacity:
             shared, names = self.pool.nodes, self.without
             barred = sum(shared[name].num_pods(per_node) for name in names if name in shared)
             count = self.pool.num_pods(per_node) - barred + sum(node.num_pods(per_node) for node in self.nodes)
+        if self.num_placed is not None:
+            # More nodes than then may have room for more pods, and a node that is gone since may be a useless one.
+            count = min(count, max(self.num_placed, count - self.overcount))
         if self.max_nodes is not None:
             count = min(count, self.max_nodes)
         return count if self.max_accelerators is None else min(count, max(0, self.max_accelerators) // per_node)
@@ -129,6 +137,7 @@ class Capacity:
         count = len(self.pool.nodes) - len(barred) + len(self.nodes)
         quota = "" if self.max_accelerators is None else f", quota {self.max_accelerators}"
         quota += "" if self.max_nodes is None else f", admitted for {self.max_nodes} nodes"
+        quota += "" if self.num_placed is None else f", {self.overcount} pods fewer than fit by the operator's count"
         shared = (resource for node, resource in self.pool.shortages.items() if node not in self.without)
         totals = collections.Counter([*shared, *self.shortages.values()])
         texts = [_describe_shortage(name, n) for name, n in sorted(totals.items())]

@@ -93,3 +93,8 @@ _BY_KIND: Mapping[str, FailureClass] = {kind: name for name, rule in CLASSES.ite
 def classify_failure(cause: str) -> FailureClass:
     """Return the class of a recovery's cause; a cause that an older operator named differently is a crash."""
     return _BY_KIND.get(cause, FailureClass.CRASH)
+
+
+def is_infrastructure(cause: str) -> bool:
+    """Return whether the infrastructure answers for a failure, so that no default budget is charged for it."""
+    return CLASSES[classify_failure(cause)].budget is Budget.NONE

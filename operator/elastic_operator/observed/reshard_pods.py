@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 
+from elastic_operator.observed.failure_classes import is_infrastructure
 from elastic_operator.observed.observation import RESHARD, JobView, Observation, PodView
 from elastic_operator.observed.signals import Kind, Signal, detect_pod_signals
 
@@ -12,6 +14,9 @@ OUT_OF_MEMORY = "OutOfMemory"
 
 UNPLACED_SECONDS = 600.0
 """Time after which the Job of a reshard pod without a node is replaced, so that its deadline does not end it."""
+
+_PULL_REASONS = ("ErrImagePull", "ImagePullBackOff")
+"""Reasons of a waiting container whose registry may answer again."""
 
 _SHOWN = (Kind.IMAGE, Kind.UNSCHEDULABLE)
 
@@ -50,6 +55,29 @@ def is_waiting_for_room(signal: Signal, pods: Collection[PodView]) -> bool:
     return signal.kind is Kind.UNSCHEDULABLE or not pods
 
 
+def is_pull_failure(signal: Signal, pods: Collection[PodView]) -> bool:
+    """Return whether the signal is about an image that the kubelet could not pull, so that a later try may succeed."""
+    return signal.kind is Kind.IMAGE and any(
+        pod.name == signal.pod and pod.waiting_reason in _PULL_REASONS for pod in pods
+    )
+
+
+def find_interruption(pods: Collection[PodView], job: JobView, now: float) -> Signal | None:
+    """Return how the infrastructure ended a failed Job; None if its program or its deadline did.
+
+    The Job controller counts a pod as failed as soon as it is deleted, so its container may still run. Pods that failed
+    by themselves stay as long as their Job.
+    """
+    if job.failed_reason == "DeadlineExceeded":
+        return None
+    ended = [dataclasses.replace(pod, phase="Failed") for pod in pods if pod.phase == "Failed" or pod.disruption]
+    if not ended and all(pod.deleted_at is not None and not pod.terminal for pod in pods):
+        message = f"the pods of Job {job.name} are gone: they were preempted, evicted or deleted"
+        return Signal(kind=Kind.POD_DELETED, since=now, message=message)
+    signals = [signal for pod in ended for signal in detect_pod_signals(pod, now) if is_infrastructure(signal.kind)]
+    return min(signals, key=lambda signal: list(Kind).index(signal.kind), default=None)
+
+
 def find_killed_pod(pods: Collection[PodView]) -> PodView | None:
     """Return a pod whose container was killed because of its memory, or None."""
     return next((pod for pod in pods if pod.exit_reason == "OOMKilled"), None)
@@ -67,6 +95,4 @@ def describe_failed_pods(pods: Collection[PodView], now: float) -> tuple[str, st
     )
     if not signals:
         return None
-    return (
-        str(signals[0].kind) if signals[0].kind in (Kind.POD_PREEMPTED, Kind.POD_DISRUPTED) else "NoReport"
-    ), signals[0].message
+    return "NoReport", signals[0].message

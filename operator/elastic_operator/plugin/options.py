@@ -27,7 +27,9 @@ def make_parser() -> argparse.ArgumentParser:
     _waits(_verb(verbs, "drain", "commit now, exit cleanly, start again in the best topology", name=True))
     _waits(_verb(verbs, "suspend", "commit, exit, and give the nodes back until `resume`", name=True))
     _waits(_verb(verbs, "resume", "go on from the newest commit", name=True))
-    _waits(_verb(verbs, "retry", "start a job that has Failed again, from its newest commit", name=True))
+    _waits(
+        _verb(verbs, "retry", "start a job that has Failed again, or a failed conversion of a checkpoint", name=True)
+    )
     _logs(_verb(verbs, "logs", "the log that matters: rank 0 of what runs, else the pod that failed", name=True))
     return top
 

@@ -132,14 +132,18 @@ def _drain(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> Ste
 
 def _retry(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> SteerResult:
     name = resource["metadata"]["name"]
-    if status.phase != Phase.FAILED:
+    is_converting = user_requests.can_retry_conversion(status, time.time())
+    if status.phase != Phase.FAILED and not is_converting:
         state = status.phase if resource.get("status") else "not seen by any operator"
-        raise PluginError(Exit.REFUSED, f"{name} cannot retry: it is {state}, and only what has Failed is tried again")
+        text = f"it is {state}; only a job that has Failed, or a conversion that waits for its next try, is tried again"
+        raise PluginError(Exit.REFUSED, f"{name} cannot retry: {text}")
     request = format_time(time.time())
     cluster.patch(name, {"metadata": {"annotations": {RETRY_REQUESTED: request}}})
-    text = (
-        f"{name} is tried again {describe_start(resource, status)}, with a fresh restart budget (--wait waits for it)"
-    )
+    if is_converting:
+        text = f"{name} may convert its checkpoint again at once, with all retries"
+    else:
+        text = f"{name} is tried again {describe_start(resource, status)}, with a fresh restart budget"
+    text = f"{text} (--wait waits for it)"
     return _result(resource, status, "retry", text, changed=True, request=request)
 
 

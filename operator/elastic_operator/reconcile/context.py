@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 
-from elastic_operator.api.spec import Spec
-from elastic_operator.api.status import Status
+from elastic_operator.api.spec import Spec, spec_hash
+from elastic_operator.api.status import PlacementLimit, Status
 from elastic_operator.manifests.attempt import JobRef, worker_labels
 from elastic_operator.manifests.placement import HOSTNAME
 from elastic_operator.manifests.reshard_pod import ReshardImage
@@ -160,8 +160,18 @@ def find_capacity(context: Context, status: Status, *, forgive: bool = False, be
     capacity = capacity_count.count_capacity(
         context.world, spec.accelerator.resource, spec.template, avoid, _pod_rules(context)
     )
+    placed = find_placement_limit(context, status)
+    if placed is not None:
+        capacity = dataclasses.replace(capacity, num_placed=placed.num_nodes, overcount=placed.missing)
     limit = None if beyond_quota else _find_admitted_nodes(context, status)
     return capacity if limit is None else dataclasses.replace(capacity, max_nodes=limit)
+
+
+def find_placement_limit(context: Context, status: Status) -> PlacementLimit | None:
+    """Return the limit by which plans follow the scheduler's count of nodes now; None if none holds."""
+    limit = status.placement_limit
+    is_over = limit is None or limit.until <= context.now or limit.spec_hash != spec_hash(context.spec)
+    return None if is_over else limit
 
 
 def _pod_rules(context: Context) -> PodRules:

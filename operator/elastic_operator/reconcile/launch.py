@@ -42,6 +42,8 @@ from elastic_operator.reconcile.context import (
     select_stuck_pods,
 )
 from elastic_operator.reconcile.effective_spec import describe_edit
+from elastic_operator.reconcile.failures.budgets import LAST_BACKOFF_SECONDS
+from elastic_operator.reconcile.failures.pinned_topology import pin_topology
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
 from reshard.contract import ExitCode, ReshardReport
 
@@ -165,10 +167,13 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
         if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
             status = edit_last_recovery(status, reshard_start_time=Time(context.now))
         context.emit("Resharding", f"attempt {status.attempt}: {current.resume.reason}")
+    if reshard.interruptions > context.spec.reshard.backoff_limit:
+        without_conversion = _return_to_commit(context, status, current, reshard.message)
+        if without_conversion is not None:
+            return without_conversion
     job = context.world.job(status.attempt, RESHARD)
     if job is None:
-        # The Job is about to be created, from the spec as it is now.
-        return dataclasses.replace(status, reshard=dataclasses.replace(reshard, spec_hash=reshard_hash(context.spec)))
+        return dataclasses.replace(status, reshard=_begin_try(context, reshard))
     if job.uid == reshard.failed_uid:
         return status
     pods = reshard_pods.select_reshard_pods(context.world, job)
@@ -185,6 +190,15 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
     if job.failed:
         return _handle_reshard_failure(context, status, reshard, job, _describe_failure(context, job, pods, report))
     return _follow_start(context, status, current, reshard, job)
+
+
+def _begin_try(context: Context, reshard: ReshardStatus) -> ReshardStatus:
+    """Return the reshard status for a Job that is about to be created, from the spec as it is now."""
+    wanted = reshard_hash(context.spec)
+    if reshard.spec_hash in ("", wanted):  # empty: no Job yet, or an older operator kept no hash
+        return dataclasses.replace(reshard, spec_hash=wanted)
+    context.emit("SpecChanged", f"spec.reshard was edited: {reshard.job_name} begins anew, with all its retries")
+    return dataclasses.replace(reshard, spec_hash=wanted, failures=0, interruptions=0, retry_time=None)
 
 
 def _follow_start(context: Context, status: Status, current: Current, reshard: ReshardStatus, job: JobView) -> Status:
@@ -215,7 +229,8 @@ def _follow_start(context: Context, status: Status, current: Current, reshard: R
         return dataclasses.replace(status, reshard=dataclasses.replace(reshard, failed_uid=job.uid))
     if waited < context.graces[KINDS[trouble.kind].grace]:
         return status
-    failure = _Failure(name=str(trouble.kind), message=trouble.message)
+    is_interruption = reshard_pods.is_pull_failure(trouble, pods)
+    failure = _Failure(name=str(trouble.kind), message=trouble.message, is_interruption=is_interruption)
     return _handle_reshard_failure(context, status, reshard, job, failure)
 
 
@@ -229,7 +244,7 @@ def _return_to_commit(context: Context, status: Status, current: Current, troubl
         return None
     text = f"{trouble}; {short(commit.topology)}, the topology of the commit, fits and needs no conversion"
     context.emit("PlanOutdated", text, warning=True)
-    return dataclasses.replace(_forget_plan(status), pinned=commit.topology)
+    return pin_topology(context, _forget_plan(status), commit.topology)
 
 
 def is_report_pending(pods: Collection[PodView]) -> bool:
@@ -272,6 +287,7 @@ def _finish_reshard(
         reshard=reshard,
         checkpoint=commit_history.add(status.checkpoint, commit),
         current=dataclasses.replace(current, resume=dataclasses.replace(resume, ready=True)),
+        pin=None,
         conditions=_set_reshard_condition(context, status, failed=False, reason="Resharded", message=resume.reason),
     )
     if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
@@ -303,12 +319,14 @@ class _Failure:
         name: reason of the condition ReshardFailed.
         report: what the pod reported, if it did.
         is_out_of_memory: the next try needs more memory.
+        is_interruption: the infrastructure ended the try, so it uses no retry.
     """
 
     name: str
     message: str
     report: ReshardReport | None = None
     is_out_of_memory: bool = False
+    is_interruption: bool = False
 
 
 def _describe_failure(
@@ -323,6 +341,9 @@ def _describe_failure(
         if context.spec.reshard.template is not None:
             advice = "give it more in spec.reshard.template"
         return _Failure(name=by_pods[0], message=f"{by_pods[1]}: {advice}", report=report, is_out_of_memory=True)
+    interruption = reshard_pods.find_interruption(pods, job, context.now)
+    if interruption is not None and (report is None or report.exit_code in KILLED_EXIT_CODES):
+        return _Failure(name=str(interruption.kind), message=interruption.message, report=report, is_interruption=True)
     if report is not None:
         return _Failure(name=_name_exit_code(report.exit_code), message=report.message, report=report)
     name, message = by_pods or ("NoReport", f"{job.failed_reason}: {job.failed_message}")
@@ -345,19 +366,10 @@ def _handle_reshard_failure(
             _forget_plan(status),
             conditions=_set_reshard_condition(context, status, failed=True, reason=name, message=message),
         )
-    failures = reshard.failures + 1
-    limit = context.spec.reshard.backoff_limit
-    delay = context.limits.reshard_backoff_seconds * 2 ** (failures - 1)
-    reshard = dataclasses.replace(
-        reshard,
-        failures=failures,
-        failed_uid=job.uid,
-        retry_time=Time(context.now + delay),
-        oom_kills=reshard.oom_kills + failure.is_out_of_memory,
-        message=message,
-    )
-    is_final = failures > limit or code in FINAL_EXIT_CODES or (external and start_from.is_final(code))
-    next_step = "giving up on it" if is_final else f"retry {failures} of {limit} in {delay:.0f} s"
+    reshard, next_step = _count_try(context, reshard, job, failure)
+    cannot_help = code in FINAL_EXIT_CODES or (external and start_from.is_final(code))
+    is_final = not failure.is_interruption and (reshard.failures > context.spec.reshard.backoff_limit or cannot_help)
+    next_step = "giving up on it" if is_final else next_step
     context.emit("ReshardFailed", f"{job.name}: {name}: {message}; {next_step}", warning=True)
     next_step = f"{next_step}; {start_from.format_advice(context.job.name)}" if is_final and external else next_step
     text = f"{message}; the source {source} is untouched; {next_step}"
@@ -371,7 +383,28 @@ def _handle_reshard_failure(
     if external or context.spec.reshard.on_failure == "Fail":
         return dataclasses.replace(status, phase=Phase.FAILED, reason="ReshardFailed", message=text, current=None)
     commit = commit_history.find_newest(status.checkpoint, below=status.attempt)
-    return dataclasses.replace(_forget_plan(status), pinned=commit.topology if commit else None)
+    topology = commit.topology if commit else None
+    return pin_topology(context, _forget_plan(status), topology, is_final=cannot_help)
+
+
+def _count_try(context: Context, reshard: ReshardStatus, job: JobView, failure: _Failure) -> tuple[ReshardStatus, str]:
+    """Count a failed try and set the time of the next; return the words that announce it, too."""
+    failures = reshard.failures + (not failure.is_interruption)
+    interruptions = reshard.interruptions + failure.is_interruption
+    in_a_row = interruptions if failure.is_interruption else failures
+    delay = min(LAST_BACKOFF_SECONDS, context.limits.reshard_backoff_seconds * 2.0 ** min(in_a_row - 1, 16))
+    limit = context.spec.reshard.backoff_limit
+    retry = "the next try, which uses no retry," if failure.is_interruption else f"retry {failures} of {limit}"
+    counted = dataclasses.replace(
+        reshard,
+        failures=failures,
+        interruptions=interruptions,
+        failed_uid=job.uid,
+        retry_time=Time(context.now + delay),
+        oom_kills=reshard.oom_kills + failure.is_out_of_memory,
+        message=failure.message,
+    )
+    return counted, f"{retry} in {delay:.0f} s"
 
 
 def _record_outcome(context: Context, report: ReshardReport | None, result: str) -> None:

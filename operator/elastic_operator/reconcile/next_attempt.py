@@ -20,6 +20,7 @@ from elastic_operator.reconcile.context import (
     find_capacity,
     select_stuck_pods,
 )
+from elastic_operator.reconcile.failures import pinned_topology, placement_limits
 from reshard.topology import Topology
 
 MAX_REJECTED = 8
@@ -43,6 +44,11 @@ def plan_next(context: Context, status: Status) -> Status:
             status = dataclasses.replace(
                 status, excluded_nodes=tuple(item for item in status.excluded_nodes if item.until is None)
             )
+    if result.best is None and status.pinned is not None:
+        status = pinned_topology.adopt_pin(context, status)
+        if pinned_topology.is_retry_due(context, status) and can_run_unpinned(context, status):
+            context.emit("ReshardRetry", f"no nodes for {short(status.pinned)} came: the checkpoint is converted again")
+            return pinned_topology.lift_pin(status)
     awaits_nodes = result.best is None and spec.nodes.autoscaling
     if awaits_nodes:
         result = _plan_on_new_nodes(spec, result.capacity.max_nodes, last_topology) or result
@@ -76,6 +82,11 @@ def find_best(context: Context, status: Status) -> Candidate | None:
     """Return what a new plan would run on the capacity that is there now; None if nothing fits."""
     spec = restrict_to_topology(context.spec, status.pinned)
     return planner.best(spec, find_capacity(context, status), status.checkpoint.topology)
+
+
+def can_run_unpinned(context: Context, status: Status) -> bool:
+    """Return whether some topology other than the pinned one fits the capacity that is there now."""
+    return planner.best(context.spec, find_capacity(context, status), status.checkpoint.topology) is not None
 
 
 def _adopt(context: Context, status: Status, plan: Plan, topology: Topology, *, awaits_nodes: bool) -> Status:
@@ -154,10 +165,9 @@ def _wait(context: Context, status: Status, plan: Plan) -> Status:
     reason = "ReshardFailed" if status.pinned else "NoFeasibleTopology"
     message = plan.reason
     if status.pinned:
-        message = (
-            f"resharding failed permanently; waiting for nodes for {short(status.pinned)}, the topology of the commit. "
-            f"The commit is intact. {message}"
-        )
+        message = f"{pinned_topology.describe_pin(context, status)} {message}"
+    if limit := placement_limits.describe_limit(context, status):
+        message = f"{message} {limit}"
     stuck = select_stuck_pods(context, status)
     if stuck:
         message = f"{message} Left out until the pod is gone: {describe_stuck_pods(stuck)}, which does not end."

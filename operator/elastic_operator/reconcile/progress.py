@@ -17,6 +17,7 @@ from elastic_operator.reconcile import goodput
 from elastic_operator.reconcile.context import Context, is_checkpoint_read_by_others
 from elastic_operator.reconcile.failures import budgets
 from elastic_operator.reconcile.failures.node_exclusions import refresh_exclusions
+from elastic_operator.reconcile.failures.placement_limits import end_series
 from elastic_operator.reconcile.recovery import set_checkpoint_owned
 from reshard.contract import LeaseKey, ReshardReport, sentence
 
@@ -50,6 +51,7 @@ def _record_job(context: Context, status: Status, current: Current) -> Status:
     started = [pod for pod in pods if pod.phase != "Pending"]
     if current.schedule_time is None and len(started) >= current.num_nodes:
         current = dataclasses.replace(current, schedule_time=Time(context.now))
+        status = end_series(context, status, current)
         if _is_open(status):
             status = edit_last_recovery(status, schedule_time=Time(context.now))
     return dataclasses.replace(status, current=current)
@@ -141,7 +143,7 @@ def _record_commit(context: Context, status: Status, lease: LeaseView) -> Status
     checkpoint = commit_history.add(status.checkpoint, Commit.from_ref(ref))
     if checkpoint == status.checkpoint:
         return status
-    return dataclasses.replace(status, checkpoint=checkpoint, pinned=None)
+    return dataclasses.replace(status, checkpoint=checkpoint, pinned=None, pin=None)
 
 
 def _record_loader(status: Status, lease: LeaseView) -> Status:

@@ -128,7 +128,8 @@ def _has_effects(decision: Decision) -> bool:
 def _steering_fields(status: Status) -> tuple[Any, ...]:
     """Return the fields of a status that later decisions depend on."""
     requests = (status.drain_request, status.retry_request)
-    return status.attempt, requests, status.drain, status.growth, status.reshard, status.pinned, status.excluded_nodes
+    pinned = (status.pinned, status.pin)
+    return status.attempt, requests, status.drain, status.growth, status.reshard, pinned, status.excluded_nodes
 
 
 def _step(status: Status) -> int:

@@ -22,7 +22,8 @@ from elastic_operator.reconcile.context import (
     find_lost_nodes,
     find_suspect_nodes,
 )
-from elastic_operator.reconcile.failures import exit_codes
+from elastic_operator.reconcile.failures import exit_codes, placement_limits
+from elastic_operator.reconcile.failures.pinned_topology import is_retry_due
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
 from elastic_operator.reconcile.recovery import Fault
 from reshard.contract import TrainerPhase
@@ -151,6 +152,8 @@ def _handle_failure(context: Context, status: Status, verdict: Verdict, failure:
         fault = recovery.UNKNOWN
     else:
         cause, (message, fault) = failure.kind, _find_fault(context, status, failure)
+    if cause is Kind.UNSCHEDULABLE and status.current is not None:
+        status = _follow_scheduler(context, status, status.current, message)
     return recovery.recover(
         context,
         status,
@@ -239,11 +242,13 @@ def _consider_change(
 def is_wait_best(context: Context, status: Status, current: Current) -> bool:
     """Return whether an attempt whose pods find no node does better to wait than to be planned anew.
 
-    It waits if a new plan would be the same, or if nothing fits and it holds nothing that others could use: its pods
-    then stay where the scheduler and an autoscaler see them. With an autoscaler, it keeps what it holds for a while.
+    It waits if a new plan would be the same and no pod has a node, or if nothing fits and it holds nothing that others
+    could use: its pods then stay where the scheduler and an autoscaler see them. It keeps what it holds for a while.
     """
     pods = context.world.workers(status.attempt)
     best = next_attempt.find_best(context, status)
+    if best is None and is_retry_due(context, status) and next_attempt.can_run_unpinned(context, status):
+        return False
     if best is None:
         holding = [pod.scheduled_at or 0.0 for pod in pods if pod.node and not pod.terminal]
         limit = PROVISION_SECONDS if current.awaits_nodes else 0.0
@@ -254,9 +259,44 @@ def is_wait_best(context: Context, status: Status, current: Current) -> bool:
         current.gpus_per_node,
     ):
         return False
-    # The pods must not be placed on nodes that were excluded at the launch; some of them may be used again by now.
+    return not _has_readmitted_nodes(context, status, current) and not is_held_in_vain(context, status, current)
+
+
+def _has_readmitted_nodes(context: Context, status: Status, current: Current) -> bool:
+    """Return whether there is room on a node that was excluded at the launch, so that the pods must not be there."""
     readmitted = set(current.avoid) - find_avoided_nodes(context, status)
-    return not readmitted.intersection(find_capacity(context, status).usable(current.gpus_per_node))
+    return bool(readmitted.intersection(find_capacity(context, status).usable(current.gpus_per_node)))
+
+
+def is_held_in_vain(context: Context, status: Status, current: Current) -> bool:
+    """Return whether an attempt of which only some pods have a node has waited long enough for the others.
+
+    With `spec.nodes.autoscaling` a node may still come. Where a smaller attempt can run, the grace period of the signal
+    is enough.
+    """
+    if not 0 < placement_limits.count_placed(context, status) < current.num_nodes:
+        return False
+    waited = context.now - placement_limits.find_last_placed_time(context, status, current)
+    if context.spec.nodes.autoscaling or current.awaits_nodes:
+        return waited >= PROVISION_SECONDS
+    return _is_smaller_possible(context, status, current) or waited >= placement_limits.HELD_SECONDS
+
+
+def _is_smaller_possible(context: Context, status: Status, current: Current) -> bool:
+    """Return whether an attempt with only the pods that the scheduler has placed could run."""
+    limited = placement_limits.limit_placement(context, status, current, is_smaller=True)
+    return next_attempt.find_best(context, limited) is not None
+
+
+def _follow_scheduler(context: Context, status: Status, current: Current, message: str) -> Status:
+    """Limit the next plan to the pods that have a node, if the operator's own count would give the same plan again."""
+    best = next_attempt.find_best(context, status)
+    if best is None or best.num_nodes < current.num_nodes or _has_readmitted_nodes(context, status, current):
+        return status
+    if not is_held_in_vain(context, status, current):
+        return status
+    is_smaller = _is_smaller_possible(context, status, current)
+    return placement_limits.limit_placement(context, status, current, message=message, is_smaller=is_smaller)
 
 
 def is_node_count_permitted(context: Context, current: Current) -> bool:

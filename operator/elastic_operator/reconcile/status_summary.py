@@ -15,6 +15,7 @@ from elastic_operator.observed.pod_diagnosis import LAUNCH_REASONS
 from elastic_operator.observed.signals import Signal, detect_pod_signals
 from elastic_operator.reconcile.context import Context, describe_stuck_pods, select_stale_pods, select_stuck_pods
 from elastic_operator.reconcile.failures.budgets import find_backoff
+from elastic_operator.reconcile.failures.placement_limits import describe_limit
 from elastic_operator.reconcile.queueing.standing import State, find_standing
 
 
@@ -97,7 +98,9 @@ def _describe_pending(context: Context, status: Status, cause: str) -> tuple[str
     if backoff is None or backoff.retry_time is None:
         return Phase.PENDING, "Pending", "waiting for a plan"
     failures = f"{backoff.in_a_row} failures of class {backoff.failure_class} in a row, the last one {cause}"
-    return Phase.PENDING, "Backoff", f"the next attempt is planned at {format_time(backoff.retry_time)}: {failures}"
+    text = f"the next attempt is planned at {format_time(backoff.retry_time)}: {failures}"
+    limit = describe_limit(context, status)
+    return Phase.PENDING, "Backoff", f"{text}. {limit}" if limit else text
 
 
 def _find_diagnosis(context: Context, status: Status) -> PodDiagnosis | None:

@@ -36,7 +36,25 @@ def handle_drain(context: Context, status: Status) -> Status:
         text = f"no training loop runs that could commit; the newest commit is of step {step}"
         context.emit("DrainNotPossible", f"a drain was requested by hand, but {text}", warning=True)
         return status
+    status = dataclasses.replace(status, placement_limit=None)
     return running.start_drain(context, status, CAUSE, "a drain was requested by hand")
+
+
+def can_retry_conversion(status: Status, now: float) -> bool:
+    """Return whether a conversion has failed and waits, so that a retry request affects a job that has not Failed."""
+    reshard, current = status.reshard, status.current
+    is_paused = reshard is not None and reshard.retry_time is not None and reshard.retry_time > now
+    is_converting = current is not None and not current.resume.ready and is_paused
+    return not status.terminal and (status.pinned is not None or is_converting)
+
+
+def _retry_conversion(context: Context, status: Status) -> Status:
+    """Convert the checkpoint again without a wait, with all retries, to whichever topology is best."""
+    context.emit("RetryRequested", "requested by hand: the checkpoint may be converted again at once")
+    reshard = status.reshard
+    if reshard is not None:
+        reshard = dataclasses.replace(reshard, failures=0, interruptions=0, retry_time=None)
+    return dataclasses.replace(status, reshard=reshard, pinned=None, pin=None)
 
 
 def handle_retry(context: Context, status: Status) -> Status:
@@ -50,8 +68,8 @@ def handle_retry(context: Context, status: Status) -> Status:
         return status
     status = dataclasses.replace(status, retry_request=request)
     if status.phase != Phase.FAILED:
-        # Nothing has failed: the manifest contained the annotation, or the job runs, or it is Complete.
-        return status
+        # Otherwise nothing has failed: the manifest contained the annotation, or the job runs, or it is Complete.
+        return _retry_conversion(context, status) if can_retry_conversion(status, context.now) else status
     last = status.recoveries[-1] if status.recoveries else None
     if last is not None and last.first_step_time is None:
         status = edit_last_recovery(status, to="", to_attempt=0, plan_time=None)
@@ -66,6 +84,8 @@ def handle_retry(context: Context, status: Status) -> Status:
         current=None,
         reshard=None,
         pinned=None,
+        pin=None,
+        placement_limit=None,
         restart_budget=RestartBudget(),
         failure_counts=(),
         finish_time=None,

@@ -62,7 +62,6 @@ TAKEN = {"used": {"n1": 2, "n2": 2, "n3": 2}}
         pytest.param(queued(), id="the-same-plan-fits-but-for-memory"),
         pytest.param(queued(**TAKEN), id="nothing-fits"),
         pytest.param(queued(pods=()), id="the-pods-are-refused-by-a-quota"),
-        pytest.param(queued(pods=pending(placed=2)), id="some-pods-have-a-node-and-the-same-plan-fits"),
     ],
 )
 def test_two_hours_in_the_queue_are_one_job_and_cost_no_budget(world: Observation) -> None:
