@@ -290,6 +290,10 @@ class Recovery:
     """Node where the failure began, if one pod or device failed first; empty if that is not known."""
     exit_code: Count32 | None = None
     """Exit code of the training container that failed first; absent if none failed."""
+    failed_pods: Count32 = 0
+    """Pods that had failed by themselves when blamed and exitCode were decided."""
+    charged: Flag = False
+    """The recovery is charged to a budget: restartBudget, or one in failureCounts."""
     planned: Flag = False
     """The attempt was drained first, so no step was lost."""
     from_: Word = ""

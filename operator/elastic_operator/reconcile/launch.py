@@ -35,6 +35,7 @@ from elastic_operator.reconcile.actions import ReshardOutcome
 from elastic_operator.reconcile.context import (
     Context,
     describe_stuck_pods,
+    find_avoided_nodes,
     find_capacity,
     find_lost_nodes,
     find_suspect_nodes,
@@ -91,7 +92,7 @@ def prepare(context: Context, status: Status, current: Current) -> Status:
 
 def _launch(context: Context, status: Status, current: Current, open_recovery: bool) -> Status:
     now = Time(context.now)
-    avoid = tuple(sorted({*current.avoid, *(item.name for item in status.excluded_nodes)}))
+    avoid = tuple(sorted({*current.avoid, *find_avoided_nodes(context, status)}))
     status = dataclasses.replace(status, current=dataclasses.replace(current, launch_time=now, avoid=avoid))
     if open_recovery:
         status = edit_last_recovery(status, launch_time=now)
