@@ -163,7 +163,7 @@ class Current:
     resume: Annotated[Resume, OPEN] = Resume()
     """The checkpoint from which it resumes."""
     avoid: NodeNames = ()
-    """Nodes on which its pods must not be placed."""
+    """Nodes on which its pods must not be placed, as far as the scheduler would use them; at most 128."""
     spec_hash: Word = ""
     """Hash of the parts of the spec from which it was planned."""
     global_samples: Count = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Status
@@ -19,6 +19,7 @@ from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import Observation, PodView
 from elastic_operator.observed.placement.pod_constraints import parse_pod_constraints
 from elastic_operator.observed.placement.pod_resources import MOST_PODS
+from elastic_operator.observed.placement.schedulability import would_take_pod
 from elastic_operator.observed.queueing.placement import ANYWHERE, add_placement
 from elastic_operator.observed.signals import Signal, Verdict
 from elastic_operator.observed.timeouts import Timeouts
@@ -134,6 +135,44 @@ def find_avoided_nodes(context: Context, status: Status) -> frozenset[str]:
     The scheduler does not know about the last two, so the pod's node affinity must exclude these nodes.
     """
     return find_doubtful_nodes(context) | {item.name for item in status.excluded_nodes}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AvoidList:
+    """Nodes that the affinity of an attempt's pods excludes, in the order of their names.
+
+    Attributes:
+        num_left_out: number of further nodes with a sign of being lost on which the scheduler may place the pods.
+    """
+
+    names: tuple[str, ...]
+    num_left_out: int = 0
+
+
+MAX_AVOIDED = 128
+"""Largest number of nodes that an attempt lists, so that status and Job stay small."""
+
+
+def list_avoided_nodes(context: Context, status: Status, per_node: int, also: Collection[str] = ()) -> AvoidList:
+    """Return the nodes that an attempt must list: those that it avoids and the scheduler would use.
+
+    The scheduler places no pod on nodes that are not Ready, cordoned or too small anyway. If there are too many nodes,
+    excluded ones come first, the newest first, then `also`, then those that run pods of the job, then the others.
+
+    Args:
+        context: inputs of the decision.
+        status: status of the job.
+        per_node: accelerators of a pod.
+        also: further nodes to list.
+    """
+    excluded = [item.name for item in sorted(status.excluded_nodes, key=lambda item: -item.since)]
+    nodes, spec = context.world.nodes, context.placed_spec
+    pod, resource = spec.template.get("spec") or {}, spec.accelerator.resource
+    suspects = find_suspect_nodes(context)
+    doubtful = sorted(find_doubtful_nodes(context), key=lambda name: (name not in suspects, name))
+    usable = (name for name in doubtful if would_take_pod(nodes[name], pod, resource, per_node))
+    names = tuple(dict.fromkeys((*excluded, *sorted(also), *usable)))
+    return AvoidList(names=tuple(sorted(names[:MAX_AVOIDED])), num_left_out=max(0, len(names) - MAX_AVOIDED))
 
 
 def find_doubtful_nodes(context: Context) -> frozenset[str]:
