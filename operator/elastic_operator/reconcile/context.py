@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Status
 from elastic_operator.manifests.attempt import JobRef, worker_labels
-from elastic_operator.manifests.placement import HOSTNAME
+from elastic_operator.manifests.placement import HOSTNAME, tolerate_resources
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.manifests.workload import queue_of
 from elastic_operator.observed import capacity_count, commit_history, signals
@@ -75,6 +76,12 @@ class Context:
         if placement == ANYWHERE:
             return self.spec
         return dataclasses.replace(self.spec, template=add_placement(self.spec.template, placement))
+
+    @property
+    def placed_template(self) -> Mapping[str, Any]:
+        """The template of the training pods with the tolerations that every attempt adds; for capacity only."""
+        template, resource = self.placed_spec.template, self.spec.accelerator.resource
+        return {**template, "spec": tolerate_resources(template.get("spec") or {}, resource)}
 
     @property
     def graces(self) -> Mapping[str, float]:
@@ -166,8 +173,7 @@ def list_avoided_nodes(context: Context, status: Status, per_node: int, also: Co
         also: further nodes to list.
     """
     excluded = [item.name for item in sorted(status.excluded_nodes, key=lambda item: -item.since)]
-    nodes, spec = context.world.nodes, context.placed_spec
-    pod, resource = spec.template.get("spec") or {}, spec.accelerator.resource
+    nodes, pod, resource = context.world.nodes, context.placed_template["spec"], context.spec.accelerator.resource
     suspects = find_suspect_nodes(context)
     doubtful = sorted(find_doubtful_nodes(context), key=lambda name: (name not in suspects, name))
     usable = (name for name in doubtful if would_take_pod(nodes[name], pod, resource, per_node))
@@ -195,9 +201,8 @@ def find_capacity(context: Context, status: Status, *, forgive: bool = False, be
     avoid = find_doubtful_nodes(context) if forgive else find_avoided_nodes(context, status)
     if forgive:
         avoid |= {item.name for item in status.excluded_nodes if item.until is None}
-    spec = context.placed_spec
     capacity = capacity_count.count_capacity(
-        context.world, spec.accelerator.resource, spec.template, avoid, _pod_rules(context)
+        context.world, context.spec.accelerator.resource, context.placed_template, avoid, _pod_rules(context)
     )
     limit = None if beyond_quota else _find_admitted_nodes(context, status)
     return capacity if limit is None else dataclasses.replace(capacity, max_nodes=limit)
