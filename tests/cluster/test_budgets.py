@@ -70,7 +70,9 @@ def test_the_node_of_the_rank_that_dies_first_is_avoided_although_all_pods_fail(
     template = podenv.host_python({"spec": {"containers": [{"name": "train", "env": here}]}})
     environment = template["spec"]["containers"][0]["env"]
     run.submit(["sh", "-c", command], pod={"env": environment}, **elastic())
-    status = run.until("training elsewhere", lambda found: found.get("phase") == "Running" and found["attempt"] > 2)
+    status = run.until(
+        "training elsewhere", lambda found: found.get("phase") == "Running" and found["attempt"] > 2, 180
+    )
     assert [(item["cause"], item["blamed"], item["exitCode"]) for item in status["recoveries"]] == [
         ("PodFailed", bad, 139),
         ("PodFailed", bad, 139),
