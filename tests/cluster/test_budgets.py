@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from testbed import podenv
-from tests.cluster.jobs import LIGHT, Run
+from tests.cluster.jobs import LIGHT, Run, elastic
 
 pytestmark = pytest.mark.cluster
 
@@ -46,6 +46,41 @@ def test_a_node_on_which_the_program_fails_twice_is_avoided(run: Run) -> None:
     assert {"NodeExcluded", "RestartDelayed"} <= set(run.events())
     (pod,) = run.workers()
     assert pod["spec"]["nodeName"] != bad
+
+
+FAIL_TOGETHER = """
+if [ "$ETJ_ATTEMPT" -gt 2 ]; then exec {training}; fi
+here="$ETJ_CHECKPOINT_ROOT-together-$ETJ_ATTEMPT"
+if [ "$NODE" != {bad} ]; then
+  touch "$here-$PET_NODE_RANK"
+  until [ -e "$here" ]; do sleep 0.1; done
+  exit 1
+fi
+until [ "$(ls -d "$here"-* | wc -l)" = 2 ]; do sleep 0.1; done
+touch "$here"
+exit 139
+"""
+"""In the first two attempts, the rank on one node dies as if of SIGSEGV once its two peers run, and they follow."""
+
+
+def test_the_node_of_the_rank_that_dies_first_is_avoided_although_all_pods_fail(run: Run) -> None:
+    bad = node_with_gpus(run)
+    command = FAIL_TOGETHER.format(bad=shlex.quote(bad), training=shlex.join([*LIGHT, "100000", "0", "0"]))
+    here = [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
+    template = podenv.host_python({"spec": {"containers": [{"name": "train", "env": here}]}})
+    environment = template["spec"]["containers"][0]["env"]
+    run.submit(["sh", "-c", command], pod={"env": environment}, **elastic())
+    status = run.until(
+        "training elsewhere", lambda found: found.get("phase") == "Running" and found["attempt"] > 2, 180
+    )
+    assert [(item["cause"], item["blamed"], item["exitCode"]) for item in status["recoveries"]] == [
+        ("PodFailed", bad, 139),
+        ("PodFailed", bad, 139),
+    ]
+    assert (status["attempt"], status["restartBudget"]["used"]) == (3, 2)
+    assert [item["name"] for item in status["excludedNodes"]] == [bad]
+    assert "NodeExcluded" in run.events()
+    assert bad not in {pod["spec"]["nodeName"] for pod in run.workers()}
 
 
 def test_pods_that_find_no_node_wait_in_one_job_and_cost_no_budget(run: Run) -> None:

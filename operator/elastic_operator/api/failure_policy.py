@@ -69,8 +69,8 @@ class PodFailureRule:
     """One of the rules of `spec.recovery.podFailurePolicy`."""
 
     action: Literal["FailJob", "Ignore", "Count"]
-    """FailJob: the job is Failed at once. Ignore: the job restarts, and the failure is charged to no budget. Count: as
-    without a rule.
+    """FailJob: the job is Failed at once; applies to every pod that failed by itself, with NotIn only to the one that
+    failed first. Ignore: the job restarts, and the failure is charged to no budget. Count: as without a rule.
     """
     on_exit_codes: ExitCodes
     """Exit codes to which the rule applies."""
@@ -81,4 +81,6 @@ class PodFailurePolicy:
     """`spec.recovery.podFailurePolicy`."""
 
     rules: Annotated[tuple[PodFailureRule, ...], Field(min_length=1, max_length=20)]
-    """Rules in their order. The first one that applies to the pod that failed first decides."""
+    """Rules in their order. The first one that applies to the pod that failed first decides, unless FailJob applies to
+    another pod.
+    """

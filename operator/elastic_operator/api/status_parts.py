@@ -163,7 +163,7 @@ class Current:
     resume: Annotated[Resume, OPEN] = Resume()
     """The checkpoint from which it resumes."""
     avoid: NodeNames = ()
-    """Nodes on which its pods must not be placed."""
+    """Nodes on which its pods must not be placed, as far as the scheduler would use them; at most 128."""
     spec_hash: Word = ""
     """Hash of the parts of the spec from which it was planned."""
     global_samples: Count = 0
@@ -322,6 +322,10 @@ class Recovery:
     """Node where the failure began, if one pod or device failed first; empty if that is not known."""
     exit_code: Count32 | None = None
     """Exit code of the training container that failed first; absent if none failed."""
+    failed_pods: Count32 = 0
+    """Pods that had failed by themselves when blamed and exitCode were decided."""
+    charged: Flag = False
+    """The recovery is charged to a budget: restartBudget, or one in failureCounts."""
     planned: Flag = False
     """The attempt was drained first, so no step was lost."""
     from_: Word = ""

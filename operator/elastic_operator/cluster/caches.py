@@ -73,6 +73,8 @@ class RenewalCache:
             times["deleted_at"] = self.first_seen(f"{key}/deletion", deletion, now) + view.deletion_grace_seconds
         if view.scheduled_at is not None:
             times["scheduled_at"] = self.first_seen(f"{key}/scheduled", view.uid, now)
+        if view.phase == "Failed":
+            times["failed_at"] = self.first_seen(f"{key}/failed", view.uid, now)
         if view.disruption:
             times["disrupted_at"] = self.first_seen(f"{key}/disruption", f"{view.uid} {view.disruption}", now)
         return dataclasses.replace(view, **times) if times else view
@@ -86,8 +88,11 @@ class RenewalCache:
     def forget(self, namespace: str, name: str) -> None:
         """Remove the times of a Lease, pod or Job that was deleted."""
         key = f"{namespace}/{name}"
-        for suffix in ("", "/step", "/start", "/unschedulable", "/deletion", "/disruption", "/scheduled", "/job"):
+        for suffix in _SUFFIXES:
             self._seen.pop(key + suffix, None)
+
+
+_SUFFIXES = ("", "/step", "/start", "/unschedulable", "/deletion", "/failed", "/disruption", "/scheduled", "/job")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Current, short
 from elastic_operator.manifests.gang import join_gang, pod_group
-from elastic_operator.manifests.placement import avoid_nodes, separate_pods
+from elastic_operator.manifests.placement import avoid_nodes, separate_pods, tolerate_resources
 from elastic_operator.manifests.ports import rendezvous_port
 from elastic_operator.manifests.reshard_pod import ReshardImage, reshard_template
 from reshard.contract import GROUP, KIND, VERSION, Env, Label
@@ -141,7 +141,7 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
     """Build the Indexed Job of one attempt: one pod per node; failed pods are never replaced."""
     name = attempt_name(job.name, attempt)
     template = _template(spec.template, _labels(job, attempt, "worker"))
-    pod = template["spec"]
+    pod = template["spec"] = tolerate_resources(template["spec"], spec.accelerator.resource)
     pod["subdomain"] = name
     pod["restartPolicy"] = "Never"
     _set_account(pod, account_of(template) or name)

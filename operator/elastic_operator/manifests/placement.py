@@ -24,6 +24,29 @@ def avoid_nodes(pod: dict[str, Any], avoid: Sequence[str]) -> None:
     ]
 
 
+def tolerate_resources(pod: Mapping[str, Any], accelerator: str) -> dict[str, Any]:
+    """Return a pod spec that tolerates taints with an extended resource that it requests as key, and effect NoSchedule.
+
+    Such taints keep pods without accelerators away. The admission plugin ExtendedResourceToleration adds the same
+    tolerations, but only some clusters enable it.
+
+    Args:
+        pod: spec of a training pod.
+        accelerator: resource of which the operator sets the request.
+    """
+    names = {accelerator}
+    for container in (*(pod.get("initContainers") or ()), *(pod.get("containers") or ())):
+        resources = container.get("resources") or {}
+        names.update(resources.get("requests") or (), resources.get("limits") or ())
+    added = [
+        {"key": name, "operator": "Exists", "effect": "NoSchedule"}
+        for name in sorted(names)
+        if "/" in name and "kubernetes.io/" not in name
+    ]
+    own = list(pod.get("tolerations") or ())
+    return {**pod, "tolerations": [*own, *(item for item in added if item not in own)]}
+
+
 def separate_pods(pod: dict[str, Any], labels: Mapping[str, str]) -> None:
     """Keep two pods with these labels off the same node, in addition to the user's rules."""
     affinity = pod.setdefault("affinity", {}).setdefault("podAntiAffinity", {})

@@ -80,7 +80,7 @@ class PodView:
     Attributes:
         requests: accelerators requested, by resource name.
         scheduled_at: when the operator first saw that the scheduler had bound it to its node.
-        finished_at: when the first container ended, by the clock of its node; only for comparison with other pods.
+        failed_at: when the operator first saw that the pod has failed.
         exit_code: of the first container, once it has terminated.
         termination_message: of the first container.
         deletion_grace_seconds: grace period of the deletion, which `deleted_at` includes.
@@ -110,7 +110,7 @@ class PodView:
     deletion_grace_seconds: int = 0
     requests: Mapping[str, int] = dataclasses.field(default_factory=dict)
     scheduled_at: float | None = None
-    finished_at: float | None = None
+    failed_at: float | None = None
     exit_code: int | None = None
     exit_reason: str = ""
     termination_message: str = ""
@@ -350,7 +350,6 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
         deletion_grace_seconds=int(meta.get("deletionGracePeriodSeconds") or 0),
         requests=extended_only(pod_requests(spec)),
         scheduled_at=parse_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
-        finished_at=parse_time((state.get("terminated") or {}).get("finishedAt")),
         exit_code=(state.get("terminated") or {}).get("exitCode"),
         exit_reason=_shorten((state.get("terminated") or {}).get("reason") or ""),
         termination_message=((state.get("terminated") or {}).get("message") or "")[: pod_reports.MAX_MESSAGE],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from elastic_operator.api.spec import Spec, spec_hash
 from elastic_operator.api.status import PlacementLimit, Status
 from elastic_operator.manifests.attempt import JobRef, worker_labels
-from elastic_operator.manifests.placement import HOSTNAME
+from elastic_operator.manifests.placement import HOSTNAME, tolerate_resources
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.manifests.workload import queue_of
 from elastic_operator.observed import capacity_count, commit_history, signals
@@ -19,6 +20,7 @@ from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import Observation, PodView
 from elastic_operator.observed.placement.pod_constraints import parse_pod_constraints
 from elastic_operator.observed.placement.pod_resources import MOST_PODS
+from elastic_operator.observed.placement.schedulability import would_take_pod
 from elastic_operator.observed.queueing.placement import ANYWHERE, add_placement
 from elastic_operator.observed.signals import Signal, Verdict
 from elastic_operator.observed.timeouts import Timeouts
@@ -74,6 +76,12 @@ class Context:
         if placement == ANYWHERE:
             return self.spec
         return dataclasses.replace(self.spec, template=add_placement(self.spec.template, placement))
+
+    @property
+    def placed_template(self) -> Mapping[str, Any]:
+        """The template of the training pods with the tolerations that every attempt adds; for capacity only."""
+        template, resource = self.placed_spec.template, self.spec.accelerator.resource
+        return {**template, "spec": tolerate_resources(template.get("spec") or {}, resource)}
 
     @property
     def graces(self) -> Mapping[str, float]:
@@ -136,6 +144,43 @@ def find_avoided_nodes(context: Context, status: Status) -> frozenset[str]:
     return find_doubtful_nodes(context) | {item.name for item in status.excluded_nodes}
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AvoidList:
+    """Nodes that the affinity of an attempt's pods excludes, in the order of their names.
+
+    Attributes:
+        num_left_out: number of further nodes with a sign of being lost on which the scheduler may place the pods.
+    """
+
+    names: tuple[str, ...]
+    num_left_out: int = 0
+
+
+MAX_AVOIDED = 128
+"""Largest number of nodes that an attempt lists, so that status and Job stay small."""
+
+
+def list_avoided_nodes(context: Context, status: Status, per_node: int, also: Collection[str] = ()) -> AvoidList:
+    """Return the nodes that an attempt must list: those that it avoids and the scheduler would use.
+
+    The scheduler places no pod on nodes that are not Ready, cordoned or too small anyway. If there are too many nodes,
+    excluded ones come first, the newest first, then `also`, then those that run pods of the job, then the others.
+
+    Args:
+        context: inputs of the decision.
+        status: status of the job.
+        per_node: accelerators of a pod.
+        also: further nodes to list.
+    """
+    excluded = [item.name for item in sorted(status.excluded_nodes, key=lambda item: -item.since)]
+    nodes, pod, resource = context.world.nodes, context.placed_template["spec"], context.spec.accelerator.resource
+    suspects = find_suspect_nodes(context)
+    doubtful = sorted(find_doubtful_nodes(context), key=lambda name: (name not in suspects, name))
+    usable = (name for name in doubtful if would_take_pod(nodes[name], pod, resource, per_node))
+    names = tuple(dict.fromkeys((*excluded, *sorted(also), *usable)))
+    return AvoidList(names=tuple(sorted(names[:MAX_AVOIDED])), num_left_out=max(0, len(names) - MAX_AVOIDED))
+
+
 def find_doubtful_nodes(context: Context) -> frozenset[str]:
     """Return all nodes with any sign of being lost (not Ready, a stale Lease) or that a monitor calls unhealthy."""
     nodes = context.world.nodes
@@ -156,9 +201,8 @@ def find_capacity(context: Context, status: Status, *, forgive: bool = False, be
     avoid = find_doubtful_nodes(context) if forgive else find_avoided_nodes(context, status)
     if forgive:
         avoid |= {item.name for item in status.excluded_nodes if item.until is None}
-    spec = context.placed_spec
     capacity = capacity_count.count_capacity(
-        context.world, spec.accelerator.resource, spec.template, avoid, _pod_rules(context)
+        context.world, context.spec.accelerator.resource, context.placed_template, avoid, _pod_rules(context)
     )
     placed = find_placement_limit(context, status)
     if placed is not None:

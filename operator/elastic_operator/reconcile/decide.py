@@ -22,6 +22,7 @@ from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import goodput, launch, next_attempt, progress, recovery, running, user_requests
 from elastic_operator.reconcile.actions import Decision, Event
 from elastic_operator.reconcile.context import Context, select_stale_pods
+from elastic_operator.reconcile.failures import reassessment
 from elastic_operator.reconcile.failures.budgets import find_backoff
 from elastic_operator.reconcile.failures.pinned_topology import lift_pin_after_edit
 from elastic_operator.reconcile.lifetime import deadline
@@ -147,7 +148,10 @@ def _take_step(context: Context, status: Status) -> Status | None:
     status = user_requests.handle_retry(context, status)
     if status.terminal:
         return status
-    status = lift_pin_after_edit(context, progress.apply_reports(context, status))
+    status = reassessment.reassess(context, progress.apply_reports(context, status))
+    if status.terminal:
+        return status
+    status = lift_pin_after_edit(context, status)
     status = user_requests.handle_drain(context, status)
     if context.spec.suspend:
         return _suspend(context, status)

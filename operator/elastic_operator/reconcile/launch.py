@@ -38,6 +38,7 @@ from elastic_operator.reconcile.context import (
     find_capacity,
     find_lost_nodes,
     find_suspect_nodes,
+    list_avoided_nodes,
     select_stale_pods,
     select_stuck_pods,
 )
@@ -93,13 +94,16 @@ def prepare(context: Context, status: Status, current: Current) -> Status:
 
 def _launch(context: Context, status: Status, current: Current, open_recovery: bool) -> Status:
     now = Time(context.now)
-    avoid = tuple(sorted({*current.avoid, *(item.name for item in status.excluded_nodes)}))
-    status = dataclasses.replace(status, current=dataclasses.replace(current, launch_time=now, avoid=avoid))
+    avoid = list_avoided_nodes(context, status, current.gpus_per_node, also=current.avoid)
+    status = dataclasses.replace(status, current=dataclasses.replace(current, launch_time=now, avoid=avoid.names))
     if open_recovery:
         status = edit_last_recovery(status, launch_time=now)
     num_accelerators = current.num_nodes * current.gpus_per_node
     description = f"{short(current.topology)} on {current.num_nodes} nodes, {num_accelerators} accelerators"
-    context.emit("Launched", f"attempt {status.attempt}: {description}, from {current.resume.uri or 'nothing'}")
+    text = f"attempt {status.attempt}: {description}, from {current.resume.uri or 'nothing'}"
+    if avoid.num_left_out:
+        text = f"{text}; {avoid.num_left_out} further nodes with signs of a failure could not be ruled out"
+    context.emit("Launched", text)
     return status
 
 

@@ -16,8 +16,8 @@ from elastic_operator.planning.planner import Candidate
 from elastic_operator.reconcile.context import (
     Context,
     describe_stuck_pods,
-    find_avoided_nodes,
     find_capacity,
+    list_avoided_nodes,
     select_stuck_pods,
 )
 from elastic_operator.reconcile.failures import pinned_topology, placement_limits
@@ -111,7 +111,9 @@ def _adopt(context: Context, status: Status, plan: Plan, topology: Topology, *, 
             num_nodes=plan.nodes,
             gpus_per_node=plan.per_node,
             resume=resume,
-            avoid=tuple(sorted(find_avoided_nodes(context, status) | _sick_nodes(context, status, plan.per_node))),
+            avoid=list_avoided_nodes(
+                context, status, plan.per_node, also=_sick_nodes(context, status, plan.per_node)
+            ).names,
             spec_hash=spec_hash(context.spec),
             global_samples=context.spec.batch.global_samples,
             sequence_length=context.spec.model.sequence_length if context.spec.model is not None else 0,

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Collection
 
 from elastic_operator.api.conditions import Type, set_condition
-from elastic_operator.api.failure_policy import COUNT, FAIL_JOB, IGNORE
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import (
     MAX_RECOVERIES,
@@ -19,31 +18,10 @@ from elastic_operator.api.status import (
 from elastic_operator.observed import commit_history
 from elastic_operator.reconcile import goodput
 from elastic_operator.reconcile.context import Context
-from elastic_operator.reconcile.failures import budgets, node_exclusions
+from elastic_operator.reconcile.failures import charges, node_exclusions, reassessment
+from elastic_operator.reconcile.failures.faults import UNKNOWN, Fault
+from elastic_operator.reconcile.failures.reassessment import MESSAGE_BYTES
 from reshard.contract import sentence
-
-_MESSAGE_BYTES = 1024
-"""Maximum size of a message in a recovery; a status holds ten recoveries and has to stay small."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """What is known about the first sign of an unplanned failure.
-
-    Attributes:
-        node: node where it began, empty if that is not known.
-        exit_code: exit code of the training container that failed first, None if none failed.
-        action: what `spec.recovery.podFailurePolicy` says about that exit code.
-        rule: sentence that names the rule and the pod, empty if no rule applies.
-    """
-
-    node: str = ""
-    exit_code: int | None = None
-    action: str = COUNT
-    rule: str = ""
-
-
-UNKNOWN = Fault()
 
 
 def recover(
@@ -75,12 +53,15 @@ def recover(
     record = _build_record(
         context, status, cause=cause, message=message, since=since, lost=named, planned=planned, fault=fault
     )
-    is_merged = is_merged_with_last(context, status)
+    is_merged = is_merged_with_last(context, status, named)
     context.emit(
         cause, f"{message.removesuffix('.')}; {_describe_ending(status, planned=planned)}", warning=not planned
     )
     if is_merged:
         previous = status.recoveries[-1]
+        if named and not previous.lost and not previous.planned:
+            text = f"{message.removesuffix('.')}; {previous.message}"
+            status = reassessment.change_cause(context, status, cause=cause, message=text, lost=named)
         status = edit_last_recovery(
             status,
             cause=cause if named and not previous.lost else previous.cause,
@@ -102,24 +83,7 @@ def recover(
     status = dataclasses.replace(status, current=None, drain=None, growth=None, excluded_nodes=excluded)
     if planned or is_merged:
         return status
-    return _charge(context, status, cause=cause, message=message, fault=fault)
-
-
-def _charge(context: Context, status: Status, *, cause: str, message: str, fault: Fault) -> Status:
-    """Charge the budgets of an unplanned recovery; fail the job if one is exceeded, or if a rule says so."""
-    if fault.action == FAIL_JOB:
-        context.emit("PodFailurePolicy", f"{fault.rule}: the job fails", warning=True)
-        return dataclasses.replace(
-            status, phase=Phase.FAILED, reason="PodFailurePolicy", message=f"{fault.rule}. Last cause: {message}"
-        )
-    status = budgets.charge(context, status, cause, is_ignored=fault.action == IGNORE)
-    text = "" if fault.action == IGNORE else budgets.find_exceeded(status, cause)
-    if text:
-        context.emit("RestartBudgetExceeded", f"{text}; the last one: {message}", warning=True)
-        return dataclasses.replace(
-            status, phase=Phase.FAILED, reason="RestartBudgetExceeded", message=f"{text}. Last cause: {message}"
-        )
-    return status
+    return charges.charge_recovery(context, status, message=message, fault=fault)
 
 
 def _find_out_of_memory(context: Context, status: Status) -> str:
@@ -159,7 +123,7 @@ def record_pause(context: Context, status: Status, cause: str, message: str) -> 
     now = Time(context.now)
     record = Recovery(
         cause=cause,
-        message=sentence(message, _MESSAGE_BYTES),
+        message=sentence(message, MESSAGE_BYTES),
         planned=True,
         from_=last.from_,
         from_attempt=status.attempt,
@@ -180,10 +144,16 @@ def _describe_ending(status: Status, *, planned: bool) -> str:
     return f"{attempt} {'ends' if planned else 'is given up'} after step {step}"
 
 
-def is_merged_with_last(context: Context, status: Status) -> bool:
+def is_merged_with_last(context: Context, status: Status, named: Collection[str] = ()) -> bool:
     """Return whether a further failure belongs to the last recovery.
 
-    It does if the attempt of that recovery is not launched yet and the batch window is open.
+    It does if the attempt of that recovery is not launched yet, and if the batch window is open or the failure is that
+    of nodes which the recovery names already.
+
+    Args:
+        context: inputs of the decision.
+        status: status of the job.
+        named: nodes that are lost, or about to be.
     """
     if not status.recoveries or status.launched:
         return False
@@ -191,12 +161,13 @@ def is_merged_with_last(context: Context, status: Status) -> bool:
     if last.cause in goodput.PAUSES:
         return False  # the time spent suspended has a record of its own
     window = context.spec.recovery.batch_window_seconds
-    return last.launch_time is None and context.now - (last.detect_time or 0.0) <= window
+    is_same = bool(named) and set(named) <= set(last.lost)
+    return last.launch_time is None and (is_same or context.now - (last.detect_time or 0.0) <= window)
 
 
 def fail_as_not_owner(context: Context, status: Status, refusal: str) -> Status:
     """End a job whose checkpoint folder belongs to another job; a new attempt could not change that."""
-    message = f"{sentence(refusal, _MESSAGE_BYTES)}; to try again: kubectl etj retry {context.job.name}"
+    message = f"{sentence(refusal, MESSAGE_BYTES)}; to try again: kubectl etj retry {context.job.name}"
     context.emit("CheckpointNotOwned", message, warning=True)
     return dataclasses.replace(
         set_checkpoint_owned(context, status, is_owned=False, message=message),
@@ -249,11 +220,12 @@ def _build_record(
     current, progress = status.current, status.progress
     return Recovery(
         cause=cause,
-        message=sentence(message, _MESSAGE_BYTES),
+        message=sentence(message, MESSAGE_BYTES),
         lost=tuple(sorted(lost)),
         planned=planned,
         blamed=fault.node,
         exit_code=fault.exit_code,
+        failed_pods=fault.failed_pods,
         from_=short(current.topology) if current else "",
         from_attempt=status.attempt,
         signal_time=Time(min(since, context.now)),

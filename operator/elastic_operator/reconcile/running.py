@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import spec_hash
 from elastic_operator.api.status import Current, Drain, Growth, Phase, Progress, Status, short
 from elastic_operator.observed import signals
-from elastic_operator.observed.failure_classes import CLASSES, classify_failure
-from elastic_operator.observed.observation import LeaseView, PodView
+from elastic_operator.observed.observation import LeaseView
 from elastic_operator.observed.placement.schedulability import tolerates
-from elastic_operator.observed.signals import KINDS, Kind, Signal, Verdict, detect_pod_signals
+from elastic_operator.observed.signals import Kind, Signal, Verdict, detect_pod_signals
 from elastic_operator.planning import growth, planner
 from elastic_operator.reconcile import effective_spec, goodput, next_attempt, progress, recovery
 from elastic_operator.reconcile.context import (
@@ -22,10 +20,9 @@ from elastic_operator.reconcile.context import (
     find_lost_nodes,
     find_suspect_nodes,
 )
-from elastic_operator.reconcile.failures import exit_codes, placement_limits
+from elastic_operator.reconcile.failures import faults, placement_limits
 from elastic_operator.reconcile.failures.pinned_topology import is_retry_due
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
-from elastic_operator.reconcile.recovery import Fault
 from reshard.contract import TrainerPhase
 from reshard.errors import TopologyError
 
@@ -141,17 +138,17 @@ def _handle_failure(context: Context, status: Status, verdict: Verdict, failure:
     suspected = find_suspect_nodes(context)
     step = progress.find_latest_step(context, status)
     status = dataclasses.replace(status, progress=dataclasses.replace(status.progress or Progress(), step=step))
-    # Pods fail when a peer's node disappears, often before that node is confirmed lost; the node is the cause then.
-    is_of_pods = failure.kind in (Kind.POD_FAILED, Kind.POD_LOST, Kind.JOB_FAILED, Kind.POD_DELETED)
+    is_of_pods = failure.kind in faults.OF_PODS
     if is_of_pods and suspected:
         cause, message = Kind.NODE_NOT_READY, f"lost, or about to be: {', '.join(sorted(suspected))}; {failure.message}"
-        fault = recovery.UNKNOWN
+        fault = faults.UNKNOWN
     elif is_of_pods and (waiting := _find_overdue_pods(context, status)):
         # Ranks give up when a peer has no node for too long.
         cause, message = Kind.UNSCHEDULABLE, f"{waiting[0].message}; {failure.message}"
-        fault = recovery.UNKNOWN
+        fault = faults.UNKNOWN
     else:
-        cause, (message, fault) = failure.kind, _find_fault(context, status, failure)
+        pods = context.world.workers(status.attempt)
+        cause, (message, fault) = failure.kind, faults.find_fault(context, pods, failure)
     if cause is Kind.UNSCHEDULABLE and status.current is not None:
         status = _follow_scheduler(context, status, status.current, message)
     return recovery.recover(
@@ -171,36 +168,6 @@ def _find_overdue_pods(context: Context, status: Status) -> list[Signal]:
     found = (signal for pod in context.world.workers(status.attempt) for signal in detect_pod_signals(pod, context.now))
     limit = context.limits.unschedulable_seconds
     return [item for item in found if item.kind is Kind.UNSCHEDULABLE and context.now - item.since >= limit]
-
-
-def _find_fault(context: Context, status: Status, failure: Signal) -> tuple[str, Fault]:
-    """Return the message of a failure and what is known about its first sign."""
-    pods = context.world.workers(status.attempt)
-    if failure.kind in (Kind.POD_FAILED, Kind.JOB_FAILED):
-        failed = exit_codes.find_first_failed(pods)
-        if not failed:
-            return failure.message, recovery.UNKNOWN
-        action, rule = exit_codes.choose_action(context.spec.recovery.pod_failure_policy, failed)
-        code = failed[0].exit_code
-        fault = Fault(
-            node=_name_only_node(failed),
-            exit_code=code if code is not None and code >= 0 else None,
-            action=action,
-            rule=rule,
-        )
-        is_named = failure.kind is Kind.POD_FAILED
-        message = detect_pod_signals(failed[0], context.now)[0].message if is_named else failure.message
-        return f"{message}; {rule}" if rule else message, fault
-    if KINDS[failure.kind].takes_node or not CLASSES[classify_failure(failure.kind)].blames_node:
-        return failure.message, recovery.UNKNOWN
-    alike = [pod for pod in pods if any(item.kind is failure.kind for item in detect_pod_signals(pod, context.now))]
-    return failure.message, Fault(node=_name_only_node(alike) if alike else failure.node)
-
-
-def _name_only_node(pods: Collection[PodView]) -> str:
-    """Return the node of the pods if all are on one; a failure that begins on several nodes is no node's."""
-    names = {pod.node or "" for pod in pods}
-    return names.pop() if len(names) == 1 else ""
 
 
 def _end_attempt(context: Context, status: Status, drain: Drain) -> Status:

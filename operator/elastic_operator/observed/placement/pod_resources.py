@@ -22,7 +22,6 @@ HOST_PORT = "hostPort "
 """Beginning of the name of a port of the node, for instance `hostPort 8080/TCP`. A node offers each port once."""
 
 _QUANTITY = re.compile(r"([+-]?[0-9]{0,18}(?:\.[0-9]{0,9})?)(?:([eE][+-]?[0-9]{1,2})|([KMGTPE]i|[numkMGTPE]))?")
-_WHOLE = re.compile(r"[0-9]{1,18}")
 _FACTORS = {
     "n": Decimal("1e-9"),
     "u": Decimal("1e-6"),
@@ -48,8 +47,13 @@ def parse_quantity(text: str) -> Decimal | None:
 
 
 def parse_extended(quantities: Mapping[str, Any] | None) -> dict[str, int]:
-    """Return the extended resources: whole numbers under the name of a domain."""
-    return {name: int(text) for name, text in (quantities or {}).items() if "/" in name and _WHOLE.fullmatch(str(text))}
+    """Return the extended resources: whole numbers under the name of a domain. Kubernetes writes 1000 as `1k`."""
+    amounts: dict[str, int] = {}
+    for name, text in (quantities or {}).items():
+        number = parse_quantity(str(text)) if "/" in name else None
+        if number is not None and number >= 0 and number == (whole := int(number)):
+            amounts[name] = whole
+    return amounts
 
 
 def parse_builtin(quantities: Mapping[str, Any] | None) -> dict[str, int]:

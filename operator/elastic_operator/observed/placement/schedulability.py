@@ -19,6 +19,13 @@ def is_schedulable(node: NodeView, pod: Mapping[str, Any]) -> bool:
     )
 
 
+def would_take_pod(node: NodeView, pod: Mapping[str, Any], resource: str, num_devices: int) -> bool:
+    """Return whether the scheduler would place a pod with so many devices on the node if no other pod were there."""
+    if node.allocatable.get(resource, 0) < num_devices or not is_schedulable(node, pod):
+        return False
+    return count_node_room(node, list_other_requests(pod, resource), {})[0] > 0
+
+
 def list_other_requests(pod: Mapping[str, Any], resource: str) -> list[tuple[str, int]]:
     """Return what a pod with this spec requests besides its accelerators, and its place among the node's pods."""
     requests = {**pod_requests(pod), PODS: 1}

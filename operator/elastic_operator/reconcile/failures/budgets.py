@@ -73,6 +73,38 @@ def charge(context: Context, status: Status, cause: str, *, is_ignored: bool = F
     return dataclasses.replace(status, restart_budget=shared)
 
 
+def revoke(status: Status, cause: str, *, is_charged: bool) -> Status:
+    """Undo the last `charge`, because the cause was another one.
+
+    Args:
+        status: status of the job.
+        cause: cause with which the recovery was charged.
+        is_charged: False if it was charged to no budget.
+    """
+    name = classify_failure(cause)
+    old = _find(status, name)
+    if old.total == 0:
+        return status  # retried by hand since then
+    seconds = backoff_seconds(old.in_a_row)
+    times = _postpone(old.times[:-1] if is_charged else old.times, -seconds)
+    new = dataclasses.replace(
+        old, times=times, used=len(times), total=old.total - 1, in_a_row=max(0, old.in_a_row - 1), retry_time=None
+    )
+    counts = (new if item.failure_class == name else item for item in status.failure_counts)
+    status = dataclasses.replace(status, failure_counts=tuple(item for item in counts if item.total))
+    if CLASSES[name].budget is not Budget.SHARED:
+        return status
+    shared = status.restart_budget
+    times = _postpone(shared.times[:-1] if is_charged else shared.times, -seconds)
+    return dataclasses.replace(status, restart_budget=dataclasses.replace(shared, times=times, used=len(times)))
+
+
+def is_limited(recovery: RecoverySpec, cause: str) -> bool:
+    """Return whether recoveries with this cause are charged to a budget."""
+    name = classify_failure(cause)
+    return CLASSES[name].budget is Budget.SHARED or find_limit(recovery, name) is not None
+
+
 def find_exceeded(status: Status, cause: str) -> str:
     """Return the sentence that says which budget the last recovery exceeded; empty if none."""
     name = classify_failure(cause)

@@ -197,6 +197,17 @@ def test_a_deleted_pod_is_overdue_by_the_operators_clock() -> None:
     assert renewals.date_pod(deleted, NOW + 50).deleted_at == NOW + 80
 
 
+def test_a_failure_counts_from_when_it_was_seen_whatever_time_the_node_writes() -> None:
+    ended = {"exitCode": 1, "finishedAt": format_time(NOW - 130)}
+    failed = pod(phase="Failed", containerStatuses=[{"name": "train", "state": {"terminated": ended}}])
+    renewals = RenewalCache()
+    assert renewals.date_pod(pod(phase="Running"), NOW).failed_at is None
+    assert renewals.date_pod(failed, NOW + 1).failed_at == NOW + 1
+    assert renewals.date_pod(failed, NOW + 9).failed_at == NOW + 1
+    renewals.forget("ns", "gpt-a1-0")
+    assert renewals.date_pod(failed, NOW + 20).failed_at == NOW + 20
+
+
 def test_a_hang_counts_from_when_the_step_was_seen_whatever_time_the_trainer_writes() -> None:
     renewals = RenewalCache()
 

@@ -115,6 +115,10 @@ def test_the_claim_is_mounted_once_and_never_owned() -> None:
     assert checkpoint_root(spec(**own)) == "/data/gpt"
 
 
+def tolerated(resource: str) -> dict[str, str]:
+    return {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
+
+
 @pytest.mark.parametrize(
     "terms", [None, [{"matchExpressions": [{"key": "a", "operator": "Exists"}]}, {"matchFields": []}]]
 )
@@ -127,6 +131,32 @@ def test_avoided_nodes_are_kept_out_of_every_alternative(terms: Any) -> None:
         assert [item["values"] for item in term["matchFields"]] == [["bad-1"], ["bad-2"]]
     if terms:
         assert result[0]["matchExpressions"] == terms[0]["matchExpressions"]
+
+
+@pytest.mark.parametrize(
+    ("own", "requests", "expected"),
+    [
+        pytest.param([], {}, [tolerated("amd.com/gpu")], id="accelerator"),
+        pytest.param([], {"rdma/hca": "1"}, [tolerated("amd.com/gpu"), tolerated("rdma/hca")], id="other-resource"),
+        pytest.param(
+            [{"key": "spot", "operator": "Exists"}],
+            {},
+            [{"key": "spot", "operator": "Exists"}, tolerated("amd.com/gpu")],
+            id="beside-the-users",
+        ),
+        pytest.param([tolerated("amd.com/gpu")], {}, [tolerated("amd.com/gpu")], id="once"),
+        pytest.param([], {"cpu": "1", "hugepages-2Mi": "4Mi"}, [tolerated("amd.com/gpu")], id="no-built-in-resource"),
+    ],
+)
+def test_training_pods_tolerate_the_taints_of_the_resources_that_they_request(
+    own: list[Any], requests: dict[str, str], expected: list[Any]
+) -> None:
+    """As the admission plugin ExtendedResourceToleration does, where it is enabled."""
+    containers = [{"name": "train", "image": "trainer:1", "resources": {"limits": requests}}]
+    changes = {"containers": containers, **({"tolerations": own} if own else {})}
+    assert job(**changes)["spec"]["template"]["spec"]["tolerations"] == expected
+    pod = reshard_job(JOB, spec(**changes), 4, CURRENT)["spec"]["template"]["spec"]
+    assert pod.get("tolerations", []) == own, "a reshard pod requests no accelerator"
 
 
 def test_builders_leave_the_users_template_alone() -> None:

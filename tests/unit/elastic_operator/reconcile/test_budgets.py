@@ -270,7 +270,7 @@ def test_the_exit_code_of_the_pod_that_failed_first_decides() -> None:
     times = {0: NOW - 5.0, 1: NOW - 20.0, 2: NOW - 3.0}
     codes = {0: 1, 1: 42, 2: 1}
     pods = tuple(
-        dataclasses.replace(pod, phase="Failed", exit_code=codes[pod.index], finished_at=times[pod.index])
+        dataclasses.replace(pod, phase="Failed", exit_code=codes[pod.index], failed_at=times[pod.index])
         for pod in workers() if pod.index is not None
     )  # fmt: skip
     status = look(settled(), dataclasses.replace(WORLD, pods=pods), recovery=POLICY).status

@@ -14,7 +14,9 @@ from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import SpecError, parse_spec
 from elastic_operator.api.status import Checkpoint, Commit, Current, Phase, Resume, Status
 from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView, Taint
+from elastic_operator.observed.pod_usage import UsageByOthers
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import (
     Create,
@@ -438,6 +440,21 @@ def test_a_taint_that_admission_made_the_pods_tolerate_is_no_reason_to_leave() -
     added = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}  # as ExtendedResourceToleration does
     pods = workers(tolerations=(added,))
     assert look(settled(), dataclasses.replace(WORLD, nodes=tainted, pods=pods)).status.phase == Phase.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("taint", "phase"),
+    [
+        pytest.param(Taint(key=GPU, value="present", effect="NoSchedule"), Phase.STARTING, id="of-the-accelerator"),
+        pytest.param(Taint(key=GPU, effect="NoExecute"), Phase.WAITING, id="of-another-effect"),
+        pytest.param(Taint(key="nvidia.com/gpu"), Phase.WAITING, id="of-another-resource"),
+    ],
+)
+def test_nodes_that_are_tainted_for_pods_with_their_accelerator_are_capacity(taint: Taint, phase: Phase) -> None:
+    tainted = nodes("n1", "n2", "n3", taints=(taint,))
+    assert look(Status(), Observation(nodes=tainted)).status.phase == phase
+    pool = NodePool(GPU, tainted)
+    assert look(Status(), Observation(nodes=pool, used=UsageByOthers({}, {}, 1))).status.phase == phase
 
 
 def test_growing_waits_until_the_capacity_has_stayed() -> None:

@@ -91,7 +91,7 @@ def test_an_exclusion_of_a_lost_node_is_not_lifted_by_crashes_elsewhere() -> Non
 
 def all_failed(*times: float | None) -> Observation:
     pods = tuple(
-        dataclasses.replace(pod, phase="Failed", exit_code=1, finished_at=time)
+        dataclasses.replace(pod, phase="Failed", exit_code=1, failed_at=time)
         for pod, time in zip(workers(), times, strict=True)
     )
     return dataclasses.replace(failed(settled()), pods=pods)
@@ -102,7 +102,7 @@ def all_failed(*times: float | None) -> Observation:
     [
         pytest.param(failed(settled(), index=1), "n2", id="one-pod"),
         pytest.param(all_failed(NOW - 5, NOW - 20, NOW - 4), "n2", id="the-first-of-all"),
-        pytest.param(all_failed(NOW - 20, NOW - 20, NOW - 4), "", id="two-in-the-same-second"),
+        pytest.param(all_failed(NOW - 20, NOW - 20, NOW - 4), "", id="two-at-once"),
         pytest.param(all_failed(None, None, None), "", id="times-unknown"),
         pytest.param(dataclasses.replace(WORLD, pods=SICK_DEVICE), "n2", id="device"),
         pytest.param(dataclasses.replace(WORLD, pods=CANNOT_START), "", id="image-everywhere"),

@@ -158,7 +158,8 @@ def test_flavors_restrict_the_nodes_and_add_tolerations() -> None:
     assert decision.status.current.num_nodes == 2
     pod = only(decision, LaunchAttempt).manifests[-1]["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {"pool": "a"}
-    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    of_accelerator = {"key": "amd.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}, of_accelerator]
 
 
 def test_what_a_flavor_demands_is_no_edit_of_the_spec() -> None:

@@ -16,6 +16,7 @@ from elastic_operator.observed.placement.pod_resources import (
     MOST_PODS,
     count_room,
     parse_builtin,
+    parse_extended,
     parse_quantity,
     pod_requests,
 )
@@ -48,6 +49,33 @@ def test_a_quantity_is_read_as_kubernetes_reads_it(text: str, number: str) -> No
 def test_what_is_no_quantity_is_left_out(text: str) -> None:
     assert parse_quantity(text) is None
     assert parse_builtin({"memory": text}) == {}
+
+
+@pytest.mark.parametrize(
+    ("quantity", "amount"),
+    [
+        pytest.param("8", 8, id="plain"),
+        pytest.param(8, 8, id="number"),
+        pytest.param("1k", 1000, id="thousand-as-kubernetes-writes-it"),
+        pytest.param("63k", 63_000, id="thousands"),
+        pytest.param("1Ki", 1024, id="binary"),
+        pytest.param("1e3", 1000, id="exponent"),
+        pytest.param("2000m", 2, id="whole-in-milli"),
+        pytest.param("500m", None, id="half-a-device"),
+        pytest.param("-1", None, id="negative"),
+        pytest.param("many", None, id="no-quantity"),
+    ],
+)
+def test_an_extended_resource_is_a_whole_number_in_any_spelling(quantity: Any, amount: int | None) -> None:
+    expected = {} if amount is None else {"rdma/hca": amount}
+    assert parse_extended({"rdma/hca": quantity, "cpu": "4"}) == expected
+
+
+def test_a_pod_fits_on_a_node_that_offers_a_thousand_of_a_resource() -> None:
+    node = {"metadata": {"name": "n1"}, "status": {"allocatable": {GPU: "8", "rdma/hca": "1k"}}}
+    limits = {"resources": {"limits": {"rdma/hca": "1"}}}
+    needed = pod_requests({"containers": [limits]})
+    assert count_room(needed.items(), node_view(node).allocatable, {}) == (1000, "rdma/hca")
 
 
 @given(st.text(max_size=24))
