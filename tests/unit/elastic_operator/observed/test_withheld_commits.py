@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.serialization import to_wire
@@ -14,7 +16,7 @@ from elastic_operator.api.status import MAX_WITHHELD, Checkpoint, Commit, Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import Start
-from elastic_operator.observed.pending_starts import MAX_AWAITED
+from elastic_operator.observed.pending_starts import MAX_AWAITED, Protection
 from elastic_operator.reconcile.actions import Decision, Event, ReleaseCommits
 from reshard.contract import COMMIT_NAME, MAX_RELEASED, CommitRef, LeaseKey
 from reshard.topology import Topology
@@ -106,6 +108,32 @@ def test_commits_that_cannot_be_removed_do_not_keep_others_from_their_turn() -> 
         checkpoint = commit_history.forget_removed(checkpoint, gone)
         assert stuck & set(names(*range(1, step - 2))) <= recorded(checkpoint)
     assert len(removed) > 50
+
+
+@given(st.lists(st.sampled_from(["save", "remove", "wait", "read", "go"]), max_size=120))
+def test_no_commit_is_lost_and_none_that_a_start_needs_is_handed_out(happenings: list[str]) -> None:
+    checkpoint, protection = Checkpoint(), Protection()
+    step, removed = 0, set[str]()
+    for happening in happenings:
+        if happening == "save":
+            step += 1
+            checkpoint = commit_history.add(checkpoint, commit(step))
+        elif happening in ("wait", "read"):
+            # A commit that the status lists when the other job is created; it may be on the way to its removal.
+            named = min(recorded(checkpoint), default="a1")
+            protection = Protection(is_read=happening == "read", folders=frozenset({named}))
+        elif happening == "go":
+            protection = Protection()
+        read, awaited = protection.is_read, protection.folders
+        checkpoint = commit_history.release(checkpoint, needed=(), read_by_others=read, awaited=awaited)
+        handed = set(checkpoint.released) - commit_history.find_withheld(checkpoint, protection)
+        assert not handed & protection.folders
+        assert not (read and handed)
+        if happening == "remove":
+            removed |= handed
+            checkpoint = commit_history.forget_removed(checkpoint, handed)
+        assert recorded(checkpoint) | removed == set(names(*range(1, step + 1)))
+        assert not recorded(checkpoint) & removed
 
 
 def ref(step: int, attempt: int = 2) -> CommitRef:
