@@ -257,11 +257,36 @@ def test_an_evicted_pod_that_does_not_commit_in_time_is_a_failure(make: Callable
     assert "EvictionByEvictionAPI" in answered(run, "PodDisrupted")["message"]
 
 
+def bind(run: Run, pod: str, node: str) -> None:
+    """Do what a scheduler does, without looking at what the node has left."""
+    target = {"apiVersion": "v1", "kind": "Node", "name": node}
+    meta = {"name": pod, "namespace": run.namespace}
+    body = {"apiVersion": "v1", "kind": "Binding", "metadata": meta, "target": target}
+    path = f"/api/v1/namespaces/{run.namespace}/pods/{pod}/binding"
+    run.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+
+
 def test_a_pod_that_the_kubelet_rejects_is_a_failure_of_the_node(make: Callable[..., Run]) -> None:
+    node = node_of(trains(make(STEPS)))  # this job holds both of its GPUs
     run = make(STEPS, pod_spec={"schedulerName": "nobody"})
-    name = pod_of(run)["metadata"]["name"]
-    play(run, name, phase="Failed", reason="UnexpectedAdmissionError", message="no device")
-    answered(run, "PodRejected")
+    bind(run, pod_of(run)["metadata"]["name"], node)
+    assert f"the kubelet of node {node} rejected" in answered(run, "PodRejected")["message"]
+
+
+def test_a_deleted_pod_whose_processes_do_not_end_is_a_failure(make: Callable[..., Run]) -> None:
+    run = make(HANGS, pod_spec={"terminationGracePeriodSeconds": 1})
+    pod = trains(run)
+    name, place = pod["metadata"]["name"], (node_of(pod), pod["metadata"]["uid"])
+    faults.hang_pod(*place)
+    try:
+        run.cluster.kubectl("delete", "pod", name, "-n", run.namespace, "--wait=false")
+        answered(run, "PodDeleted")
+    finally:
+        faults.resume_pod(*place)
+    # The kubelet must have its GPUs back before another test needs them.
+    run.cluster.wait(
+        lambda: not run.cluster.get("pod", name, "-n", run.namespace), what="the pod to end", timeout_seconds=SECONDS
+    )
 
 
 def test_a_pod_whose_containers_nobody_saw_end_is_lost(make: Callable[..., Run]) -> None:
@@ -286,6 +311,16 @@ def test_a_job_that_somebody_deletes_is_a_failure(make: Callable[..., Run]) -> N
     trains(run)
     run.cluster.kubectl("delete", "job", f"{run.name}-a1", "-n", run.namespace, "--wait=false")
     answered(run, "JobDeleted")
+
+
+def test_a_job_that_somebody_suspends_is_drained_first(make: Callable[..., Run]) -> None:
+    run = make(STEPS)
+    trains(run)
+    # The Job controller would delete the pods at once, and the operator might see that first.
+    with faults.control_plane_stopped("kube-controller-manager"):
+        suspend = ("--type=merge", "-p", '{"spec":{"suspend":true}}')
+        run.cluster.kubectl("patch", "job", f"{run.name}-a1", "-n", run.namespace, *suspend)
+        assert answered(run, "JobSuspended", planned=True)["lostSteps"] == 0
 
 
 def test_a_container_that_cannot_start_is_a_failure_after_its_grace(make: Callable[..., Run]) -> None:

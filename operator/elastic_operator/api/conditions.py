@@ -27,6 +27,8 @@ class Type(enum.StrEnum):
     """The current attempt resumes from a committed checkpoint; False: it starts from step 0."""
     CHECKPOINT_OWNED = "CheckpointOwned"
     """This job owns `spec.checkpoint.path`; False: another job owns it, so this job must not write there."""
+    COMMITS_RELEASED = "CommitsReleased"
+    """Old commits are removed; False: jobs that are about to start from them keep them. Absent until that happens."""
     LAUNCHED = "Launched"
     """All pods of the current attempt have started; False: the message says why not."""
     RUNNING = "Running"

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field
 from elastic_operator.api.schema_types import OPEN, Keywords, SelectedAs, to_camel_case
 from elastic_operator.api.status_parts import (
     MAX_COMMITS,
+    MAX_WITHHELD,
     Checkpoint,
     Commit,
     Condition,
@@ -52,10 +53,10 @@ from elastic_operator.api.status_types import (
 from reshard.topology import Topology
 
 __all__ = [
-    "MAX_COMMITS", "MAX_RECOVERIES", "TERMINAL", "Checkpoint", "Commit", "Condition", "Conversion", "Current", "Drain",
-    "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Pin", "PlacementLimit", "Plan", "Progress",
-    "Recovery", "Rejected", "ReshardStatus", "RestartBudget", "Resume", "StartedFrom", "Status", "edit_last_recovery",
-    "short", "with_newest",
+    "MAX_COMMITS", "MAX_RECOVERIES", "MAX_WITHHELD", "TERMINAL", "Checkpoint", "Commit", "Condition", "Conversion",
+    "Current", "Drain", "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Pin", "PlacementLimit", "Plan",
+    "Progress", "Recovery", "Rejected", "ReshardStatus", "RestartBudget", "Resume", "StartedFrom", "Status",
+    "edit_last_recovery", "short", "with_newest",
 ]  # fmt: skip
 
 MAX_RECOVERIES = 10
@@ -204,7 +205,7 @@ def with_newest(checkpoint: Checkpoint) -> Checkpoint:
     """Set the fields of the newest commit in `checkpoint` from its history."""
     best = next((item for item in checkpoint.history if not item.invalid), None)
     if best is None:
-        return Checkpoint(history=checkpoint.history, released=checkpoint.released)
+        return Checkpoint(history=checkpoint.history, released=checkpoint.released, withheld=checkpoint.withheld)
     return Checkpoint(
         uri=best.uri,
         step=best.step,
@@ -214,6 +215,7 @@ def with_newest(checkpoint: Checkpoint) -> Checkpoint:
         verified=best.verified,
         history=checkpoint.history,
         released=checkpoint.released,
+        withheld=checkpoint.withheld,
     )
 
 

@@ -43,6 +43,9 @@ def _check_condition_status(text: str) -> str:
 MAX_COMMITS = 16
 """Maximum length of the commit history."""
 
+MAX_WITHHELD = 256
+"""Largest number of commits that wait for their release. With the longest names they take a third of a status."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
@@ -127,6 +130,14 @@ class Checkpoint:
     ] = ()
     """Names of commits (a<N>/step-...) that nothing refers to any more. The training removes them from the volume after
     its next save.
+    """
+    withheld: Annotated[
+        tuple[Annotated[str, Strict(), Field(max_length=128)], ...],
+        Field(max_length=MAX_ITEMS),
+        Keywords(maxItems=MAX_WITHHELD),
+    ] = ()
+    """Names of commits that this job no longer needs, oldest first. They are released once no other job that starts
+    from this job's folder may read them, and released has room.
     """
 
 

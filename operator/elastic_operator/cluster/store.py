@@ -22,8 +22,10 @@ from elastic_operator.observed.observation import (
     LeaseView,
     Observation,
     PodView,
+    Start,
 )
 from elastic_operator.observed.ownership import select_own_jobs, select_own_leases, select_own_pods
+from elastic_operator.observed.pending_starts import find_start, read_folder
 from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.observed.queueing.workloads import WorkloadView, workload_view
 from elastic_operator.reconcile.record import Record, read_record
@@ -111,7 +113,7 @@ class ClusterStore:
         self._nodes = nodes
         self._renewals = renewals
         self._records: dict[Key, Record | None] = {}
-        self._pending_starts: dict[Key, tuple[str, str]] = {}
+        self._pending_starts: dict[Key, tuple[str, Start]] = {}
         self.has_listed_resources = False
         self._pods: ObjectsByJob[PodView] = ObjectsByJob(lambda pod: self._renewals.date_pod(pod, time.time()))
         self._jobs: ObjectsByJob[JobView] = ObjectsByJob(lambda job: self._renewals.date_job(job, time.time()))
@@ -217,7 +219,7 @@ class ClusterStore:
             # The error concerns this resource only. The next pass reads the resource again and reports the error.
             unreadable_objects.report("elastictrainingjobs", key, meta.get("resourceVersion") or "", error)
             self._records[key] = None
-        self._put_pending_start(key, self._records[key])
+        self._put_pending_start(key, self._records[key], resource)
         if before is None or self._records[key] != before:
             self.listener.wake(key)
 
@@ -233,30 +235,41 @@ class ClusterStore:
         self._records.pop(key, None)
         self._pending_starts.pop(key, None)
 
-    def pending_starts(self, key: Key) -> frozenset[tuple[str, str]] | None:
-        """Return the claims and folders from which other jobs of the namespace will start.
+    def pending_starts(self, key: Key) -> frozenset[Start] | None:
+        """Return the other jobs of the namespace that are about to start from a folder.
 
         Returns None until all resources were listed once, because kopf delivers them one by one at the start.
         """
         if not self.has_listed_resources:
             return None
-        return frozenset(start for other, start in self._pending_starts.items() if other != key and other[0] == key[0])
+        starts = self._pending_starts.items()
+        return frozenset(start for other, (_, start) in starts if other != key and other[0] == key[0])
 
-    def _put_pending_start(self, key: Key, record: Record | None) -> None:
-        self._pending_starts.pop(key, None)
-        if record is None or isinstance(record.spec, SpecError):
-            return
-        checkpoint, status = record.spec.checkpoint, record.status
-        must_convert = status.current is not None and status.current.resume.external and not status.current.resume.ready
-        if checkpoint.start_from and (must_convert or status.started_from is None) and not status.terminal:
-            self._pending_starts[key] = (checkpoint.claim_name, checkpoint.start_from)
+    def _put_pending_start(self, key: Key, record: Record | None, resource: Object) -> None:
+        """Store what a job is about to start from.
+
+        A rejected edit and an unreadable resource end no conversion, so the folder of the last valid spec stays.
+        """
+        uid, before = self._pending_starts.pop(key, ("", None))
+        if uid != resource["metadata"]["uid"]:
+            before = None
+        if record is None:
+            start = before
+        elif not isinstance(record.spec, SpecError):
+            checkpoint = record.spec.checkpoint
+            start = find_start(key[1], checkpoint.claim_name, checkpoint.start_from, record.status)
+        else:
+            claim, folder = (before.claim, before.folder) if before is not None else read_folder(resource["spec"])
+            start = find_start(key[1], claim, folder, record.status)
+        if start is not None:
+            self._pending_starts[key] = (resource["metadata"]["uid"], start)
 
     def put_pending_starts(self, resources: Iterable[Object]) -> None:
         """Store the folders from which all resources will start, before the first pass."""
         for resource in resources:
             meta = resource["metadata"]
             try:
-                self._put_pending_start((meta["namespace"], meta["name"]), read_record(resource))
+                self._put_pending_start((meta["namespace"], meta["name"]), read_record(resource), resource)
             except Exception as error:
                 unreadable_objects.report("elastictrainingjobs", (meta["namespace"], meta["name"]), "", error)
         self.has_listed_resources = True

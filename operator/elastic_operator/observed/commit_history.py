@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from elastic_operator.api.status import (
-    MAX_COMMITS,
+    MAX_WITHHELD,
     Checkpoint,
     Commit,
     Current,
@@ -17,6 +17,7 @@ from elastic_operator.api.status import (
     with_newest,
 )
 from elastic_operator.manifests.attempt import commit_uri, start_uri
+from elastic_operator.observed.pending_starts import Protection, find_held
 from reshard.contract import COMMIT_NAME, MAX_RELEASED, sentence
 from reshard.topology import Topology
 
@@ -32,30 +33,55 @@ def add(checkpoint: Checkpoint, commit: Commit) -> Checkpoint:
 
     If a new commit has the same step and attempt as a recorded one, the new commit comes first.
     """
-    if (
-        any(known.uri == commit.uri for known in checkpoint.history)
-        or parse_commit_name(commit.uri) in checkpoint.released
+    if any(known.uri == commit.uri for known in checkpoint.history) or parse_commit_name(commit.uri) in (
+        *checkpoint.released,
+        *checkpoint.withheld,
     ):
         return checkpoint
     ordered = sorted([commit, *checkpoint.history], key=lambda item: (item.step, item.attempt), reverse=True)
     return with_newest(dataclasses.replace(checkpoint, history=tuple(ordered)))
 
 
-def release(checkpoint: Checkpoint, *, needed: Collection[str], read_by_others: bool = False) -> Checkpoint:
-    """Release the commits that nothing refers to: remove them from the history and list them for deletion from storage.
+def release(
+    checkpoint: Checkpoint,
+    *,
+    needed: Collection[str],
+    read_by_others: bool = False,
+    awaited: Collection[str] = (),
+) -> Checkpoint:
+    """Take the commits that nothing refers to out of the history, and list them for deletion from storage.
+
+    A commit that another job may still read is withheld first, and so is one for which the list has no room.
 
     Args:
         checkpoint: the history.
         needed: URIs that are kept in any case: the commit that the current attempt resumes from or is converted from.
-        read_by_others: True if another job may start from this job's folder; then nothing is released.
+        read_by_others: True if another job may read this job's folder; then nothing is released.
+        awaited: folders, relative to the checkpoint root, from which jobs that wait will start.
     """
     valid = [item.uri for item in checkpoint.history if not item.invalid]
     invalid = [item.uri for item in checkpoint.history if item.invalid]
     kept = {*valid[:KEPT_VALID], *invalid[:KEPT_INVALID], *needed}
-    history = tuple(item for item in checkpoint.history if read_by_others or item.uri in kept)
-    names = [parse_commit_name(item.uri) for item in reversed(checkpoint.history) if item not in history]
-    released = (*checkpoint.released, *(name for name in names if name))
-    return dataclasses.replace(checkpoint, history=history[:MAX_COMMITS], released=released[-MAX_RELEASED:])
+    history = tuple(item for item in checkpoint.history if item.uri in kept)
+    names = [parse_commit_name(item.uri) for item in reversed(checkpoint.history) if item.uri not in kept]
+    superseded = [*checkpoint.withheld, *(name for name in names if name)]
+    checkpoint = dataclasses.replace(checkpoint, history=history, withheld=tuple(superseded))
+    held = find_withheld(checkpoint, Protection(is_read=read_by_others, folders=frozenset(awaited)))
+    free = [name for name in superseded if name not in held]
+    released = list(checkpoint.released)
+    # A commit that cannot be removed must not keep the others from their turn: with each new one, the oldest goes last.
+    excess = max(0, len(released) + len(free) - MAX_RELEASED)
+    again = [name for name in released if name not in held][: min(len(names), excess)]
+    released = [name for name in released if name not in again]
+    turn = [*free, *again][: MAX_RELEASED - len(released)]
+    withheld = [name for name in (*superseded, *again) if name not in turn]
+    return dataclasses.replace(checkpoint, released=(*released, *turn), withheld=tuple(withheld[-MAX_WITHHELD:]))
+
+
+def find_withheld(checkpoint: Checkpoint, protection: Protection) -> frozenset[str]:
+    """Return the names of commits outside the history that must not be removed while other jobs start from here."""
+    history = {parse_commit_name(item.uri) for item in checkpoint.history}
+    return find_held(protection, history, (*checkpoint.released, *checkpoint.withheld))
 
 
 def find_needed(status: Status) -> frozenset[str]:
@@ -66,8 +92,11 @@ def find_needed(status: Status) -> frozenset[str]:
 
 
 def forget_removed(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
-    """Drop released commits that were removed from storage."""
-    return dataclasses.replace(checkpoint, released=tuple(name for name in checkpoint.released if name not in names))
+    """Drop commits that were removed from storage."""
+    released, withheld = (
+        tuple(name for name in listed if name not in names) for listed in (checkpoint.released, checkpoint.withheld)
+    )
+    return dataclasses.replace(checkpoint, released=released, withheld=withheld)
 
 
 def format_released(names: Collection[str]) -> str:
@@ -82,14 +111,6 @@ def parse_commit_name(uri: str) -> str:
     """
     name = "/".join(uri.split("/")[-2:])
     return name if COMMIT_NAME.fullmatch(name) else ""
-
-
-def is_read_by(starts: Iterable[tuple[str, str]], claim: str, path: str) -> bool:
-    """Return whether any start folder (claim, path inside it) overlaps with a job's checkpoint root."""
-    root = f"{path}/" if path else ""
-    return any(
-        claim == other and (f"{start}/".startswith(root) or root.startswith(f"{start}/")) for other, start in starts
-    )
 
 
 def invalidate(checkpoint: Checkpoint, uri: str, reason: str) -> Checkpoint:

@@ -8,6 +8,7 @@ counts from when the operator saw the Lease change (`renewed_at`), so a skewed n
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -252,6 +253,24 @@ class LeaseView:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A job that is about to start from a folder.
+
+    Attributes:
+        job: name of that job.
+        claim: the claim that holds the folder.
+        folder: path of the folder inside the claim.
+        reads_after: from this time on a reshard pod may read the folder; infinity if none can before the status of the
+            job changes.
+    """
+
+    job: str
+    claim: str
+    folder: str
+    reads_after: float = math.inf
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PodDiagnosis:
     """Reason, reported by another component, for which an attempt has no running pods.
 
@@ -276,8 +295,7 @@ class Observation:
         pod_diagnosis: why an attempt has no running pods; None if no component reported a reason.
         evidence_since: no age counts from before this time, in which the API server could not be reached; 0 for none.
         is_widespread: True if most nodes of the cluster seem to be lost.
-        starts: (claim, folder) pairs of the namespace from which other jobs are about to start; None if they are not
-            known yet.
+        starts: other jobs of the namespace that are about to start from a folder; None if they are not known yet.
         queue: what Kueue says about the job; None if the job is in no queue, or Kueue is not installed.
     """
 
@@ -290,7 +308,7 @@ class Observation:
     pod_diagnosis: PodDiagnosis | None = None
     evidence_since: float = 0.0
     is_widespread: bool = False
-    starts: frozenset[tuple[str, str]] | None = frozenset()
+    starts: frozenset[Start] | None = frozenset()
     queue: QueueView | None = None
 
     def workers(self, attempt: int) -> tuple[PodView, ...]:

@@ -13,11 +13,12 @@ from elastic_operator.manifests.attempt import JobRef, worker_labels
 from elastic_operator.manifests.placement import HOSTNAME, tolerate_resources
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.manifests.workload import queue_of
-from elastic_operator.observed import capacity_count, commit_history, signals
+from elastic_operator.observed import capacity_count, pending_starts, signals
 from elastic_operator.observed.capacity import Capacity
 from elastic_operator.observed.capacity_count import PodRules
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import Observation, PodView
+from elastic_operator.observed.pending_starts import Protection
 from elastic_operator.observed.placement.pod_constraints import parse_pod_constraints
 from elastic_operator.observed.placement.pod_resources import MOST_PODS
 from elastic_operator.observed.placement.schedulability import would_take_pod
@@ -275,10 +276,7 @@ def describe_stuck_pods(pods: Iterable[PodView]) -> str:
     return ", ".join(sorted(f"pod {pod.name} on node {pod.node}" for pod in pods))
 
 
-def is_checkpoint_read_by_others(context: Context) -> bool:
-    """Return whether another job may read this job's checkpoint folder because it starts from there.
-
-    Nothing is removed from the folder then, nor while the starts of other jobs are unknown.
-    """
-    own, starts = context.spec.checkpoint, context.world.starts
-    return starts is None or commit_history.is_read_by(starts, own.claim_name, own.path)
+def find_protection(context: Context) -> Protection:
+    """Return what must stay in this job's checkpoint folder because other jobs start from there."""
+    own = context.spec.checkpoint
+    return pending_starts.find_protection(context.world.starts, own.claim_name, own.path, context.now)

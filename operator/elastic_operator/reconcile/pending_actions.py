@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from elastic_operator.api.status import Current, Phase, Status
 from elastic_operator.manifests.attempt import attempt_name, attempt_objects, reshard_job
 from elastic_operator.manifests.gang import API_VERSIONS
-from elastic_operator.observed.commit_history import format_released
+from elastic_operator.observed.commit_history import find_withheld, format_released
 from elastic_operator.observed.observation import RESHARD, WORKER, JobView, PodView
 from elastic_operator.reconcile import reshard_mode
 from elastic_operator.reconcile.actions import (
@@ -28,7 +28,7 @@ from elastic_operator.reconcile.actions import (
 from elastic_operator.reconcile.context import (
     Context,
     find_lost_nodes,
-    is_checkpoint_read_by_others,
+    find_protection,
     select_stuck_pods,
 )
 from elastic_operator.reconcile.lifetime.expiry import delete_if_expired
@@ -177,7 +177,8 @@ def _keep_running(context: Context, status: Status, current: Current) -> Iterato
     lease = context.world.leases.get(status.attempt)
     if status.drain is not None and lease is not None and lease.get(LeaseKey.REQUEST) != Request.DRAIN:
         yield RequestDrain(lease=lease.name, uid=lease.uid)
-    released = () if is_checkpoint_read_by_others(context) else status.checkpoint.released
+    withheld = find_withheld(status.checkpoint, find_protection(context))
+    released = tuple(name for name in status.checkpoint.released if name not in withheld)
     if lease is not None and (lease.get(LeaseKey.RELEASED) or "[]") != format_released(released):
         yield ReleaseCommits(lease=lease.name, uid=lease.uid, names=released)
 

@@ -7,14 +7,24 @@ import dataclasses
 from elastic_operator.api.conditions import Type, find, set_condition
 from elastic_operator.api.pod_reports import find_commit_problem, find_path_problem
 from elastic_operator.api.serialization import Time
-from elastic_operator.api.status import Commit, Current, Loader, Progress, Recovery, Status, edit_last_recovery
+from elastic_operator.api.status import (
+    MAX_WITHHELD,
+    Commit,
+    Current,
+    Loader,
+    Progress,
+    Recovery,
+    Status,
+    edit_last_recovery,
+)
 from elastic_operator.api.validation import shorten
 from elastic_operator.manifests.attempt import checkpoint_root
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import RESHARD, LeaseView
+from elastic_operator.observed.pending_starts import MAX_AWAITED, Protection
 from elastic_operator.observed.reshard_reports import report_of, report_problems
 from elastic_operator.reconcile import goodput
-from elastic_operator.reconcile.context import Context, is_checkpoint_read_by_others
+from elastic_operator.reconcile.context import Context, find_protection
 from elastic_operator.reconcile.failures import budgets
 from elastic_operator.reconcile.failures.node_exclusions import refresh_exclusions
 from elastic_operator.reconcile.failures.placement_limits import end_series
@@ -24,6 +34,7 @@ from reshard.contract import LeaseKey, ReshardReport, sentence
 _MAX_VERSIONS = 16
 _MAX_PROBLEMS = 8
 _PROBLEM_BYTES = 1024
+_MAX_NAMES = 3
 
 
 def apply_reports(context: Context, status: Status) -> Status:
@@ -58,11 +69,56 @@ def _record_job(context: Context, status: Status, current: Current) -> Status:
 
 
 def _release_commits(context: Context, status: Status) -> Status:
-    needed = commit_history.find_needed(status)
+    before, protection = status.checkpoint, find_protection(context)
     checkpoint = commit_history.release(
-        status.checkpoint, needed=needed, read_by_others=is_checkpoint_read_by_others(context)
+        before,
+        needed=commit_history.find_needed(status),
+        read_by_others=protection.is_read,
+        awaited=protection.folders,
     )
-    return dataclasses.replace(status, checkpoint=checkpoint)
+    recorded = {*checkpoint.released, *checkpoint.withheld}
+    forgotten = [name for name in (*before.released, *before.withheld) if name not in recorded]
+    if forgotten:
+        text = f"the status has no room for more than {MAX_WITHHELD} commits that wait for their removal"
+        root = checkpoint_root(context.spec)
+        context.emit("CommitsForgotten", f"{text}: remove by hand, below {root}: {', '.join(forgotten)}", warning=True)
+    return _report_readers(context, dataclasses.replace(status, checkpoint=checkpoint), protection)
+
+
+def _report_readers(context: Context, status: Status, protection: Protection) -> Status:
+    """Report which jobs keep superseded commits on storage because they are about to start from here."""
+    old = find(status.conditions, Type.COMMITS_RELEASED)
+    num_held = len(commit_history.find_withheld(status.checkpoint, protection)) if protection.jobs else 0
+    if context.world.starts is None or (not num_held and (old is None or old.status == "True")):
+        return status
+    reason, message = "Released", "no other job keeps commits of this job on storage"
+    if num_held:
+        is_full = num_held >= MAX_AWAITED and not protection.is_read
+        reason = "StartOverdue" if is_full else "StartPending"
+        message = _describe_readers(protection, is_full=is_full)
+        if old is None or old.reason != reason:
+            context.emit(reason, message, warning=is_full)
+    conditions = set_condition(
+        status.conditions,
+        Type.COMMITS_RELEASED,
+        not num_held,
+        reason=reason,
+        message=message,
+        now=context.now,
+        generation=context.job.generation,
+    )
+    return dataclasses.replace(status, conditions=conditions)
+
+
+def _describe_readers(protection: Protection, *, is_full: bool) -> str:
+    first = ", ".join(protection.jobs[:_MAX_NAMES])
+    more = len(protection.jobs) - _MAX_NAMES
+    jobs = f"{first} and {more} more" if more > 0 else first
+    text = f"jobs that are about to start from the commits of this job (spec.checkpoint.startFrom): {jobs}; "
+    if not is_full:
+        return f"{text}old commits stay on the volume until then"
+    advice = "let these jobs start, or delete them, or copy the commit into a folder of its own and name that one"
+    return f"{text}no more than {MAX_AWAITED} old commits stay for jobs that wait, the others are removed: {advice}"
 
 
 def _report_problems(context: Context, status: Status) -> Status:

@@ -21,6 +21,7 @@ from elastic_operator.observed.observation import (
     NodeView,
     Observation,
     PodView,
+    Start,
     attempt_of,
     job_view,
     lease_view,
@@ -133,7 +134,7 @@ class ApiServer:
         *,
         known: tuple[str, ...],
         stale: frozenset[int],
-        starts: frozenset[tuple[str, str]],
+        starts: frozenset[Start],
     ) -> Observation:
         """Return what the operator reads.
 

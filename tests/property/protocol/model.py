@@ -16,7 +16,7 @@ from elastic_operator.api.spec import parse_spec
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef
-from elastic_operator.observed.observation import RESHARD, WORKER
+from elastic_operator.observed.observation import RESHARD, WORKER, Start
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Action
 from elastic_operator.reconcile.decide import UNSETTLED, decide
@@ -189,7 +189,8 @@ class System:
 
     def _decision(self, state: State, stale: frozenset[int]) -> tuple[int, tuple[int, ...]]:
         status = self.status(state)
-        starts = frozenset({(CLAIM, PATH)}) if state.reader else frozenset()
+        reader = Start(job="reader", claim=CLAIM, folder=PATH, reads_after=0.0)
+        starts = frozenset({reader}) if state.reader else frozenset()
         world = self.server.observe(self.objects(state), state.lost, known=status.job_uids, stale=stale, starts=starts)
         job = dataclasses.replace(self._job, drain_request=state.drain)
         decision = decide(job, self._spec, status, world, limits=Timeouts(), now=NOW)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from simulation import report
-from simulation.__main__ import SIZES, read_assumptions
+from simulation.__main__ import SEED, SIZES, read_assumptions
 from simulation.assumptions import Assumptions, describe
 from simulation.policies import POLICIES
 from simulation.run import Result, simulate
@@ -40,6 +40,14 @@ def test_the_page_has_every_policy_at_every_size() -> None:
     shown = [(size, policy) for size, policy, *_ in rows(between_marks("simulation"))]
     assert shown == [(f"{size:,}", policy.name) for size in SIZES for policy in POLICIES]
     assert "not a measurement" in section(PAGE, "Simulation")
+
+
+@pytest.mark.slow
+def test_the_page_has_the_results_that_the_simulation_computes_now() -> None:
+    # Only the smallest size: the others take minutes, and the same decisions and the same planner make them.
+    computed = [simulate(policy, SIZES[0], Assumptions(), seed=SEED) for policy in POLICIES]
+    shown = [line for line in between_marks("simulation").splitlines() if line.startswith(f"| {SIZES[0]:,} |")]
+    assert shown == report.results_table(computed, Assumptions()).splitlines()[2:], "run: make simulate"
 
 
 def test_the_page_gets_the_tables_and_the_picture(results: list[Result], tmp_path: Path) -> None:

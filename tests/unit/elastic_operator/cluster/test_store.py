@@ -151,14 +151,83 @@ def starting(name: str, namespace: str = "ns", **status: object) -> dict[str, An
     return {"metadata": meta, "spec": spec, "status": status}
 
 
+def readers(crowd: Crowd, name: str = "old") -> set[tuple[str, str, str]]:
+    """Name, claim and folder of the jobs that are about to start from a folder of this one."""
+    starts = crowd.store.pending_starts(("ns", name))
+    assert starts is not None
+    return {(start.job, start.claim, start.folder) for start in starts}
+
+
 def test_nobody_knows_what_jobs_start_from_before_all_of_them_have_been_listed() -> None:
     crowd = Crowd(1)
     crowd.store.put_record(starting("first"))
     assert crowd.store.pending_starts(("ns", "old")) is None
     broken = {"metadata": starting("x")["metadata"]}
     crowd.store.put_pending_starts([starting("second"), starting("third", namespace="other"), broken])
-    assert crowd.store.pending_starts(("ns", "old")) == {("ckpt", "old/run")}
-    assert crowd.store.pending_starts(("ns", "second")) == {("ckpt", "old/run")}, "the first"
+    assert readers(crowd) == {("first", "ckpt", "old/run"), ("second", "ckpt", "old/run")}
+    assert readers(crowd, "second") == {("first", "ckpt", "old/run")}
     crowd.store.put_record(starting("first", startedFrom={"source": "/checkpoint/old/run", "step": 3}))
     crowd.store.forget(("ns", "second"))
-    assert crowd.store.pending_starts(("ns", "old")) == frozenset()
+    assert readers(crowd) == set()
+
+
+CONVERTING: dict[str, object] = {
+    "phase": "Resharding",
+    "attempt": 1,
+    "current": {
+        "topology": {"dp": 1},
+        "numNodes": 1,
+        "gpusPerNode": 8,
+        "resume": {"uri": "/checkpoint/first/a1/step-start", "source": "/checkpoint/old/run", "external": True},
+    },
+}
+
+
+def rejected(name: str, **status: object) -> dict[str, Any]:
+    """The same resource with an edit that the operator rejects."""
+    resource = starting(name, **status)
+    resource["metadata"] |= {"generation": 2, "resourceVersion": "10"}
+    return {**resource, "spec": {**resource["spec"], "nodes": {"min": 9, "max": 1}}}
+
+
+def unreadable(name: str) -> dict[str, Any]:
+    meta = {**starting(name)["metadata"], "resourceVersion": "10"}
+    return {"metadata": meta, "spec": None, "status": {}}
+
+
+def recreated(name: str) -> dict[str, Any]:
+    resource = unreadable(name)
+    return {**resource, "metadata": {**resource["metadata"], "uid": "other"}}
+
+
+BEGUN = {"startedFrom": {"source": "/checkpoint/old/run", "step": 3}}
+
+
+@pytest.mark.parametrize(
+    ("change", "is_reader"),
+    [
+        (rejected("first", **CONVERTING), True),
+        (rejected("first"), True),
+        (unreadable("first"), True),
+        (rejected("first", **BEGUN), False),
+        (rejected("first", phase="Failed"), False),
+        (recreated("first"), False),
+    ],
+    ids=["rejected-while-converting", "rejected-before", "unreadable", "has-started", "has-failed", "another-job"],
+)
+def test_a_rejected_edit_does_not_end_the_protection_of_what_a_job_starts_from(
+    change: dict[str, Any], is_reader: bool
+) -> None:
+    crowd = Crowd(1)
+    crowd.store.put_pending_starts([])
+    crowd.store.put_record(starting("first", **CONVERTING))
+    crowd.store.put_record(change)
+    assert readers(crowd) == ({("first", "ckpt", "old/run")} if is_reader else set())
+
+
+def test_an_operator_that_starts_after_the_rejected_edit_knows_what_the_job_starts_from() -> None:
+    crowd = Crowd(1)
+    crowd.store.put_pending_starts([rejected("first", **CONVERTING)])
+    assert readers(crowd) == {("first", "ckpt", "old/run")}
+    crowd.store.forget(("ns", "first"))
+    assert readers(crowd) == set()

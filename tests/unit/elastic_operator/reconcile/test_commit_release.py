@@ -18,7 +18,7 @@ from elastic_operator.api.status import Checkpoint, Commit, Current, Phase, Resu
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef, checkpoint_root, reshard_job, training_job
 from elastic_operator.observed import commit_history
-from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView
+from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView, Start
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import DeleteJob, ReleaseCommits, RequestStop
 from elastic_operator.reconcile.decide import decide
@@ -108,20 +108,6 @@ def test_the_second_of_two_commits_of_one_step_is_the_newer_one() -> None:
     assert history(commit(7), second).uri == second.uri
 
 
-@pytest.mark.parametrize(
-    ("starts", "read"),
-    [
-        ([], False),
-        ([("ckpt", "gpt")], True),
-        ([("ckpt", "gpt/a1/step-00000005")], True),
-        ([("ckpt", "gpt2")], False),
-        ([("other", "gpt")], False),
-    ],
-)
-def test_a_start_of_another_job_reads_here(starts: list[tuple[str, str]], read: bool) -> None:
-    assert commit_history.is_read_by(starts, "ckpt", "gpt") == read
-
-
 @pytest.mark.parametrize("text", ["", "{", "{}", "3", "[" * 9000, "[1]", json.dumps(["x" * 99999]), "null"])
 def test_an_answer_about_removed_commits_that_makes_no_sense_is_none(text: str) -> None:
     assert LeaseView(name="l", attempt=1, annotations={LeaseKey.REMOVED: text}).removed == ()
@@ -194,14 +180,15 @@ def test_a_new_commit_releases_the_oldest_on_the_lease_and_the_answer_ends_it() 
 
 def test_nothing_is_released_while_another_job_is_about_to_start_from_here() -> None:
     status = hashed(running(history(*map(commit, range(1, 6)))))
-    seen = dataclasses.replace(world(), starts=frozenset({("ckpt", "gpt")}))
+    seen = dataclasses.replace(world(), starts=frozenset({Start(job="next", claim="ckpt", folder="gpt")}))
     assert look(status, seen).status.checkpoint.released == ()
     assert len(look(status, world()).status.checkpoint.released) == 2
 
 
 def test_names_that_were_released_before_are_not_handed_out_while_another_job_starts_from_here() -> None:
     status = hashed(running(commit_history.release(history(*map(commit, range(1, 6))), needed=())))
-    for starts in (frozenset({("ckpt", "gpt/a1/step-00000001")}), None):
+    waiting = Start(job="next", claim="ckpt", folder="gpt/a1/step-00000001")
+    for starts in (frozenset({waiting}), None):
         seen = dataclasses.replace(world(), starts=starts)
         assert look(status, seen).actions == ()
         told = dataclasses.replace(world(**{LeaseKey.RELEASED: '["a1/step-00000001"]'}), starts=starts)
