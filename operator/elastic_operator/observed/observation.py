@@ -16,6 +16,7 @@ from elastic_operator.api import pod_reports
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems
 from elastic_operator.observed.placement.pod_resources import extended_only, parse_builtin, parse_extended, pod_requests
+from elastic_operator.observed.placement.volumes import ClaimView
 from elastic_operator.observed.queueing.workloads import QueueView
 from reshard.contract import KIND, CommitRef, Label, LeaseKey, VirtualLoader, sentence
 
@@ -279,6 +280,7 @@ class Observation:
         starts: (claim, folder) pairs of the namespace from which other jobs are about to start; None if they are not
             known yet.
         queue: what Kueue says about the job; None if the job is in no queue, or Kueue is not installed.
+        volumes: claims of the training pods; those that cannot be read are missing and restrict nothing.
     """
 
     nodes: Mapping[str, NodeView] = dataclasses.field(default_factory=dict)
@@ -292,6 +294,7 @@ class Observation:
     is_widespread: bool = False
     starts: frozenset[tuple[str, str]] | None = frozenset()
     queue: QueueView | None = None
+    volumes: tuple[ClaimView, ...] = ()
 
     def workers(self, attempt: int) -> tuple[PodView, ...]:
         """Return the training pods of one attempt."""
