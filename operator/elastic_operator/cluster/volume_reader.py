@@ -25,9 +25,6 @@ from elastic_operator.observed.placement.volumes import (
 )
 from elastic_operator.reconcile.record import Record
 
-FRESH_CLAIM_SECONDS = 5.0
-"""Maximum age of a claim from which an attempt is planned, or which has no volume yet."""
-
 CLAIM_SECONDS = 60.0
 """Maximum age of a claim with a volume while an attempt runs."""
 
@@ -92,8 +89,7 @@ class VolumeReader:
         namespace, now = record.job.namespace, time.monotonic()
         for name in _names(record):
             known = self._claims.get((namespace, name))
-            max_age = FRESH_CLAIM_SECONDS if fresh or (known and not known.is_settled) else CLAIM_SECONDS
-            if known is None or now - known.time > max_age:
+            if fresh or known is None or not known.is_settled or now - known.time > CLAIM_SECONDS:
                 view, is_settled = await self._read_claim(namespace, name)
                 _keep(self._claims, (namespace, name), _Known(view=view, time=now, is_settled=is_settled))
         return self.known_claims(record)

@@ -18,6 +18,8 @@ MAX_REQUIREMENTS = 64
 """Maximum number of requirements of one term."""
 
 _MAX_TEXT = 300
+_BIND_COMPLETED = "pv.kubernetes.io/bind-completed"
+"""Annotation by which the scheduler recognizes a bound claim; the phase follows a moment later."""
 _NO_PROVISIONER = "kubernetes.io/no-provisioner"
 _ON_A_NODE = ("hostPath", "local")
 """Types of volumes that are never attached to a node, so that no controller enforces ReadWriteOnce."""
@@ -63,9 +65,10 @@ def read_claim(name: str, claim: Mapping[str, Any] | None) -> tuple[ClaimView | 
     if claim["metadata"].get("deletionTimestamp"):
         return ClaimView(name=name, problem="is being deleted"), ""
     phase = _mapping(claim.get("status"), "status").get("phase")
+    notes = _mapping(claim["metadata"].get("annotations"), "metadata.annotations")
     if phase == "Lost":
         return ClaimView(name=name, problem=f"has lost its volume {volume_name(claim)}".rstrip()), ""
-    if phase == "Bound":
+    if volume_name(claim) and (phase == "Bound" or _BIND_COMPLETED in notes):
         return None, "volume"
     if class_name(claim) and not volume_name(claim):
         return None, "class"

@@ -112,11 +112,10 @@ def test_a_claim_that_does_not_exist_is_a_problem() -> None:
     ],
 )
 def test_without_a_right_the_claim_restricts_nothing_and_the_log_says_so_once(
-    forbidden: str, expected: tuple[ClaimView, ...], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    forbidden: str, expected: tuple[ClaimView, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     api = api_with_claim()
     api.forbidden = {forbidden}
-    monkeypatch.setattr(volume_reader, "FRESH_CLAIM_SECONDS", -1.0)
 
     async def work(reader: VolumeReader) -> None:
         for _ in range(3):
@@ -169,9 +168,8 @@ def test_a_thousand_jobs_with_one_claim_cause_two_requests() -> None:
     [
         pytest.param("Bound", False, 30.0, False, id="a-bound-claim-of-a-running-attempt"),
         pytest.param("Bound", False, 61.0, True, id="a-bound-claim-after-a-minute"),
-        pytest.param("Bound", True, 6.0, True, id="before-a-plan"),
-        pytest.param("Bound", True, 4.0, False, id="again-in-the-same-plan"),
-        pytest.param("Pending", False, 6.0, True, id="a-claim-that-is-about-to-be-bound"),
+        pytest.param("Bound", True, 0.1, True, id="before-a-plan"),
+        pytest.param("Pending", False, 0.1, True, id="a-claim-that-is-about-to-be-bound"),
     ],
 )
 def test_a_claim_is_read_again_when_it_may_have_changed(

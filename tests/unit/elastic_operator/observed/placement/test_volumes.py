@@ -220,6 +220,14 @@ def test_a_claim_without_a_volume_restricts_to_where_its_class_may_make_one(
             "",
         ),
         (claim(), "", "volume"),
+        (
+            {
+                **claim("Pending"),
+                "metadata": {"name": "ckpt", "annotations": {"pv.kubernetes.io/bind-completed": "yes"}},
+            },
+            "",
+            "volume",
+        ),
         (claim("Pending", ""), "", "class"),
         (claim("Pending", "", storageClassName=""), "is not bound to a volume", ""),
     ],
