@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,21 @@ def make_volume(name: str, *, limit_mebibytes: int = 0) -> Path:
     return folder
 
 
-def claim(namespace: str, name: str, folder: Path) -> list[dict[str, Any]]:
-    """PersistentVolume on `folder` and the PersistentVolumeClaim `namespace/name` bound to it."""
+def claim(namespace: str, name: str, folder: Path, *, terms: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """PersistentVolume on `folder` and the PersistentVolumeClaim `namespace/name` bound to it.
+
+    Args:
+        namespace: namespace of the claim.
+        name: name of the claim.
+        folder: result of `make_volume`.
+        terms: node selector terms of the nodes that reach the volume; none for all nodes.
+    """
     volume = f"{namespace}-{name}"
     spec = {
         "accessModes": ["ReadWriteMany"],
         "storageClassName": "",
     }
+    affinity = {"nodeAffinity": {"required": {"nodeSelectorTerms": list(terms)}}} if terms else {}
     return [
         {
             "apiVersion": "v1",
@@ -41,6 +50,7 @@ def claim(namespace: str, name: str, folder: Path) -> list[dict[str, Any]]:
             "metadata": {"name": volume},
             "spec": {
                 **spec,
+                **affinity,
                 "capacity": {"storage": "100Gi"},
                 "persistentVolumeReclaimPolicy": "Retain",
                 "hostPath": {"path": str(folder), "type": "Directory"},

@@ -83,6 +83,7 @@ JOBS: dict[tuple[str, str], dict[str, str]] = {
         "watch": "how pods fare",
         "delete": "a pod of a stopped attempt",
     },
+    ("", "persistentvolumeclaims"): {"get": "whether a job's claim is bound, and to which volume"},
     ("", "events"): {
         "get": "how often an event has been told",
         "list": "why pods are missing",
@@ -101,6 +102,8 @@ GANG: dict[tuple[str, str], dict[str, str]] = {
 CLUSTER: dict[tuple[str, str], dict[str, str]] = {
     ("", "nodes"): {"list": "which nodes there are", "watch": "how they fare"},
     ("scheduling.k8s.io", "priorityclasses"): {"list": "which of the waiting jobs takes nodes first"},
+    ("", "persistentvolumes"): {"get": "from which nodes a job's volume can be reached"},
+    ("storage.k8s.io", "storageclasses"): {"get": "where the volume of a claim that is not bound yet may be made"},
     ("apiextensions.k8s.io", "customresourcedefinitions"): {
         "list": "whether the kind is there",
         "watch": "when it comes, goes or changes",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testbed import podenv
+from elastic_operator.observed.placement.pod_resources import parse_quantity
+from testbed import podenv, storage
 from tests.cluster.conftest import Cluster
 from tests.cluster.jobs import LIGHT, Run
 
@@ -118,9 +120,11 @@ def test_the_plan_counts_the_templates_rules_about_its_own_pods(
         batch={"globalSamples": 12},
         pod_spec={"affinity": affinity},
     )
-    status = run.until_phase("Running", 60)
+    run.until_phase("Running", 60)
+    # Rank 0 makes steps alone in this training: the other pod may still be without a node.
+    run.cluster.wait(lambda: all(hosts(run)), what="every pod to be placed", timeout_seconds=30)
     used = [zones[name] for name in hosts(run)]
-    assert (status["attempt"], len(used)) == (1, num_pods)
+    assert (run.status()["attempt"], len(used)) == (1, num_pods)
     assert len(set(used)) == (2 if rule == "podAntiAffinity" else 1)
 
 
@@ -155,6 +159,106 @@ def test_a_node_that_another_pods_anti_affinity_keeps_from_the_job_is_left_out_a
     limit = status["placementLimit"]
     assert (limit["numNodes"], limit["missing"], "anti-affinity" in limit["message"]) == (2, 1, True)
     assert (status["recoveries"][0]["cause"], status["restartBudget"]["used"]) == ("Unschedulable", 0)
+
+
+def test_the_plan_counts_a_topology_spread_over_nodes_with_room_for_more(run: Run, zones: dict[str, str]) -> None:
+    """Zone a has room for two pods and zone b for four, so with a skew of one only five of them fit."""
+    spread = {
+        "topologyKey": ZONE,
+        "maxSkew": 1,
+        "whenUnsatisfiable": "DoNotSchedule",
+        "labelSelector": {"matchLabels": {"elastictraining.dev/job-name": "gpt"}},
+    }
+    run.submit(
+        [*LIGHT, "100000", "0", "0"],
+        accelerator={"resource": "amd.com/gpu", "perNode": [1]},
+        nodes={"min": 1, "max": 6, "podsPerNode": "Many"},
+        batch={"globalSamples": 60},
+        pod_spec={"topologySpreadConstraints": [spread], "nodeSelector": {"etj-testbed/role": "gpu"}},
+    )
+    status = run.until_phase("Running", 90)
+    used = sorted(zones[name] for name in hosts(run))
+    assert (status["attempt"], used) == (1, ["a", "a", "b", "b", "b"])
+
+
+@pytest.fixture
+def zonal_claim(testbed: Cluster, namespace: str, checkpoints: Path, zones: dict[str, str]) -> Iterator[str]:
+    """The claim `zonal`, whose volume only the nodes of zone b reach."""
+    term = {"matchExpressions": [{"key": ZONE, "operator": "In", "values": ["b"]}]}
+    testbed.apply(*storage.claim(namespace, "zonal", checkpoints, terms=[term]))
+    yield "zonal"
+    testbed.kubectl("delete", "pv", f"{namespace}-zonal", "--wait=false", check=False)
+
+
+def test_an_attempt_runs_where_its_volume_is_and_the_plan_says_which_nodes_do_not_reach_it(
+    run: Run, zones: dict[str, str], zonal_claim: str
+) -> None:
+    checkpoint = {"claimName": zonal_claim, "path": "gpt", "intervalSeconds": 1000}
+    run.submit(
+        [*LIGHT, "100000", "0", "0"],
+        nodes={"min": 3, "max": 3},
+        batch={"globalSamples": 12},
+        checkpoint=checkpoint,
+    )
+    status = run.until_phase("Waiting", 30)
+    assert f"volume of claim zonal is only reachable from {ZONE} b: 1 more nodes" in status["message"]
+    run.patch(nodes={"min": 1, "max": 3})
+    status = run.until_phase("Running", 60)
+    assert (status["attempt"], [zones[name] for name in hosts(run)]) == (1, ["b", "b"])
+
+
+def test_a_claim_that_does_not_exist_is_named_and_the_attempt_starts_once_it_is_there(
+    run: Run, checkpoints: Path
+) -> None:
+    run.submit([*LIGHT, "100000", "0", "0"], checkpoint={"claimName": "later", "path": "gpt", "intervalSeconds": 1000})
+    run.until("the scheduler's words", lambda _: run.condition("Launched").get("reason") == "Unschedulable", 30)
+    assert 'persistentvolumeclaim "later" not found' in run.condition("Launched")["message"]
+    assert "claim later does not exist" in run.status()["plan"]["reason"]
+    assert "ClaimNotUsable" in run.events()
+    run.cluster.apply(*storage.claim(run.namespace, "later", checkpoints))
+    try:
+        assert run.until_phase("Running", 90)["attempt"] == 1
+    finally:
+        run.cluster.kubectl("delete", "pv", f"{run.namespace}-later", "--wait=false", check=False)
+
+
+@pytest.fixture
+def most_memory(testbed: Cluster, namespace: str) -> Iterator[str]:
+    """Hold most of the memory of gpu-1 with another pod; return a quantity that the other nodes can give."""
+    memory = testbed.get("node", "gpu-1")["status"]["allocatable"]["memory"]
+    amount = parse_quantity(memory)
+    assert amount is not None
+    share = str(int(amount * 3 / 5))
+    container = {"name": "hold", "command": ["sleep", "1000"], "resources": {"requests": {"memory": share}}}
+    template = podenv.host_python({"spec": {"containers": [container]}})
+    holder = {"nodeSelector": {"kubernetes.io/hostname": "gpu-1"}, "terminationGracePeriodSeconds": 0}
+    testbed.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "hold", "namespace": namespace},
+            "spec": {**template["spec"], **holder},
+        }
+    )
+    testbed.wait(
+        lambda: testbed.get("pod", "hold", "-n", namespace).get("status", {}).get("phase") == "Running",
+        what="the other pod to run",
+        timeout_seconds=60,
+    )
+    yield share
+    testbed.kubectl("delete", "pod", "hold", "-n", namespace, "--ignore-not-found")
+
+
+def test_a_node_whose_memory_another_pod_holds_is_not_planned_and_the_plan_says_so(run: Run, most_memory: str) -> None:
+    run.submit(
+        [*LIGHT, "100000", "0", "0"],
+        nodes={"min": 1, "max": 3},
+        batch={"globalSamples": 12},
+        pod={"resources": {"requests": {"cpu": "10m", "memory": most_memory}}},
+    )
+    status = run.until_phase("Running", 60)
+    assert (status["attempt"], hosts(run)) == (1, ["gpu-2", "gpu-3"])
+    assert "too little memory on 1 more" in status["plan"]["reason"]
 
 
 def on_one_node(run: Run, name: str, ports: list[dict[str, Any]] | None = None) -> None:

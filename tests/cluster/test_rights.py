@@ -182,6 +182,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         for name in (HOME, TEAM):
             found.kubectl("create", "namespace", name)
             found.kubectl("create", "serviceaccount", "default", "-n", name)
+        _make_claims(found)
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "gpu-1"}}
         lease = {
             "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
@@ -200,6 +201,30 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         status = {"status": {"capacity": amounts, "allocatable": amounts, "conditions": [ready]}}
         found.kubectl("patch", "node", "gpu-1", "--subresource=status", "--type=merge", "-p", json.dumps(status))
         yield found
+
+
+def _make_claims(api: Api) -> None:
+    """Make the claim ckpt with its volume, and the claim data, whose class waits for pods; nobody binds them here."""
+    common = {"accessModes": ["ReadWriteMany"]}
+    volume = {**common, "storageClassName": "", "capacity": {"storage": "1Gi"}, "hostPath": {"path": "/nowhere"}}
+    request = {**common, "resources": {"requests": {"storage": "1Gi"}}}
+    storage_class = {"provisioner": "csi.example", "volumeBindingMode": "WaitForFirstConsumer"}
+    claims = {"ckpt": {"storageClassName": "", "volumeName": "ckpt"}, "data": {"storageClassName": "later"}}
+    api.kubectl.apply(
+        {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": "later"}, **storage_class},
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "ckpt"}, "spec": volume},
+        *(
+            {
+                "apiVersion": "v1",
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": name, "namespace": TEAM},
+                "spec": {**request, **spec},
+            }
+            for name, spec in claims.items()
+        ),
+    )
+    bound = json.dumps({"status": {"phase": "Bound"}})
+    api.kubectl("patch", "pvc", "ckpt", "-n", TEAM, "--subresource=status", "--type=merge", "-p", bound)
 
 
 def _kueue_kind(plural: str) -> dict[str, Any]:
@@ -287,7 +312,13 @@ def live(api: Api, folder: Path, served: str | None) -> None:
     process = Operator(api.as_operator(folder), served, log, *arguments)
     try:
         # A job that waits for more nodes than there are: the operator asks which of the two is ahead.
-        large = training_job(nodes={"min": 5, "max": 5}, checkpoint={"claimName": "ckpt", "path": "large"})
+        # The volume of one of its claims is there, that of the other one would be made for its pods.
+        pod = {**SPEC["template"]["spec"], "volumes": [{"name": "d", "persistentVolumeClaim": {"claimName": "data"}}]}
+        large = training_job(
+            nodes={"min": 5, "max": 5},
+            checkpoint={"claimName": "ckpt", "path": "large"},
+            template={"spec": pod},
+        )
         api.kubectl.apply({**large, "metadata": {"name": "large", "namespace": TEAM}})
         api.wait("the other job to wait", lambda: "Waiting" in _phases(api))
         _get_quota(api)

@@ -50,6 +50,10 @@ another one the requests that the operator makes.
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, delete]
+# Whether the claims of the pods are bound, and to which volumes.
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get]
 - apiGroups: [""]
   resources: [events]
   verbs: [get, list, create, patch]
@@ -71,6 +75,13 @@ another one the requests that the operator makes.
 - apiGroups: [scheduling.k8s.io]
   resources: [priorityclasses]
   verbs: [list]
+# From which nodes the volumes of jobs can be reached.
+- apiGroups: [""]
+  resources: [persistentvolumes]
+  verbs: [get]
+- apiGroups: [storage.k8s.io]
+  resources: [storageclasses]
+  verbs: [get]
 # Finds out when the ElasticTrainingJob kind comes, goes or changes.
 - apiGroups: [apiextensions.k8s.io]
   resources: [customresourcedefinitions]

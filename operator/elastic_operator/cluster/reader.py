@@ -30,6 +30,7 @@ from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.contention.waiting_jobs import PriorityClasses, read_priority_classes
 from elastic_operator.cluster.queue_reader import QueueReader, is_in_queue, refused_view
 from elastic_operator.cluster.store import ClusterStore
+from elastic_operator.cluster.volume_reader import VolumeReader
 from elastic_operator.cluster.watch_stream import is_older_version
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import (
@@ -107,6 +108,7 @@ class ClusterReader:
         self._stale_since: dict[str, float] = {}
         self._priorities, self._priorities_time = PriorityClasses(), float("-inf")
         self._queue_reader = QueueReader(client)
+        self._volume_reader = VolumeReader(client)
 
     @property
     def num_jobs(self) -> int:
@@ -186,7 +188,9 @@ class ClusterReader:
             return record, None
         resource = record.spec.accelerator.resource
         await self._refresh_usage(USED_SECONDS)
-        world = self._store.observe(key, resource)
+        world = dataclasses.replace(
+            self._store.observe(key, resource), volumes=self._volume_reader.known_claims(record)
+        )
         if _may_be_lost(world.pods, world.nodes, record.status.attempt):
             return None  # `observe` reads the kubelets' Leases before a node counts as lost
         stored_workloads = self._store.workloads(key) if is_in_queue(record) else None
@@ -243,9 +247,10 @@ class ClusterReader:
         if not self._store.has_listed_nodes:
             raise NodesUnknownError("the nodes of the cluster could not be listed yet, so nothing is decided")
         key = (record.job.namespace, record.job.name)
-        all_pods, all_jobs, _ = await asyncio.gather(
+        all_pods, all_jobs, volumes, _ = await asyncio.gather(
             self._pods_of(key),
             self._jobs_of(key),
+            self._volume_reader.read_claims(record, fresh=fresh),
             self._refresh_usage(FRESH_SECONDS if fresh else USED_SECONDS),
         )
         # Leases last: rank 0 reports on its Lease before it exits, so the report is there if the exit was seen.
@@ -271,6 +276,7 @@ class ClusterReader:
             is_widespread=self._nodes.has_widespread_failure(),
             starts=self._store.pending_starts(key),
             queue=await self._read_queue(record) if is_in_queue(record) else None,
+            volumes=volumes,
         )
 
     async def _read_queue(self, record: Record) -> QueueView | None:

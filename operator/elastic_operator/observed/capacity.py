@@ -10,6 +10,9 @@ from types import MappingProxyType
 from elastic_operator.observed.placement.pod_constraints import PodConstraints, count_pods
 from elastic_operator.observed.placement.pod_resources import HOST_PORT, PODS
 
+VOLUMES = "persistent volumes"
+"""Stands for a resource in `shortages`: the node does not reach the volumes of the pods."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCapacity:
@@ -35,7 +38,8 @@ class Pool:
     Attributes:
         nodes: by name; only nodes with at least one free accelerator and room for a pod.
         total: number of their free accelerators.
-        shortages: resource that a node lacks for a pod, by name of the node; these nodes are not in `nodes`.
+        shortages: resource that a node lacks for a pod (or `VOLUMES`), by name of the node; these nodes are not in
+            `nodes`.
     """
 
     def __init__(self, nodes: Iterable[NodeCapacity] = (), shortages: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -92,6 +96,7 @@ class Capacity:
             it has always had.
         overcount: number of pods by which the count was too large then.
         shortages: resource that a node lacks for a pod, of the nodes that are counted for this job alone.
+        volumes: clause that says from where the volumes of the job can be reached; empty if from everywhere.
         placement: rules about the pods of the job; None if there are none. With it, `pool` is empty.
     """
 
@@ -103,6 +108,7 @@ class Capacity:
     num_placed: int | None = None
     overcount: int = 0
     shortages: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    volumes: str = ""
     placement: PlacementRules | None = None
 
     def sorted_nodes(self) -> tuple[NodeCapacity, ...]:
@@ -140,16 +146,17 @@ class Capacity:
         quota += "" if self.num_placed is None else f", {self.overcount} pods fewer than fit by the operator's count"
         shared = (resource for node, resource in self.pool.shortages.items() if node not in self.without)
         totals = collections.Counter([*shared, *self.shortages.values()])
-        texts = [_describe_shortage(name, n) for name, n in sorted(totals.items())]
+        texts = [self._describe_shortage(name, n) for name, n in sorted(totals.items())]
         lacking = f" ({', '.join(texts)})" if texts else ""
         rules = "" if self.placement is None else ", subject to the template's pod affinity and topology spread"
         return f"{total} free accelerators on {count} nodes{lacking}{quota}{rules}"
 
-
-def _describe_shortage(resource: str, num_nodes: int) -> str:
-    if resource.startswith(HOST_PORT):
-        return f"{resource} taken on {num_nodes} more"
-    return f"too {'few' if resource == PODS else 'little'} {resource} on {num_nodes} more"
+    def _describe_shortage(self, resource: str, num_nodes: int) -> str:
+        if resource == VOLUMES:
+            return f"{self.volumes}: {num_nodes} more nodes"
+        if resource.startswith(HOST_PORT):
+            return f"{resource} taken on {num_nodes} more"
+        return f"too {'few' if resource == PODS else 'little'} {resource} on {num_nodes} more"
 
 
 def sort_nodes(nodes: Iterable[NodeCapacity]) -> tuple[NodeCapacity, ...]:

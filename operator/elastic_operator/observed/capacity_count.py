@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from elastic_operator.observed.capacity import Capacity, NodeCapacity, PlacementRules, sort_nodes
+from elastic_operator.observed.capacity import VOLUMES, Capacity, NodeCapacity, PlacementRules, sort_nodes
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import WORKER, Observation
 from elastic_operator.observed.placement.pod_constraints import NO_CONSTRAINTS, PodConstraints, list_domains
@@ -16,7 +16,9 @@ from elastic_operator.observed.placement.schedulability import (
     count_node_room,
     is_schedulable,
     list_other_requests,
+    reaches_volumes,
 )
+from elastic_operator.observed.placement.volumes import describe_reach
 from elastic_operator.observed.pod_usage import UsageByOthers
 
 _PLACE_IS_LOST = ("PreemptionByScheduler", "PreemptionByKubeScheduler", "TerminationByKubelet")
@@ -47,7 +49,7 @@ def count_capacity(
     avoid: Collection[str],
     rules: PodRules = ONE_POD_PER_NODE,
 ) -> Capacity:
-    """Count the free accelerators on every node that can take a pod of the job.
+    """Count the free accelerators on every node that can take a pod of the job and reaches its volumes.
 
     Accelerators that the job itself holds count as free, because the job releases them before its next attempt starts.
     If `world` shares its nodes with other jobs (`NodePool`), only nodes that differ for this job are counted again.
@@ -66,7 +68,7 @@ def count_capacity(
         return _count_with_constraints(world, resource, pod, avoid, rules)
     if not isinstance(nodes, NodePool) or not isinstance(used, UsageByOthers) or nodes.resource != resource:
         own, shortages = _count(world, resource, pod, nodes.keys() - set(avoid), rules.max_per_node)
-        return Capacity(nodes=sort_nodes(own), shortages=shortages)
+        return Capacity(nodes=sort_nodes(own), shortages=shortages, volumes=describe_reach(world.volumes))
     special = used.share.keys() | {item.node for item in world.pods if item.unhealthy_devices and item.node}
     special |= _find_lost_places(world)
     # Pods of the job without accelerators, such as reshard pods, hold other resources.
@@ -74,8 +76,9 @@ def count_capacity(
     names = (name for name in special if name in nodes and name not in avoid)
     own, shortages = _count(world, resource, pod, names, rules.max_per_node)
     without = frozenset(special.union(avoid))
-    pool = nodes.pool(pod, used, rules.max_per_node)
-    return Capacity(nodes=sort_nodes(own), pool=pool, without=without, shortages=shortages)
+    pool = nodes.pool(pod, used, rules.max_per_node, world.volumes)
+    volumes = describe_reach(world.volumes)
+    return Capacity(nodes=sort_nodes(own), pool=pool, without=without, shortages=shortages, volumes=volumes)
 
 
 def _count_with_constraints(
@@ -90,7 +93,8 @@ def _count_with_constraints(
         # The operator excludes nodes by node affinity, so they count for no domain.
         domains=list_domains(rules.constraints, (world.nodes[name] for name in names), pod),
     )
-    return Capacity(nodes=sort_nodes(own), shortages=shortages, placement=placement)
+    volumes = describe_reach(world.volumes)
+    return Capacity(nodes=sort_nodes(own), shortages=shortages, volumes=volumes, placement=placement)
 
 
 def _find_lost_places(world: Observation) -> set[str]:
@@ -117,6 +121,9 @@ def _count(
         node = world.nodes[name]
         free = count_healthy_devices(node, resource, unhealthy.get(name, 0)) - world.used.get(name, 0)
         if free <= 0 or not is_schedulable(node, pod):
+            continue
+        if not reaches_volumes(node, world.volumes):
+            shortages[name] = VOLUMES
             continue
         room, scarcest = count_node_room(node, needed, others)
         if room:

@@ -17,6 +17,7 @@ from elastic_operator.api import pod_reports
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems
 from elastic_operator.observed.placement.pod_resources import extended_only, parse_builtin, parse_extended, pod_requests
+from elastic_operator.observed.placement.volumes import ClaimView
 from elastic_operator.observed.queueing.workloads import QueueView
 from reshard.contract import KIND, CommitRef, Label, LeaseKey, VirtualLoader, sentence
 
@@ -297,6 +298,7 @@ class Observation:
         is_widespread: True if most nodes of the cluster seem to be lost.
         starts: other jobs of the namespace that are about to start from a folder; None if they are not known yet.
         queue: what Kueue says about the job; None if the job is in no queue, or Kueue is not installed.
+        volumes: claims of the training pods; those that cannot be read are missing and restrict nothing.
     """
 
     nodes: Mapping[str, NodeView] = dataclasses.field(default_factory=dict)
@@ -310,6 +312,7 @@ class Observation:
     is_widespread: bool = False
     starts: frozenset[Start] | None = frozenset()
     queue: QueueView | None = None
+    volumes: tuple[ClaimView, ...] = ()
 
     def workers(self, attempt: int) -> tuple[PodView, ...]:
         """Return the training pods of one attempt."""

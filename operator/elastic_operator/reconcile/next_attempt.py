@@ -11,6 +11,7 @@ from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected
 from elastic_operator.manifests.attempt import checkpoint_root, start_source
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.capacity import Capacity, NodeCapacity
+from elastic_operator.observed.placement.volumes import describe_problems
 from elastic_operator.planning import planner
 from elastic_operator.planning.planner import Candidate
 from elastic_operator.reconcile.context import (
@@ -21,9 +22,14 @@ from elastic_operator.reconcile.context import (
     select_stuck_pods,
 )
 from elastic_operator.reconcile.failures import pinned_topology, placement_limits
+from reshard.contract import sentence
 from reshard.topology import Topology
 
 MAX_REJECTED = 8
+
+MAX_REASON = 2048
+
+MAX_CLAIMS_TEXT = 512
 
 MOST_SIZES = 64
 """How many numbers of nodes above `spec.nodes.min` are tried for nodes that an autoscaler has to add."""
@@ -52,18 +58,30 @@ def plan_next(context: Context, status: Status) -> Status:
     awaits_nodes = result.best is None and spec.nodes.autoscaling
     if awaits_nodes:
         result = _plan_on_new_nodes(spec, result.capacity.max_nodes, last_topology) or result
+    claim_trouble = _describe_claims(context, num_pods=result.best.num_nodes if result.best else 0)
+    note = f" Volumes: {claim_trouble}." if claim_trouble else ""
     plan = Plan(
         target=result.best.topology if result.best else None,
         nodes=result.best.num_nodes if result.best else 0,
         per_node=result.best.per_node if result.best else 0,
-        reason=result.reason[:2048],
+        reason=result.reason[: MAX_REASON - len(note)] + note,
         rejected=tuple(Rejected(topology=item.subject, reason=item.reason[:512]) for item in result.rejected)[
             :MAX_REJECTED
         ],
     )
     if result.best is None:
         return _wait(context, status, plan)
+    if claim_trouble:
+        # The pods stay Pending with the scheduler's words and start once the claim is usable, so nothing is refused.
+        context.emit("ClaimNotUsable", f"attempt {status.attempt + 1}: {claim_trouble}", warning=True)
     return _adopt(context, status, plan, result.best.topology, awaits_nodes=awaits_nodes)
+
+
+def _describe_claims(context: Context, *, num_pods: int) -> str:
+    """Return what keeps pods from using their claims, in at most MAX_CLAIMS_TEXT bytes; empty if nothing does."""
+    share_nodes = context.spec.nodes.pods_per_node == "Many"
+    problems = describe_problems(context.world.volumes, num_pods=num_pods, share_nodes=share_nodes)
+    return sentence(problems, MAX_CLAIMS_TEXT) if problems else ""
 
 
 def _plan_on_new_nodes(spec: Spec, max_nodes: int | None, last_topology: Topology | None) -> planner.PlanResult | None:

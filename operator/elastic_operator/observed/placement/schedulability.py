@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic_operator.observed.observation import NodeView, Taint
 from elastic_operator.observed.placement.pod_resources import PODS, count_room, pod_requests
+from elastic_operator.observed.placement.volumes import ClaimView
 
 
 def is_schedulable(node: NodeView, pod: Mapping[str, Any]) -> bool:
@@ -73,13 +74,22 @@ def matches_node_affinity(node: NodeView, pod: Mapping[str, Any]) -> bool:
         return False
     affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
     terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms")
-    if terms is None:
-        return True
+    return terms is None or matches_terms(node, terms)
+
+
+def matches_terms(node: NodeView, terms: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether a node matches one of the node selector terms; an empty term matches no node."""
     return any(
-        all(_meets_requirement(item, node.labels.get(item["key"])) for item in term.get("matchExpressions") or ())
+        bool(term.get("matchExpressions") or term.get("matchFields"))
+        and all(_meets_requirement(item, node.labels.get(item["key"])) for item in term.get("matchExpressions") or ())
         and all(_meets_requirement(item, node.name) for item in term.get("matchFields") or ())
         for term in terms
     )
+
+
+def reaches_volumes(node: NodeView, claims: Iterable[ClaimView]) -> bool:
+    """Return whether a node reaches the volumes of all claims, as far as the operator knows."""
+    return all(item.terms is None or matches_terms(node, item.terms) for item in claims)
 
 
 _SOFT = "PreferNoSchedule"

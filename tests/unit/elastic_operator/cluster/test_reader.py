@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic_operator.client.api_errors import ApiError
 from elastic_operator.cluster import reader as module
 from elastic_operator.cluster.caches import NodeCache, RenewalCache
 from elastic_operator.cluster.reader import ClusterReader, StaleListError
@@ -37,6 +38,9 @@ class Lists:
             await asyncio.sleep(0.1)
             self.before_pods()
         yield list(self.items.get(plural, [])), str(self.versions.get(plural, 7))
+
+    async def get(self, kind: Any, name: str, *, namespace: str = "") -> Any:
+        raise ApiError(404, kind.path(namespace, name), {})
 
     async def list_objects(self, kind: Any, *, namespace: str = "", labels: str = "", fields: str = "") -> Any:
         async for items, _ in self.pages(kind.path(namespace), {"labelSelector": labels} if labels else {}):

@@ -14,6 +14,7 @@ from elastic_operator.observed.capacity import Pool
 from elastic_operator.observed.capacity_count import count_capacity
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import NodeView, Observation, PodView, Taint
+from elastic_operator.observed.placement.volumes import ClaimView
 from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.observed.timeouts import Timeouts
 from tests.unit.elastic_operator.counting_nodes import CountingNodes
@@ -67,13 +68,33 @@ TEMPLATES = st.sampled_from(
 )
 
 
-@given(nodes=NODES, pods=PODS, template=TEMPLATES, avoid=st.sets(st.integers(0, 6)), sick=st.sets(st.integers(0, 6)))
+CLAIMS = st.sampled_from(
+    [
+        (),
+        tuple(
+            ClaimView(name=name, terms=({"matchExpressions": [{"key": "pool", "operator": "In", "values": values}]},))
+            for name, values in {"ckpt": ["b"], "data": ["a", "b"]}.items()
+        ),
+    ]
+)
+
+
+@given(
+    nodes=NODES,
+    pods=PODS,
+    template=TEMPLATES,
+    avoid=st.sets(st.integers(0, 6)),
+    sick=st.sets(st.integers(0, 6)),
+    claims=CLAIMS,
+)
 def test_a_shared_count_is_what_the_job_alone_would_count(
+    *,
     nodes: list[dict[str, Any]],
     pods: list[tuple[int, str, int]],
     template: dict[str, Any],
     avoid: set[int],
     sick: set[int],
+    claims: tuple[ClaimView, ...],
 ) -> None:
     views = {f"n{i}": node(f"n{i}", **fields) for i, fields in enumerate(nodes)}
     used = usage(*(pod(f"p{i}", f"n{on}", job, count) for i, (on, job, count) in enumerate(pods)))
@@ -83,7 +104,7 @@ def test_a_shared_count_is_what_the_job_alone_would_count(
         if job == "gpt"
     )
     others = used.by_others({"gpt"}, GPU)
-    shared = Observation(nodes=NodePool(GPU, views), pods=mine, used=others)
+    shared = Observation(nodes=NodePool(GPU, views), pods=mine, used=others, volumes=claims)
     alone = dataclasses.replace(shared, nodes=views, used=dict(others))
     names = frozenset(f"n{i}" for i in avoid)
     one, other = (count_capacity(world, GPU, template, names) for world in (shared, alone))
