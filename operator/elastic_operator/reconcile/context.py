@@ -77,7 +77,7 @@ class Context:
 
     @property
     def graces(self) -> Mapping[str, float]:
-        """Grace periods in seconds, by the names that `signals.KINDS` uses."""
+        """Grace periods in seconds, by the names that `signal_kinds.KINDS` uses."""
         recovery = self.spec.recovery
         return {
             "suspect_seconds": recovery.suspect_seconds,

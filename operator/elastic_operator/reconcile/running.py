@@ -12,7 +12,8 @@ from elastic_operator.observed import signals
 from elastic_operator.observed.failure_classes import CLASSES, classify_failure
 from elastic_operator.observed.observation import LeaseView, PodView
 from elastic_operator.observed.placement.schedulability import tolerates
-from elastic_operator.observed.signals import KINDS, Kind, Signal, Verdict, detect_pod_signals
+from elastic_operator.observed.signal_kinds import KINDS, Kind
+from elastic_operator.observed.signals import Signal, Verdict, detect_pod_signals
 from elastic_operator.planning import growth, planner
 from elastic_operator.reconcile import effective_spec, goodput, next_attempt, progress, recovery
 from elastic_operator.reconcile.context import (

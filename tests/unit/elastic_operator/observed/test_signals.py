@@ -8,7 +8,8 @@ import pytest
 
 from elastic_operator.observed import signals
 from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView, Taint
-from elastic_operator.observed.signals import KINDS, Kind, Signal, Weight
+from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
+from elastic_operator.observed.signals import Signal
 from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import LeaseKey, TrainerPhase
 
