@@ -13,6 +13,10 @@ SETTLE_SECONDS = 30.0
 """Time that kubelets and trainings get to reconnect after an interruption; clients back off for up to 10 s."""
 
 
+HOLD_SECONDS = 600.0
+"""How long the silence of most nodes is held against nobody, if other nodes report, on which a job could go on."""
+
+
 class Availability:
     """Successful polls of the API server.
 
@@ -34,3 +38,41 @@ class Availability:
         if self._last_success is None or abs(now - self._last_success) <= INTERRUPTION_SECONDS:
             return self._since
         return now + SETTLE_SECONDS
+
+
+class WidespreadSilence:
+    """Spell in which most nodes of the cluster are silent, although the API server answers the operator.
+
+    Then nobody can write (etcd without space, a failing webhook), or the kubelets do not reach the API server.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._was_long = False
+        self.settled_at = 0.0
+        """Time from which ages count after the last spell; 0 if there was none."""
+
+    def record_poll(self, now: float, *, is_widespread: bool, is_long: bool) -> None:
+        """Note what a poll has shown.
+
+        Args:
+            now: time of the poll.
+            is_widespread: most nodes have missed a renewal.
+            is_long: most nodes are silent for so long that they count as stale. A shorter spell changes no age.
+        """
+        if is_widespread:
+            self._since = now if self._since is None else self._since
+            self._was_long = self._was_long or is_long
+            return
+        if self._was_long:
+            self.settled_at = now + SETTLE_SECONDS
+        self._since, self._was_long = None, False
+
+    def is_over(self, now: float, *, is_total: bool) -> bool:
+        """Return whether the silence has lasted for so long that it counts again.
+
+        Args:
+            now: seconds since the epoch.
+            is_total: True if no node reports. A job could then start nowhere else, so waiting costs nothing.
+        """
+        return self._since is not None and not is_total and now - self._since >= HOLD_SECONDS

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_operator.api.serialization import parse_time
-from elastic_operator.cluster.availability import Availability
+from elastic_operator.cluster.availability import Availability, WidespreadSilence
 from elastic_operator.observed import signals
 from elastic_operator.observed.health_monitors import NO_RULES, Rules
 from elastic_operator.observed.node_pool import NodePool
@@ -32,6 +32,15 @@ WIDESPREAD_SHARE = 0.55
 
 WIDESPREAD_NODES = 3
 """Number of silent nodes below which no failure is widespread."""
+
+REMOVAL_SECONDS = 600.0
+"""How long a removed node counts as silent, when it is decided whether a failure is widespread."""
+
+_MISSED_SHARE = 0.25
+"""Share of a Lease's duration after which a kubelet renews it."""
+
+_STALE_SHARE = 0.5
+"""Share of a Lease's duration after which the Lease counts as stale."""
 
 
 class RenewalCache:
@@ -109,6 +118,8 @@ class NodeCache:
     def __init__(self, rules: Rules = NO_RULES) -> None:
         self._rules = rules
         self._availability = Availability()
+        self._silence = WidespreadSilence()
+        self._removed: dict[str, float] = {}
         self._views: dict[str, NodeView] = {}
         self._leases: dict[str, _NodeLease] = {}
         self._skews: dict[str, float] = {}
@@ -124,11 +135,14 @@ class NodeCache:
         if view == old:
             return False
         self._views[view.name] = view
+        self._removed.pop(view.name, None)
         self._forget_merged()
         return True
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, now: float) -> None:
         """Remove a node that was deleted."""
+        if name in self._views:
+            self._removed[name] = now
         for table in (self._views, self._leases, self._skews):
             table.pop(name, None)
         self._forget_merged()
@@ -151,7 +165,12 @@ class NodeCache:
         """Note that all Leases were read at `now`; the ages of the Leases refer to this time."""
         self._availability.record_success(now)
         self.polled_at = now
+        self._removed = {name: at for name, at in self._removed.items() if abs(now - at) <= REMOVAL_SECONDS}
         self._forget_merged()
+        is_long, settled_at = self._is_most(self._count_silent(_STALE_SHARE)), self._silence.settled_at
+        self._silence.record_poll(now, is_widespread=self.has_widespread_failure(), is_long=is_long)
+        if self._silence.settled_at != settled_at:
+            self._forget_merged()
 
     def views(self) -> Mapping[str, NodeView]:
         """Return the views of all nodes, with the ages of their Leases.
@@ -160,25 +179,48 @@ class NodeCache:
         had when it was read: the time that has passed since then is no evidence against a node.
         """
         if self._merged is None:
-            floor = self._availability.evidence_since(self.polled_at)
+            floor = self.evidence_since(self.polled_at)
             self._merged = {name: self._merge(view, floor) for name, view in self._views.items()}
         return self._merged
 
     def evidence_since(self, now: float) -> float:
         """Return the time from which ages count: the end of the last interruption, and the time to reconnect."""
-        return self._availability.evidence_since(now)
+        return max(self._availability.evidence_since(now), self._silence.settled_at)
+
+    @property
+    def removed(self) -> Mapping[str, float]:
+        """When nodes were removed that have not returned, within the last REMOVAL_SECONDS."""
+        return self._removed
 
     def has_widespread_failure(self) -> bool:
-        """Return whether most nodes seem to be lost, which the control plane or a network causes rather than nodes."""
+        """Return whether most nodes seem to be lost, which the control plane or a network causes rather than nodes.
+
+        A node counts from the first renewal that it misses: when all fall silent at once, the last of them misses one
+        about when the Lease of the first is stale.
+        """
         if self._is_widespread is None:
-            views = self.views().values()
-            num_silent = sum(node.ready != "True" or _is_stale(node) for node in views)
-            self._is_widespread = num_silent >= WIDESPREAD_NODES and num_silent > WIDESPREAD_SHARE * len(views)
+            self._is_widespread = self._is_most(self._count_silent(_MISSED_SHARE))
         return self._is_widespread
+
+    def is_hold_over(self, now: float) -> bool:
+        """Return whether a widespread failure has lasted for so long that silence counts again."""
+        return self._silence.is_over(now, is_total=self._count_silent(_STALE_SHARE) == self._num_nodes)
+
+    @property
+    def _num_nodes(self) -> int:
+        return len(self._views) + len(self._removed)
+
+    def _count_silent(self, share: float) -> int:
+        """Count the nodes that are removed, not Ready, or silent for a share of their Lease's duration."""
+        silent = sum(node.ready != "True" or _is_silent(node, share) for node in self.views().values())
+        return silent + len(self._removed)
+
+    def _is_most(self, num_nodes: int) -> bool:
+        return num_nodes >= WIDESPREAD_NODES and num_nodes > WIDESPREAD_SHARE * self._num_nodes
 
     def stale_nodes(self) -> list[str]:
         """Return the nodes whose Lease is older than half of its duration; `signals` decides whether they are lost."""
-        return [name for name, node in self.views().items() if _is_stale(node)]
+        return [name for name, node in self.views().items() if _is_silent(node, _STALE_SHARE)]
 
     def pool(self, resource: str) -> NodePool:
         """Return the nodes that have devices of one kind."""
@@ -235,5 +277,5 @@ def _date_node(view: NodeView, old: NodeView | None, now: float) -> NodeView:
     )
 
 
-def _is_stale(node: NodeView) -> bool:
-    return node.lease_age_seconds is not None and node.lease_age_seconds > node.lease_duration_seconds / 2
+def _is_silent(node: NodeView, share: float) -> bool:
+    return node.lease_age_seconds is not None and node.lease_age_seconds > node.lease_duration_seconds * share

@@ -269,6 +269,8 @@ class ClusterReader:
             capacity_fresh=fresh or self._store.is_usage_current or now - self._usage_time <= FRESH_SECONDS,
             evidence_since=self._nodes.evidence_since(now),
             is_widespread=self._nodes.has_widespread_failure(),
+            is_hold_over=self._nodes.is_hold_over(now),
+            removed=dict(self._nodes.removed),
             starts=self._store.pending_starts(key),
             queue=await self._read_queue(record) if is_in_queue(record) else None,
         )

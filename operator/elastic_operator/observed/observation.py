@@ -276,6 +276,8 @@ class Observation:
         pod_diagnosis: why an attempt has no running pods; None if no component reported a reason.
         evidence_since: no age counts from before this time, in which the API server could not be reached; 0 for none.
         is_widespread: True if most nodes of the cluster seem to be lost.
+        is_hold_over: True if they have seemed so for so long that silence counts again.
+        removed: when the operator saw that a node was deleted, for nodes that were deleted a short while ago.
         starts: (claim, folder) pairs of the namespace from which other jobs are about to start; None if they are not
             known yet.
         queue: what Kueue says about the job; None if the job is in no queue, or Kueue is not installed.
@@ -290,6 +292,8 @@ class Observation:
     pod_diagnosis: PodDiagnosis | None = None
     evidence_since: float = 0.0
     is_widespread: bool = False
+    is_hold_over: bool = False
+    removed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     starts: frozenset[tuple[str, str]] | None = frozenset()
     queue: QueueView | None = None
 

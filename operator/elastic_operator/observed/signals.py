@@ -16,7 +16,6 @@ from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
 from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import TrainerPhase
 
-
 TERMINATION_SLACK_SECONDS = 2.0
 """Time after the end of a pod's grace period in which the last commit may still arrive, and the clocks may differ."""
 
@@ -68,6 +67,7 @@ class Signal:
         node: node concerned, empty if none.
         since: when it began, in seconds since the epoch.
         until: when a planned signal becomes a failure; None for never.
+        is_doubtful: True for a strong signal that needs a grace period of `suspectSeconds` here.
     """
 
     kind: Kind
@@ -76,6 +76,7 @@ class Signal:
     node: str = ""
     pod: str = ""
     until: float | None = None
+    is_doubtful: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +111,15 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
     unplanned = [signal for signal in signals if KINDS[signal.kind].weight is not Weight.PLANNED]
     sources: dict[str, set[str]] = {}
     for signal in unplanned:
-        if signal.node:
+        if signal.node and signal.since <= now and not signal.is_doubtful:
             sources.setdefault(signal.node, set()).add(KINDS[signal.kind].source)
     confirmed: list[Signal] = []
     for signal in unplanned:
         meaning = KINDS[signal.kind]
-        is_seconded = meaning.takes_node and len(sources.get(signal.node, ())) >= 2
-        grace = graces.get(meaning.grace, 0.0)
-        if meaning.weight is Weight.STRONG or signal.since + grace <= now or is_seconded:
+        is_seconded = meaning.takes_node and meaning.source in (here := sources.get(signal.node, ())) and len(here) >= 2
+        grace = _find_grace(signal, graces)
+        is_strong = meaning.weight is Weight.STRONG and not signal.is_doubtful
+        if is_strong or signal.since + grace <= now or is_seconded:
             confirmed.append(signal)
         else:
             wake.append(signal.since + grace)
@@ -130,6 +132,11 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
         suspects=tuple(sorted(doubtful - set(lost))),
         wake_at=min(wake, default=None),
     )
+
+
+def _find_grace(signal: Signal, graces: Mapping[str, float]) -> float:
+    """Return the grace period of a signal in seconds."""
+    return graces.get("suspect_seconds" if signal.is_doubtful else KINDS[signal.kind].grace, 0.0)
 
 
 def detect_node_signals(node: NodeView | None, name: str, limits: Timeouts, now: float) -> list[Signal]:
@@ -150,6 +157,21 @@ def detect_node_signals(node: NodeView | None, name: str, limits: Timeouts, now:
         message = f"node {name} is tainted {_OUT_OF_SERVICE}"
         signals.append(Signal(kind=Kind.NODE_OUT_OF_SERVICE, node=name, since=now, message=message))
     return signals
+
+
+def detect_signals_of_node(world: Observation, name: str, limits: Timeouts, now: float) -> list[Signal]:
+    """Detect signals of one node that runs pods of the job, in the light of what happens to the cluster.
+
+    If most Node objects are removed at once, that is more likely an error of the control plane (a restored backup, a
+    cloud controller) than a loss of the nodes, so it needs a grace period. No age counts from before
+    `evidence_since`.
+    """
+    node = world.nodes.get(name)
+    found = detect_node_signals(node, name, limits, now)
+    if node is None and world.is_widespread:
+        since = min(now, world.removed.get(name, 0.0))
+        found = [dataclasses.replace(signal, since=since, is_doubtful=True) for signal in found]
+    return [_not_before(signal, world.evidence_since) for signal in found]
 
 
 def _describe_not_ready(node: NodeView) -> str:
@@ -357,14 +379,12 @@ def detect_attempt_signals(
         if pod.phase == "Running":
             here.append(pod)
     for name, here in sorted(running.items(), key=lambda item: item[0]):
-        node = world.nodes.get(name)
-        node_signals = detect_node_signals(node, name, limits, now)
-        signals += [signal for signal in node_signals if not (world.is_widespread and _is_refuted(signal, step_time))]
-        if node is not None:
-            signals += detect_planned_signals(node, tolerated, now)
-            signals += detect_device_signals(
-                node, here, world.used.get(name, 0), resource, now=now, step_time=step_time
-            )
+        node_signals = detect_signals_of_node(world, name, limits, now)
+        signals += [signal for signal in node_signals if not _is_explained(signal, world, lease)]
+        if (node := world.nodes.get(name)) is not None:
+            found = detect_planned_signals(node, tolerated, now)
+            found += detect_device_signals(node, here, world.used.get(name, 0), resource, now=now, step_time=step_time)
+            signals += [_not_before(signal, world.evidence_since) for signal in found]
     lease_signals = detect_lease_signals(
         lease,
         rank_0_node=next((pod.node or "" for pod in live if pod.index == 0), ""),
@@ -376,7 +396,8 @@ def detect_attempt_signals(
     )
     # A rank 0 that has failed is silent for that reason.
     has_rank_0_failed = any(pod.index == 0 and pod.phase == "Failed" for pod in pods)
-    signals += [item for item in lease_signals if not (has_rank_0_failed and item.kind is Kind.HEARTBEAT_STALE)]
+    is_silence_explained = has_rank_0_failed or (world.is_widespread and not world.is_hold_over)
+    signals += [item for item in lease_signals if not (is_silence_explained and item.kind is Kind.HEARTBEAT_STALE)]
     if job is None and job_seen:
         signals.append(Signal(kind=Kind.JOB_DELETED, since=now, message="the Job was deleted by someone else"))
     if job is not None and job.suspended and (pods or started):
@@ -390,13 +411,22 @@ def detect_attempt_signals(
 
 def _not_before(signal: Signal, floor: float) -> Signal:
     """Return the signal with a grace period that begins at `floor` or later; strong signals have none."""
-    return dataclasses.replace(signal, since=max(signal.since, floor)) if KINDS[signal.kind].grace else signal
+    has_grace = bool(KINDS[signal.kind].grace) or signal.is_doubtful
+    return dataclasses.replace(signal, since=max(signal.since, floor)) if has_grace else signal
 
 
-def _is_refuted(signal: Signal, step_time: float) -> bool:
-    """Return whether a step that finished after a weak signal began proves that the node still works.
+def _is_explained(signal: Signal, world: Observation, lease: LeaseView | None) -> bool:
+    """Return whether a failure of most nodes of the cluster explains a weak or doubtful signal of one node.
 
-    A step needs every node of the attempt. If most nodes of the cluster seem to be lost, this is a second opinion that
-    does not come from the control plane.
+    It does if a step finished after the signal began, because a step needs every node of the attempt. It also does if
+    the training has fallen silent with the nodes: then nobody can report, for instance because the API server refuses
+    writes. That holds for a bounded time, as long as the job could go on elsewhere.
     """
-    return KINDS[signal.kind].weight is Weight.WEAK and step_time > signal.since
+    is_weak = signal.is_doubtful or KINDS[signal.kind].weight is Weight.WEAK
+    if not (world.is_widespread and is_weak):
+        return False
+    if lease is None or lease.renewed_at is None:
+        return False
+    if (lease.step_seen_at or 0.0) > signal.since:
+        return True
+    return lease.renewed_at <= signal.since and not world.is_hold_over

@@ -108,9 +108,7 @@ def find_lost_nodes(context: Context, status: Status) -> frozenset[str]:
     names = {pod.node for pod in world.pods if pod.node and not pod.terminal}
     confirmed: set[str] = set()
     for name in names:
-        detect = functools.partial(
-            signals.detect_node_signals, world.nodes.get(name), name, context.limits, context.now
-        )
+        detect = functools.partial(signals.detect_signals_of_node, world, name, context.limits, context.now)
         confirmed.update(context.judge(("node", name), detect).lost_nodes)
     excluded = {
         item.name for item in status.excluded_nodes if item.until is None and item.reason != POD_STUCK_TERMINATING

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.serialization import format_time
-from elastic_operator.cluster.availability import SETTLE_SECONDS
-from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.availability import HOLD_SECONDS, SETTLE_SECONDS
+from elastic_operator.cluster.caches import REMOVAL_SECONDS, NodeCache, RenewalCache
 from reshard.contract import LeaseKey
 
 NOW = 1_800_000_000.0
@@ -64,7 +64,7 @@ def test_views_follow_every_change_and_keep_what_offers_a_resource_apart() -> No
     assert set(nodes.pool("amd.com/gpu")) == {"n1", "n2"}
     assert not nodes.pool("nvidia.com/gpu")
     assert nodes.views() is nodes.views(), "made once"
-    nodes.remove("n1")
+    nodes.remove("n1", NOW)
     assert set(nodes.views()) == set(nodes.pool("amd.com/gpu")) == {"n2"}
     nodes.renew({**lease(NOW - 7), "metadata": {"name": "n2"}}, NOW - 7)
     nodes.mark_polled(NOW)
@@ -160,6 +160,94 @@ def test_only_the_silence_of_most_nodes_is_widespread() -> None:
     assert not nodes.has_widespread_failure()
     nodes.update(silenced("n2"), NOW)
     assert nodes.has_widespread_failure()
+
+
+def kubelet_lease(name: str, renewed: float) -> dict[str, Any]:
+    spec = {"renewTime": format_time(renewed), "leaseDurationSeconds": 40}
+    return {"metadata": {"name": name}, "spec": spec}
+
+
+def poll(nodes: NodeCache, seconds: range, renewing: tuple[str, ...]) -> None:
+    """Poll every 5 s; each kubelet renews its Lease at every second poll."""
+    for second in seconds:
+        for number, name in enumerate(renewing):
+            if second // 5 % 2 == number % 2:
+                nodes.renew(kubelet_lease(name, NOW + second), NOW + second)
+        nodes.mark_polled(NOW + second)
+
+
+def four_nodes() -> NodeCache:
+    nodes = NodeCache()
+    for name in ("n1", "n2", "n3", "cpu"):
+        nodes.update(node(name), NOW - 100)
+    poll(nodes, range(-100, 0, 5), ("n1", "n2", "n3", "cpu"))
+    return nodes
+
+
+def test_a_silence_of_most_nodes_is_widespread_before_the_first_of_them_counts_as_stale() -> None:
+    nodes = four_nodes()
+    assert not nodes.has_widespread_failure()
+    for second in range(0, 25, 5):
+        poll(nodes, range(second, second + 1), ())
+        assert nodes.has_widespread_failure() or not nodes.stale_nodes()
+    assert nodes.has_widespread_failure()
+
+
+def test_one_node_of_four_that_is_silent_is_no_widespread_failure() -> None:
+    nodes = four_nodes()
+    poll(nodes, range(0, 100, 5), ("n1", "n2", "cpu"))
+    assert nodes.stale_nodes() == ["n3"]
+    assert not nodes.has_widespread_failure()
+
+
+def test_ages_count_anew_after_a_widespread_silence_and_time_to_reconnect() -> None:
+    nodes = four_nodes()
+    poll(nodes, range(0, 300, 5), ())
+    poll(nodes, range(300, 320, 5), ("n1", "n2", "cpu"))
+    assert not nodes.has_widespread_failure()
+    end = nodes.evidence_since(NOW + 320)
+    assert NOW + 300 + SETTLE_SECONDS <= end <= NOW + 310 + SETTLE_SECONDS
+    assert nodes.views()["n3"].lease_age_seconds == 0
+    poll(nodes, range(320, 400, 5), ("n1", "n2", "cpu"))
+    assert nodes.stale_nodes() == ["n3"], "a node that stays silent is found"
+
+
+@pytest.mark.parametrize(
+    ("renewing", "seconds", "is_over"),
+    [
+        pytest.param(("cpu",), HOLD_SECONDS - 30, False, id="for-a-while"),
+        pytest.param(("cpu",), HOLD_SECONDS + 30, True, id="others-could-go-on-where-nodes-report"),
+        pytest.param((), HOLD_SECONDS + 30, False, id="nobody-reports-so-there-is-nowhere-to-go"),
+    ],
+)
+def test_a_widespread_silence_is_held_against_nobody_for_a_while(
+    renewing: tuple[str, ...], seconds: float, is_over: bool
+) -> None:
+    nodes = four_nodes()
+    poll(nodes, range(0, int(seconds), 5), renewing)
+    assert nodes.has_widespread_failure()
+    assert nodes.is_hold_over(NOW + seconds) == is_over
+
+
+@pytest.mark.parametrize(("removed", "is_widespread"), [(("n1",), False), (("n1", "n2", "n3"), True)])
+def test_the_removal_of_most_node_objects_is_widespread_for_a_while(
+    removed: tuple[str, ...], is_widespread: bool
+) -> None:
+    nodes = four_nodes()
+    for name in removed:
+        nodes.remove(name, NOW)
+    assert nodes.has_widespread_failure() == is_widespread
+    assert dict(nodes.removed) == dict.fromkeys(removed, NOW)
+    poll(nodes, range(0, int(REMOVAL_SECONDS) + 10, 5), ("n1", "n2", "n3", "cpu"))
+    assert not nodes.has_widespread_failure()
+    assert not nodes.removed
+
+
+def test_a_node_that_is_created_again_is_no_removed_one() -> None:
+    nodes = four_nodes()
+    nodes.remove("n1", NOW)
+    nodes.update(node("n1"), NOW + 5)
+    assert not nodes.removed
 
 
 def silenced(name: str) -> dict[str, Any]:
