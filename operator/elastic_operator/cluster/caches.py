@@ -16,6 +16,9 @@ from elastic_operator.observed import signals
 from elastic_operator.observed.health_monitors import NO_RULES, Rules
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import (
+    CORDON,
+    HEALTH,
+    WITHDRAWAL_SECONDS,
     JobView,
     LeaseView,
     NodeView,
@@ -131,7 +134,7 @@ class NodeCache:
     def update(self, node: Mapping[str, Any], now: float) -> bool:
         """Store one node; return whether its view changed."""
         old = self._views.get(node["metadata"]["name"])
-        view = _date_node(node_view(node, self._rules), old, now)
+        view = date_node(node_view(node, self._rules), old, now)
         if view == old:
             return False
         self._views[view.name] = view
@@ -259,7 +262,12 @@ class NodeCache:
 _TIMES = ("ready_since", "allocatable_since", "cordoned_since", "unhealthy_since")
 
 
-def _date_node(view: NodeView, old: NodeView | None, now: float) -> NodeView:
+_MAX_WITHDRAWALS = 16
+_BY_CONDITION = "node.kubernetes.io/"
+"""Prefix of taints that Kubernetes derives from the node's state; they are no wish that the node be emptied."""
+
+
+def date_node(view: NodeView, old: NodeView | None, now: float) -> NodeView:
     """Return the view of a node with the times at which the operator saw each part change."""
 
     def since(attribute: str, is_same: bool) -> float:
@@ -274,7 +282,25 @@ def _date_node(view: NodeView, old: NodeView | None, now: float) -> NodeView:
         cordoned_since=since("cordoned_since", old is not None) if view.unschedulable else None,
         unhealthy_since=since("unhealthy_since", old is not None) if view.unhealthy else None,
         taints=tuple(dataclasses.replace(taint, since=taints.get(taint) or now) for taint in view.taints),
+        withdrawals=_list_withdrawals(view, old, now) if old is not None else (),
     )
+
+
+def _list_withdrawals(view: NodeView, old: NodeView, now: float) -> tuple[tuple[str, float], ...]:
+    """Return what was withdrawn from a node within WITHDRAWAL_SECONDS, the newest last."""
+    wanted = _list_planned(view)
+    new = tuple((name, now) for name in _list_planned(old) if name not in wanted)
+    if not new:
+        return old.withdrawals
+    recent = tuple(item for item in old.withdrawals if now - item[1] <= WITHDRAWAL_SECONDS)
+    return (*recent, *new)[-_MAX_WITHDRAWALS:]
+
+
+def _list_planned(view: NodeView) -> list[str]:
+    """List the reasons to empty a node, by the names that `NodeView.withdrawals` uses."""
+    flags = {CORDON: view.unschedulable, HEALTH: bool(view.unhealthy)}
+    taints = {taint.label for taint in view.taints if not taint.key.startswith(_BY_CONDITION)}
+    return [name for name, is_set in flags.items() if is_set] + sorted(taints)
 
 
 def _is_silent(node: NodeView, share: float) -> bool:

@@ -24,6 +24,12 @@ Key = tuple[str, str]
 
 WORKER = "worker"
 RESHARD = "reshard"
+WITHDRAWAL_SECONDS = 3600.0
+"""How long a cordon, taint or health report that was withdrawn makes the next one of its kind on that node wait."""
+
+CORDON, HEALTH = "cordon", "health"
+"""Names of a cordon and of a health monitor's report in `NodeView.withdrawals`."""
+
 DEFAULT_GRACE_SECONDS = 30.0
 """terminationGracePeriodSeconds of a pod that states none (core/v1)."""
 
@@ -36,6 +42,11 @@ class Taint:
     value: str = ""
     effect: str = "NoSchedule"
     since: float | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def label(self) -> str:
+        """Name of the taint in `NodeView.withdrawals`."""
+        return f"taint {self.key}:{self.effect}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +63,7 @@ class NodeView:
         allocatable_since: when the operator saw `allocatable` change.
         cordoned_since: when the operator first saw the node unschedulable.
         unhealthy_since: when the operator first saw a problem in `unhealthy`.
+        withdrawals: what was withdrawn from the node lately (CORDON, HEALTH or the label of a taint), and when.
         lease_age_seconds: how long the node's Lease had not changed when it was last read; None if it was never read.
         lease_duration_seconds: the duration that the kubelet writes into that Lease.
     """
@@ -69,8 +81,13 @@ class NodeView:
     allocatable_since: float | None = None
     cordoned_since: float | None = None
     unhealthy_since: float | None = None
+    withdrawals: tuple[tuple[str, float], ...] = ()
     lease_age_seconds: float | None = None
     lease_duration_seconds: float = 40.0
+
+    def count_withdrawals(self, what: str, now: float) -> int:
+        """Count how often something was withdrawn within the last WITHDRAWAL_SECONDS."""
+        return sum(name == what and now - at <= WITHDRAWAL_SECONDS for name, at in self.withdrawals)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

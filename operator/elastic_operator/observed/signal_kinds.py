@@ -99,3 +99,6 @@ KINDS: Mapping[Kind, Meaning] = {
     # Preempted, evicted or deleted, or the node shuts down: its processes have the grace period for a commit.
     Kind.POD_TERMINATING: Meaning(source="pod", weight=Weight.PLANNED, takes_node=False),
 }
+
+LEAVE_NODE = frozenset({Kind.NODE_UNHEALTHY, Kind.NODE_CORDONED, Kind.NODE_TAINTED})
+"""Planned signals that ask for a node to be emptied, and that can be withdrawn."""

@@ -11,10 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from elastic_operator.observed.observation import LeaseView, NodeView, Observation, PodView, Taint
+from elastic_operator.observed.observation import CORDON, HEALTH, LeaseView, NodeView, Observation, PodView, Taint
 from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
 from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import TrainerPhase
+
+LONGEST_PLANNED_SECONDS = 600.0
+"""Longest grace period of a cordon, taint or health report that comes and goes."""
 
 TERMINATION_SLACK_SECONDS = 2.0
 """Time after the end of a pod's grace period in which the last commit may still arrive, and the clocks may differ."""
@@ -67,6 +70,7 @@ class Signal:
         node: node concerned, empty if none.
         since: when it began, in seconds since the epoch.
         until: when a planned signal becomes a failure; None for never.
+        num_withdrawn: how often a planned signal like this one was withdrawn from the node within the last hour.
         is_doubtful: True for a strong signal that needs a grace period of `suspectSeconds` here.
     """
 
@@ -77,6 +81,7 @@ class Signal:
     pod: str = ""
     until: float | None = None
     is_doubtful: bool = False
+    num_withdrawn: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +107,7 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
     """Apply the confirmation rule. `graces` holds the grace periods that `Meaning.grace` names, in seconds."""
     signals = sorted(signals, key=lambda signal: (list(Kind).index(signal.kind), signal.since, signal.node, signal.pod))
     all_planned = [signal for signal in signals if KINDS[signal.kind].weight is Weight.PLANNED]
-    ends = {signal: signal.since + graces.get(KINDS[signal.kind].grace, 0.0) for signal in all_planned}
+    ends = {signal: signal.since + _find_grace(signal, graces) for signal in all_planned}
     # Where pods already have to stop, the cordon or taint that explains it needs no grace.
     leaving = {signal.node for signal in all_planned if ends[signal] <= now and signal.node}
     planned = tuple(signal for signal in all_planned if ends[signal] <= now or signal.node in leaving)
@@ -136,7 +141,13 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
 
 def _find_grace(signal: Signal, graces: Mapping[str, float]) -> float:
     """Return the grace period of a signal in seconds."""
-    return graces.get("suspect_seconds" if signal.is_doubtful else KINDS[signal.kind].grace, 0.0)
+    seconds = graces.get("suspect_seconds" if signal.is_doubtful else KINDS[signal.kind].grace, 0.0)
+    return damped_seconds(seconds, signal.num_withdrawn)
+
+
+def damped_seconds(seconds: float, num_withdrawn: int) -> float:
+    """Return the grace period of a planned signal that comes and goes: it doubles each time, up to a bound."""
+    return min(seconds * 2.0**num_withdrawn, max(seconds, LONGEST_PLANNED_SECONDS))
 
 
 def detect_node_signals(node: NodeView | None, name: str, limits: Timeouts, now: float) -> list[Signal]:
@@ -189,17 +200,20 @@ def detect_planned_signals(node: NodeView, tolerated: Collection[Taint], now: fl
     if node.unhealthy:
         message = f"node {node.name} is unhealthy: {'; '.join(node.unhealthy)}"
         since = now if node.unhealthy_since is None else node.unhealthy_since
-        return [Signal(kind=Kind.NODE_UNHEALTHY, node=node.name, since=since, message=message)]
+        count = node.count_withdrawals(HEALTH, now)
+        return [Signal(kind=Kind.NODE_UNHEALTHY, node=node.name, since=since, message=message, num_withdrawn=count)]
     if node.unschedulable:
         message = f"node {node.name} was cordoned"
         since = now if node.cordoned_since is None else node.cordoned_since
-        return [Signal(kind=Kind.NODE_CORDONED, node=node.name, since=since, message=message)]
+        count = node.count_withdrawals(CORDON, now)
+        return [Signal(kind=Kind.NODE_CORDONED, node=node.name, since=since, message=message, num_withdrawn=count)]
     return [
         Signal(
             kind=Kind.NODE_TAINTED,
             node=node.name,
             since=now if taint.since is None else taint.since,
             message=f"node {node.name} was tainted {taint.key}={taint.value}:{taint.effect}",
+            num_withdrawn=node.count_withdrawals(taint.label, now),
         )
         for taint in node.taints
         if taint.effect in ("NoSchedule", "NoExecute")

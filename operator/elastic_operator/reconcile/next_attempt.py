@@ -18,6 +18,7 @@ from elastic_operator.reconcile.context import (
     describe_stuck_pods,
     find_avoided_nodes,
     find_capacity,
+    is_forgivable,
     select_stuck_pods,
 )
 from reshard.topology import Topology
@@ -41,7 +42,7 @@ def plan_next(context: Context, status: Status) -> Status:
                 "ExclusionLifted", "too few other nodes are left: excluded nodes that are Ready may be used again"
             )
             status = dataclasses.replace(
-                status, excluded_nodes=tuple(item for item in status.excluded_nodes if item.until is None)
+                status, excluded_nodes=tuple(item for item in status.excluded_nodes if not is_forgivable(item))
             )
     awaits_nodes = result.best is None and spec.nodes.autoscaling
     if awaits_nodes:

@@ -11,7 +11,6 @@ from elastic_operator.api.status import Current, Drain, Growth, Phase, Progress,
 from elastic_operator.observed import signals
 from elastic_operator.observed.failure_classes import CLASSES, classify_failure
 from elastic_operator.observed.observation import LeaseView, PodView
-from elastic_operator.observed.placement.schedulability import tolerates
 from elastic_operator.observed.signal_kinds import KINDS, Kind
 from elastic_operator.observed.signals import Signal, Verdict, detect_pod_signals
 from elastic_operator.planning import growth, planner
@@ -22,8 +21,9 @@ from elastic_operator.reconcile.context import (
     find_capacity,
     find_lost_nodes,
     find_suspect_nodes,
+    find_tolerated_taints,
 )
-from elastic_operator.reconcile.failures import exit_codes
+from elastic_operator.reconcile.failures import exit_codes, node_exclusions
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
 from elastic_operator.reconcile.recovery import Fault
 from reshard.contract import TrainerPhase
@@ -80,13 +80,9 @@ def judge_attempt(context: Context, status: Status, current: Current) -> Verdict
 
 def _detect_signals(context: Context, status: Status, current: Current) -> list[Signal]:
     spec, limits = context.spec, context.limits
-    # Admission adds tolerations (ExtendedResourceToleration, DefaultTolerationSeconds), so those of the pods count.
-    written = (context.placed_spec.template.get("spec") or {}).get("tolerations") or ()
-    added = [item for pod in context.world.workers(status.attempt) for item in pod.tolerations]
-    tolerations = [*written, *(item for item in added if item not in written)]
     nodes = (context.world.nodes.get(name) for name in {pod.node for pod in context.world.pods if pod.node})
     taints = (taint for node in nodes if node is not None for taint in node.taints)
-    tolerated = [taint for taint in taints if tolerates(tolerations, taint)]
+    tolerated = find_tolerated_taints(context, taints, context.world.workers(status.attempt))
     return signals.detect_attempt_signals(
         context.world,
         attempt=status.attempt,
@@ -204,9 +200,10 @@ def _name_only_node(pods: Collection[PodView]) -> str:
 def _end_attempt(context: Context, status: Status, drain: Drain) -> Status:
     step = progress.find_latest_step(context, status)
     status = dataclasses.replace(status, progress=dataclasses.replace(status.progress or Progress(), step=step))
-    return recovery.recover(
+    status = recovery.recover(
         context, status, cause=drain.cause, message=drain.message, since=drain.start_time, planned=True
     )
+    return node_exclusions.exclude_left_nodes(context, status, drain)
 
 
 def _follow_drain(context: Context, status: Status, drain: Drain) -> Status:

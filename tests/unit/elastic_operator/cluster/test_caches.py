@@ -9,6 +9,7 @@ import pytest
 from elastic_operator.api.serialization import format_time
 from elastic_operator.cluster.availability import HOLD_SECONDS, SETTLE_SECONDS
 from elastic_operator.cluster.caches import REMOVAL_SECONDS, NodeCache, RenewalCache
+from elastic_operator.observed.observation import WITHDRAWAL_SECONDS
 from reshard.contract import LeaseKey
 
 NOW = 1_800_000_000.0
@@ -149,6 +150,23 @@ def test_a_taint_counts_from_when_it_was_seen_whatever_other_taints_come() -> No
     nodes.update(node() | {"spec": {"taints": [first]}}, NOW)
     nodes.update(node() | {"spec": {"taints": [second, first]}}, NOW + 5)
     assert {taint.key: taint.since for taint in nodes.views()["n1"].taints} == {"sick": NOW, "sicker": NOW + 5}
+
+
+def test_what_was_withdrawn_is_counted_for_an_hour_by_what_it_was() -> None:
+    nodes = NodeCache()
+    taint = {"key": "sick", "effect": "NoSchedule"}
+    pressure = {"key": "node.kubernetes.io/memory-pressure", "effect": "NoSchedule"}
+    for second in range(0, 80, 20):
+        nodes.update(node() | {"spec": {"unschedulable": True, "taints": [pressure]}}, NOW + second)
+        nodes.update(node() | {"spec": {"taints": [taint]}}, NOW + second + 10)
+    view = nodes.views()["n1"]
+    assert [view.count_withdrawals(name, NOW + 80) for name in ("cordon", "taint sick:NoSchedule")] == [4, 3]
+    assert max(at for _, at in view.withdrawals) == NOW + 70
+    assert view.count_withdrawals("cordon", NOW + 55 + WITHDRAWAL_SECONDS) == 1
+    assert not nodes.update(node() | {"spec": {"taints": [taint]}}, NOW + 9000), "time alone is no change"
+    for second in range(100, 2000, 20):
+        nodes.update(node() | {"spec": {"unschedulable": second % 40 == 0}}, NOW + second)
+    assert len(nodes.views()["n1"].withdrawals) <= 16
 
 
 def test_only_the_silence_of_most_nodes_is_widespread() -> None:

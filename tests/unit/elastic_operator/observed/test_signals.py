@@ -103,6 +103,28 @@ def test_a_cordon_within_its_grace_asks_for_nothing_and_says_when_to_look_again(
     assert verdict.wake_at == NOW + 5
 
 
+@pytest.mark.parametrize(
+    ("num_withdrawn", "age", "planned"),
+    [
+        pytest.param(0, 11, True, id="for-the-first-time"),
+        pytest.param(1, 19, False, id="once-withdrawn"),
+        pytest.param(1, 21, True, id="once-withdrawn-and-it-lasts"),
+        pytest.param(3, 79, False, id="three-times"),
+        pytest.param(3, 81, True, id="three-times-and-it-lasts"),
+        pytest.param(16, 599, False, id="often"),
+        pytest.param(16, 601, True, id="often-and-it-lasts-for-the-longest-grace"),
+    ],
+)
+def test_the_grace_of_a_planned_signal_doubles_each_time_it_is_withdrawn(
+    num_withdrawn: int, age: float, planned: bool
+) -> None:
+    withdrawals = tuple(("cordon", NOW - age - 1) for _ in range(num_withdrawn))
+    node = dataclasses.replace(NODE, unschedulable=True, cordoned_since=NOW - age, withdrawals=withdrawals)
+    verdict = signals.judge(signals.detect_planned_signals(node, [], NOW), GRACES, NOW)
+    assert bool(verdict.planned) == planned
+    assert planned or verdict.wake_at == NOW - age + signals.damped_seconds(10.0, num_withdrawn)
+
+
 def test_a_pod_that_has_to_stop_asks_for_a_drain_until_its_grace_period_ends() -> None:
     found = signals.detect_pod_signals(dataclasses.replace(POD, deleted_at=NOW + 30), NOW)
     verdict = signals.judge(found, GRACES, NOW)
