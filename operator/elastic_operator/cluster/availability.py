@@ -13,6 +13,13 @@ SETTLE_SECONDS = 30.0
 """Time that kubelets and trainings get to reconnect after an interruption; clients back off for up to 10 s."""
 
 
+LONGEST_SHIFT_SECONDS = 600.0
+"""How long interruptions that follow one another put ages off; else a server that is often away would hide a failure
+for ever."""
+
+_CALM_SECONDS = 2 * SETTLE_SECONDS
+"""Time after an interruption from which the next one is another outage."""
+
 HOLD_SECONDS = 600.0
 """How long the silence of most nodes is held against nobody, if other nodes report, on which a job could go on."""
 
@@ -27,17 +34,40 @@ class Availability:
     def __init__(self) -> None:
         self._last_success: float | None = None
         self._since = 0.0
+        self._first_shift = self._last_interruption = 0.0
 
-    def record_success(self, now: float) -> None:
-        """Note that a poll has just succeeded."""
-        self._since = self.evidence_since(now)
+    def record_start(self, now: float) -> None:
+        """Note that this process begins to poll; a first success that comes late ends an interruption."""
         self._last_success = now
+
+    def record_failure(self, now: float) -> None:
+        """Note that a request failed at `now`, before the first poll."""
+        self._since = max(self._since, now + SETTLE_SECONDS)
+
+    def record_success(self, started: float, ended: float | None = None) -> None:
+        """Note that a poll has succeeded.
+
+        The time that the poll took is no interruption, because a slow API server answers others, too.
+
+        Args:
+            started: when the poll began.
+            ended: when it ended; None for at once.
+        """
+        ended = started if ended is None else ended
+        if self._is_interrupted(started):
+            if abs(ended - self._last_interruption) > _CALM_SECONDS:
+                self._first_shift = ended
+            self._last_interruption = ended
+            if ended - self._first_shift <= LONGEST_SHIFT_SECONDS:
+                self._since = ended + SETTLE_SECONDS
+        self._last_success = ended
 
     def evidence_since(self, now: float) -> float:
         """Return the time from which ages count; it may be in the future, 0 if there was no interruption."""
-        if self._last_success is None or abs(now - self._last_success) <= INTERRUPTION_SECONDS:
-            return self._since
-        return now + SETTLE_SECONDS
+        return now + SETTLE_SECONDS if self._is_interrupted(now) else self._since
+
+    def _is_interrupted(self, now: float) -> bool:
+        return self._last_success is not None and abs(now - self._last_success) > INTERRUPTION_SECONDS
 
 
 class WidespreadSilence:

@@ -62,12 +62,12 @@ class RenewalCache:
     def date_lease(self, lease: Mapping[str, Any], now: float) -> LeaseView:
         """Return the view of a Lease with the times at which its renewal and its step were first seen."""
         meta, spec = lease["metadata"], lease.get("spec") or {}
-        key = f"{meta['namespace']}/{meta['name']}"
+        key, uid = f"{meta['namespace']}/{meta['name']}", meta.get("uid") or ""
         step = (meta.get("annotations") or {}).get(LeaseKey.STEP) or ""
         return lease_view(
             lease,
-            self.first_seen(key, spec.get("renewTime") or "", now),
-            self.first_seen(f"{key}/step", step, now) if step else None,
+            self.first_seen(key, f"{uid} {spec.get('renewTime') or ''}", now),
+            self.first_seen(f"{key}/step", f"{uid} {step}", now) if step else None,
         )
 
     def date_pod(self, pod: Mapping[str, Any], now: float) -> PodView:
@@ -130,6 +130,7 @@ class NodeCache:
         self._is_widespread: bool | None = None
         self._pools: dict[str, NodePool] = {}
         self.polled_at = 0.0
+        self._listed_at = 0.0
 
     def update(self, node: Mapping[str, Any], now: float) -> bool:
         """Store one node; return whether its view changed."""
@@ -164,10 +165,23 @@ class NodeCache:
         duration = float(spec.get("leaseDurationSeconds") or 40)
         self._leases[name] = _NodeLease(text=text, renewed_at=renewed, duration_seconds=duration)
 
-    def mark_polled(self, now: float) -> None:
-        """Note that all Leases were read at `now`; the ages of the Leases refer to this time."""
-        self._availability.record_success(now)
-        self.polled_at = now
+    def mark_started(self, now: float) -> None:
+        """Note that the polls begin; a first poll that comes late shows that the API server was away."""
+        self._availability.record_start(now)
+
+    def mark_failed(self, now: float) -> None:
+        """Note that a request failed at `now`, before the first poll."""
+        self._availability.record_failure(now)
+
+    def mark_polled(self, now: float, ended: float | None = None) -> None:
+        """Note that all Leases were read.
+
+        Args:
+            now: when the list began; the ages of the Leases refer to this time.
+            ended: when the list ended; None for at once.
+        """
+        self._availability.record_success(now, ended)
+        self.polled_at, self._listed_at = now, now if ended is None else ended
         self._removed = {name: at for name, at in self._removed.items() if abs(now - at) <= REMOVAL_SECONDS}
         self._forget_merged()
         is_long, settled_at = self._is_most(self._count_silent(_STALE_SHARE)), self._silence.settled_at
@@ -182,7 +196,7 @@ class NodeCache:
         had when it was read: the time that has passed since then is no evidence against a node.
         """
         if self._merged is None:
-            floor = self.evidence_since(self.polled_at)
+            floor = self.evidence_since(self._listed_at)
             self._merged = {name: self._merge(view, floor) for name, view in self._views.items()}
         return self._merged
 

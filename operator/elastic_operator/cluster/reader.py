@@ -301,7 +301,7 @@ class ClusterReader:
                 return
             async for item in self._client.list_objects(LEASE, namespace=NODE_LEASES):
                 _read("leases", item, lambda lease: self._nodes.renew(lease, time.time()))
-            self._nodes.mark_polled(now)
+            self._nodes.mark_polled(now, ended=time.time())
 
     def stale_nodes(self) -> list[str]:
         """Return the nodes whose Lease is older than half of its duration; `signals` decides whether they are lost."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.serialization import format_time
-from elastic_operator.cluster.availability import HOLD_SECONDS, SETTLE_SECONDS
+from elastic_operator.cluster.availability import HOLD_SECONDS, LONGEST_SHIFT_SECONDS, SETTLE_SECONDS
 from elastic_operator.cluster.caches import REMOVAL_SECONDS, NodeCache, RenewalCache
 from elastic_operator.observed.observation import WITHDRAWAL_SECONDS
 from reshard.contract import LeaseKey
@@ -124,6 +124,62 @@ def test_polls_that_fail_now_and_then_are_no_interruption() -> None:
     for second in (0, 5, 15, 20, 35):
         nodes.mark_polled(NOW + second)
     assert nodes.evidence_since(NOW + 40) == 0
+
+
+def test_the_time_that_a_slow_list_takes_is_no_interruption() -> None:
+    nodes = NodeCache()
+    nodes.update(node(), NOW)
+    nodes.renew(lease(NOW), NOW)
+    for start in range(0, 3600, 45):
+        nodes.mark_polled(NOW + start, ended=NOW + start + 40)
+    assert nodes.evidence_since(NOW + 3600) == 0
+    assert nodes.stale_nodes() == ["n1"], "a node that is silent is found"
+    nodes.mark_polled(NOW + 3700, ended=NOW + 3740)
+    assert nodes.evidence_since(NOW + 3740) == NOW + 3740 + SETTLE_SECONDS, "no list was under way for 60 s"
+
+
+def test_interruptions_that_follow_one_another_put_ages_off_for_a_bounded_time() -> None:
+    nodes = NodeCache()
+    for second in range(0, int(LONGEST_SHIFT_SECONDS) - 20, 20):
+        nodes.mark_polled(NOW + second)
+        assert second == 0 or nodes.evidence_since(NOW + second) == NOW + second + SETTLE_SECONDS
+    for second in range(int(LONGEST_SHIFT_SECONDS) - 20, 3600, 20):
+        nodes.mark_polled(NOW + second)
+    assert nodes.evidence_since(NOW + 3590) <= NOW + LONGEST_SHIFT_SECONDS + 20 + SETTLE_SECONDS
+    nodes.mark_polled(NOW + 9000)
+    assert nodes.evidence_since(NOW + 9000) == NOW + 9000 + SETTLE_SECONDS, "another outage puts them off again"
+
+
+@pytest.mark.parametrize(("late", "floor"), [(5, 0.0), (20, NOW + 20 + SETTLE_SECONDS)])
+def test_a_first_poll_that_comes_late_shows_that_the_server_was_away(late: float, floor: float) -> None:
+    nodes = NodeCache()
+    nodes.mark_started(NOW)
+    nodes.mark_polled(NOW + late)
+    assert nodes.evidence_since(NOW + late) == floor
+
+
+@pytest.mark.parametrize(("failed_seconds_ago", "floor"), [(None, 0.0), (2, NOW - 2 + SETTLE_SECONDS)])
+def test_a_new_leader_gives_time_to_reconnect_only_if_the_server_was_away(
+    failed_seconds_ago: float | None, floor: float
+) -> None:
+    nodes = NodeCache()
+    if failed_seconds_ago is not None:
+        nodes.mark_failed(NOW - failed_seconds_ago)
+    nodes.mark_polled(NOW)
+    assert nodes.evidence_since(NOW + 5) == floor
+
+
+def test_a_new_lease_of_an_old_name_is_dated_anew() -> None:
+    def lease(uid: str) -> dict[str, Any]:
+        annotations = {LeaseKey.STEP: "1", LeaseKey.PHASE: "Training"}
+        meta = {"name": "gpt-a1", "namespace": "ns", "uid": uid, "annotations": annotations}
+        return {"metadata": meta, "spec": {"renewTime": format_time(NOW)}}
+
+    renewals = RenewalCache()
+    renewals.date_lease(lease("old"), NOW - 5000)
+    view = renewals.date_lease(lease("new"), NOW)
+    assert (view.renewed_at, view.step_seen_at) == (NOW, NOW)
+    assert renewals.date_lease(lease("new"), NOW + 5).renewed_at == NOW
 
 
 def test_a_clock_that_is_corrected_a_little_is_no_interruption_and_a_step_is() -> None:
