@@ -20,6 +20,7 @@ from elastic_operator.observed.observation import (
     HEALTH,
     WITHDRAWAL_SECONDS,
     JobView,
+    Key,
     LeaseView,
     NodeView,
     PodView,
@@ -123,6 +124,7 @@ class NodeCache:
         self._availability = Availability()
         self._silence = WidespreadSilence()
         self._removed: dict[str, float] = {}
+        self._shortages: dict[Key, dict[str, float]] = {}
         self._views: dict[str, NodeView] = {}
         self._leases: dict[str, _NodeLease] = {}
         self._skews: dict[str, float] = {}
@@ -203,6 +205,20 @@ class NodeCache:
     def evidence_since(self, now: float) -> float:
         """Return the time from which ages count: the end of the last interruption, and the time to reconnect."""
         return max(self._availability.evidence_since(now), self._silence.settled_at)
+
+    def date_shortages(self, key: Key, short: Iterable[str], now: float) -> Mapping[str, float]:
+        """Return since when each node is short of accelerators.
+
+        Args:
+            key: the job that looks.
+            short: the nodes of its pods that are short now.
+            now: seconds since the epoch.
+        """
+        known = self._shortages.pop(key, {})
+        dated = {name: min(known.get(name, now), now) for name in short}
+        if dated:
+            self._shortages[key] = dated
+        return dated
 
     @property
     def removed(self) -> Mapping[str, float]:

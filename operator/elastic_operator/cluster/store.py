@@ -232,6 +232,7 @@ class ClusterStore:
         """Remove a resource without notifying the listener."""
         self._records.pop(key, None)
         self._pending_starts.pop(key, None)
+        self._nodes.date_shortages(key, (), 0.0)
 
     def pending_starts(self, key: Key) -> frozenset[tuple[str, str]] | None:
         """Return the claims and folders from which other jobs of the namespace will start.

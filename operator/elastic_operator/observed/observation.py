@@ -295,6 +295,7 @@ class Observation:
         is_widespread: True if most nodes of the cluster seem to be lost.
         is_hold_over: True if they have seemed so for so long that silence counts again.
         removed: when the operator saw that a node was deleted, for nodes that were deleted a short while ago.
+        short_since: since when nodes offer fewer accelerators than their pods hold.
         starts: (claim, folder) pairs of the namespace from which other jobs are about to start; None if they are not
             known yet.
         queue: what Kueue says about the job; None if the job is in no queue, or Kueue is not installed.
@@ -311,6 +312,7 @@ class Observation:
     is_widespread: bool = False
     is_hold_over: bool = False
     removed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    short_since: Mapping[str, float] = dataclasses.field(default_factory=dict)
     starts: frozenset[tuple[str, str]] | None = frozenset()
     queue: QueueView | None = None
 

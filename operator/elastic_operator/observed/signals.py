@@ -71,6 +71,7 @@ class Signal:
         since: when it began, in seconds since the epoch.
         until: when a planned signal becomes a failure; None for never.
         num_withdrawn: how often a planned signal like this one was withdrawn from the node within the last hour.
+        grace: grace period in seconds, if it is not that of the kind.
         is_doubtful: True for a strong signal that needs a grace period of `suspectSeconds` here.
     """
 
@@ -82,6 +83,7 @@ class Signal:
     until: float | None = None
     is_doubtful: bool = False
     num_withdrawn: int = 0
+    grace: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,8 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
 
 def _find_grace(signal: Signal, graces: Mapping[str, float]) -> float:
     """Return the grace period of a signal in seconds."""
+    if signal.grace is not None:
+        return signal.grace
     seconds = graces.get("suspect_seconds" if signal.is_doubtful else KINDS[signal.kind].grace, 0.0)
     return damped_seconds(seconds, signal.num_withdrawn)
 
@@ -195,8 +199,19 @@ def is_start_failure(pod: PodView) -> bool:
     return pod.waiting_reason in _CANNOT_START
 
 
-def detect_planned_signals(node: NodeView, tolerated: Collection[Taint], now: float) -> list[Signal]:
-    """Detect that an administrator or a health controller wants a node to be emptied."""
+def detect_planned_signals(
+    node: NodeView, tolerated: Collection[Taint], now: float, tolerated_seconds: Mapping[Taint, float] | None = None
+) -> list[Signal]:
+    """Detect that an administrator or a health controller wants a node to be emptied.
+
+    Args:
+        node: the node.
+        tolerated: taints that the pods tolerate for ever.
+        now: seconds since the epoch.
+        tolerated_seconds: for how long the pods tolerate other taints. Half of the time is for a withdrawal, the other
+            half for the commit.
+    """
+    bounds = tolerated_seconds or {}
     if node.unhealthy:
         message = f"node {node.name} is unhealthy: {'; '.join(node.unhealthy)}"
         since = now if node.unhealthy_since is None else node.unhealthy_since
@@ -214,6 +229,7 @@ def detect_planned_signals(node: NodeView, tolerated: Collection[Taint], now: fl
             since=now if taint.since is None else taint.since,
             message=f"node {node.name} was tainted {taint.key}={taint.value}:{taint.effect}",
             num_withdrawn=node.count_withdrawals(taint.label, now),
+            grace=bounds[taint] / 2 if taint in bounds else None,
         )
         for taint in node.taints
         if taint.effect in ("NoSchedule", "NoExecute")
@@ -223,7 +239,14 @@ def detect_planned_signals(node: NodeView, tolerated: Collection[Taint], now: fl
 
 
 def detect_device_signals(
-    node: NodeView, pods: Iterable[PodView], used_by_others: int, resource: str, *, now: float, step_time: float = 0.0
+    node: NodeView,
+    pods: Iterable[PodView],
+    used_by_others: int,
+    resource: str,
+    *,
+    now: float,
+    step_time: float = 0.0,
+    short_since: float | None = None,
 ) -> list[Signal]:
     """Detect failing or missing accelerators under the job's running pods on one node.
 
@@ -235,6 +258,7 @@ def detect_device_signals(
         now: seconds since the epoch.
         step_time: when a step was last seen to finish. A node that offers no device at all has lost its device plugin,
             which harms nobody; the devices work as long as the training finishes steps.
+        short_since: when the pods were first seen to hold more than the node offers; None if that is not known.
     """
     pods = list(pods)
     signals = [
@@ -248,10 +272,10 @@ def detect_device_signals(
         for pod in pods
         if pod.unhealthy_devices
     ]
-    held = sum(pod.requests.get(resource, 0) for pod in pods) + used_by_others
-    offered = node.allocatable.get(resource, 0)
+    held, offered = _count_held(pods, resource, used_by_others), node.allocatable.get(resource, 0)
     if offered < held and node.ready == "True":
-        since = now if node.allocatable_since is None else node.allocatable_since
+        # Pods may come to hold more without any change of the node, for instance while one pod replaces another.
+        since = max(short_since or 0.0, node.allocatable_since or 0.0) or now
         message = f"node {node.name} offers {offered} {resource}, but its pods hold {held}"
         kind = Kind.DEVICE_MISSING
         if offered == 0:
@@ -259,6 +283,23 @@ def detect_device_signals(
             message = f"{message}, and they have finished no step for {max(0.0, now - since):.0f} s"
         signals.append(Signal(kind=kind, node=node.name, since=since, message=message))
     return signals
+
+
+def _count_held(pods: Iterable[PodView], resource: str, used_by_others: int) -> int:
+    return sum(pod.requests.get(resource, 0) for pod in pods) + used_by_others
+
+
+def find_short_nodes(world: Observation, attempt: int, resource: str) -> list[str]:
+    """Return the nodes that offer fewer accelerators than the pods on them hold, among those of an attempt's pods."""
+    running: dict[str, list[PodView]] = {}
+    for pod in world.workers(attempt):
+        if pod.node in world.nodes and pod.phase == "Running":
+            running.setdefault(pod.node or "", []).append(pod)
+    return [
+        name
+        for name, pods in running.items()
+        if world.nodes[name].allocatable.get(resource, 0) < _count_held(pods, resource, world.used.get(name, 0))
+    ]
 
 
 def detect_pod_signals(pod: PodView, now: float) -> list[Signal]:
@@ -378,6 +419,7 @@ def detect_attempt_signals(
     started: bool,
     limits: Timeouts,
     now: float,
+    tolerated_seconds: Mapping[Taint, float] | None = None,
 ) -> list[Signal]:
     """Detect all signals of a launched attempt."""
     pods, lease = world.workers(attempt), world.leases.get(attempt)
@@ -396,8 +438,11 @@ def detect_attempt_signals(
         node_signals = detect_signals_of_node(world, name, limits, now)
         signals += [signal for signal in node_signals if not _is_explained(signal, world, lease)]
         if (node := world.nodes.get(name)) is not None:
-            found = detect_planned_signals(node, tolerated, now)
-            found += detect_device_signals(node, here, world.used.get(name, 0), resource, now=now, step_time=step_time)
+            found = detect_planned_signals(node, tolerated, now, tolerated_seconds)
+            found += detect_device_signals(
+                node, here, world.used.get(name, 0), resource, now=now, step_time=step_time,
+                short_since=world.short_since.get(name),
+            )  # fmt: skip
             signals += [_not_before(signal, world.evidence_since) for signal in found]
     lease_signals = detect_lease_signals(
         lease,

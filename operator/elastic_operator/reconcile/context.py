@@ -19,7 +19,7 @@ from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import Observation, PodView, Taint
 from elastic_operator.observed.placement.pod_constraints import parse_pod_constraints
 from elastic_operator.observed.placement.pod_resources import MOST_PODS
-from elastic_operator.observed.placement.schedulability import tolerates
+from elastic_operator.observed.placement.schedulability import toleration_seconds
 from elastic_operator.observed.queueing.placement import ANYWHERE, add_placement
 from elastic_operator.observed.signal_kinds import LEAVE_NODE
 from elastic_operator.observed.signals import Signal, Verdict
@@ -173,15 +173,17 @@ def is_forgivable(item: ExcludedNode) -> bool:
     return item.until is not None and item.reason not in LEAVE_NODE
 
 
-def find_tolerated_taints(context: Context, taints: Iterable[Taint], pods: Iterable[PodView] = ()) -> list[Taint]:
-    """Return the taints that the template tolerates, or that one of the pods tolerates.
+def find_toleration_seconds(
+    context: Context, taints: Iterable[Taint], pods: Iterable[PodView] = ()
+) -> dict[Taint, float]:
+    """Return how long the template or one of the pods tolerates each taint; inf for ever.
 
     Admission adds tolerations (ExtendedResourceToleration, DefaultTolerationSeconds), so those of the pods count.
     """
     written = (context.placed_spec.template.get("spec") or {}).get("tolerations") or ()
     added = [item for pod in pods for item in pod.tolerations]
     tolerations = [*written, *(item for item in added if item not in written)]
-    return [taint for taint in taints if tolerates(tolerations, taint)]
+    return {taint: seconds for taint in taints if (seconds := toleration_seconds(tolerations, taint)) > 0}
 
 
 def _pod_rules(context: Context) -> PodRules:

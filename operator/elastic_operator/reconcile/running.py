@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 
 from elastic_operator.api.serialization import Time
@@ -21,7 +22,7 @@ from elastic_operator.reconcile.context import (
     find_capacity,
     find_lost_nodes,
     find_suspect_nodes,
-    find_tolerated_taints,
+    find_toleration_seconds,
 )
 from elastic_operator.reconcile.failures import exit_codes, node_exclusions
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
@@ -82,12 +83,13 @@ def _detect_signals(context: Context, status: Status, current: Current) -> list[
     spec, limits = context.spec, context.limits
     nodes = (context.world.nodes.get(name) for name in {pod.node for pod in context.world.pods if pod.node})
     taints = (taint for node in nodes if node is not None for taint in node.taints)
-    tolerated = find_tolerated_taints(context, taints, context.world.workers(status.attempt))
+    tolerated = find_toleration_seconds(context, taints, context.world.workers(status.attempt))
     return signals.detect_attempt_signals(
         context.world,
         attempt=status.attempt,
         resource=spec.accelerator.resource,
-        tolerated=tolerated,
+        tolerated=[taint for taint, seconds in tolerated.items() if seconds == math.inf],
+        tolerated_seconds=tolerated,
         launch_time=current.launch_time or context.now,
         job_seen=bool(current.job_uid),
         started=current.first_step_time is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 
 from elastic_operator.api.serialization import Time
@@ -14,7 +15,7 @@ from elastic_operator.observed.signal_kinds import LEAVE_NODE
 from elastic_operator.reconcile.context import (
     POD_STUCK_TERMINATING,
     Context,
-    find_tolerated_taints,
+    find_toleration_seconds,
     select_stuck_pods,
 )
 
@@ -140,7 +141,8 @@ def _find_clean_time(context: Context, item: ExcludedNode, node: NodeView) -> Ti
     It has to be clean for as long as the grace period of what was withdrawn last. An operator that has not seen a
     withdrawal counts from when the node was left.
     """
-    tolerated = find_tolerated_taints(context, node.taints)
+    seconds = find_toleration_seconds(context, node.taints)
+    tolerated = [taint for taint in seconds if seconds[taint] == math.inf]
     if signals.detect_planned_signals(node, tolerated, context.now):
         return None
     most = max((node.count_withdrawals(name, context.now) for name, _ in node.withdrawals), default=0)

@@ -317,6 +317,16 @@ def test_the_removal_of_most_node_objects_is_widespread_for_a_while(
     assert not nodes.removed
 
 
+def test_a_shortage_is_dated_from_when_it_began_and_anew_when_it_returns() -> None:
+    nodes, key = NodeCache(), ("ns", "gpt")
+    assert nodes.date_shortages(key, ["n1"], NOW) == {"n1": NOW}
+    assert nodes.date_shortages(key, ["n1", "n2"], NOW + 5) == {"n1": NOW, "n2": NOW + 5}
+    assert nodes.date_shortages(("ns", "other"), ["n1"], NOW + 6) == {"n1": NOW + 6}
+    assert nodes.date_shortages(key, ["n2"], NOW + 7) == {"n2": NOW + 5}
+    assert nodes.date_shortages(key, ["n1"], NOW + 9) == {"n1": NOW + 9}
+    assert nodes.date_shortages(key, ["n1"], NOW - 99) == {"n1": NOW - 99}, "the own clock was set back"
+
+
 def test_a_node_that_is_created_again_is_no_removed_one() -> None:
     nodes = four_nodes()
     nodes.remove("n1", NOW)

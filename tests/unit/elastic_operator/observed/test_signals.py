@@ -427,6 +427,46 @@ def test_a_planned_or_device_signal_counts_from_the_end_of_an_interruption(chang
     assert not acts(NOW - 5)
 
 
+@pytest.mark.parametrize(
+    ("short_since", "changed_since", "failure"),
+    [
+        pytest.param(1, 3600, None, id="another-pod-was-bound-for-a-moment"),
+        pytest.param(9, 3600, None, id="within-the-grace"),
+        pytest.param(11, 3600, Kind.DEVICE_MISSING, id="past-the-grace"),
+        pytest.param(200, 1, None, id="a-plugin-that-was-gone-offers-its-devices-one-after-another"),
+    ],
+)
+def test_a_shortage_of_devices_counts_from_when_the_pods_first_held_more_than_there_are(
+    short_since: float, changed_since: float, failure: Kind | None
+) -> None:
+    node = dataclasses.replace(NODE, allocatable_since=NOW - changed_since)
+    world = Observation(
+        nodes={"n1": node}, pods=(POD,), leases=heard(1, 1), used={"n1": 1}, short_since={"n1": NOW - short_since}
+    )
+    assert signals.find_short_nodes(world, 1, GPU) == ["n1"]
+    assert signals.find_short_nodes(dataclasses.replace(world, used={}), 1, GPU) == []
+    verdict = judge_world(world)
+    assert (verdict.failure.kind if verdict.failure else None) == failure
+
+
+@pytest.mark.parametrize(
+    ("seconds", "age", "planned"),
+    [
+        pytest.param(3600, 1790, False, id="half-of-the-time-is-left"),
+        pytest.param(3600, 1810, True, id="half-of-the-time-is-over"),
+        pytest.param(8, 3, False, id="short-time"),
+        pytest.param(8, 5, True, id="half-of-a-short-time"),
+    ],
+)
+def test_a_taint_that_pods_tolerate_for_a_time_makes_them_leave_halfway(
+    seconds: float, age: float, planned: bool
+) -> None:
+    taint = Taint(key="sick", effect="NoExecute", since=NOW - age)
+    node = dataclasses.replace(NODE, taints=(taint,))
+    world = Observation(nodes={"n1": node}, pods=(POD,), leases=heard(1, 1))
+    assert bool(judge_world(world, tolerated_seconds={taint: seconds}).planned) == planned
+
+
 def test_a_signal_that_has_not_begun_confirms_no_other() -> None:
     both = [signal(Kind.NODE_NOT_READY, -5), signal(Kind.NODE_LEASE_STALE, -5)]
     assert signals.judge(both, GRACES, NOW).failure is None
