@@ -40,11 +40,11 @@ WIDESPREAD_NODES = 3
 REMOVAL_SECONDS = 600.0
 """How long a removed node counts as silent, when it is decided whether a failure is widespread."""
 
-_MISSED_SHARE = 0.25
-"""Share of a Lease's duration after which a kubelet renews it."""
+_MISSED_SHARE, _MISSED_SECONDS = 0.25, 2.0
+"""Share of a Lease's duration after which a kubelet renews it, and the least age that counts as a missed renewal."""
 
-_STALE_SHARE = 0.5
-"""Share of a Lease's duration after which the Lease counts as stale."""
+_STALE_SHARE, _STALE_SECONDS = 0.5, 5.0
+"""Share of a Lease's duration after which the Lease counts as stale, and the least such age."""
 
 
 class RenewalCache:
@@ -186,7 +186,7 @@ class NodeCache:
         self.polled_at, self._listed_at = now, now if ended is None else ended
         self._removed = {name: at for name, at in self._removed.items() if abs(now - at) <= REMOVAL_SECONDS}
         self._forget_merged()
-        is_long, settled_at = self._is_most(self._count_silent(_STALE_SHARE)), self._silence.settled_at
+        is_long, settled_at = self._is_most(self._count_silent(_STALE_SHARE, _STALE_SECONDS)), self._silence.settled_at
         self._silence.record_poll(now, is_widespread=self.has_widespread_failure(), is_long=is_long)
         if self._silence.settled_at != settled_at:
             self._forget_merged()
@@ -232,20 +232,21 @@ class NodeCache:
         about when the Lease of the first is stale.
         """
         if self._is_widespread is None:
-            self._is_widespread = self._is_most(self._count_silent(_MISSED_SHARE))
+            self._is_widespread = self._is_most(self._count_silent(_MISSED_SHARE, _MISSED_SECONDS))
         return self._is_widespread
 
     def is_hold_over(self, now: float) -> bool:
         """Return whether a widespread failure has lasted for so long that silence counts again."""
-        return self._silence.is_over(now, is_total=self._count_silent(_STALE_SHARE) == self._num_nodes)
+        num_silent = self._count_silent(_STALE_SHARE, _STALE_SECONDS)
+        return self._silence.is_over(now, is_total=num_silent == self._num_nodes)
 
     @property
     def _num_nodes(self) -> int:
         return len(self._views) + len(self._removed)
 
-    def _count_silent(self, share: float) -> int:
-        """Count the nodes that are removed, not Ready, or silent for a share of their Lease's duration."""
-        silent = sum(node.ready != "True" or _is_silent(node, share) for node in self.views().values())
+    def _count_silent(self, share: float, seconds: float) -> int:
+        """Count the nodes that are removed, not Ready, or silent for a share of their Lease's duration and `seconds`."""
+        silent = sum(node.ready != "True" or _is_silent(node, share, seconds) for node in self.views().values())
         return silent + len(self._removed)
 
     def _is_most(self, num_nodes: int) -> bool:
@@ -333,5 +334,6 @@ def _list_planned(view: NodeView) -> list[str]:
     return [name for name, is_set in flags.items() if is_set] + sorted(taints)
 
 
-def _is_silent(node: NodeView, share: float) -> bool:
-    return node.lease_age_seconds is not None and node.lease_age_seconds > node.lease_duration_seconds * share
+def _is_silent(node: NodeView, share: float, seconds: float = 0.0) -> bool:
+    age = node.lease_age_seconds
+    return age is not None and age > max(node.lease_duration_seconds * share, seconds)

@@ -267,6 +267,21 @@ def test_a_silence_of_most_nodes_is_widespread_before_the_first_of_them_counts_a
     assert nodes.has_widespread_failure()
 
 
+@pytest.mark.parametrize(("age", "is_widespread"), [(1.5, False), (2.5, True)])
+def test_short_leases_may_be_a_moment_late(age: float, is_widespread: bool) -> None:
+    nodes = NodeCache()
+    for name in ("n1", "n2", "n3"):
+        nodes.update(node(name), NOW)
+        nodes.renew({**lease(NOW - age), "metadata": {"name": name}}, NOW - age)
+    nodes.mark_polled(NOW)
+    assert nodes.has_widespread_failure() == is_widespread
+    nodes.mark_polled(NOW + 1)
+    for name in ("n1", "n2", "n3"):
+        nodes.renew({**lease(NOW + 5), "metadata": {"name": name}}, NOW + 5)
+    nodes.mark_polled(NOW + 5)
+    assert nodes.evidence_since(NOW + 5) == 0, "nothing was stale"
+
+
 def test_one_node_of_four_that_is_silent_is_no_widespread_failure() -> None:
     nodes = four_nodes()
     poll(nodes, range(0, 100, 5), ("n1", "n2", "cpu"))
