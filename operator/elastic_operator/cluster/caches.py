@@ -245,7 +245,7 @@ class NodeCache:
         return len(self._views) + len(self._removed)
 
     def _count_silent(self, share: float, seconds: float) -> int:
-        """Count the nodes that are removed, not Ready, or silent for a share of their Lease's duration and `seconds`."""
+        """Count the nodes that are removed, not Ready, or silent for that share of a Lease, at least `seconds`."""
         silent = sum(node.ready != "True" or _is_silent(node, share, seconds) for node in self.views().values())
         return silent + len(self._removed)
 
