@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -53,6 +54,32 @@ def hang_kubelet(name: str) -> None:
 def resume_kubelet(name: str) -> None:
     """The kubelet goes on."""
     _signal_kubelet(name, signal.SIGCONT)
+
+
+def restart_kubelet(name: str) -> None:
+    """The kubelet is killed and started again; its containers go on."""
+    _signal_kubelet(name, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def memory_pressure(name: str) -> Iterator[None]:
+    """Let the kubelet report MemoryPressure for the duration of the block, without evictions; restarts it twice.
+
+    A soft threshold that is always exceeded sets the condition at once, and evicts pods only after its grace period.
+    """
+    path = node_named(name).folder / "kubelet.json"
+    before = path.read_text()
+    soft = {
+        "evictionSoft": {"memory.available": "100Ti"},
+        "evictionSoftGracePeriod": {"memory.available": "10h"},
+    }
+    try:
+        path.write_text(json.dumps({**json.loads(before), **soft}, indent=1))
+        restart_kubelet(name)
+        yield
+    finally:
+        path.write_text(before)
+        restart_kubelet(name)
 
 
 def _signal_kubelet(name: str, number: signal.Signals) -> None:

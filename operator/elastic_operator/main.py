@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
@@ -87,6 +88,9 @@ async def _serve_as_leader(
 ) -> None:
     """Start the informers, the controller and kopf, and stop them at the end."""
     nodes, renewals = NodeCache(settings.unhealthy_nodes), RenewalCache()
+    nodes.mark_started(time.time())
+    if leader is not None and leader.failed_at is not None:
+        nodes.mark_failed(leader.failed_at)
     store = ClusterStore(nodes, renewals, settings.namespaces)
     reader = ClusterReader(client, nodes, renewals, store, settings.namespaces)
     fence = leader.must_lead if leader is not None else lambda: None

@@ -5,7 +5,8 @@ and optionally a folder with a checkpoint. Without it a commit holds nothing tha
 commit of a training that started from nothing is a copy of that folder; one that was resumed commits nothing, unless
 a last argument `carry` lets its commits be copies of the one that it resumed from.
 On several nodes the first does all this, and the others wait for their end. SIGTERM asks for a commit, as in a real
-training: of the first node itself, of another one through the operator. CLOCK_OFFSET_SECONDS makes the clock wrong.
+training: of the first node itself, of another one through the operator. CLOCK_OFFSET_SECONDS makes the clock wrong,
+and CLOCK_OFFSET_FILE names a file with this number, which may change.
 HANG_AT_STEP lets no step end after this one, while the heartbeat goes on; SILENT_AT_STEP stops the heartbeat too. Both
 hold for the first attempt only.
 """
@@ -40,12 +41,18 @@ class WrongClock(datetime.datetime):
 
     @classmethod
     def now(cls, tz: Any = None) -> Any:
-        return super().now(tz) + datetime.timedelta(seconds=OFFSET_SECONDS)
+        return super().now(tz) + datetime.timedelta(seconds=clock_offset())
 
 
-if OFFSET_SECONDS := float(os.environ.get("CLOCK_OFFSET_SECONDS", "0")):
+def clock_offset() -> float:
+    return float(Path(OFFSET_FILE).read_text()) if OFFSET_FILE else OFFSET_SECONDS
+
+
+OFFSET_FILE = os.environ.get("CLOCK_OFFSET_FILE", "")
+OFFSET_SECONDS = float(os.environ.get("CLOCK_OFFSET_SECONDS", "0"))
+if OFFSET_FILE or OFFSET_SECONDS:
     clock = time.time
-    time.time = lambda: clock() + OFFSET_SECONDS
+    time.time = lambda: clock() + clock_offset()
     datetime.datetime = WrongClock  # type: ignore[misc]
 
 

@@ -388,7 +388,8 @@ class ExcludedNode:
     since: Moment
     """Since when it is excluded."""
     until: Moment | None = None
-    """End of the exclusion; absent while the node is not Ready, or a pod of a stopped attempt does not end there."""
+    """End of the exclusion; absent while the node is not Ready, while the reason lasts why an attempt left the node as
+    planned, or while a pod of a stopped attempt does not end there."""
     hurts: Count32 = 1
     """Number of recoveries that the node caused."""
 

@@ -11,12 +11,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_operator.api.serialization import parse_time
-from elastic_operator.cluster.availability import Availability
+from elastic_operator.cluster.availability import Availability, WidespreadSilence
 from elastic_operator.observed import signals
 from elastic_operator.observed.health_monitors import NO_RULES, Rules
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import (
+    CORDON,
+    HEALTH,
+    WITHDRAWAL_SECONDS,
     JobView,
+    Key,
     LeaseView,
     NodeView,
     PodView,
@@ -32,6 +36,15 @@ WIDESPREAD_SHARE = 0.55
 
 WIDESPREAD_NODES = 3
 """Number of silent nodes below which no failure is widespread."""
+
+REMOVAL_SECONDS = 600.0
+"""How long a removed node counts as silent, when it is decided whether a failure is widespread."""
+
+_MISSED_SHARE, _MISSED_SECONDS = 0.25, 2.0
+"""Share of a Lease's duration after which a kubelet renews it, and the least age that counts as a missed renewal."""
+
+_STALE_SHARE, _STALE_SECONDS = 0.5, 5.0
+"""Share of a Lease's duration after which the Lease counts as stale, and the least such age."""
 
 
 class RenewalCache:
@@ -50,12 +63,12 @@ class RenewalCache:
     def date_lease(self, lease: Mapping[str, Any], now: float) -> LeaseView:
         """Return the view of a Lease with the times at which its renewal and its step were first seen."""
         meta, spec = lease["metadata"], lease.get("spec") or {}
-        key = f"{meta['namespace']}/{meta['name']}"
+        key, uid = f"{meta['namespace']}/{meta['name']}", meta.get("uid") or ""
         step = (meta.get("annotations") or {}).get(LeaseKey.STEP) or ""
         return lease_view(
             lease,
-            self.first_seen(key, spec.get("renewTime") or "", now),
-            self.first_seen(f"{key}/step", step, now) if step else None,
+            self.first_seen(key, f"{uid} {spec.get('renewTime') or ''}", now),
+            self.first_seen(f"{key}/step", f"{uid} {step}", now) if step else None,
         )
 
     def date_pod(self, pod: Mapping[str, Any], now: float) -> PodView:
@@ -114,6 +127,9 @@ class NodeCache:
     def __init__(self, rules: Rules = NO_RULES) -> None:
         self._rules = rules
         self._availability = Availability()
+        self._silence = WidespreadSilence()
+        self._removed: dict[str, float] = {}
+        self._shortages: dict[Key, dict[str, float]] = {}
         self._views: dict[str, NodeView] = {}
         self._leases: dict[str, _NodeLease] = {}
         self._skews: dict[str, float] = {}
@@ -121,19 +137,23 @@ class NodeCache:
         self._is_widespread: bool | None = None
         self._pools: dict[str, NodePool] = {}
         self.polled_at = 0.0
+        self._listed_at = 0.0
 
     def update(self, node: Mapping[str, Any], now: float) -> bool:
         """Store one node; return whether its view changed."""
         old = self._views.get(node["metadata"]["name"])
-        view = _date_node(node_view(node, self._rules), old, now)
+        view = date_node(node_view(node, self._rules), old, now)
         if view == old:
             return False
         self._views[view.name] = view
+        self._removed.pop(view.name, None)
         self._forget_merged()
         return True
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, now: float) -> None:
         """Remove a node that was deleted."""
+        if name in self._views:
+            self._removed[name] = now
         for table in (self._views, self._leases, self._skews):
             table.pop(name, None)
         self._forget_merged()
@@ -152,11 +172,29 @@ class NodeCache:
         duration = float(spec.get("leaseDurationSeconds") or 40)
         self._leases[name] = _NodeLease(text=text, renewed_at=renewed, duration_seconds=duration)
 
-    def mark_polled(self, now: float) -> None:
-        """Note that all Leases were read at `now`; the ages of the Leases refer to this time."""
-        self._availability.record_success(now)
-        self.polled_at = now
+    def mark_started(self, now: float) -> None:
+        """Note that the polls begin; a first poll that comes late shows that the API server was away."""
+        self._availability.record_start(now)
+
+    def mark_failed(self, now: float) -> None:
+        """Note that a request failed at `now`, before the first poll."""
+        self._availability.record_failure(now)
+
+    def mark_polled(self, now: float, ended: float | None = None) -> None:
+        """Note that all Leases were read.
+
+        Args:
+            now: when the list began; the ages of the Leases refer to this time.
+            ended: when the list ended; None for at once.
+        """
+        self._availability.record_success(now, ended)
+        self.polled_at, self._listed_at = now, now if ended is None else ended
+        self._removed = {name: at for name, at in self._removed.items() if abs(now - at) <= REMOVAL_SECONDS}
         self._forget_merged()
+        is_long, settled_at = self._is_most(self._count_silent(_STALE_SHARE, _STALE_SECONDS)), self._silence.settled_at
+        self._silence.record_poll(now, is_widespread=self.has_widespread_failure(), is_long=is_long)
+        if self._silence.settled_at != settled_at:
+            self._forget_merged()
 
     def views(self) -> Mapping[str, NodeView]:
         """Return the views of all nodes, with the ages of their Leases.
@@ -165,25 +203,63 @@ class NodeCache:
         had when it was read: the time that has passed since then is no evidence against a node.
         """
         if self._merged is None:
-            floor = self._availability.evidence_since(self.polled_at)
+            floor = self.evidence_since(self._listed_at)
             self._merged = {name: self._merge(view, floor) for name, view in self._views.items()}
         return self._merged
 
     def evidence_since(self, now: float) -> float:
         """Return the time from which ages count: the end of the last interruption, and the time to reconnect."""
-        return self._availability.evidence_since(now)
+        return max(self._availability.evidence_since(now), self._silence.settled_at)
+
+    def date_shortages(self, key: Key, short: Iterable[str], now: float) -> Mapping[str, float]:
+        """Return since when each node is short of accelerators.
+
+        Args:
+            key: the job that looks.
+            short: the nodes of its pods that are short now.
+            now: seconds since the epoch.
+        """
+        known = self._shortages.pop(key, {})
+        dated = {name: min(known.get(name, now), now) for name in short}
+        if dated:
+            self._shortages[key] = dated
+        return dated
+
+    @property
+    def removed(self) -> Mapping[str, float]:
+        """When nodes were removed that have not returned, within the last REMOVAL_SECONDS."""
+        return self._removed
 
     def has_widespread_failure(self) -> bool:
-        """Return whether most nodes seem to be lost, which the control plane or a network causes rather than nodes."""
+        """Return whether most nodes seem to be lost, which the control plane or a network causes rather than nodes.
+
+        A node counts from the first renewal that it misses: when all fall silent at once, the last of them misses one
+        about when the Lease of the first is stale.
+        """
         if self._is_widespread is None:
-            views = self.views().values()
-            num_silent = sum(node.ready != "True" or _is_stale(node) for node in views)
-            self._is_widespread = num_silent >= WIDESPREAD_NODES and num_silent > WIDESPREAD_SHARE * len(views)
+            self._is_widespread = self._is_most(self._count_silent(_MISSED_SHARE, _MISSED_SECONDS))
         return self._is_widespread
+
+    def is_hold_over(self, now: float) -> bool:
+        """Return whether a widespread failure has lasted for so long that silence counts again."""
+        num_silent = self._count_silent(_STALE_SHARE, _STALE_SECONDS)
+        return self._silence.is_over(now, is_total=num_silent == self._num_nodes)
+
+    @property
+    def _num_nodes(self) -> int:
+        return len(self._views) + len(self._removed)
+
+    def _count_silent(self, share: float, seconds: float) -> int:
+        """Count the nodes that are removed, not Ready, or silent for that share of a Lease, at least `seconds`."""
+        silent = sum(node.ready != "True" or _is_silent(node, share, seconds) for node in self.views().values())
+        return silent + len(self._removed)
+
+    def _is_most(self, num_nodes: int) -> bool:
+        return num_nodes >= WIDESPREAD_NODES and num_nodes > WIDESPREAD_SHARE * self._num_nodes
 
     def stale_nodes(self) -> list[str]:
         """Return the nodes whose Lease is older than half of its duration; `signals` decides whether they are lost."""
-        return [name for name, node in self.views().items() if _is_stale(node)]
+        return [name for name, node in self.views().items() if _is_silent(node, _STALE_SHARE)]
 
     def pool(self, resource: str) -> NodePool:
         """Return the nodes that have devices of one kind."""
@@ -222,7 +298,12 @@ class NodeCache:
 _TIMES = ("ready_since", "allocatable_since", "cordoned_since", "unhealthy_since")
 
 
-def _date_node(view: NodeView, old: NodeView | None, now: float) -> NodeView:
+_MAX_WITHDRAWALS = 16
+_BY_CONDITION = "node.kubernetes.io/"
+"""Prefix of taints that Kubernetes derives from the node's state; they are no wish that the node be emptied."""
+
+
+def date_node(view: NodeView, old: NodeView | None, now: float) -> NodeView:
     """Return the view of a node with the times at which the operator saw each part change."""
 
     def since(attribute: str, is_same: bool) -> float:
@@ -237,8 +318,27 @@ def _date_node(view: NodeView, old: NodeView | None, now: float) -> NodeView:
         cordoned_since=since("cordoned_since", old is not None) if view.unschedulable else None,
         unhealthy_since=since("unhealthy_since", old is not None) if view.unhealthy else None,
         taints=tuple(dataclasses.replace(taint, since=taints.get(taint) or now) for taint in view.taints),
+        withdrawals=_list_withdrawals(view, old, now) if old is not None else (),
     )
 
 
-def _is_stale(node: NodeView) -> bool:
-    return node.lease_age_seconds is not None and node.lease_age_seconds > node.lease_duration_seconds / 2
+def _list_withdrawals(view: NodeView, old: NodeView, now: float) -> tuple[tuple[str, float], ...]:
+    """Return what was withdrawn from a node within WITHDRAWAL_SECONDS, the newest last."""
+    wanted = _list_planned(view)
+    new = tuple((name, now) for name in _list_planned(old) if name not in wanted)
+    if not new:
+        return old.withdrawals
+    recent = tuple(item for item in old.withdrawals if now - item[1] <= WITHDRAWAL_SECONDS)
+    return (*recent, *new)[-_MAX_WITHDRAWALS:]
+
+
+def _list_planned(view: NodeView) -> list[str]:
+    """List the reasons to empty a node, by the names that `NodeView.withdrawals` uses."""
+    flags = {CORDON: view.unschedulable, HEALTH: bool(view.unhealthy)}
+    taints = {taint.label for taint in view.taints if not taint.key.startswith(_BY_CONDITION)}
+    return [name for name, is_set in flags.items() if is_set] + sorted(taints)
+
+
+def _is_silent(node: NodeView, share: float, seconds: float = 0.0) -> bool:
+    age = node.lease_age_seconds
+    return age is not None and age > max(node.lease_duration_seconds * share, seconds)

@@ -53,10 +53,15 @@ class CandidateState:
 
 
 class Leader:
-    """One candidate."""
+    """One candidate.
+
+    Attributes:
+        failed_at: when a request for the Lease last failed; None for never.
+    """
 
     def __init__(self, client: KubernetesClient, namespace: str, identity: str, *, name: str) -> None:
         self._leading = False
+        self.failed_at: float | None = None
         self._holder = ""
         self._trouble = "the Lease has not been read yet"
         self._client = client
@@ -117,6 +122,7 @@ class Leader:
         try:
             is_taken = await self._take()
         except RequestError as error:
+            self.failed_at = time.time()
             self._trouble = f"{type(error).__name__}: {error}"
             logger.warning("leader election: Lease %s/%s: %s", self._namespace, self._name, self._trouble)
             return False

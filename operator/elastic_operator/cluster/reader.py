@@ -49,6 +49,7 @@ from elastic_operator.observed.ownership import (
 )
 from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.observed.queueing.workloads import QueueView, workload_view
+from elastic_operator.observed.signals import find_short_nodes
 from elastic_operator.reconcile import effective_spec
 from elastic_operator.reconcile.record import Record
 from reshard.contract import Label
@@ -196,9 +197,9 @@ class ClusterReader:
         stored_workloads = self._store.workloads(key) if is_in_queue(record) else None
         if stored_workloads is not None:
             world = dataclasses.replace(world, queue=await self._queue_reader.view(record, stored_workloads))
-        if self._store.is_usage_current:
-            return record, world
-        return record, dataclasses.replace(world, used=self._used_by_others(record, world.jobs, resource))
+        if not self._store.is_usage_current:
+            world = dataclasses.replace(world, used=self._used_by_others(record, world.jobs, resource))
+        return record, self._date_shortages(record, world, resource)
 
     def store_written(self, resource: Mapping[str, Any]) -> None:
         """Store the API server's answer to a status write, unless the resource was replaced by another one."""
@@ -265,7 +266,7 @@ class ClusterReader:
             await self.refresh_node_leases(max_age_seconds=SECOND_OPINION_SECONDS)
         now = time.time()
         views = [self._renewals.date_lease(item, now) for item in leases]
-        return Observation(
+        world = Observation(
             nodes=self._nodes.views_for(resource, pods),
             pods=pods,
             jobs=jobs,
@@ -274,10 +275,19 @@ class ClusterReader:
             capacity_fresh=fresh or self._store.is_usage_current or now - self._usage_time <= FRESH_SECONDS,
             evidence_since=self._nodes.evidence_since(now),
             is_widespread=self._nodes.has_widespread_failure(),
+            is_hold_over=self._nodes.is_hold_over(now),
+            removed=dict(self._nodes.removed),
             starts=self._store.pending_starts(key),
             queue=await self._read_queue(record) if is_in_queue(record) else None,
             volumes=volumes,
         )
+        return self._date_shortages(record, world, resource)
+
+    def _date_shortages(self, record: Record, world: Observation, resource: str) -> Observation:
+        """Add since when nodes of the job's pods offer fewer accelerators than their pods hold."""
+        short = find_short_nodes(world, record.status.attempt, resource)
+        dated = self._nodes.date_shortages((record.job.namespace, record.job.name), short, time.time())
+        return dataclasses.replace(world, short_since=dated) if dated else world
 
     async def _read_queue(self, record: Record) -> QueueView | None:
         """Read what Kueue says about a job; None if the cluster has no Kueue."""
@@ -305,7 +315,7 @@ class ClusterReader:
                 return
             async for item in self._client.list_objects(LEASE, namespace=NODE_LEASES):
                 _read("leases", item, lambda lease: self._nodes.renew(lease, time.time()))
-            self._nodes.mark_polled(now)
+            self._nodes.mark_polled(now, ended=time.time())
 
     def stale_nodes(self) -> list[str]:
         """Return the nodes whose Lease is older than half of its duration; `signals` decides whether they are lost."""

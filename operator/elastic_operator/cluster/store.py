@@ -234,6 +234,7 @@ class ClusterStore:
         """Remove a resource without notifying the listener."""
         self._records.pop(key, None)
         self._pending_starts.pop(key, None)
+        self._nodes.date_shortages(key, (), 0.0)
 
     def pending_starts(self, key: Key) -> frozenset[Start] | None:
         """Return the other jobs of the namespace that are about to start from a folder.
@@ -298,6 +299,7 @@ class ClusterStore:
         jobs = select_own_jobs(self._jobs.get(key), record.job)
         uids = {job.uid for job in jobs} | set(job_uids)
         pods = select_own_pods(self._pods.get(key), key[1], uids)
+        now = time.time()
         return Observation(
             nodes=self._nodes.views_for(resource, pods),
             pods=pods,
@@ -305,8 +307,10 @@ class ClusterStore:
             leases=select_own_leases(self._leases.get(key), record.job),
             used=self.pod_usage.by_others(uids, resource),
             capacity_fresh=self.is_usage_current,
-            evidence_since=self._nodes.evidence_since(time.time()),
+            evidence_since=self._nodes.evidence_since(now),
             is_widespread=self._nodes.has_widespread_failure(),
+            is_hold_over=self._nodes.is_hold_over(now),
+            removed=dict(self._nodes.removed),
             starts=self.pending_starts(key),
         )
 
@@ -318,7 +322,7 @@ class ClusterStore:
             self.listener.node_changed(node["metadata"]["name"])
 
     def _drop_node(self, node: Id) -> None:
-        self._nodes.remove(node[1])
+        self._nodes.remove(node[1], time.time())
         self.listener.node_changed(node[1])
 
     def _put_job(self, job: Object) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from elastic_operator.api.status import Phase
 from elastic_operator.observed.reshard_pods import OUT_OF_MEMORY
-from elastic_operator.observed.signals import KINDS, Kind, Weight
+from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
 from elastic_operator.reconcile import user_requests
 from elastic_operator.reconcile.goodput import PARTS, PAUSES
 from reshard.contract import ExitCode

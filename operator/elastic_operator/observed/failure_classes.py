@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping
 
 from elastic_operator.api.failure_policy import FailureClass
-from elastic_operator.observed.signals import Kind
+from elastic_operator.observed.signal_kinds import Kind
 
 
 class Budget(enum.Enum):

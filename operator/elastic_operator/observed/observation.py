@@ -26,6 +26,12 @@ Key = tuple[str, str]
 
 WORKER = "worker"
 RESHARD = "reshard"
+WITHDRAWAL_SECONDS = 3600.0
+"""How long a cordon, taint or health report that was withdrawn makes the next one of its kind on that node wait."""
+
+CORDON, HEALTH = "cordon", "health"
+"""Names of a cordon and of a health monitor's report in `NodeView.withdrawals`."""
+
 DEFAULT_GRACE_SECONDS = 30.0
 """terminationGracePeriodSeconds of a pod that states none (core/v1)."""
 
@@ -38,6 +44,11 @@ class Taint:
     value: str = ""
     effect: str = "NoSchedule"
     since: float | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def label(self) -> str:
+        """Name of the taint in `NodeView.withdrawals`."""
+        return f"taint {self.key}:{self.effect}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +65,7 @@ class NodeView:
         allocatable_since: when the operator saw `allocatable` change.
         cordoned_since: when the operator first saw the node unschedulable.
         unhealthy_since: when the operator first saw a problem in `unhealthy`.
+        withdrawals: what was withdrawn from the node lately (CORDON, HEALTH or the label of a taint), and when.
         lease_age_seconds: how long the node's Lease had not changed when it was last read; None if it was never read.
         lease_duration_seconds: the duration that the kubelet writes into that Lease.
     """
@@ -71,8 +83,13 @@ class NodeView:
     allocatable_since: float | None = None
     cordoned_since: float | None = None
     unhealthy_since: float | None = None
+    withdrawals: tuple[tuple[str, float], ...] = ()
     lease_age_seconds: float | None = None
     lease_duration_seconds: float = 40.0
+
+    def count_withdrawals(self, what: str, now: float) -> int:
+        """Count how often something was withdrawn within the last WITHDRAWAL_SECONDS."""
+        return sum(name == what and now - at <= WITHDRAWAL_SECONDS for name, at in self.withdrawals)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +314,9 @@ class Observation:
         evidence_since: no age counts from before this time, in which the API server could not be reached; 0 for none.
         is_widespread: True if most nodes of the cluster seem to be lost.
         starts: other jobs of the namespace that are about to start from a folder; None if they are not known yet.
+        is_hold_over: True if they have seemed so for so long that silence counts again.
+        removed: when the operator saw that a node was deleted, for nodes that were deleted a short while ago.
+        short_since: since when nodes offer fewer accelerators than their pods hold.
         queue: what Kueue says about the job; None if the job is in no queue, or Kueue is not installed.
         volumes: claims of the training pods; those that cannot be read are missing and restrict nothing.
     """
@@ -311,6 +331,9 @@ class Observation:
     evidence_since: float = 0.0
     is_widespread: bool = False
     starts: frozenset[Start] | None = frozenset()
+    is_hold_over: bool = False
+    removed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    short_since: Mapping[str, float] = dataclasses.field(default_factory=dict)
     queue: QueueView | None = None
     volumes: tuple[ClaimView, ...] = ()
 

@@ -15,7 +15,7 @@ from elastic_operator.api.claim_path import find_path_problem, normalize_path
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.observed import pod_diagnosis
 from elastic_operator.observed.observation import Start
-from elastic_operator.observed.signals import Kind
+from elastic_operator.observed.signal_kinds import Kind
 
 MAX_AWAITED = 16
 """Largest number of superseded commits that stay for jobs that wait; the newest three of the job stay anyway."""

@@ -7,7 +7,8 @@ from collections.abc import Collection
 
 from elastic_operator.observed.failure_classes import is_infrastructure
 from elastic_operator.observed.observation import RESHARD, JobView, Observation, PodView
-from elastic_operator.observed.signals import Kind, Signal, detect_pod_signals
+from elastic_operator.observed.signal_kinds import Kind
+from elastic_operator.observed.signals import Signal, detect_pod_signals
 
 OUT_OF_MEMORY = "OutOfMemory"
 """Reason of a failed conversion whose pod was killed because of its memory."""

@@ -3,109 +3,21 @@
 Every symptom of a failure is a `Signal` with a kind, a subject and the time when it began. A node failure is confirmed
 by one strong signal, by two weak ones from independent sources, or by one weak signal that has lasted for its grace
 period. A planned signal counts after its grace period too, so that it can be withdrawn. All times are the operator's
-own; `Observation.evidence_since` bounds them. The table `KINDS` is the policy; `docs/operations.md` prints it.
+own; `Observation.evidence_since` bounds them. The table `signal_kinds.KINDS` is the policy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Collection, Iterable, Mapping
 
-from elastic_operator.observed.observation import LeaseView, NodeView, Observation, PodView, Taint
+from elastic_operator.observed.observation import CORDON, HEALTH, LeaseView, NodeView, Observation, PodView, Taint
+from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
 from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import TrainerPhase
 
-
-class Kind(enum.StrEnum):
-    """Names of signals, gravest first; also the reasons in conditions, events and metrics."""
-
-    NODE_DELETED = "NodeDeleted"
-    NODE_OUT_OF_SERVICE = "NodeOutOfService"
-    NODE_NOT_READY = "NodeNotReady"
-    NODE_LEASE_STALE = "NodeLeaseStale"
-    HEARTBEAT_STALE = "HeartbeatStale"
-    DEVICE_UNHEALTHY = "DeviceUnhealthy"
-    DEVICE_MISSING = "DeviceMissing"
-    DEVICE_PLUGIN_GONE = "DevicePluginGone"
-    RESUME_REFUSED = "ResumeRefused"
-    POD_PREEMPTED = "PodPreempted"
-    POD_DISRUPTED = "PodDisrupted"
-    POD_REJECTED = "PodRejected"
-    POD_LOST = "PodLost"
-    POD_FAILED = "PodFailed"
-    JOB_FAILED = "JobFailed"
-    POD_DELETED = "PodDeleted"  # less grave than JobFailed: the Job controller deletes the pods of a failed Job
-    JOB_DELETED = "JobDeleted"
-    HANG = "Hang"
-    IMAGE = "ContainerCannotStart"
-    UNSCHEDULABLE = "Unschedulable"
-    STARTUP_TIMEOUT = "StartupTimeout"
-    NODE_UNHEALTHY = "NodeUnhealthy"
-    NODE_CORDONED = "NodeCordoned"
-    NODE_TAINTED = "NodeTainted"
-    JOB_SUSPENDED = "JobSuspended"
-    POD_TERMINATING = "PodTerminating"
-
-
-class Weight(enum.Enum):
-    """Strength with which a signal of a kind indicates a failure."""
-
-    STRONG = "confirms at once"
-    WEAK = "needs a second source, or its grace"
-    PLANNED = "drain first, after its grace"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Meaning:
-    """Row of the policy table.
-
-    Attributes:
-        source: component that reports it; two weak signals confirm a node failure only if their sources differ.
-        takes_node: True if the whole node is lost, not only the pod.
-        grace: attribute of `recovery` or of `Timeouts` that holds the grace period of a weak or planned signal.
-    """
-
-    source: str
-    weight: Weight
-    takes_node: bool
-    grace: str = ""
-
-
-KINDS: Mapping[Kind, Meaning] = {
-    Kind.NODE_DELETED: Meaning(source="node", weight=Weight.STRONG, takes_node=True),
-    Kind.NODE_OUT_OF_SERVICE: Meaning(source="taint", weight=Weight.STRONG, takes_node=True),
-    Kind.NODE_NOT_READY: Meaning(source="node", weight=Weight.WEAK, takes_node=True, grace="suspect_seconds"),
-    Kind.NODE_LEASE_STALE: Meaning(source="lease", weight=Weight.WEAK, takes_node=True, grace="suspect_seconds"),
-    Kind.HEARTBEAT_STALE: Meaning(source="heartbeat", weight=Weight.WEAK, takes_node=False, grace="suspect_seconds"),
-    Kind.DEVICE_UNHEALTHY: Meaning(source="device", weight=Weight.STRONG, takes_node=False),
-    Kind.DEVICE_MISSING: Meaning(source="allocatable", weight=Weight.WEAK, takes_node=False, grace="device_seconds"),
-    Kind.DEVICE_PLUGIN_GONE: Meaning(
-        source="allocatable", weight=Weight.WEAK, takes_node=False, grace="device_plugin_seconds"
-    ),
-    Kind.POD_PREEMPTED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
-    Kind.POD_DISRUPTED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
-    Kind.POD_REJECTED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
-    Kind.POD_LOST: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
-    Kind.POD_DELETED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
-    Kind.POD_FAILED: Meaning(source="pod", weight=Weight.STRONG, takes_node=False),
-    Kind.JOB_FAILED: Meaning(source="job", weight=Weight.STRONG, takes_node=False),
-    Kind.JOB_DELETED: Meaning(source="job", weight=Weight.STRONG, takes_node=False),
-    Kind.RESUME_REFUSED: Meaning(source="trainer", weight=Weight.STRONG, takes_node=False),
-    Kind.HANG: Meaning(source="progress", weight=Weight.WEAK, takes_node=False, grace="hang_seconds"),
-    Kind.IMAGE: Meaning(source="container", weight=Weight.WEAK, takes_node=False, grace="image_seconds"),
-    Kind.UNSCHEDULABLE: Meaning(
-        source="scheduler", weight=Weight.WEAK, takes_node=False, grace="unschedulable_seconds"
-    ),
-    Kind.STARTUP_TIMEOUT: Meaning(source="startup", weight=Weight.WEAK, takes_node=False, grace="startup_seconds"),
-    # The node still works, so the job can commit first. If it stops working, its pods fail, which is another signal.
-    Kind.NODE_UNHEALTHY: Meaning(source="health", weight=Weight.PLANNED, takes_node=False, grace="planned_seconds"),
-    Kind.NODE_CORDONED: Meaning(source="node", weight=Weight.PLANNED, takes_node=False, grace="planned_seconds"),
-    Kind.NODE_TAINTED: Meaning(source="taint", weight=Weight.PLANNED, takes_node=False, grace="planned_seconds"),
-    Kind.JOB_SUSPENDED: Meaning(source="job", weight=Weight.PLANNED, takes_node=False),
-    # Preempted, evicted or deleted, or the node shuts down: its processes have the grace period for a commit.
-    Kind.POD_TERMINATING: Meaning(source="pod", weight=Weight.PLANNED, takes_node=False),
-}
+LONGEST_PLANNED_SECONDS = 600.0
+"""Longest grace period of a cordon, taint or health report that comes and goes."""
 
 TERMINATION_SLACK_SECONDS = 2.0
 """Time after the end of a pod's grace period in which the last commit may still arrive, and the clocks may differ."""
@@ -158,6 +70,9 @@ class Signal:
         node: node concerned, empty if none.
         since: when it began, in seconds since the epoch.
         until: when a planned signal becomes a failure; None for never.
+        num_withdrawn: how often a planned signal like this one was withdrawn from the node within the last hour.
+        grace: grace period in seconds, if it is not that of the kind.
+        is_doubtful: True for a strong signal that needs a grace period of `suspectSeconds` here.
     """
 
     kind: Kind
@@ -166,6 +81,9 @@ class Signal:
     node: str = ""
     pod: str = ""
     until: float | None = None
+    is_doubtful: bool = False
+    num_withdrawn: int = 0
+    grace: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +109,7 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
     """Apply the confirmation rule. `graces` holds the grace periods that `Meaning.grace` names, in seconds."""
     signals = sorted(signals, key=lambda signal: (list(Kind).index(signal.kind), signal.since, signal.node, signal.pod))
     all_planned = [signal for signal in signals if KINDS[signal.kind].weight is Weight.PLANNED]
-    ends = {signal: signal.since + graces.get(KINDS[signal.kind].grace, 0.0) for signal in all_planned}
+    ends = {signal: signal.since + _find_grace(signal, graces) for signal in all_planned}
     # Where pods already have to stop, the cordon or taint that explains it needs no grace.
     leaving = {signal.node for signal in all_planned if ends[signal] <= now and signal.node}
     planned = tuple(signal for signal in all_planned if ends[signal] <= now or signal.node in leaving)
@@ -200,14 +118,15 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
     unplanned = [signal for signal in signals if KINDS[signal.kind].weight is not Weight.PLANNED]
     sources: dict[str, set[str]] = {}
     for signal in unplanned:
-        if signal.node:
+        if signal.node and signal.since <= now and not signal.is_doubtful:
             sources.setdefault(signal.node, set()).add(KINDS[signal.kind].source)
     confirmed: list[Signal] = []
     for signal in unplanned:
         meaning = KINDS[signal.kind]
-        is_seconded = meaning.takes_node and len(sources.get(signal.node, ())) >= 2
-        grace = graces.get(meaning.grace, 0.0)
-        if meaning.weight is Weight.STRONG or signal.since + grace <= now or is_seconded:
+        is_seconded = meaning.takes_node and meaning.source in (here := sources.get(signal.node, ())) and len(here) >= 2
+        grace = _find_grace(signal, graces)
+        is_strong = meaning.weight is Weight.STRONG and not signal.is_doubtful
+        if is_strong or signal.since + grace <= now or is_seconded:
             confirmed.append(signal)
         else:
             wake.append(signal.since + grace)
@@ -220,6 +139,19 @@ def judge(signals: Iterable[Signal], graces: Mapping[str, float], now: float) ->
         suspects=tuple(sorted(doubtful - set(lost))),
         wake_at=min(wake, default=None),
     )
+
+
+def _find_grace(signal: Signal, graces: Mapping[str, float]) -> float:
+    """Return the grace period of a signal in seconds."""
+    if signal.grace is not None:
+        return signal.grace
+    seconds = graces.get("suspect_seconds" if signal.is_doubtful else KINDS[signal.kind].grace, 0.0)
+    return damped_seconds(seconds, signal.num_withdrawn)
+
+
+def damped_seconds(seconds: float, num_withdrawn: int) -> float:
+    """Return the grace period of a planned signal that comes and goes: it doubles each time, up to a bound."""
+    return min(seconds * 2.0**num_withdrawn, max(seconds, LONGEST_PLANNED_SECONDS))
 
 
 def detect_node_signals(node: NodeView | None, name: str, limits: Timeouts, now: float) -> list[Signal]:
@@ -242,6 +174,21 @@ def detect_node_signals(node: NodeView | None, name: str, limits: Timeouts, now:
     return signals
 
 
+def detect_signals_of_node(world: Observation, name: str, limits: Timeouts, now: float) -> list[Signal]:
+    """Detect signals of one node that runs pods of the job, in the light of what happens to the cluster.
+
+    If most Node objects are removed at once, that is more likely an error of the control plane (a restored backup, a
+    cloud controller) than a loss of the nodes, so it needs a grace period. No age counts from before
+    `evidence_since`.
+    """
+    node = world.nodes.get(name)
+    found = detect_node_signals(node, name, limits, now)
+    if node is None and world.is_widespread:
+        since = min(now, world.removed.get(name, 0.0))
+        found = [dataclasses.replace(signal, since=since, is_doubtful=True) for signal in found]
+    return [_not_before(signal, world.evidence_since) for signal in found]
+
+
 def _describe_not_ready(node: NodeView) -> str:
     silent = ": the kubelet does not report" if node.ready == "Unknown" else ""
     return f"node {node.name} is not Ready (Ready is {node.ready}{silent})"
@@ -252,22 +199,37 @@ def is_start_failure(pod: PodView) -> bool:
     return pod.waiting_reason in _CANNOT_START
 
 
-def detect_planned_signals(node: NodeView, tolerated: Collection[Taint], now: float) -> list[Signal]:
-    """Detect that an administrator or a health controller wants a node to be emptied."""
+def detect_planned_signals(
+    node: NodeView, tolerated: Collection[Taint], now: float, tolerated_seconds: Mapping[Taint, float] | None = None
+) -> list[Signal]:
+    """Detect that an administrator or a health controller wants a node to be emptied.
+
+    Args:
+        node: the node.
+        tolerated: taints that the pods tolerate for ever.
+        now: seconds since the epoch.
+        tolerated_seconds: for how long the pods tolerate other taints. Half of the time is for a withdrawal, the other
+            half for the commit.
+    """
+    bounds = tolerated_seconds or {}
     if node.unhealthy:
         message = f"node {node.name} is unhealthy: {'; '.join(node.unhealthy)}"
         since = now if node.unhealthy_since is None else node.unhealthy_since
-        return [Signal(kind=Kind.NODE_UNHEALTHY, node=node.name, since=since, message=message)]
+        count = node.count_withdrawals(HEALTH, now)
+        return [Signal(kind=Kind.NODE_UNHEALTHY, node=node.name, since=since, message=message, num_withdrawn=count)]
     if node.unschedulable:
         message = f"node {node.name} was cordoned"
         since = now if node.cordoned_since is None else node.cordoned_since
-        return [Signal(kind=Kind.NODE_CORDONED, node=node.name, since=since, message=message)]
+        count = node.count_withdrawals(CORDON, now)
+        return [Signal(kind=Kind.NODE_CORDONED, node=node.name, since=since, message=message, num_withdrawn=count)]
     return [
         Signal(
             kind=Kind.NODE_TAINTED,
             node=node.name,
             since=now if taint.since is None else taint.since,
             message=f"node {node.name} was tainted {taint.key}={taint.value}:{taint.effect}",
+            num_withdrawn=node.count_withdrawals(taint.label, now),
+            grace=bounds[taint] / 2 if taint in bounds else None,
         )
         for taint in node.taints
         if taint.effect in ("NoSchedule", "NoExecute")
@@ -277,7 +239,14 @@ def detect_planned_signals(node: NodeView, tolerated: Collection[Taint], now: fl
 
 
 def detect_device_signals(
-    node: NodeView, pods: Iterable[PodView], used_by_others: int, resource: str, *, now: float, step_time: float = 0.0
+    node: NodeView,
+    pods: Iterable[PodView],
+    used_by_others: int,
+    resource: str,
+    *,
+    now: float,
+    step_time: float = 0.0,
+    short_since: float | None = None,
 ) -> list[Signal]:
     """Detect failing or missing accelerators under the job's running pods on one node.
 
@@ -289,6 +258,7 @@ def detect_device_signals(
         now: seconds since the epoch.
         step_time: when a step was last seen to finish. A node that offers no device at all has lost its device plugin,
             which harms nobody; the devices work as long as the training finishes steps.
+        short_since: when the pods were first seen to hold more than the node offers; None if that is not known.
     """
     pods = list(pods)
     signals = [
@@ -302,10 +272,10 @@ def detect_device_signals(
         for pod in pods
         if pod.unhealthy_devices
     ]
-    held = sum(pod.requests.get(resource, 0) for pod in pods) + used_by_others
-    offered = node.allocatable.get(resource, 0)
+    held, offered = _count_held(pods, resource, used_by_others), node.allocatable.get(resource, 0)
     if offered < held and node.ready == "True":
-        since = now if node.allocatable_since is None else node.allocatable_since
+        # Pods may come to hold more without any change of the node, for instance while one pod replaces another.
+        since = max(short_since or 0.0, node.allocatable_since or 0.0) or now
         message = f"node {node.name} offers {offered} {resource}, but its pods hold {held}"
         kind = Kind.DEVICE_MISSING
         if offered == 0:
@@ -313,6 +283,23 @@ def detect_device_signals(
             message = f"{message}, and they have finished no step for {max(0.0, now - since):.0f} s"
         signals.append(Signal(kind=kind, node=node.name, since=since, message=message))
     return signals
+
+
+def _count_held(pods: Iterable[PodView], resource: str, used_by_others: int) -> int:
+    return sum(pod.requests.get(resource, 0) for pod in pods) + used_by_others
+
+
+def find_short_nodes(world: Observation, attempt: int, resource: str) -> list[str]:
+    """Return the nodes that offer fewer accelerators than the pods on them hold, among those of an attempt's pods."""
+    running: dict[str, list[PodView]] = {}
+    for pod in world.workers(attempt):
+        if pod.node in world.nodes and pod.phase == "Running":
+            running.setdefault(pod.node or "", []).append(pod)
+    return [
+        name
+        for name, pods in running.items()
+        if world.nodes[name].allocatable.get(resource, 0) < _count_held(pods, resource, world.used.get(name, 0))
+    ]
 
 
 def detect_pod_signals(pod: PodView, now: float) -> list[Signal]:
@@ -432,6 +419,7 @@ def detect_attempt_signals(
     started: bool,
     limits: Timeouts,
     now: float,
+    tolerated_seconds: Mapping[Taint, float] | None = None,
 ) -> list[Signal]:
     """Detect all signals of a launched attempt."""
     pods, lease = world.workers(attempt), world.leases.get(attempt)
@@ -447,14 +435,15 @@ def detect_attempt_signals(
         if pod.phase == "Running":
             here.append(pod)
     for name, here in sorted(running.items(), key=lambda item: item[0]):
-        node = world.nodes.get(name)
-        node_signals = detect_node_signals(node, name, limits, now)
-        signals += [signal for signal in node_signals if not (world.is_widespread and _is_refuted(signal, step_time))]
-        if node is not None:
-            signals += detect_planned_signals(node, tolerated, now)
-            signals += detect_device_signals(
-                node, here, world.used.get(name, 0), resource, now=now, step_time=step_time
-            )
+        node_signals = detect_signals_of_node(world, name, limits, now)
+        signals += [signal for signal in node_signals if not _is_explained(signal, world, lease)]
+        if (node := world.nodes.get(name)) is not None:
+            found = detect_planned_signals(node, tolerated, now, tolerated_seconds)
+            found += detect_device_signals(
+                node, here, world.used.get(name, 0), resource, now=now, step_time=step_time,
+                short_since=world.short_since.get(name),
+            )  # fmt: skip
+            signals += [_not_before(signal, world.evidence_since) for signal in found]
     lease_signals = detect_lease_signals(
         lease,
         rank_0_node=next((pod.node or "" for pod in live if pod.index == 0), ""),
@@ -466,7 +455,8 @@ def detect_attempt_signals(
     )
     # A rank 0 that has failed is silent for that reason.
     has_rank_0_failed = any(pod.index == 0 and pod.phase == "Failed" for pod in pods)
-    signals += [item for item in lease_signals if not (has_rank_0_failed and item.kind is Kind.HEARTBEAT_STALE)]
+    is_silence_explained = has_rank_0_failed or (world.is_widespread and not world.is_hold_over)
+    signals += [item for item in lease_signals if not (is_silence_explained and item.kind is Kind.HEARTBEAT_STALE)]
     if job is None and job_seen:
         signals.append(Signal(kind=Kind.JOB_DELETED, since=now, message="the Job was deleted by someone else"))
     if job is not None and job.suspended and (pods or started):
@@ -480,13 +470,22 @@ def detect_attempt_signals(
 
 def _not_before(signal: Signal, floor: float) -> Signal:
     """Return the signal with a grace period that begins at `floor` or later; strong signals have none."""
-    return dataclasses.replace(signal, since=max(signal.since, floor)) if KINDS[signal.kind].grace else signal
+    has_grace = bool(KINDS[signal.kind].grace) or signal.is_doubtful
+    return dataclasses.replace(signal, since=max(signal.since, floor)) if has_grace else signal
 
 
-def _is_refuted(signal: Signal, step_time: float) -> bool:
-    """Return whether a step that finished after a weak signal began proves that the node still works.
+def _is_explained(signal: Signal, world: Observation, lease: LeaseView | None) -> bool:
+    """Return whether a failure of most nodes of the cluster explains a weak or doubtful signal of one node.
 
-    A step needs every node of the attempt. If most nodes of the cluster seem to be lost, this is a second opinion that
-    does not come from the control plane.
+    It does if a step finished after the signal began, because a step needs every node of the attempt. It also does if
+    the training has fallen silent with the nodes: then nobody can report, for instance because the API server refuses
+    writes. That holds for a bounded time, as long as the job could go on elsewhere.
     """
-    return KINDS[signal.kind].weight is Weight.WEAK and step_time > signal.since
+    is_weak = signal.is_doubtful or KINDS[signal.kind].weight is Weight.WEAK
+    if not (world.is_widespread and is_weak):
+        return False
+    if lease is None or lease.renewed_at is None:
+        return False
+    if (lease.step_seen_at or 0.0) > signal.since:
+        return True
+    return lease.renewed_at <= signal.since and not world.is_hold_over

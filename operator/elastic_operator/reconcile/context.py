@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from elastic_operator.api.spec import Spec, spec_hash
-from elastic_operator.api.status import PlacementLimit, Status
+from elastic_operator.api.status import ExcludedNode, PlacementLimit, Status
 from elastic_operator.manifests.attempt import JobRef, worker_labels
 from elastic_operator.manifests.placement import HOSTNAME, tolerate_resources
 from elastic_operator.manifests.reshard_pod import ReshardImage
@@ -17,12 +17,13 @@ from elastic_operator.observed import capacity_count, pending_starts, signals
 from elastic_operator.observed.capacity import Capacity
 from elastic_operator.observed.capacity_count import PodRules
 from elastic_operator.observed.node_pool import NodePool
-from elastic_operator.observed.observation import Observation, PodView
+from elastic_operator.observed.observation import Observation, PodView, Taint
 from elastic_operator.observed.pending_starts import Protection
 from elastic_operator.observed.placement.pod_constraints import parse_pod_constraints
 from elastic_operator.observed.placement.pod_resources import MOST_PODS
-from elastic_operator.observed.placement.schedulability import would_take_pod
+from elastic_operator.observed.placement.schedulability import toleration_seconds, would_take_pod
 from elastic_operator.observed.queueing.placement import ANYWHERE, add_placement
+from elastic_operator.observed.signal_kinds import LEAVE_NODE
 from elastic_operator.observed.signals import Signal, Verdict
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Event, ReshardOutcome
@@ -86,7 +87,7 @@ class Context:
 
     @property
     def graces(self) -> Mapping[str, float]:
-        """Grace periods in seconds, by the names that `signals.KINDS` uses."""
+        """Grace periods in seconds, by the names that `signal_kinds.KINDS` uses."""
         recovery = self.spec.recovery
         return {
             "suspect_seconds": recovery.suspect_seconds,
@@ -103,6 +104,8 @@ class Context:
 POD_STUCK_TERMINATING = "PodStuckTerminating"
 """Reason why a node is excluded: a pod of a stopped attempt does not end there, although the node is Ready."""
 
+_NOT_LOST = LEAVE_NODE | {POD_STUCK_TERMINATING}
+
 SHORTEST_STUCK_SECONDS = 15.0
 """A pod counts as stuck no earlier than this after its deletion was due, however short `forceDeleteSeconds` is."""
 
@@ -111,19 +114,15 @@ def find_lost_nodes(context: Context, status: Status) -> frozenset[str]:
     """Return the nodes that run pods of the job and are lost: nothing there can be trusted to stop.
 
     A node is lost if signals of the node itself confirm it, or if it was confirmed earlier and is still not Ready. A
-    node that is excluded because of a stuck pod was not confirmed lost.
+    node that is excluded because of a stuck pod, or that was left as planned, was not confirmed lost.
     """
     world = context.world
     names = {pod.node for pod in world.pods if pod.node and not pod.terminal}
     confirmed: set[str] = set()
     for name in names:
-        detect = functools.partial(
-            signals.detect_node_signals, world.nodes.get(name), name, context.limits, context.now
-        )
+        detect = functools.partial(signals.detect_signals_of_node, world, name, context.limits, context.now)
         confirmed.update(context.judge(("node", name), detect).lost_nodes)
-    excluded = {
-        item.name for item in status.excluded_nodes if item.until is None and item.reason != POD_STUCK_TERMINATING
-    }
+    excluded = {item.name for item in status.excluded_nodes if item.until is None and item.reason not in _NOT_LOST}
     not_back = {name for name in names & excluded if name not in world.nodes or world.nodes[name].ready != "True"}
     return frozenset(confirmed | not_back)
 
@@ -201,7 +200,7 @@ def find_capacity(context: Context, status: Status, *, forgive: bool = False, be
     """
     avoid = find_doubtful_nodes(context) if forgive else find_avoided_nodes(context, status)
     if forgive:
-        avoid |= {item.name for item in status.excluded_nodes if item.until is None}
+        avoid |= {item.name for item in status.excluded_nodes if not is_forgivable(item)}
     capacity = capacity_count.count_capacity(
         context.world, context.spec.accelerator.resource, context.placed_template, avoid, _pod_rules(context)
     )
@@ -217,6 +216,28 @@ def find_placement_limit(context: Context, status: Status) -> PlacementLimit | N
     limit = status.placement_limit
     is_over = limit is None or limit.until <= context.now or limit.spec_hash != spec_hash(context.spec)
     return None if is_over else limit
+
+
+def is_forgivable(item: ExcludedNode) -> bool:
+    """Return whether an excluded node may be used early if too few others are left.
+
+    A node with a pending reason is not: the next step would avoid it again. A node that was left as planned is not
+    either: its signal may come back.
+    """
+    return item.until is not None and item.reason not in LEAVE_NODE
+
+
+def find_toleration_seconds(
+    context: Context, taints: Iterable[Taint], pods: Iterable[PodView] = ()
+) -> dict[Taint, float]:
+    """Return how long the template or one of the pods tolerates each taint; inf for ever.
+
+    Admission adds tolerations (ExtendedResourceToleration, DefaultTolerationSeconds), so those of the pods count.
+    """
+    written = context.placed_template["spec"].get("tolerations") or ()
+    added = [item for pod in pods for item in pod.tolerations]
+    tolerations = [*written, *(item for item in added if item not in written)]
+    return {taint: seconds for taint in taints if (seconds := toleration_seconds(tolerations, taint)) > 0}
 
 
 def _pod_rules(context: Context) -> PodRules:

@@ -28,7 +28,7 @@ from elastic_operator.observed import commit_history, reshard_pods
 from elastic_operator.observed.capacity import Capacity
 from elastic_operator.observed.observation import RESHARD, JobView, PodView
 from elastic_operator.observed.reshard_reports import report_of
-from elastic_operator.observed.signals import KINDS, Kind
+from elastic_operator.observed.signal_kinds import KINDS, Kind
 from elastic_operator.planning import planner
 from elastic_operator.reconcile import progress, recovery, reshard_mode, start_from
 from elastic_operator.reconcile.actions import ReshardOutcome

@@ -18,6 +18,7 @@ from elastic_operator.reconcile.context import (
     Context,
     describe_stuck_pods,
     find_capacity,
+    is_forgivable,
     list_avoided_nodes,
     select_stuck_pods,
 )
@@ -48,7 +49,7 @@ def plan_next(context: Context, status: Status) -> Status:
                 "ExclusionLifted", "too few other nodes are left: excluded nodes that are Ready may be used again"
             )
             status = dataclasses.replace(
-                status, excluded_nodes=tuple(item for item in status.excluded_nodes if item.until is None)
+                status, excluded_nodes=tuple(item for item in status.excluded_nodes if not is_forgivable(item))
             )
     if result.best is None and status.pinned is not None:
         status = pinned_topology.adopt_pin(context, status)

@@ -41,7 +41,7 @@ def recover(
     Args:
         context: inputs of the decision.
         status: status of the job.
-        cause: reason of the recovery, for instance a `signals.Kind`.
+        cause: reason of the recovery, for instance a `signal_kinds.Kind`.
         message: one sentence for people.
         since: when the first signal began, seconds since the epoch.
         lost: nodes that are confirmed lost; they are excluded.

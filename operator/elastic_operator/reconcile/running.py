@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import spec_hash
 from elastic_operator.api.status import Current, Drain, Growth, Phase, Progress, Status, short
 from elastic_operator.observed import signals
 from elastic_operator.observed.observation import LeaseView
-from elastic_operator.observed.placement.schedulability import tolerates
-from elastic_operator.observed.signals import Kind, Signal, Verdict, detect_pod_signals
+from elastic_operator.observed.signal_kinds import Kind
+from elastic_operator.observed.signals import Signal, Verdict, detect_pod_signals
 from elastic_operator.planning import growth, planner
 from elastic_operator.reconcile import effective_spec, goodput, next_attempt, progress, recovery
 from elastic_operator.reconcile.context import (
@@ -19,8 +20,9 @@ from elastic_operator.reconcile.context import (
     find_capacity,
     find_lost_nodes,
     find_suspect_nodes,
+    find_toleration_seconds,
 )
-from elastic_operator.reconcile.failures import faults, placement_limits
+from elastic_operator.reconcile.failures import faults, node_exclusions, placement_limits
 from elastic_operator.reconcile.failures.pinned_topology import is_retry_due
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
 from reshard.contract import TrainerPhase
@@ -77,18 +79,15 @@ def judge_attempt(context: Context, status: Status, current: Current) -> Verdict
 
 def _detect_signals(context: Context, status: Status, current: Current) -> list[Signal]:
     spec, limits = context.spec, context.limits
-    # Admission adds tolerations (ExtendedResourceToleration, DefaultTolerationSeconds), so those of the pods count.
-    written = (context.placed_spec.template.get("spec") or {}).get("tolerations") or ()
-    added = [item for pod in context.world.workers(status.attempt) for item in pod.tolerations]
-    tolerations = [*written, *(item for item in added if item not in written)]
     nodes = (context.world.nodes.get(name) for name in {pod.node for pod in context.world.pods if pod.node})
     taints = (taint for node in nodes if node is not None for taint in node.taints)
-    tolerated = [taint for taint in taints if tolerates(tolerations, taint)]
+    tolerated = find_toleration_seconds(context, taints, context.world.workers(status.attempt))
     return signals.detect_attempt_signals(
         context.world,
         attempt=status.attempt,
         resource=spec.accelerator.resource,
-        tolerated=tolerated,
+        tolerated=[taint for taint, seconds in tolerated.items() if seconds == math.inf],
+        tolerated_seconds=tolerated,
         launch_time=current.launch_time or context.now,
         job_seen=bool(current.job_uid),
         started=current.first_step_time is not None,
@@ -173,9 +172,10 @@ def _find_overdue_pods(context: Context, status: Status) -> list[Signal]:
 def _end_attempt(context: Context, status: Status, drain: Drain) -> Status:
     step = progress.find_latest_step(context, status)
     status = dataclasses.replace(status, progress=dataclasses.replace(status.progress or Progress(), step=step))
-    return recovery.recover(
+    status = recovery.recover(
         context, status, cause=drain.cause, message=drain.message, since=drain.start_time, planned=True
     )
+    return node_exclusions.exclude_left_nodes(context, status, drain)
 
 
 def _follow_drain(context: Context, status: Status, drain: Drain) -> Status:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_operator.api.conditions import Type
-from elastic_operator.observed.signals import KINDS
+from elastic_operator.observed.signal_kinds import KINDS
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.settings import read_settings
 

@@ -13,7 +13,7 @@ import yaml
 
 from elastic_operator.api.conditions import Type
 from elastic_operator.api.status import Phase
-from elastic_operator.observed.signals import KINDS, Kind
+from elastic_operator.observed.signal_kinds import KINDS, Kind
 from elastic_operator.observed.timeouts import Timeouts
 from tests.pages import ROOT, rows, section
 

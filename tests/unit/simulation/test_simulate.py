@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from elastic_operator.api.status import Recovery
-from elastic_operator.observed.signals import Kind
+from elastic_operator.observed.signal_kinds import Kind
 from elastic_operator.reconcile.progress import update_goodput
 from simulation import durations
 from simulation.assumptions import Assumptions

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 from elastic_operator.observed.observation import NodeView
-from elastic_operator.observed.placement.schedulability import matches_node_affinity, tolerates
+from elastic_operator.observed.placement.schedulability import matches_node_affinity, toleration_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def list_domains(
             continue
         is_matched = matches_node_affinity(node, pod)
         is_tolerated = all(
-            tolerates(pod.get("tolerations") or (), taint)
+            toleration_seconds(pod.get("tolerations") or (), taint) > 0
             for taint in node.taints
             if taint.effect in ("NoSchedule", "NoExecute")
         )

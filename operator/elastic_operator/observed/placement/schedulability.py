@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -59,13 +60,24 @@ def count_healthy_devices(node: NodeView, resource: str, num_unhealthy: int = 0)
 
 def tolerates(tolerations: Sequence[Mapping[str, Any]], taint: Taint) -> bool:
     """Return whether a pod with these tolerations may be placed and stay on a tainted node (core/v1 semantics)."""
-    return any(
-        (not item.get("effect") or item["effect"] == taint.effect)
-        and (not item.get("key") or item["key"] == taint.key)
-        and (item.get("operator", "Equal") == "Exists" or (item.get("value") or "") == taint.value)
-        for item in tolerations
-        if item.get("key") or item.get("operator") == "Exists"
-    )
+    return toleration_seconds(tolerations, taint) == math.inf
+
+
+def toleration_seconds(tolerations: Sequence[Mapping[str, Any]], taint: Taint) -> float:
+    """Return how long a pod with these tolerations may stay on a tainted node: 0 for not at all, inf for ever.
+
+    The first toleration that matches decides, as in the taint eviction controller.
+    """
+    for item in tolerations:
+        if (
+            (item.get("key") or item.get("operator") == "Exists")
+            and (not item.get("effect") or item["effect"] == taint.effect)
+            and (not item.get("key") or item["key"] == taint.key)
+            and (item.get("operator", "Equal") == "Exists" or (item.get("value") or "") == taint.value)
+        ):
+            seconds = item.get("tolerationSeconds")
+            return math.inf if seconds is None or taint.effect != "NoExecute" else max(0.0, float(seconds))
+    return 0.0
 
 
 def matches_node_affinity(node: NodeView, pod: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic_operator.api.status import FailureCount
+from elastic_operator.observed.signal_kinds import LEAVE_NODE
 from elastic_operator.plugin.pages.job_report import JobReport, RecoveryReport
 from elastic_operator.plugin.pages.text import (
     format_age,
@@ -70,7 +71,8 @@ def _facts(job: JobReport, now: float) -> Iterator[tuple[str, str]]:
     if job.failure_counts:
         yield "Failures", ", ".join(_count(item, now) for item in job.failure_counts)
     for item in job.excluded_nodes:
-        until = "while it is not Ready" if item.until is None else f"for {format_age(item.until - now)} more"
+        pending = "until that is over" if item.reason in LEAVE_NODE else "while it is not Ready"
+        until = pending if item.until is None else f"for {format_age(item.until - now)} more"
         yield "Avoided", f"node {item.name}, {until}: {item.reason}"
 
 

@@ -11,7 +11,7 @@ from elastic_operator.api.serialization import parse_time
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.observed.pod_diagnosis import LAUNCH_REFUSED, POD_STUCK, PODS_REFUSED
-from elastic_operator.observed.signals import Kind
+from elastic_operator.observed.signal_kinds import Kind
 from elastic_operator.plugin.pages.text import format_age, format_size, pluralize
 from elastic_operator.reconcile.record import is_managed_elsewhere
 

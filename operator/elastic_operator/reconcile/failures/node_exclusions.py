@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 
 from elastic_operator.api.serialization import Time
-from elastic_operator.api.status import ExcludedNode, Recovery, Status
+from elastic_operator.api.status import Drain, ExcludedNode, Recovery, Status
 from elastic_operator.observed import signals
 from elastic_operator.observed.failure_classes import CLASSES, classify_failure
-from elastic_operator.observed.observation import PodView
-from elastic_operator.reconcile.context import POD_STUCK_TERMINATING, Context, select_stuck_pods
+from elastic_operator.observed.observation import NodeView, PodView
+from elastic_operator.observed.signal_kinds import LEAVE_NODE
+from elastic_operator.reconcile.context import (
+    POD_STUCK_TERMINATING,
+    Context,
+    find_toleration_seconds,
+    select_stuck_pods,
+)
 
 OFFENCES_UNTIL_EXCLUDED = 2
 """Number of recoveries that a node causes before it is avoided for `recovery.excludeNodeSeconds`, even if Ready."""
@@ -57,11 +64,25 @@ def exclude_nodes(context: Context, status: Status, lost: Collection[str], cause
     return (*others, *new)
 
 
+def exclude_left_nodes(context: Context, status: Status, drain: Drain) -> Status:
+    """Exclude the nodes that an attempt has left as planned, because of a cordon, a taint or a health report."""
+    if drain.cause not in LEAVE_NODE:
+        return status
+    known = {item.name for item in status.excluded_nodes}
+    left = [
+        ExcludedNode(name=name, reason=drain.cause, since=Time(context.now))
+        for name in drain.nodes
+        if name not in known
+    ]
+    return dataclasses.replace(status, excluded_nodes=(*status.excluded_nodes, *left))
+
+
 def refresh_exclusions(context: Context, status: Status) -> Status:
     """Exclude nodes with stuck pods, and readmit excluded nodes.
 
-    A lost node is readmitted once it has been Ready for a while, a node with a stuck pod a while after the pod has
-    gone, a repeated offender after its term.
+    A node that was left as planned is readmitted once it has been clean for as long as its grace period. A lost node
+    is readmitted once it has been Ready for a while, a node with a stuck pod a while after the pod has gone, a
+    repeated offender after its term.
     """
     stuck = select_stuck_pods(context, status)
     status = _exclude_stuck(context, status, stuck)
@@ -74,7 +95,7 @@ def refresh_exclusions(context: Context, status: Status) -> Status:
         # A node with a stale Lease has not returned, even if its Ready condition is still True.
         is_healthy = not signals.detect_node_signals(node, item.name, context.limits, context.now)
         may_end = is_healthy and item.name not in holding
-        until = _exclusion_end(context, item, node.ready_since) if may_end else None
+        until = _exclusion_end(context, item, node) if may_end else None
         if until is None or until > context.now:
             kept.append(dataclasses.replace(item, until=until))
         else:
@@ -103,13 +124,30 @@ def _exclude_stuck(context: Context, status: Status, stuck: Collection[PodView])
     return dataclasses.replace(status, excluded_nodes=tuple(excluded.values()))
 
 
-def _exclusion_end(context: Context, item: ExcludedNode, ready_since: float | None) -> Time:
-    """Return the end of the exclusion of a node that is healthy now."""
+def _exclusion_end(context: Context, item: ExcludedNode, node: NodeView) -> Time | None:
+    """Return the end of the exclusion of a node that is healthy now; None if it has no end yet."""
+    if item.reason in LEAVE_NODE:
+        return _find_clean_time(context, item, node)
     if item.hurts >= OFFENCES_UNTIL_EXCLUDED:
         return Time(item.since + context.spec.recovery.exclude_node_seconds)
     is_freed = item.reason == POD_STUCK_TERMINATING and item.until is None
-    since = context.now if is_freed else max(ready_since or item.since, item.since)
+    since = context.now if is_freed else max(node.ready_since or item.since, item.since)
     return item.until or Time(since + context.limits.node_stable_seconds)
+
+
+def _find_clean_time(context: Context, item: ExcludedNode, node: NodeView) -> Time | None:
+    """Return when a node that was left as planned will have been clean for long enough; None if it is not clean.
+
+    It has to be clean for as long as the grace period of what was withdrawn last. An operator that has not seen a
+    withdrawal counts from when the node was left.
+    """
+    seconds = find_toleration_seconds(context, node.taints)
+    tolerated = [taint for taint in seconds if seconds[taint] == math.inf]
+    if signals.detect_planned_signals(node, tolerated, context.now):
+        return None
+    most = max((node.count_withdrawals(name, context.now) for name, _ in node.withdrawals), default=0)
+    clean_since = max(item.since, context.world.evidence_since, *(at for _, at in node.withdrawals))
+    return Time(clean_since + signals.damped_seconds(context.limits.planned_seconds, max(0, most - 1)))
 
 
 def _failures_on(context: Context, status: Status, name: str) -> list[Recovery]:

@@ -13,7 +13,7 @@ from elastic_operator.api.spec import SpecError
 from elastic_operator.api.status import Phase, Resume, Status
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.observed.observation import Observation
-from elastic_operator.observed.signals import Kind
+from elastic_operator.observed.signal_kinds import Kind
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.decide import decide, refuse

@@ -138,3 +138,33 @@ def test_a_pod_that_has_ended_is_never_seen_with_the_lease_of_before_its_end() -
     world = observe(reader)
     assert [item.phase for item in world.workers(1)] == ["Failed"]
     assert world.leases[1].phase == TrainerPhase.DRAINED
+
+
+def test_a_shortage_of_devices_is_dated_when_it_is_first_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = Lists()
+    nodes, renewals = NodeCache(), RenewalCache()
+    store = ClusterStore(nodes, renewals)
+    for informer in store.informers:
+        informer.has_listed = True
+    reader = ClusterReader(lists, nodes, renewals, store, ())  # type: ignore[arg-type]
+    ready = [{"type": "Ready", "status": "True"}]
+    status = {"conditions": ready, "allocatable": {GPU: "2"}, "capacity": {GPU: "2"}}
+    nodes.update({"metadata": {"name": "n1"}, "spec": {}, "status": status}, 1000.0)
+    lists.items["pods"] = [running_pod("mine", "j", "2", {Label.JOB: NAME, Label.ATTEMPT: "1", Label.ROLE: "worker"})]
+    record = read_record({"metadata": META, "spec": SPEC, "status": {"attempt": 1, "jobUids": ["j"]}})
+
+    def read(now: float) -> Mapping[str, float]:
+        monkeypatch.setattr(module.time, "time", lambda: now)
+        return asyncio.run(reader.observe(record, GPU, fresh=True)).short_since
+
+    assert read(2000.0) == {}
+    lists.items["pods"].append(running_pod("other", "x", "1", {}))
+    assert read(3000.0) == {"n1": 3000.0}
+    assert read(3005.0) == {"n1": 3000.0}
+
+
+def running_pod(name: str, owner: str, gpus: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    reference = {"kind": "Job", "name": f"{NAME}-a1", "uid": owner, "controller": True}
+    meta = {"namespace": "ns", "name": name, "uid": name, "labels": dict(labels), "ownerReferences": [reference]}
+    container = {"name": "train", "resources": {"limits": {GPU: gpus}, "requests": {GPU: gpus}}}
+    return {"metadata": meta, "spec": {"nodeName": "n1", "containers": [container]}, "status": {"phase": "Running"}}

@@ -13,7 +13,7 @@ from elastic_operator.cluster.caches import NodeCache
 from elastic_operator.observed import signals
 from elastic_operator.observed.health_monitors import RuleError, Rules, find_health_problems, parse_rules
 from elastic_operator.observed.observation import NodeView
-from elastic_operator.observed.signals import KINDS, Kind, Weight
+from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
 
 NOW = 1_800_000_000.0
 GPU = "amd.com/gpu"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from elastic_operator.observed import signals
 from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView, Taint
-from elastic_operator.observed.signals import KINDS, Kind, Signal, Weight
+from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
+from elastic_operator.observed.signals import Signal
 from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import LeaseKey, TrainerPhase
 
@@ -99,6 +101,28 @@ def test_a_cordon_within_its_grace_asks_for_nothing_and_says_when_to_look_again(
     verdict = signals.judge([signal(Kind.NODE_CORDONED, 5)], GRACES, NOW)
     assert not verdict.planned
     assert verdict.wake_at == NOW + 5
+
+
+@pytest.mark.parametrize(
+    ("num_withdrawn", "age", "planned"),
+    [
+        pytest.param(0, 11, True, id="for-the-first-time"),
+        pytest.param(1, 19, False, id="once-withdrawn"),
+        pytest.param(1, 21, True, id="once-withdrawn-and-it-lasts"),
+        pytest.param(3, 79, False, id="three-times"),
+        pytest.param(3, 81, True, id="three-times-and-it-lasts"),
+        pytest.param(16, 599, False, id="often"),
+        pytest.param(16, 601, True, id="often-and-it-lasts-for-the-longest-grace"),
+    ],
+)
+def test_the_grace_of_a_planned_signal_doubles_each_time_it_is_withdrawn(
+    num_withdrawn: int, age: float, planned: bool
+) -> None:
+    withdrawals = tuple(("cordon", NOW - age - 1) for _ in range(num_withdrawn))
+    node = dataclasses.replace(NODE, unschedulable=True, cordoned_since=NOW - age, withdrawals=withdrawals)
+    verdict = signals.judge(signals.detect_planned_signals(node, [], NOW), GRACES, NOW)
+    assert bool(verdict.planned) == planned
+    assert planned or verdict.wake_at == NOW - age + signals.damped_seconds(10.0, num_withdrawn)
 
 
 def test_a_pod_that_has_to_stop_asks_for_a_drain_until_its_grace_period_ends() -> None:
@@ -320,6 +344,132 @@ def test_steps_outweigh_the_silence_of_most_nodes_of_the_cluster(widespread: boo
         limits=LIMITS, now=NOW,
     )  # fmt: skip
     assert bool(signals.judge(found, GRACES, NOW).lost_nodes) == lost
+
+
+def judge_world(world: Observation, **changes: Any) -> signals.Verdict:
+    facts: dict[str, Any] = {
+        "attempt": 1, "resource": GPU, "tolerated": (), "launch_time": NOW - 3600, "job_seen": False, "started": True,
+        "limits": LIMITS, "now": NOW,
+    }  # fmt: skip
+    return signals.judge(signals.detect_attempt_signals(world, **facts | changes), GRACES, NOW)
+
+
+def heard(seconds_ago: float, step_age: float) -> dict[int, LeaseView]:
+    return {1: LeaseView(name="gpt-a1", attempt=1, renewed_at=NOW - seconds_ago, step_seen_at=NOW - step_age)}
+
+
+@pytest.mark.parametrize(
+    ("widespread", "removed_age", "step_age", "failure"),
+    [
+        pytest.param(False, 1, 1, Kind.NODE_DELETED, id="one-node"),
+        pytest.param(True, 1, 300, None, id="most-nodes-at-once"),
+        pytest.param(True, 60, 1, None, id="most-nodes-and-steps-since"),
+        pytest.param(True, 60, 300, Kind.NODE_DELETED, id="most-nodes-and-no-step-for-the-grace"),
+    ],
+)
+def test_the_removal_of_most_node_objects_needs_a_second_opinion(
+    widespread: bool, removed_age: float, step_age: float, failure: Kind | None
+) -> None:
+    world = Observation(
+        pods=(POD,), leases=heard(1, step_age), is_widespread=widespread, removed={"n1": NOW - removed_age}
+    )
+    verdict = judge_world(world)
+    assert (verdict.failure.kind if verdict.failure else None) == failure
+    assert verdict.lost_nodes == (("n1",) if failure else ())
+
+
+@pytest.mark.parametrize(
+    ("widespread", "is_hold_over", "changes", "failure"),
+    [
+        pytest.param(True, False, {}, None, id="nobody-can-report"),
+        pytest.param(False, False, {}, Kind.NODE_NOT_READY, id="the-others-report"),
+        pytest.param(True, True, {}, Kind.NODE_NOT_READY, id="for-too-long"),
+        pytest.param(True, False, {"phase": "Failed", "exit_code": 1}, Kind.POD_FAILED, id="a-pod-that-failed"),
+    ],
+)
+def test_a_silence_of_everybody_accuses_nobody(
+    widespread: bool, is_hold_over: bool, changes: dict[str, Any], failure: Kind | None
+) -> None:
+    silent = dataclasses.replace(NODE, ready="Unknown", ready_since=NOW - 250, lease_age_seconds=300)
+    pods = (POD, dataclasses.replace(POD, name="gpt-a1-1", index=1, node="n2", **changes))
+    world = Observation(
+        nodes={"n1": silent, "n2": dataclasses.replace(silent, name="n2")}, pods=pods, leases=heard(300, 300),
+        is_widespread=widespread, is_hold_over=is_hold_over,
+    )  # fmt: skip
+    verdict = judge_world(world)
+    assert (verdict.failure.kind if verdict.failure else None) == failure
+
+
+@pytest.mark.parametrize("changes", [{"ready": "Unknown", "ready_since": NOW - 60}, {"lease_age_seconds": 300}])
+def test_a_node_signal_counts_from_the_end_of_an_interruption(changes: dict[str, Any]) -> None:
+    world = Observation(nodes={"n1": dataclasses.replace(NODE, **changes)}, pods=(POD,), leases=heard(1, 1))
+    assert judge_world(world).failure is not None
+    assert judge_world(dataclasses.replace(world, evidence_since=NOW - 5)).failure is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"unschedulable": True, "cordoned_since": NOW - 60},
+        {"unhealthy": ("GPU",), "unhealthy_since": NOW - 60},
+        {"taints": (Taint(key="sick", since=NOW - 60),)},
+        {"allocatable": {GPU: 1}, "allocatable_since": NOW - 60},
+    ],
+)
+def test_a_planned_or_device_signal_counts_from_the_end_of_an_interruption(changes: dict[str, Any]) -> None:
+    def acts(floor: float) -> bool:
+        node = dataclasses.replace(NODE, **changes)
+        world = Observation(nodes={"n1": node}, pods=(POD,), leases=heard(1, 1), evidence_since=floor)
+        verdict = judge_world(world)
+        return bool(verdict.planned or verdict.failure)
+
+    assert acts(0.0)
+    assert not acts(NOW - 5)
+
+
+@pytest.mark.parametrize(
+    ("short_since", "changed_since", "failure"),
+    [
+        pytest.param(1, 3600, None, id="another-pod-was-bound-for-a-moment"),
+        pytest.param(9, 3600, None, id="within-the-grace"),
+        pytest.param(11, 3600, Kind.DEVICE_MISSING, id="past-the-grace"),
+        pytest.param(200, 1, None, id="a-plugin-that-was-gone-offers-its-devices-one-after-another"),
+    ],
+)
+def test_a_shortage_of_devices_counts_from_when_the_pods_first_held_more_than_there_are(
+    short_since: float, changed_since: float, failure: Kind | None
+) -> None:
+    node = dataclasses.replace(NODE, allocatable_since=NOW - changed_since)
+    world = Observation(
+        nodes={"n1": node}, pods=(POD,), leases=heard(1, 1), used={"n1": 1}, short_since={"n1": NOW - short_since}
+    )
+    assert signals.find_short_nodes(world, 1, GPU) == ["n1"]
+    assert signals.find_short_nodes(dataclasses.replace(world, used={}), 1, GPU) == []
+    verdict = judge_world(world)
+    assert (verdict.failure.kind if verdict.failure else None) == failure
+
+
+@pytest.mark.parametrize(
+    ("seconds", "age", "planned"),
+    [
+        pytest.param(3600, 1790, False, id="half-of-the-time-is-left"),
+        pytest.param(3600, 1810, True, id="half-of-the-time-is-over"),
+        pytest.param(8, 3, False, id="short-time"),
+        pytest.param(8, 5, True, id="half-of-a-short-time"),
+    ],
+)
+def test_a_taint_that_pods_tolerate_for_a_time_makes_them_leave_halfway(
+    seconds: float, age: float, planned: bool
+) -> None:
+    taint = Taint(key="sick", effect="NoExecute", since=NOW - age)
+    node = dataclasses.replace(NODE, taints=(taint,))
+    world = Observation(nodes={"n1": node}, pods=(POD,), leases=heard(1, 1))
+    assert bool(judge_world(world, tolerated_seconds={taint: seconds}).planned) == planned
+
+
+def test_a_signal_that_has_not_begun_confirms_no_other() -> None:
+    both = [signal(Kind.NODE_NOT_READY, -5), signal(Kind.NODE_LEASE_STALE, -5)]
+    assert signals.judge(both, GRACES, NOW).failure is None
 
 
 def test_a_pod_that_was_never_scheduled_has_no_node_to_lose() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import NodeView, Observation, PodView
-from elastic_operator.observed.signals import Kind, Signal, detect_attempt_signals, judge
+from elastic_operator.observed.signal_kinds import Kind
+from elastic_operator.observed.signals import Signal, detect_attempt_signals, judge
 from elastic_operator.observed.timeouts import Timeouts
 
 GPU = "nvidia.com/gpu"

@@ -15,7 +15,7 @@ from elastic_operator.api.status import Commit, FailureCount, Phase, RestartBudg
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.observed.failure_classes import CLASSES, Budget, classify_failure
 from elastic_operator.observed.observation import Observation
-from elastic_operator.observed.signals import KINDS, Weight
+from elastic_operator.observed.signal_kinds import KINDS, Weight
 from elastic_operator.reconcile.failures.budgets import backoff_seconds
 from reshard.contract import TrainerPhase
 from tests.pages import ROOT, rows, section

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.serialization import Time
-from elastic_operator.api.status import ExcludedNode, Recovery
+from elastic_operator.api.status import Drain, ExcludedNode, Phase, Recovery
 from elastic_operator.observed.observation import Observation
 from elastic_operator.reconcile.actions import Decision
+from reshard.contract import TrainerPhase
 from tests.unit.elastic_operator.reconcile.test_budgets import CANNOT_START, SICK_DEVICE, failed
-from tests.unit.elastic_operator.reconcile.test_decide_phases import NOW, WORLD, look, nodes, settled, workers
+from tests.unit.elastic_operator.reconcile.test_decide_phases import NOW, WORLD, look, nodes, settled, training, workers
 
 
 def past(node: str, cause: str = "PodFailed", code: int | None = 1, age: float = 600.0) -> Recovery:
@@ -131,4 +132,48 @@ def test_the_only_node_is_used_again_although_it_is_to_blame() -> None:
     assert "ExclusionLifted" in reasons(decision)
     assert decision.status.current is not None
     assert decision.status.current.num_nodes == 3
+    assert excluded(decision) == []
+
+
+ALL_THREE = {"min": 3, "max": 3}
+CORDONED = dataclasses.replace(WORLD.nodes["n3"], unschedulable=True, cordoned_since=NOW - 30)
+
+
+def after_a_cordon() -> Decision:
+    """The decision that ends an attempt because n3 was cordoned."""
+    drained = dataclasses.replace(
+        WORLD, nodes={**WORLD.nodes, "n3": CORDONED}, leases=training(PHASE=TrainerPhase.DRAINED)
+    )
+    drain = Drain(cause="NodeCordoned", message="cordoned", start_time=Time(NOW - 5), nodes=("n3",))
+    return look(settled(drain=drain), drained, nodes=ALL_THREE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds", "is_excluded"),
+    [
+        pytest.param({"unschedulable": True}, 900, True, id="still-cordoned"),
+        pytest.param({"withdrawals": (("cordon", NOW + 50),)}, 59, True, id="uncordoned-a-moment-ago"),
+        pytest.param({"withdrawals": (("cordon", NOW + 50),)}, 61, False, id="uncordoned-for-the-grace"),
+        pytest.param({"withdrawals": (("cordon", NOW), ("cordon", NOW + 50))}, 69, True, id="it-flaps"),
+        pytest.param({"withdrawals": (("cordon", NOW), ("cordon", NOW + 50))}, 71, False, id="it-has-flapped"),
+        pytest.param({}, 9, True, id="a-new-operator-that-has-not-seen-the-end"),
+        pytest.param({}, 11, False, id="a-new-operator"),
+        pytest.param({"ready": "Unknown"}, 900, True, id="not-ready"),
+    ],
+)
+def test_a_node_that_was_left_as_planned_is_used_again_once_it_is_clean_for_its_grace(
+    changes: dict[str, Any], seconds: float, is_excluded: bool
+) -> None:
+    status = after_a_cordon().status
+    assert [(item.name, item.reason) for item in status.excluded_nodes] == [("n3", "NodeCordoned")]
+    assert status.recoveries[-1].lost == ()
+    clean = dataclasses.replace(WORLD.nodes["n3"], **changes)
+    decision = look(status, Observation(nodes={**WORLD.nodes, "n3": clean}), now=NOW + seconds, nodes=ALL_THREE)
+    assert excluded(decision) == (["n3"] if is_excluded else []), "not even if the job cannot run without it"
+    assert (decision.status.phase == Phase.WAITING) == is_excluded
+
+
+def test_a_change_that_no_node_has_caused_excludes_none() -> None:
+    drain = Drain(cause="SpecChanged", message="edited", start_time=Time(NOW - 5))
+    decision = look(settled(drain=drain), dataclasses.replace(WORLD, leases=training(PHASE=TrainerPhase.DRAINED)))
     assert excluded(decision) == []

@@ -10,6 +10,7 @@ import pytest
 
 from elastic_operator.observed import signals
 from elastic_operator.observed.observation import Observation
+from elastic_operator.observed.signal_kinds import Kind
 from elastic_operator.observed.signals import Signal, Verdict
 from elastic_operator.reconcile.context import Context
 from elastic_operator.reconcile.running import judge_attempt
@@ -77,4 +78,4 @@ def test_a_verdict_follows_the_status_within_a_pass() -> None:
     assert judge_attempt(context, status, unseen).failure is None
     failure = judge_attempt(context, status, status.current).failure
     assert failure is not None
-    assert failure.kind == signals.Kind.JOB_DELETED
+    assert failure.kind == Kind.JOB_DELETED
