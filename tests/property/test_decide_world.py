@@ -18,6 +18,7 @@ from tests.property.cluster_model import (
     STEPS,
     World,
 )
+from tests.randomness import examples
 
 OPERATE = st.tuples(st.just("operate"), st.one_of(st.none(), st.integers(0, 12)))
 HAPPENINGS = st.lists(
@@ -67,14 +68,14 @@ def complete(world: World, happenings: list[tuple[Any, ...]]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(HAPPENINGS)
 def test_any_order_of_events_and_crashes_ends_complete(happenings: list[tuple[Any, ...]]) -> None:
     complete(World(), happenings)
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(HAPPENINGS)
 def test_a_job_that_starts_from_a_checkpoint_of_others_ends_complete(happenings: list[tuple[Any, ...]]) -> None:
     world = World("old/global_step10")
@@ -96,7 +97,7 @@ INFRASTRUCTURE = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(INFRASTRUCTURE)
 def test_failures_of_the_infrastructure_never_spend_the_restart_budget(happenings: list[tuple[Any, ...]]) -> None:
     world = World()
@@ -106,7 +107,7 @@ def test_failures_of_the_infrastructure_never_spend_the_restart_budget(happening
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(HAPPENINGS)
 def test_a_suspended_job_comes_to_rest(happenings: list[tuple[Any, ...]]) -> None:
     world = World()

@@ -18,6 +18,7 @@ from elastic_operator.metrics.definitions import MetricDefinition
 from reshard.contract import LeaseKey
 from tests.property.cluster_model import NODES, STEPS, World
 from tests.property.test_decide_world import complete, settle
+from tests.randomness import examples
 
 
 class CountingWorld(World):
@@ -74,7 +75,7 @@ def completed(events: list[tuple[Any, ...]]) -> CountingWorld:
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(happenings(st.none()))
 def test_every_step_that_was_made_again_is_counted_once(events: list[tuple[Any, ...]]) -> None:
     world = completed(events)
@@ -82,7 +83,7 @@ def test_every_step_that_was_made_again_is_counted_once(events: list[tuple[Any, 
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(happenings(st.one_of(st.none(), st.integers(0, 12))))
 def test_every_recovery_is_counted_once_at_its_begin_and_once_at_its_end(events: list[tuple[Any, ...]]) -> None:
     world = completed(events)
