@@ -39,7 +39,7 @@ def examples(count: int, *, soak: int | None = None) -> int:
     return count * _SOAK_FACTOR if soak is None else soak
 
 
-def seeds(count: int) -> range:
-    """Return the seeds of so many fuzz cases: always the same ones, or in a soak ten times as many new ones."""
+def seeds(count: int, *, soak: int | None = None) -> range:
+    """Return the seeds of `examples(count, soak=soak)` cases: always the same ones, or in a soak new ones."""
     first = secrets.randbits(48) if SOAKING else 0
-    return range(first, first + count * (_SOAK_FACTOR if SOAKING else 1))
+    return range(first, first + examples(count, soak=soak))
