@@ -42,6 +42,7 @@ from elastic_operator.reconcile.context import (
     select_stuck_pods,
 )
 from elastic_operator.reconcile.effective_spec import describe_edit
+from elastic_operator.reconcile.failures.budgets import LAST_BACKOFF_SECONDS
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
 from reshard.contract import ExitCode, ReshardReport
 
@@ -347,7 +348,8 @@ def _handle_reshard_failure(
         )
     failures = reshard.failures + 1
     limit = context.spec.reshard.backoff_limit
-    delay = context.limits.reshard_backoff_seconds * 2 ** (failures - 1)
+    first = context.limits.reshard_backoff_seconds
+    delay = min(first * 2.0 ** (failures - 1), max(first, LAST_BACKOFF_SECONDS))
     reshard = dataclasses.replace(
         reshard,
         failures=failures,
