@@ -26,7 +26,7 @@ from tests.property.cluster_model.traces import (
     play,
     play_many,
 )
-from tests.property.cluster_model.world import World
+from tests.property.cluster_model.world import Setup, World
 
 TRACES = 125
 SOAK_TRACES = 2500
@@ -42,8 +42,33 @@ EFFECTS = {
     "the operator dies",
 }
 
-KEPT: dict[str, Trace] = {}
-"""Traces that once broke an invariant or did not end, with a name that says what went wrong."""
+KEPT = {
+    "a pod does not end on a node that is back after its successor was launched": Trace(
+        setup=Setup(max_nodes=1, steps=10_000),
+        events=[
+            ("operate", 11),
+            ("tick", 1.0),
+            ("cut", "trainer", "n1"),
+            ("proceed", 40.0),
+            ("stick", 5),
+            ("isolate_attempt", 40.0),
+            ("heal", "n1"),
+            ("tick", 2.0),
+        ],
+    ),
+    "a replaced attempt restores when its successor's retention has removed its commit": Trace(
+        setup=Setup(max_nodes=2, steps=10_000),
+        events=[
+            ("proceed", 40.0),
+            ("fail_pod", 2, 1),
+            ("proceed", 5.0),
+            ("isolate_attempt",),
+            ("proceed", 15.0),
+            ("proceed", 15.0),
+        ],
+    ),
+}
+"""Traces that once broke an invariant, with a name that says what happens in them."""
 
 
 def settle(world: World, until: str, passes: int = 900) -> None:

@@ -116,6 +116,7 @@ class Cluster:
         newest_started: newest attempt of the job that has left its marker on storage.
         quota: number of nodes that Kueue may give; None without Kueue.
         launched: number of each attempt that was launched, in order.
+        left_behind: UIDs of pods on lost nodes, beside which a later attempt was launched.
         made_steps: number of steps that the job has reported, also those that a later attempt made again.
         effects: how often something rare has happened, to show that traces reach it.
     """
@@ -150,6 +151,7 @@ class Cluster:
         self.newest_started = 0
         self.quota: int | None = None
         self.launched: list[int] = []
+        self.left_behind: set[str] = set()
         self.effects: collections.Counter[str] = collections.Counter()
         self.made_steps = 0
 

@@ -34,7 +34,12 @@ def check_world(cluster: Cluster) -> None:
     running = {
         process.attempt
         for pod, process in cluster.own_workers()
-        if not cluster.is_fenced_off(process.node) and not is_given_up(cluster, pod) and not _is_ending(cluster, pod)
+        if not (
+            cluster.is_fenced_off(process.node)
+            or is_given_up(cluster, pod)
+            or _is_ending(cluster, pod)
+            or _is_left_behind(cluster, pod)
+        )
     }
     assert len(running) <= 1, f"attempts {running} run at the same time"
     publishing = {
@@ -59,6 +64,13 @@ def is_given_up(cluster: Cluster, pod: dict[str, Any]) -> bool:
     meta, deleted_at = pod["metadata"], deletion_time(pod)
     has_had_its_time = deleted_at is not None and cluster.now - deleted_at >= STUCK_SECONDS
     return meta["uid"] in cluster.stuck and has_had_its_time and ("Lease", meta["ownerJob"]) not in cluster.objects
+
+
+def _is_left_behind(cluster: Cluster, pod: dict[str, Any]) -> bool:
+    """Return whether a pod was on a lost node when its successor was launched, and cannot end now that it is back."""
+    meta = pod["metadata"]
+    is_fenced = ("Lease", meta["ownerJob"]) not in cluster.objects
+    return is_fenced and meta["uid"] in cluster.left_behind & cluster.stuck
 
 
 def _is_ending(cluster: Cluster, pod: dict[str, Any]) -> bool:
@@ -91,8 +103,9 @@ def check_launch(cluster: Cluster, job: dict[str, Any]) -> None:
     """Check a training Job that is about to be created."""
     attempt = attempt_of(job["metadata"])
     assert not cluster.launched or attempt >= cluster.launched[-1], "no older attempt is launched again"
-    if any(cluster.is_fenced_off(process.node) for _, process in cluster.own_workers()):
-        cluster.effects["an attempt is launched beside processes of a lost node"] += 1
+    lost = {process.uid for _, process in cluster.own_workers() if cluster.is_fenced_off(process.node)}
+    cluster.left_behind |= lost
+    cluster.effects["an attempt is launched beside processes of a lost node"] += bool(lost)
     others = [(pod, process) for pod, process in cluster.own_workers() if not cluster.is_fenced_off(process.node)]
     unexpected = [pod["metadata"]["name"] for pod, _ in others if not is_given_up(cluster, pod)]
     cluster.effects["an attempt is launched beside a pod that does not end"] += bool(others)
