@@ -13,11 +13,14 @@ from hypothesis import HealthCheck, settings
 SOAKING = os.environ.get("ETJ_SOAK", "") not in ("", "0")
 SEEDED, SOAK = "seeded", "soak"
 _SOAK_FACTOR = 10
+_DEFAULT_EXAMPLES = 100
 
 # Tests look at results, never at the clock: other work on the machine must not make them fail.
 _NO_CLOCK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile(SEEDED, derandomize=True, database=None, **_NO_CLOCK)
-settings.register_profile(SOAK, derandomize=False, print_blob=True, max_examples=1000, **_NO_CLOCK)
+settings.register_profile(SEEDED, derandomize=True, database=None, max_examples=_DEFAULT_EXAMPLES, **_NO_CLOCK)
+settings.register_profile(
+    SOAK, derandomize=False, print_blob=True, max_examples=_DEFAULT_EXAMPLES * _SOAK_FACTOR, **_NO_CLOCK
+)
 
 
 def load_profile() -> None:
@@ -25,7 +28,18 @@ def load_profile() -> None:
     settings.load_profile(SOAK if SOAKING else SEEDED)
 
 
-def seeds(count: int) -> range:
-    """Return the seeds of so many fuzz cases: always the same ones, or in a soak ten times as many new ones."""
+def examples(count: int, *, soak: int | None = None) -> int:
+    """Return the number of random examples of a test: `count`, or in a soak `soak` or ten times as many.
+
+    A number in `settings(max_examples=...)` takes the place of the profile's. So every test that states one takes it
+    from here.
+    """
+    if not SOAKING:
+        return count
+    return count * _SOAK_FACTOR if soak is None else soak
+
+
+def seeds(count: int, *, soak: int | None = None) -> range:
+    """Return the seeds of `examples(count, soak=soak)` cases: always the same ones, or in a soak new ones."""
     first = secrets.randbits(48) if SOAKING else 0
-    return range(first, first + count * (_SOAK_FACTOR if SOAKING else 1))
+    return range(first, first + examples(count, soak=soak))

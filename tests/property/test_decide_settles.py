@@ -17,6 +17,7 @@ from elastic_operator.reconcile import decide as module
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.context import Context
 from elastic_operator.reconcile.decide import UNSETTLED
+from tests.randomness import examples
 from tests.unit.elastic_operator.reconcile.test_decide_phases import (
     GPU,
     NOW,
@@ -72,7 +73,7 @@ WORLDS = st.builds(
 STATUSES = st.sampled_from([Status(), settled(), after_loss(), BACKING_OFF])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(STATUSES, st.lists(WORLDS, min_size=1, max_size=4), st.sampled_from([1, 2, 3]), st.sampled_from([1.0, 45.0]))
 def test_every_decision_settles_whatever_the_nodes_look_like(
     status: Status, worlds: list[Observation], least: int, pause: float

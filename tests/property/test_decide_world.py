@@ -1,47 +1,74 @@
-"""Decisions against a model of the cluster: any order of losses, returns, failures and operator crashes."""
+"""Decisions against a model of the cluster: any order of losses, partitions, returns, failures and operator crashes.
+
+Each scenario plays random traces until the job ends; `cluster_model.invariants` says what must hold meanwhile. The four
+scenarios play 500 traces in `make test` and 10,000 in `make soak`. A trace that finds a defect stays in `KEPT`.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from elastic_operator.api.status import Phase
-from tests.property.cluster_model import (
-    EXTERNAL_STEP,
-    NODES,
-    START,
-    STEPS,
-    World,
+from tests.property.cluster_model.cluster import EXTERNAL_STEP, NODES, START, STEPS
+from tests.property.cluster_model.traces import (
+    FAULTS,
+    INFRASTRUCTURE,
+    PREDECESSOR_FAULTS,
+    QUEUE_FAULTS,
+    Choices,
+    Trace,
+    happen,
+    play,
+    play_many,
 )
+from tests.property.cluster_model.world import Setup, World
 
-OPERATE = st.tuples(st.just("operate"), st.one_of(st.none(), st.integers(0, 12)))
-HAPPENINGS = st.lists(
-    st.one_of(
-        OPERATE,
-        OPERATE,
-        st.tuples(st.just("tick"), st.sampled_from([1.0, 2.0, 7.0])),
-        st.tuples(st.just("tick"), st.just(1.0)),
-        st.tuples(st.just("kill"), st.sampled_from(NODES)),
-        st.tuples(st.just("silence"), st.sampled_from(NODES)),
-        st.tuples(st.just("tick"), st.just(20.0)),
-        st.tuples(st.just("heal"), st.sampled_from(NODES)),
-        st.tuples(st.just("fail_pod"), st.integers(0, 5)),
-        st.tuples(st.just("preempt"), st.integers(0, 2), st.sampled_from([1.0, 4.0, 30.0])),
-        st.tuples(st.just("stick"), st.integers(0, 5)),
-        st.tuples(st.just("release")),
-        st.tuples(st.just("room"), st.booleans()),
-        st.tuples(st.just("image"), st.booleans()),
-        st.tuples(st.just("block"), st.sampled_from(NODES), st.booleans()),
-        st.tuples(st.just("damage")),
-        st.tuples(st.just("suspend"), st.booleans()),
+TRACES = 125
+SOAK_TRACES = 2500
+SIZES = {"max_nodes": (1, 2, 3, 3), "steps": (30, 10_000, 10_000)}
+EFFECTS = {
+    "a commit is converted",
+    "a conversion fails",
+    "a node is avoided",
+    "a released commit is removed",
+    "a replaced attempt makes a step",
+    "an attempt is launched beside processes of a lost node",
+    "an attempt that is cut off publishes late",
+    "the operator dies",
+}
+
+KEPT = {
+    "a pod does not end on a node that is back after its successor was launched": Trace(
+        setup=Setup(max_nodes=1, steps=10_000),
+        events=[
+            ("operate", 11),
+            ("tick", 1.0),
+            ("cut", "trainer", "n1"),
+            ("proceed", 40.0),
+            ("stick", 5),
+            ("isolate_attempt", 40.0),
+            ("heal", "n1"),
+            ("tick", 2.0),
+        ],
     ),
-    max_size=60,
-)
+    "a replaced attempt restores when its successor's retention has removed its commit": Trace(
+        setup=Setup(max_nodes=2, steps=10_000),
+        events=[
+            ("proceed", 40.0),
+            ("fail_pod", 2, 1),
+            ("proceed", 5.0),
+            ("isolate_attempt",),
+            ("proceed", 15.0),
+            ("proceed", 15.0),
+        ],
+    ),
+}
+"""Traces that once broke an invariant, with a name that says what happens in them."""
 
 
 def settle(world: World, until: str, passes: int = 900) -> None:
@@ -53,76 +80,93 @@ def settle(world: World, until: str, passes: int = 900) -> None:
     raise AssertionError(f"did not become {until}: {json.dumps(world.status, indent=1)[:3000]}")
 
 
-def complete(world: World, happenings: list[tuple[Any, ...]]) -> None:
-    """Let everything happen, put everything right again, and wait for the end of the training."""
-    for name, *arguments in happenings:
-        getattr(world, name)(*arguments)
-    for node in NODES:
-        world.heal(node)
-        world.block(node, False)
-    world.release()
-    world.room(True)
-    world.image(True)
-    world.suspend(False)
-    if world.phase != Phase.COMPLETE:
-        settle(world, Phase.COMPLETE)
+def play_scenario(
+    setups: Mapping[str, Sequence[Any]],
+    faults: Choices = FAULTS,
+    *,
+    ends: Collection[str] = ("TrainingComplete",),
+    effects: Collection[str] = EFFECTS,
+) -> None:
+    """Play traces; check that the jobs end in all these ways and no other, and that the traces reach what is rare."""
+    covered = play_many({**SIZES, **setups}, faults, TRACES, soak=SOAK_TRACES)
+    assert [name for name in (*faults, *ends, *effects) if not covered[name]] == [], f"not reached: {covered}"
+    assert {name for name in covered if name[0].isupper() and " " not in name} == set(ends)
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(HAPPENINGS)
-def test_any_order_of_events_and_crashes_ends_complete(happenings: list[tuple[Any, ...]]) -> None:
-    complete(World(), happenings)
+def test_any_order_of_events_and_crashes_ends_complete() -> None:
+    play_scenario({"external": ("", "", "old/global_step10")})
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(HAPPENINGS)
-def test_a_job_that_starts_from_a_checkpoint_of_others_ends_complete(happenings: list[tuple[Any, ...]]) -> None:
-    world = World("old/global_step10")
-    complete(world, happenings)
-    started = world.status["startedFrom"]
-    assert (started["source"], started["step"]) == ("/checkpoint/old/global_step10", EXTERNAL_STEP)
-    assert world.status["progress"]["step"] >= STEPS
-
-
-INFRASTRUCTURE = st.lists(
-    st.one_of(
-        OPERATE,
-        st.tuples(st.just("tick"), st.sampled_from([1.0, 7.0, 20.0])),
-        st.tuples(st.sampled_from(["kill", "silence", "heal"]), st.sampled_from(NODES)),
-        st.tuples(st.just("preempt"), st.integers(0, 5), st.sampled_from([0.0, 4.0])),
-    ),
-    max_size=60,
-)
+def test_a_job_with_a_budget_and_a_deadline_ends_complete_or_in_a_named_condition() -> None:
+    setups = {
+        "budget": (0, 1, 3),
+        "retries": (0, 3),
+        "on_failure": ("RetainTopology", "Fail"),
+        "deadline": (None, None, 40, 300),
+        "fatal_code": (None, 43),
+    }
+    ends = ("TrainingComplete", "RestartBudgetExceeded", "DeadlineExceeded", "PodFailurePolicy", "ReshardFailed")
+    play_scenario(setups, ends=ends)
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(INFRASTRUCTURE)
-def test_failures_of_the_infrastructure_never_spend_the_restart_budget(happenings: list[tuple[Any, ...]]) -> None:
-    world = World()
-    world.spec["recovery"]["restartBudget"] = {"limit": 0, "windowSeconds": 3600}
-    complete(world, happenings)
-    assert world.status["restartBudget"]["used"] == 0
+def test_a_job_in_a_queue_ends_complete_whatever_its_quota_does() -> None:
+    rare = {"an admission is partial", "a larger admission replaces another", "Kueue asks for its quota back"}
+    play_scenario({"quota": (1, 2, 3)}, QUEUE_FAULTS, effects=EFFECTS | rare)
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(HAPPENINGS)
-def test_a_suspended_job_comes_to_rest(happenings: list[tuple[Any, ...]]) -> None:
-    world = World()
-    for name, *arguments in happenings:
-        getattr(world, name)(*arguments)
-    if world.phase == Phase.COMPLETE:
-        return
-    world.release()
-    world.suspend(True)
-    for _ in range(200):
-        world.tick()
-        world.operate()
-    assert world.phase in (Phase.SUSPENDED, Phase.COMPLETE)
-    assert not any(world.runs(pod) for pod in world.pods.values())
+def test_a_job_whose_predecessor_still_runs_ends_complete_or_without_its_folder() -> None:
+    setups = {"predecessor": ("gpt", "elsewhere", "elsewhere"), "takes_over": (True, False)}
+    rare = {"a launch waits for a predecessor's pods", "a predecessor has the name of an object"}
+    play_scenario(setups, PREDECESSOR_FAULTS, ends=("TrainingComplete", "CheckpointNotOwned"), effects=rare)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_trace_that_once_broke_an_invariant_keeps_it(name: str) -> None:
+    play(KEPT[name])
+
+
+@pytest.mark.slow
+def test_failures_of_the_infrastructure_never_spend_the_restart_budget() -> None:
+    def check(trace: Trace) -> World:
+        world = play(trace)
+        assert world.status["restartBudget"]["used"] == 0
+        return world
+
+    covered = play_many({**SIZES, "budget": (0,)}, INFRASTRUCTURE, 40, check=check)
+    assert not covered["RestartBudgetExceeded"]
+
+
+@pytest.mark.slow
+def test_a_job_that_starts_from_a_checkpoint_of_others_ends_complete() -> None:
+    def check(trace: Trace) -> World:
+        world = play(trace)
+        started = world.status["startedFrom"]
+        assert (started["source"], started["step"]) == ("/checkpoint/old/global_step10", EXTERNAL_STEP)
+        assert world.status["progress"]["step"] >= STEPS
+        return world
+
+    play_many({"external": ("old/global_step10",)}, FAULTS, 20, check=check)
+
+
+@pytest.mark.slow
+def test_a_suspended_job_comes_to_rest() -> None:
+    def check(trace: Trace) -> World:
+        world = World(setup=trace.setup)
+        happen(world, trace.events)
+        if world.phase == Phase.COMPLETE:
+            return world
+        world.repair()
+        world.suspend(True)
+        world.proceed(200.0)
+        assert world.phase in (Phase.SUSPENDED, Phase.COMPLETE)
+        assert not any(world.runs(pod) for pod in world.pods.values())
+        return world
+
+    play_many(SIZES, FAULTS, 20, check=check)
 
 
 def test_a_second_pass_over_an_unchanged_world_does_nothing() -> None:
@@ -248,7 +292,7 @@ def test_a_job_whose_smallest_size_the_scheduler_does_not_place_runs_soon_after_
     for _ in range(0, 6000, 5):
         world.tick(5.0)
         world.operate()
-        num_held.append(sum(world.runs(pod) for pod in world.pods.values()))
+        num_held.append(sum(pod["status"]["phase"] == "Running" for pod in world.pods.values()))
     assert max(num_held) == 2
     assert num_held.count(0) > 0.3 * len(num_held), "others may use the accelerators meanwhile"
     assert world.status["attempt"] < 16

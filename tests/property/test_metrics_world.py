@@ -7,7 +7,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.api.status import MAX_RECOVERIES, Phase
@@ -15,19 +15,20 @@ from elastic_operator.api.status_reader import read_status
 from elastic_operator.metrics import definitions
 from elastic_operator.metrics.counters import increments
 from elastic_operator.metrics.definitions import MetricDefinition
-from reshard.contract import LeaseKey
-from tests.property.cluster_model import NODES, STEPS, World
-from tests.property.test_decide_world import complete, settle
+from tests.property.cluster_model.cluster import NODES, STEPS
+from tests.property.cluster_model.traces import finish, happen
+from tests.property.cluster_model.world import World
+from tests.property.test_decide_world import settle
+from tests.randomness import examples
 
 
 class CountingWorld(World):
-    """World that adds up the increments of every written status, and the steps that the training really makes."""
+    """World that adds up the increments of every written status."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counted: collections.Counter[str] = collections.Counter()
         self.observed: collections.Counter[str] = collections.Counter()
-        self.made_steps = 0
 
     def operate(self, crash_after: int | None = None) -> None:
         before = copy.deepcopy(self.status)
@@ -40,13 +41,6 @@ class CountingWorld(World):
     def total(self, family: MetricDefinition) -> int:
         table = self.observed if family.type == definitions.Type.HISTOGRAM else self.counted
         return table[family.name]
-
-    def _train(self, pod: dict[str, Any]) -> None:
-        lease = self.objects.get(("Lease", pod["metadata"]["ownerJob"]))
-        notes = lease["metadata"].setdefault("annotations", {}) if lease else {}
-        before = notes.get(LeaseKey.STEP)
-        super()._train(pod)
-        self.made_steps += notes.get(LeaseKey.STEP) != before
 
 
 def happenings(operate: Any) -> Any:
@@ -69,12 +63,13 @@ def happenings(operate: Any) -> Any:
 
 def completed(events: list[tuple[Any, ...]]) -> CountingWorld:
     world = CountingWorld()
-    complete(world, events)
+    happen(world, events)
+    finish(world)
     return world
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80))
 @given(happenings(st.none()))
 def test_every_step_that_was_made_again_is_counted_once(events: list[tuple[Any, ...]]) -> None:
     world = completed(events)
@@ -82,7 +77,7 @@ def test_every_step_that_was_made_again_is_counted_once(events: list[tuple[Any, 
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80))
 @given(happenings(st.one_of(st.none(), st.integers(0, 12))))
 def test_every_recovery_is_counted_once_at_its_begin_and_once_at_its_end(events: list[tuple[Any, ...]]) -> None:
     world = completed(events)
@@ -129,7 +124,7 @@ def test_steps_are_lost_once_though_the_next_attempt_is_lost_before_its_launch()
     for _ in range(20):
         world.now += 1
         for name in NODES:
-            world._set_ready(name, "Unknown")
+            world.set_ready(name, "Unknown")
     world.operate()
     assert world.total(definitions.RECOVERIES_STARTED) == 2
     for name in NODES:

@@ -16,6 +16,7 @@ from reshard.tensors.layout import Index, LogicalTensor, ParamGroup, SourceFile,
 from reshard.tensors.shard_table import ShardTableBuilder
 from reshard.topology import Topology
 from tests.golden.files import assemble
+from tests.randomness import examples
 
 STATES = ("weight", "fp32", "exp_avg")
 DTYPES = {"weight": "bfloat16", "fp32": "float32", "exp_avg": "float32"}
@@ -107,7 +108,9 @@ def cases(draw: st.DrawFn) -> Case:
 
 @pytest.mark.slow
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(60),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(
     found=st.lists(cases(), min_size=1, max_size=3),
@@ -165,7 +168,7 @@ def renames(draw: st.DrawFn) -> tuple[NameMap, list[str]]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(case=renames())
 def test_other_names_and_back_give_the_same_index(folder, case):
     name_map, names = case

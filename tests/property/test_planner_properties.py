@@ -28,6 +28,7 @@ from elastic_operator.planning.constraints import refusals
 from elastic_operator.planning.plan_text import explain
 from elastic_operator.planning.planner import TIE_FRACTION, plan
 from reshard.topology import Topology
+from tests.randomness import examples
 
 degrees = st.sampled_from([1, 2, 3, 4, 6, 8])
 degree_lists = st.lists(degrees, min_size=1, max_size=4, unique=True).map(tuple)
@@ -203,7 +204,7 @@ raw_specs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(raw_specs)
 def test_any_json_is_read_or_refused_in_sentences(value):
     try:

@@ -31,6 +31,7 @@ from reshard.tensors.layout import (
 )
 from reshard.tensors.shard_table import ShardTableBuilder
 from reshard.topology import Topology
+from tests.randomness import examples
 
 DTYPES = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "uint8": np.uint8}
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -120,7 +121,9 @@ def target_layout(full: np.ndarray, ranks: list[list[Box]], *, copies: int = 1) 
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(case=cases(), limits=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 300)))
 @pytest.mark.parametrize("mapped", [False, True])

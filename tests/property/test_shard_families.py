@@ -20,6 +20,7 @@ from reshard.tensors.layout import Index, LogicalTensor, SourceFile, TargetFile,
 from reshard.tensors.shard_table import ShardTable, ShardTableBuilder
 from reshard.topology import Topology
 from tests.boxes import in_boxes
+from tests.randomness import examples
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 shape_lists = st.lists(shapes, min_size=1, max_size=4)
@@ -181,7 +182,7 @@ def is_refused(plan: Plan) -> bool:
     return False
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(2, 5))
 def test_an_element_that_no_family_or_two_hold_is_found(rows: int, columns: int, ranks: int) -> None:
     shape = (rows, columns)

@@ -12,6 +12,7 @@ from reshard.tensors.geometry import Box, strides_of
 from reshard.virtual.restrict import restrict, select_files
 from tests.boxes import in_boxes
 from tests.property.test_shard_families import plan_of, shape_lists
+from tests.randomness import examples
 
 
 def origins(plan: Plan) -> dict[tuple[str, int], tuple[str, int]]:
@@ -39,7 +40,7 @@ def elements(box: Box, strides: tuple[int, ...], shape: tuple[int, ...], item_by
         yield number, sum(at * step for at, step in zip(index, strides, strict=True)) * item_bytes
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(shape_lists, st.integers(1, 6), st.integers(1, 6), st.data())
 def test_the_wanted_files_are_made_of_the_same_bytes(shapes, before, after, data):
     plan = plan_of(shapes, before, after)

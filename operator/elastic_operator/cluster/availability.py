@@ -10,7 +10,7 @@ INTERRUPTION_SECONDS = 15.0
 """Time without a successful poll that counts as an interruption. A poll follows every 5 s, so one or two may fail."""
 
 SETTLE_SECONDS = 60.0
-"""Time that kubelets and trainings get to reconnect after an interruption: a kubelet needs 45 s to notice that a connection is dead."""
+"""Time that kubelets and trainings get to reconnect; a kubelet needs 45 s to notice a dead connection (client-go)."""
 
 
 LONGEST_SHIFT_SECONDS = 600.0

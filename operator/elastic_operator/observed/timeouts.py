@@ -29,7 +29,7 @@ class Timeouts:
         node_stable_seconds: how long a lost node has to be Ready before it is used again.
         progress_seconds: shortest time between two status writes that change only the progress; longer beyond 200 jobs.
         resync_seconds: interval between two passes over a job if nothing happens to it.
-        reshard_backoff_seconds: wait before the first retry of a reshard Job; doubles each time.
+        reshard_backoff_seconds: wait before the first retry of a reshard Job; doubles each time, up to 300.
     """
 
     heartbeat_seconds: Seconds = 5.0

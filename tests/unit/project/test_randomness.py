@@ -75,6 +75,33 @@ def test_no_test_draws_from_a_generator_without_a_seed(path):
     assert not calls(path) & (UNSEEDED | {"use_true_random"})
 
 
+COUNTS = """
+from tests import randomness
+randomness.load_profile()
+from hypothesis import settings
+print(settings().max_examples, randomness.examples(30), randomness.examples(30, soak=70))
+"""
+
+
+def fixed_counts(path: Path) -> list[str]:
+    """Return the settings of a module whose number of examples is the same in a soak."""
+    keywords = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.keyword))
+    counts = (ast.unparse(one.value) for one in keywords if one.arg == "max_examples")
+    return [text for text in counts if not text.startswith(("examples(", "randomness.examples("))]
+
+
+def test_a_soak_draws_more_examples():
+    assert output_of(COUNTS, 1).split() == ["100", "30", "30"]
+    assert output_of(COUNTS, 1, ETJ_SOAK="1").split() == ["1000", "300", "70"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for path in (ROOT / "tests").rglob("*.py") if path.name != "randomness.py"), ids=str
+)
+def test_every_number_of_examples_grows_in_a_soak(path):
+    assert fixed_counts(path) == []
+
+
 def test_this_run_is_seeded_unless_it_is_a_soak():
     assert settings().derandomize is not randomness.SOAKING
 

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from elastic_operator.api.failure_policy import COUNT
 from elastic_operator.observed.failure_classes import CLASSES, classify_failure
 from elastic_operator.observed.observation import PodView
-from elastic_operator.observed.signals import KINDS, Kind, Signal, detect_pod_signals
+from elastic_operator.observed.signal_kinds import KINDS, Kind
+from elastic_operator.observed.signals import Signal, detect_pod_signals
 from elastic_operator.reconcile.context import Context
 from elastic_operator.reconcile.failures import exit_codes
 

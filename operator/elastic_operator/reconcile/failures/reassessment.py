@@ -8,7 +8,7 @@ from collections.abc import Collection
 from elastic_operator.api.failure_policy import FAIL_JOB, IGNORE
 from elastic_operator.api.status import Recovery, Status, edit_last_recovery
 from elastic_operator.observed.signal_kinds import Kind
-from elastic_operator.observed.signals import Signal
+from elastic_operator.observed.signals import Signal, detect_node_signals
 from elastic_operator.reconcile.context import Context, find_lost_nodes
 from elastic_operator.reconcile.failures import charges, node_exclusions
 from elastic_operator.reconcile.failures.faults import OF_PODS, UNKNOWN, Fault, find_pod_fault

@@ -320,6 +320,18 @@ def test_retain_topology_goes_on_when_the_nodes_are_back() -> None:
     assert decision.status.current.resume.uri == COMMIT.uri  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("failures", "pause"), [(1, 20), (4, 160), (5, 300), (99, 300)])
+def test_the_pause_before_a_reshard_retry_doubles_up_to_five_minutes(failures: int, pause: int) -> None:
+    loss = after_loss()
+    assert loss.reshard is not None
+    failed_before = dataclasses.replace(loss, reshard=dataclasses.replace(loss.reshard, failures=failures))
+    status = look(
+        failed_before, prepared(ok=False, exit_code=ExitCode.TARGET_FAILED), reshard={"backoffLimit": 100}
+    ).status
+    assert status.reshard is not None
+    assert status.reshard.retry_time == NOW + pause
+
+
 def test_reshard_retries_end_after_the_limit() -> None:
     status, world = after_loss(), prepared(ok=False, exit_code=int(ExitCode.STORAGE_FULL), message="full")
     now = NOW

@@ -28,6 +28,7 @@ from reshard.tensors.views import keep_tensors, select_states
 from reshard.topology import Topology
 from tests.golden.dcp_files import edit_metadata
 from tests.golden.files import any_name, assemble
+from tests.randomness import examples
 
 TORCH_CHUNKS = {  # len of torch.arange(n).chunk(world), by hand
     (12, 4): [3, 3, 3, 3],
@@ -321,7 +322,7 @@ def test_names_that_collide_are_refused(tmp_path):
         FORMAT.layout(index, Request(topology=Topology(dp=2, zero=3)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4),
     worlds=st.lists(st.integers(1, 9), min_size=1, max_size=3),

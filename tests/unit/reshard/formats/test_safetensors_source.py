@@ -12,6 +12,7 @@ from reshard.errors import CorruptSourceError, ReshardError, UnsupportedError
 from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.formats.safetensors import FORMAT
+from tests.randomness import examples
 
 GOOD = {"a": ("F32", [2, 3], [0, 24]), "b": ("BF16", [], [24, 26])}
 
@@ -116,7 +117,9 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
 
 
 @settings(
-    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(300),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_whatever_happens_to_its_bytes_a_header_is_understood_or_refused(tmp_path, data):
