@@ -44,7 +44,7 @@ from elastic_operator.observed.ownership import (
     select_own_jobs,
     select_own_leases,
     select_own_pods,
-    select_predecessor_pods,
+    select_predecessors,
 )
 from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.observed.queueing.workloads import QueueView, workload_view
@@ -216,8 +216,10 @@ class ClusterReader:
                 return None
             raise
 
-    async def own_pods(self, job: JobRef, known: Collection[str]) -> tuple[tuple[PodView, ...], list[PodView]]:
-        """Read a job's own pods and the remaining pods of a deleted resource with the same name.
+    async def own_pods(
+        self, job: JobRef, known: Collection[str]
+    ) -> tuple[tuple[PodView, ...], list[PodView | JobView]]:
+        """Read a job's own pods, and what a deleted resource of the same name has left behind.
 
         Args:
             job: the resource.
@@ -225,9 +227,9 @@ class ClusterReader:
         """
         # Pods first: the Job that created a pod is then on the list of Jobs, or was known before.
         all_pods = await self._pods_of((job.namespace, job.name))
-        jobs = select_own_jobs(await self._jobs_of((job.namespace, job.name)), job)
-        uids = {item.uid for item in jobs} | set(known)
-        return select_own_pods(all_pods, job.name, uids), select_predecessor_pods(all_pods, job, uids)
+        all_jobs = await self._jobs_of((job.namespace, job.name))
+        uids = {item.uid for item in select_own_jobs(all_jobs, job)} | set(known)
+        return select_own_pods(all_pods, job.name, uids), select_predecessors(all_pods, all_jobs, job, uids)
 
     async def observe(self, record: Record, resource: str, *, fresh: bool) -> Observation:
         """Read everything about one job.
