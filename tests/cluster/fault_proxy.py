@@ -16,7 +16,7 @@ import re
 import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -135,6 +135,7 @@ class View:
         self._lists: dict[str, bytes] = {}
         self._old_lists: dict[str, bytes] = {}
         self._refused_watch = ""
+        self._interruption: tuple[int, Callable[[], Awaitable[None]]] | None = None
 
     def arm(self, rule: Rule | None) -> None:
         """Begin to count at 0; inject the fault of `rule` when its request comes."""
@@ -144,6 +145,23 @@ class View:
         self.log.clear()
         self._old_lists = dict(self._lists)
         self._refused_watch = ""
+
+    def interrupt_at(self, number: int, act: Callable[[], Awaitable[None]]) -> None:
+        """Let something happen before the next request goes on, once `number` requests and events have come."""
+        self._interruption = number, act
+
+    def withdraw_interruption(self) -> bool:
+        """Return whether what was to happen has not happened yet; then it will not."""
+        is_due, self._interruption = self._interruption is not None, None
+        return is_due
+
+    async def interrupt(self) -> None:
+        """Do what `interrupt_at` has named, if it is due."""
+        if self._interruption is None or self.counts.total() < self._interruption[0]:
+            return
+        act, self._interruption = self._interruption[1], None
+        self.note("--- interrupted")
+        await asyncio.shield(asyncio.ensure_future(act()))  # also if the operator is killed, and its request ends
 
     def note(self, text: str) -> None:
         """Add a line to the log."""
@@ -245,6 +263,10 @@ class FaultProxy:
             return await self._answer(request, view, call, path)
 
     async def _answer(self, request: web.Request, view: View, call: Call, path: str) -> web.StreamResponse:
+        alive = view.alive
+        await view.interrupt()
+        if alive != view.alive:
+            return _cut(request)
         fault = view.next_fault(call.verb, call.resource)
         key = f"{path}?{request.query_string}"
         if fault is Fault.KILL_BEFORE:
@@ -256,7 +278,6 @@ class FaultProxy:
             return _refusal(code, call)
         content = await request.read()
         assert self._session is not None
-        alive = view.alive
         async with self._session.request(
             request.method,
             self._url(view, call, path, request),

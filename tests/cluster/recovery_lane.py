@@ -168,6 +168,7 @@ class Lane:
         self._proxy = proxy
         self._start = start
         self._is_killed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
         proxy.add(self.view)
 
     @contextlib.asynccontextmanager
@@ -177,8 +178,8 @@ class Lane:
         self.view.arm(None)
         try:
             await self.cluster.create()
-            await self._until("the first attempt", lambda: self._trains(1, 3), tasks)
             self._tasks = tasks
+            await self.until("the first attempt", lambda: self._trains(1, 3))
             yield self
         finally:
             await cancel_tasks(tasks)
@@ -193,7 +194,7 @@ class Lane:
         attempt = before["attempt"] + 1
         self.view.arm(rule)
         await scenario.begin(self.cluster)
-        await self._until(f"attempt {attempt}", lambda: self._trains(attempt, scenario.nodes), self._tasks)
+        await self.until(f"attempt {attempt}", lambda: self._trains(attempt, scenario.nodes))
         problems = [*self.cluster.problems, *_check(scenario, before, self.cluster.status)]
         if unfenced := await self.cluster.unfenced():
             problems.append(f"expected nothing of earlier attempts, found {', '.join(unfenced)}")
@@ -215,10 +216,15 @@ class Lane:
             )
         )
 
-    async def _until(self, what: str, holds: Callable[[], bool], tasks: list[asyncio.Task[None]]) -> None:
+    async def until(self, what: str, holds: Callable[[], bool]) -> None:
+        """Wait until something holds.
+
+        Raises:
+            LaneError: it does not hold within RECOVERY_SECONDS, or the cluster is not played any more.
+        """
         deadline = time.monotonic() + RECOVERY_SECONDS
         while not holds():
-            for task in tasks:
+            for task in self._tasks:
                 if task.done():
                     raise LaneError(f"a task of the lane ended: {task.exception()!r}")
             if time.monotonic() > deadline:

@@ -9,36 +9,21 @@ third event of a watch. In a soak (`make soak`) every write and every event meet
 from __future__ import annotations
 
 import asyncio
-import base64
 import collections
-import contextlib
 import dataclasses
 import hashlib
-import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from benchmarks.apiserver import apiserver
-from elastic_operator.client.api_client import KubernetesClient
-from elastic_operator.client.credentials import read_kubeconfig
-from elastic_operator.client.resources import JOB, LEASE, POD, TRAINING_JOB
-from elastic_operator.cluster.informer import Informer
-from elastic_operator.cluster.shutdown import cancel_tasks
-from elastic_operator.cluster.watch_stream import WatchedCollection
-from testbed.errors import CannotRunHereError
-from testbed.kubectl import Kubectl
-from tests.cluster.fault_proxy import KILLS, WATCH_FAULTS, WRITE_FAULTS, WRITES, Fault, FaultProxy, Point, Rule
-from tests.cluster.played_cluster import PlayedCluster
+from tests.cluster.fault_harness import Harness, Start, apiserver_with_kind, harnessed
+from tests.cluster.fault_proxy import KILLS, WATCH_FAULTS, WRITE_FAULTS, WRITES, Fault, Point, Rule
 from tests.cluster.recovery_lane import SCENARIOS, Lane, LaneError, OperatorInProcess, OperatorProcess, Scenario
 from tests.randomness import SOAKING
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server, pytest.mark.timeout(1800)]  # minutes of processor time
 
-ROOT = Path(__file__).parents[2]
 NUM_LANES = 12
 NUM_RECORDED = 2
 """Undisturbed recoveries of each kind; the last one counts. In the first ones the operator does some things once."""
@@ -52,7 +37,6 @@ MAX_MISSED = 0.2
 MAX_FAILURES = 10
 NUM_KILLED_PROCESSES = 9
 
-Start = Callable[[str], OperatorInProcess | OperatorProcess]
 Counts = dict[str, collections.Counter[tuple[str, str]]]
 
 
@@ -112,65 +96,9 @@ def make_kills(recorded: Mapping[tuple[str, str], int]) -> Iterator[Rule]:
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """An API server with the kind; its administrator's kubeconfig, and the token of the operator's account."""
-    with contextlib.ExitStack() as stack:
-        try:
-            config = stack.enter_context(apiserver())
-        except CannotRunHereError as error:
-            pytest.skip(str(error))
-        kubectl = Kubectl(config)
-        kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
-        kubectl("create", "namespace", "home")
-        kubectl("create", "serviceaccount", "operator", "-n", "home")
-        kubectl(
-            "create", "clusterrolebinding", "operator", "--clusterrole=cluster-admin", "--serviceaccount=home:operator"
-        )
-        yield config, kubectl("create", "token", "operator", "-n", "home", "--duration=24h").strip()
-
-
-class Harness:
-    """The proxy, and the lanes behind it."""
-
-    def __init__(self, client: KubernetesClient, proxy: FaultProxy, start: Start, name: str) -> None:
-        self._client = client
-        self._proxy = proxy
-        self._start = start
-        self._name = name
-        self._clusters: dict[str, PlayedCluster] = {}
-        self._num_lanes = 0
-
-    @contextlib.asynccontextmanager
-    async def informed(self) -> AsyncIterator[None]:
-        """Tell the clusters what the API server reports."""
-
-        def follow(plural: str) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
-            def put(item: Any) -> None:
-                if cluster := self._clusters.get(item["metadata"]["namespace"]):
-                    cluster.put(plural, item)
-
-            def drop(key: tuple[str, str]) -> None:
-                if cluster := self._clusters.get(key[0]):
-                    cluster.drop(plural, key[1])
-
-            return put, drop
-
-        kinds = (TRAINING_JOB, JOB, POD, LEASE)
-        informers = [Informer(WatchedCollection(kind=kind), *follow(kind.plural)) for kind in kinds]
-        tasks = [asyncio.create_task(informer.follow(self._client)) for informer in informers]
-        await asyncio.gather(*(informer.has_synced.wait() for informer in informers))
-        try:
-            yield
-        finally:
-            await cancel_tasks(tasks)
-
-    def lane(self) -> Lane:
-        """Return a new lane."""
-        self._num_lanes += 1
-        cluster = PlayedCluster(self._client, f"{self._name}-{self._num_lanes}")
-        self._clusters[cluster.namespace] = cluster
-        return Lane(self._proxy, cluster, self._start)
+def api() -> Iterator[tuple[Path, str]]:
+    with apiserver_with_kind() as server:
+        yield server
 
 
 async def record(lane: Lane) -> Counts:
@@ -214,22 +142,13 @@ async def run(
     config: Path, start: Start, name: str, choose: Callable[[Mapping[tuple[str, str], int]], Iterator[Rule]], lanes: int
 ) -> Results:
     """Record undisturbed recoveries, then inject the faults that `choose` returns for their requests."""
-    credentials = read_kubeconfig([config], None, {})
-    client = KubernetesClient(credentials, max_connections=0)
-    cluster = yaml.safe_load(config.read_text())["clusters"][0]["cluster"]
-    trust = ssl.create_default_context(cadata=base64.b64decode(cluster["certificate-authority-data"]).decode())
-    try:
-        async with FaultProxy(credentials.server, trust).serve() as proxy:
-            harness = Harness(client, proxy, start, name)
-            async with harness.informed():
-                lane = harness.lane()
-                async with lane.run():
-                    recorded = await record(lane)
-                pending = {key: collections.deque((rule, 0) for rule in choose(recorded[key])) for key in recorded}
-                results = Results(pending)
-                await asyncio.gather(*(inject(harness, results) for _ in range(lanes)))
-    finally:
-        await client.close()
+    async with harnessed(config, start, name) as harness:
+        lane = harness.lane()
+        async with lane.run():
+            recorded = await record(lane)
+        pending = {key: collections.deque((rule, 0) for rule in choose(recorded[key])) for key in recorded}
+        results = Results(pending)
+        await asyncio.gather(*(inject(harness, results) for _ in range(lanes)))
     for key, counts in recorded.items():
         print(f"{key}: {counts.total()} requests and events of watches: {dict(counts)}")
     return results
