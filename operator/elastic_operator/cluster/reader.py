@@ -245,11 +245,12 @@ class ClusterReader:
         if not self._store.has_listed_nodes:
             raise NodesUnknownError("the nodes of the cluster could not be listed yet, so nothing is decided")
         key = (record.job.namespace, record.job.name)
-        all_pods, all_jobs, _ = await asyncio.gather(
-            self._pods_of(key),
+        # Pods after Jobs: a Job fails after its pods, so its failure is not seen without the pod whose exit code says why.
+        all_jobs, _ = await asyncio.gather(
             self._jobs_of(key),
             self._refresh_usage(FRESH_SECONDS if fresh else USED_SECONDS),
         )
+        all_pods = await self._pods_of(key)
         # Leases last: rank 0 reports on its Lease before it exits, so the report is there if the exit was seen.
         leases = await self._leases_of(key)
         jobs = select_own_jobs(all_jobs, record.job)
