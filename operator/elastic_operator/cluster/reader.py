@@ -245,7 +245,7 @@ class ClusterReader:
         if not self._store.has_listed_nodes:
             raise NodesUnknownError("the nodes of the cluster could not be listed yet, so nothing is decided")
         key = (record.job.namespace, record.job.name)
-        # Pods after Jobs: a Job fails after its pods, so its failure is not seen without the pod whose exit code says why.
+        # Pods after Jobs: a Job fails after its pods, so a failed Job is not seen without the pod that says why.
         all_jobs, _ = await asyncio.gather(
             self._jobs_of(key),
             self._refresh_usage(FRESH_SECONDS if fresh else USED_SECONDS),
