@@ -38,13 +38,13 @@ NUM_LANES = 12
 NUM_RECORDED = 2
 """Undisturbed recoveries of each kind and lane."""
 
-NUM_RECORDING = 3
-"""Lanes that record."""
-
 RESTARTED = "operator restarted"
 
 MAX_TRIES = 4
-"""A request that did not come in so many recoveries is given up; one of those that every recovery makes must come."""
+"""A request that did not come in so many recoveries is given up."""
+
+MAX_MISSED_READS = 0.05
+"""Largest share of faults of reads and watches that are given up: loaded processors join two passes into one."""
 
 MAX_FAILURES = 10
 NUM_KILLED_PROCESSES = 9
@@ -199,7 +199,7 @@ async def run(
 ) -> Results:
     """Record undisturbed recoveries, then inject the faults that `choose` returns for their requests."""
     async with harnessed(config, start, name) as harness:
-        recorded = await record(harness, min(lanes, NUM_RECORDING))
+        recorded = await record(harness, lanes)
         pending = {key: collections.deque((rule, 0) for rule in choose(key, recorded[key])) for key in recorded}
         results = Results(recorded, pending)
         await asyncio.gather(*(inject(harness, results) for _ in range(lanes)))
@@ -215,12 +215,14 @@ def check(results: Results) -> None:
     print(f"{len(results.missed)} of {total + len(results.missed)} whose request did not come:")
     print(*(f"  {name}: {rule}" for name, rule in results.missed), sep="\n")
     assert not results.failures, "\n".join(results.failures)
-    lacking = [str(rule) for name, rule in results.missed if is_in_every(results.recorded[name], rule.point)]
-    assert not lacking, f"requests of every recovery did not come: {lacking}"
+    lacking = [rule for name, rule in results.missed if is_in_every(results.recorded[name], rule.point)]
+    writes = [str(rule) for rule in lacking if rule.point.verb in WRITES]
+    assert not writes, "writes of every recovery did not come"
+    assert len(lacking) <= MAX_MISSED_READS * total
 
 
 def is_in_every(recorded: Recording, point: Point) -> bool:
-    """Return whether every recovery makes a request.
+    """Return whether every undisturbed recovery made a request that can be repeated.
 
     An event is counted up only by an operator that has posted it before: a kill in between makes it a new one.
     """
