@@ -16,7 +16,7 @@ import re
 import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -26,6 +26,12 @@ LANE = "lane"
 """Label of the nodes of a lane, and of their Leases."""
 
 WRITES = ("create", "update", "patch", "delete")
+
+CLIENT_SECONDS = 1.5
+"""The time-out of operators that meet late answers; `OperatorInProcess` has it."""
+
+HELD_SECONDS = CLIENT_SECONDS + 0.5
+"""How long a request or its answer is held, which the operator has then given up and repeated."""
 
 _PATH = re.compile(
     r"(?:api|apis/[^/]+)/[^/]+(?:/namespaces/(?P<namespace>[^/]+))?"
@@ -44,7 +50,11 @@ class Fault(enum.StrEnum):
     INTERNAL = "500"
     TIMEOUT = "504"
     DONE_TIMEOUT = "done, then 504"
+    CUT = "the connection is cut"
     DONE_CUT = "done, then the connection is cut"
+    LATE_ANSWER = "done, answered after the client's time-out"
+    LANDS_LATE = "done after the client's time-out"
+    LANDS_AFTER_KILL = "kill, done after the next operator has written"
     STALE_LIST = "stale list"
     CUT_WATCH = "watch cut"
     GONE_WATCH = "watch ended with 410"
@@ -54,7 +64,10 @@ class Fault(enum.StrEnum):
 
 
 REFUSALS = {Fault.CONFLICT: 409, Fault.THROTTLED: 429, Fault.INTERNAL: 500, Fault.TIMEOUT: 504}
-WRITE_FAULTS = (*REFUSALS, Fault.DONE_TIMEOUT, Fault.DONE_CUT)
+LATE = (Fault.LATE_ANSWER, Fault.LANDS_LATE, Fault.LANDS_AFTER_KILL)
+WRITE_FAULTS = (*REFUSALS, Fault.DONE_TIMEOUT, Fault.DONE_CUT, *LATE)
+OPEN_FAULTS = (Fault.THROTTLED, Fault.INTERNAL, Fault.TIMEOUT, Fault.CUT)
+READ_FAULTS = (*OPEN_FAULTS, Fault.LATE_ANSWER)
 WATCH_FAULTS = (Fault.CUT_WATCH, Fault.GONE_WATCH, Fault.GONE_REOPENED)
 KILLS = (Fault.KILL_BEFORE, Fault.KILL_AFTER)
 
@@ -63,7 +76,8 @@ KILLS = (Fault.KILL_BEFORE, Fault.KILL_AFTER)
 class Point:
     """One request of a recovery: the `number`-th with this verb and resource, from 0.
 
-    For the verb `watch` it is the `number`-th event that watches of this resource deliver.
+    For the verb `watch` it is the `number`-th event that watches of this resource deliver; for the verb `open` it is
+    the request that begins a watch.
     """
 
     verb: str
@@ -135,6 +149,7 @@ class View:
         self._lists: dict[str, bytes] = {}
         self._old_lists: dict[str, bytes] = {}
         self._refused_watch = ""
+        self._interruption: tuple[int, Callable[[], Awaitable[None]]] | None = None
 
     def arm(self, rule: Rule | None) -> None:
         """Begin to count at 0; inject the fault of `rule` when its request comes."""
@@ -144,6 +159,23 @@ class View:
         self.log.clear()
         self._old_lists = dict(self._lists)
         self._refused_watch = ""
+
+    def interrupt_at(self, number: int, act: Callable[[], Awaitable[None]]) -> None:
+        """Let something happen before the next request goes on, once `number` requests and events have come."""
+        self._interruption = number, act
+
+    def withdraw_interruption(self) -> bool:
+        """Return whether what was to happen has not happened yet; then it will not."""
+        is_due, self._interruption = self._interruption is not None, None
+        return is_due
+
+    async def interrupt(self) -> None:
+        """Do what `interrupt_at` has named, if it is due."""
+        if self._interruption is None or self.counts.total() < self._interruption[0]:
+            return
+        act, self._interruption = self._interruption[1], None
+        self.note("--- interrupted")
+        await asyncio.shield(asyncio.ensure_future(act()))  # also if the operator is killed, and its request ends
 
     def note(self, text: str) -> None:
         """Add a line to the log."""
@@ -172,6 +204,11 @@ class View:
         self.hit = True
         self.note(f"--- {self._rule}")
         return self._rule.fault
+
+    @property
+    def num_writes(self) -> int:
+        """Number of requests to write since the last `arm`."""
+        return sum(count for (verb, _), count in self.counts.items() if verb in WRITES)
 
     def kill(self) -> None:
         """Kill the operator: from now on nothing that it sends reaches the API server."""
@@ -245,26 +282,34 @@ class FaultProxy:
             return await self._answer(request, view, call, path)
 
     async def _answer(self, request: web.Request, view: View, call: Call, path: str) -> web.StreamResponse:
+        alive = view.alive
+        await view.interrupt()
+        if alive != view.alive:
+            return _cut(request)
         fault = view.next_fault(call.verb, call.resource)
         key = f"{path}?{request.query_string}"
         if fault is Fault.KILL_BEFORE:
             view.kill()
+            return _cut(request)
+        if fault is Fault.CUT:
             return _cut(request)
         if fault in REFUSALS:
             code = REFUSALS[fault]
             view.note(f"{code}  {call}")
             return _refusal(code, call)
         content = await request.read()
-        assert self._session is not None
-        alive = view.alive
-        async with self._session.request(
-            request.method,
-            self._url(view, call, path, request),
-            data=content or None,
-            headers=_headers(request.headers),
-        ) as answer:
-            body = await answer.read()
-            view.note(f"{answer.status}  {call}")
+
+        async def forward() -> web.Response:
+            return await self._forward(view, call, request, path, content)
+
+        if fault in LATE:
+            # Also when the client has given up, which ends this handler.
+            late = asyncio.ensure_future(_be_late(view, fault, forward))
+            if fault is Fault.LANDS_AFTER_KILL:
+                view.kill()
+                return _cut(request)
+            return await asyncio.shield(late)
+        response = await forward()
         if alive != view.alive:
             return _cut(request)
         if fault is Fault.KILL_AFTER:
@@ -274,17 +319,38 @@ class FaultProxy:
             return _cut(request)
         if fault is Fault.DONE_TIMEOUT:
             return _refusal(504, call)
-        if call.verb == "list" and answer.status == 200:
+        if call.verb == "list" and response.status == 200:
+            assert isinstance(response.body, bytes)
             if fault is Fault.STALE_LIST:
-                body = view.stale_list(key, body)
+                response.body = view.stale_list(key, response.body)
             else:
-                view.keep_list(key, body)
+                view.keep_list(key, response.body)
+        return response
+
+    async def _forward(self, view: View, call: Call, request: web.Request, path: str, content: bytes) -> web.Response:
+        """Send a request to the API server, and return its answer."""
+        assert self._session is not None
+        async with self._session.request(
+            request.method,
+            self._url(view, call, path, request),
+            data=content or None,
+            headers=_headers(request.headers),
+        ) as answer:
+            body = await answer.read()
+            view.note(f"{answer.status}  {call}")
         return web.Response(status=answer.status, body=body, headers={"Content-Type": answer.content_type})
 
     async def _watch(self, request: web.Request, view: View, call: Call, path: str) -> web.StreamResponse:
         if view.is_refused(call.resource):
             view.note(f"410  {call}")
             return _refusal(410, call)
+        fault = view.next_fault("open", call.resource)
+        if fault in REFUSALS:
+            return _refusal(REFUSALS[fault], call)
+        if fault is not None:
+            if fault in KILLS:
+                view.kill()
+            return _cut(request)
         assert self._session is not None
         alive = view.alive
         timeout = aiohttp.ClientTimeout(total=None)
@@ -338,6 +404,22 @@ def _refusal(code: int, call: Call) -> web.Response:
     status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "metadata": {}, "code": code}
     status |= {"reason": reasons[code], "message": f"injected: {call}"}
     return web.json_response(status, status=code, headers={"Retry-After": "1"} if code == 429 else None)
+
+
+async def _be_late(view: View, fault: Fault, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
+    """Forward a request at the time that the fault says, and return the answer after the client's time-out."""
+    with view.busy():
+        if fault is Fault.LATE_ANSWER:
+            response = await forward()
+            await asyncio.sleep(HELD_SECONDS)
+            return response
+        deadline, before = time.monotonic() + HELD_SECONDS, view.num_writes
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+            if fault is Fault.LANDS_AFTER_KILL and view.num_writes > before:
+                break
+        view.note("--- lands")
+        return await forward()
 
 
 def _cut(request: web.Request) -> web.Response:

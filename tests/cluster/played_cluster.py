@@ -29,9 +29,20 @@ from elastic_operator.client.resources import (
     TRAINING_JOB,
     ResourceKind,
 )
-from elastic_operator.observed.observation import attempt_of
-from reshard.contract import CommitRef, Env, Label, LeaseKey, Request, ReshardReport, TrainerPhase
+from elastic_operator.observed.observation import attempt_of, controller_of
+from reshard.contract import (
+    Env,
+    ExitCode,
+    Label,
+    LeaseKey,
+    Request,
+    ReshardReport,
+    TrainerExit,
+    TrainerPhase,
+)
+from reshard.errors import NotOwnerError
 from tests.cluster.fault_proxy import LANE
+from tests.cluster.played_volume import PlayedVolume, root_of
 
 GPU = "amd.com/gpu"
 NAME = "gpt"
@@ -64,6 +75,8 @@ class PlayedCluster:
     Attributes:
         problems: what must hold at any time, and did not.
         job: the resource as the API server reported it last.
+        volume: where the commits are.
+        dead_owners: UIDs of resources of the job's name that were deleted.
     """
 
     def __init__(self, client: KubernetesClient, namespace: str) -> None:
@@ -75,16 +88,21 @@ class PlayedCluster:
         self.job: Object = {}
         self.objects: dict[str, dict[str, Object]] = {"jobs": {}, "pods": {}, "leases": {}}
         self.changed = asyncio.Event()
-        self._commits: dict[str, tuple[int, dict[str, int]]] = {}
+        self.volume = PlayedVolume(self.problems)
+        self.dead_owners: set[str] = set()
         self._trained: set[str] = set()
-        self._created: dict[tuple[str, str], set[str]] = {}
-        self._attempts: dict[int, str] = {}
+        self._created: dict[tuple[str, str, str], set[str]] = {}
+        self._attempts: dict[tuple[str, int], str] = {}
 
     async def create(self) -> None:
         """Create namespace, nodes and job."""
+        await self._create_namespace()
+        await self.create_job(SPEC)
+
+    async def _create_namespace(self) -> None:
         meta = {"name": self.namespace}
-        kind = ResourceKind("", "v1", "Namespace", "namespaces")
-        await self._client.create(kind, {"apiVersion": "v1", "kind": "Namespace", "metadata": meta})
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": meta}
+        await self._client.create(ResourceKind("", "v1", "Namespace", "namespaces"), namespace)
         account = {"name": "default", "namespace": self.namespace}
         await self._client.create(ACCOUNT, {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
         for name in self.nodes:
@@ -99,9 +117,12 @@ class PlayedCluster:
                 "spec": {"holderIdentity": name, "leaseDurationSeconds": 1_000_000, "renewTime": _now()},
             }  # fmt: skip
             await self._client.create(LEASE, lease)
+
+    async def create_job(self, spec: Mapping[str, Any]) -> None:
+        """Create the job."""
         resource = {
             "apiVersion": "elastictraining.dev/v1alpha1", "kind": "ElasticTrainingJob",
-            "metadata": {"name": NAME, "namespace": self.namespace}, "spec": SPEC,
+            "metadata": {"name": NAME, "namespace": self.namespace}, "spec": spec,
         }  # fmt: skip
         self.job = await self._client.create(TRAINING_JOB, resource)
 
@@ -137,9 +158,10 @@ class PlayedCluster:
         if known == item:
             return
         self.objects[plural][meta["name"]] = item
-        uids = self._created.setdefault((plural, meta["name"]), set())
+        uids = self._created.setdefault((owner_of(item), plural, meta["name"]), set())
         uids.add(meta["uid"])
-        if plural != "pods" and len(uids) > 1:
+        # What is created for a deleted resource is collected, perhaps while it is created.
+        if plural != "pods" and len(uids) > 1 and owner_of(item) not in self.dead_owners:
             self.problems.append(f"{plural}/{meta['name']} was created {len(uids)} times")
         if plural == "jobs":
             self._check_jobs()
@@ -152,8 +174,11 @@ class PlayedCluster:
         self.changed.set()
 
     def _put_job_resource(self, item: Object) -> None:
+        meta, known = item["metadata"], self.job.get("metadata", {})
+        if meta["uid"] in self.dead_owners:
+            return
         before, after = self.status.get("attempt", 0), (item.get("status") or {}).get("attempt", 0)
-        if after < before:
+        if after < before and meta["uid"] == known.get("uid"):
             self.problems.append(f"attempt went back from {before} to {after}")
         self.job = item
         self.changed.set()
@@ -225,13 +250,8 @@ class PlayedCluster:
         node = self._choose_node(template["spec"])
         if node is None:
             return None
-        owner = {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "name": name,
-            "uid": job["metadata"]["uid"],
-            "controller": True,
-        }
+        uid = job["metadata"]["uid"]
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid, "controller": True}
         meta = {
             **template["metadata"], "name": f"{name}-{index}", "namespace": self.namespace, "ownerReferences": [owner],
             "labels": {**template["metadata"]["labels"], _INDEX: str(index)},
@@ -266,17 +286,19 @@ class PlayedCluster:
         if _role(job) == "worker":
             scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": _now()}
             return {"phase": "Running", "conditions": [scheduled], "startTime": _now()}
-        arguments = pod["spec"]["containers"][0]["args"]
+        env, arguments = _env(job["spec"]["template"]), pod["spec"]["containers"][0]["args"]
         source, target = arguments[1:3]
         degrees = {key: int(value) for key, value in (part.split("=") for part in arguments[4].split(","))}
-        if source not in self._commits:
-            self.problems.append(f"{pod['metadata']['name']} converts {source}, which is no commit")
-            return {"phase": "Pending"}
-        step = self._commits[source][0]
-        self._commits[target] = (step, {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "cp": 1, "zero": 1, **degrees})
+        try:
+            commit = self.volume.convert(env, source, target, degrees, any_commit="--newest" in arguments)
+        except NotOwnerError as error:
+            return _refused_conversion(pod, ExitCode.NOT_OWNER, str(error))
+        except FileNotFoundError as error:
+            return _refused_conversion(pod, ExitCode.SOURCE_INVALID, str(error))
         report = ReshardReport(
-            ok=True, exit_code=0, message="done", source=source, target=target, step=step, verified=True
-        )
+            ok=True, exit_code=0, message="done", source=commit.uri, target=target, step=commit.step,
+            samples=20 * commit.step, verified=True,
+        )  # fmt: skip
         return _terminated(pod, "Succeeded", 0, report.to_json())
 
     def _check_launch(self, name: str, job: Object) -> None:
@@ -290,12 +312,13 @@ class PlayedCluster:
         if running:
             self.problems.append(f"{name} was launched while pods of another attempt run: {running}")
         env = _env(job["spec"]["template"])
-        attempt, resume = attempt_of(job["metadata"]), env[Env.RESUME]
-        if self._attempts.setdefault(attempt, job["metadata"]["uid"]) != job["metadata"]["uid"]:
+        attempt, resume, uid = attempt_of(job["metadata"]), env[Env.RESUME], env[Env.JOB_UID]
+        if self._attempts.setdefault((uid, attempt), job["metadata"]["uid"]) != job["metadata"]["uid"]:
             self.problems.append(f"attempt {attempt} was launched by two Jobs")
-        if resume and self._commits.get(resume, (0, {}))[1] != json.loads(env[Env.TOPOLOGY]):
-            self.problems.append(f"{name} resumes from {resume}, which is {self._commits.get(resume)}")
-        if not resume and self._commits:
+        commit = self.volume.find(resume) if resume else None
+        if resume and (commit is None or commit.topology != json.loads(env[Env.TOPOLOGY])):
+            self.problems.append(f"{name} resumes from {resume}, which is {commit}")
+        if not resume and any(commit.uid == uid for commit in self.volume.commits(root_of(env))):
             self.problems.append(f"{name} starts from nothing, although there are commits")
 
     async def _train(self, name: str, lease: Object) -> None:
@@ -304,41 +327,61 @@ class PlayedCluster:
         job = self.objects["jobs"].get(name)
         if job is None or notes.get(LeaseKey.PHASE) == TrainerPhase.DRAINED:
             return
-        pods = self._pods_of(job)
+        env, pods = _env(job["spec"]["template"]), self._pods_of(job)
         is_running = len(pods) == job["spec"]["completions"] and all(
             _phase(pod) == "Running" and pod["spec"]["nodeName"] not in self.dead for pod in pods
         )
-        if not is_running:
+        if not is_running or owner_of(lease) != env[Env.JOB_UID]:
             return
-        uid, env = lease["metadata"]["uid"], _env(job["spec"]["template"])
+        uid = lease["metadata"]["uid"]
+        try:
+            step = self._step_to_save(uid, env, notes)
+            commit = self.volume.prepare(env, step) if step is not None else None
+        except NotOwnerError as error:
+            await self._report(name, uid, {LeaseKey.OWNER_ERROR: str(error)})
+            await self._exit(pods, TrainerExit.NOT_OWNER)
+            return
+        self._trained.add(uid)
         changes: dict[str, str] = {}
-        if uid not in self._trained:
-            self._trained.add(uid)
-            step = self._commits[env[Env.RESUME]][0] if env[Env.RESUME] else 0
-            changes = self._commit(env, step + 1) | {LeaseKey.FIRST_STEP_TIME: _now()}
-        elif notes.get(LeaseKey.REQUEST) == Request.DRAIN:
-            changes = self._commit(env, int(notes[LeaseKey.STEP]) + 1) | {LeaseKey.PHASE: TrainerPhase.DRAINED}
+        if commit is not None:
+            changes = {LeaseKey.PHASE: TrainerPhase.TRAINING, LeaseKey.STEP_TIME: _now(), **commit.notes(env)}
+            if LeaseKey.STEP not in notes:
+                changes[LeaseKey.FIRST_STEP_TIME] = _now()
+            if notes.get(LeaseKey.REQUEST) == Request.DRAIN and LeaseKey.STEP in notes:
+                changes[LeaseKey.PHASE] = TrainerPhase.DRAINED
         released = notes.get(LeaseKey.RELEASED) or "[]"
         if released != (notes.get(LeaseKey.REMOVED) or "[]"):
             for item in json.loads(released):
-                self._commits.pop(f"{env[Env.CHECKPOINT_ROOT]}/{item}", None)
+                self.volume.remove(env, item)
             changes[LeaseKey.REMOVED] = released
         if changes:
-            body = {"metadata": {"annotations": changes}, "spec": {"renewTime": _now(), "holderIdentity": "rank-0"}}
-            await self._patch(LEASE, name, body)
+            await self._report(name, uid, changes)
+            if commit is not None:  # the Lease has answered
+                self.volume.publish(commit, int(env[Env.ATTEMPT]))
         if changes.get(LeaseKey.PHASE) == TrainerPhase.DRAINED:
-            for pod in pods:
-                await self._set_pod(pod, _terminated(pod, "Failed", 75))
+            await self._exit(pods, TrainerExit.DRAINED)
 
-    def _commit(self, env: Mapping[str, str], step: int) -> dict[str, str]:
-        uri = f"{env[Env.CHECKPOINT_ROOT]}/a{env[Env.ATTEMPT]}/step-{step:08d}"
-        topology = json.loads(env[Env.TOPOLOGY])
-        self._commits[uri] = (step, topology)
-        ref = CommitRef(uri=uri, step=step, samples=20 * step, attempt=int(env[Env.ATTEMPT]), topology=topology)
-        return {
-            LeaseKey.PHASE: TrainerPhase.TRAINING, LeaseKey.STEP: str(step), LeaseKey.STEP_TIME: _now(),
-            LeaseKey.COMMIT: ref.to_json(),
-        }  # fmt: skip
+    async def _exit(self, pods: list[Object], code: int) -> None:
+        for pod in pods:
+            await self._set_pod(pod, _terminated(pod, "Failed", code))
+
+    def _step_to_save(self, lease: str, env: Mapping[str, str], notes: Mapping[str, str]) -> int | None:
+        """Return the step that rank 0 saves now, None for none."""
+        if lease not in self._trained:
+            resume = self.volume.find(env[Env.RESUME]) if env[Env.RESUME] else None
+            return resume.step + 1 if resume else 1
+        # One whose resource was deleted does not know that: it goes on, and saves once more.
+        is_zombie = env[Env.JOB_UID] in self.dead_owners and f"zombie {lease}" not in self._trained
+        if is_zombie:
+            self._trained.add(f"zombie {lease}")
+        if is_zombie or notes.get(LeaseKey.REQUEST) == Request.DRAIN:
+            return int(notes.get(LeaseKey.STEP, 0)) + 1
+        return None
+
+    async def _report(self, name: str, uid: str, changes: Mapping[str, str]) -> None:
+        """Renew the Lease of this UID."""
+        meta = {"uid": uid, "annotations": dict(changes)}
+        await self._patch(LEASE, name, {"metadata": meta, "spec": {"renewTime": _now(), "holderIdentity": "rank-0"}})
 
     # -- what happens to it -----------------------------------------------------------------------------------------
 
@@ -405,6 +448,11 @@ class PlayedCluster:
         return made
 
 
+def owner_of(item: Object) -> str:
+    """Return the UID of an object's controller: of a pod its Job, of anything else the resource."""
+    return str(controller_of(item["metadata"]).get("uid", ""))
+
+
 def _role(item: Object) -> str:
     return str(item["metadata"].get("labels", {}).get(Label.ROLE, ""))
 
@@ -434,6 +482,11 @@ def _terminated(pod: Object, phase: str, code: int, message: str = "") -> Object
         "restartCount": 0, "state": {"terminated": ended},
     }  # fmt: skip
     return {"phase": phase, "containerStatuses": [container]}
+
+
+def _refused_conversion(pod: Object, code: ExitCode, message: str) -> Object:
+    report = ReshardReport(ok=False, exit_code=code, message=message)
+    return _terminated(pod, "Failed", code, report.to_json())
 
 
 def _now() -> str:

@@ -33,7 +33,7 @@ from elastic_operator.cluster.watch_stream import WatchedCollection
 from elastic_operator.cluster.writer import ClusterWriter
 from elastic_operator.controller import JobController
 from elastic_operator.observed.timeouts import Timeouts
-from tests.cluster.fault_proxy import FaultProxy, Rule, View
+from tests.cluster.fault_proxy import CLIENT_SECONDS, FaultProxy, Rule, View
 from tests.cluster.played_cluster import PlayedCluster
 
 LIMITS = Timeouts(
@@ -59,6 +59,7 @@ class Scenario:
     Attributes:
         begin: makes the failure, or brings the capacity back.
         nodes: number of nodes of the next attempt.
+        restarts: the operator dies before the failure, and the next one finds it when it starts.
     """
 
     name: str
@@ -67,12 +68,19 @@ class Scenario:
     nodes: int
     reshards: bool
     planned: bool = False
+    restarts: bool = False
+
+    @property
+    def changes_nodes(self) -> bool:
+        """True if the next recovery needs this one before it."""
+        return self.cause in ("NodeNotReady", "CapacityReturned")
 
 
 SCENARIOS = (
     Scenario("node lost", PlayedCluster.lose_node, "NodeNotReady", nodes=2, reshards=True),
     Scenario("pod crashed", PlayedCluster.crash_pod, "PodFailed", nodes=2, reshards=False),
     Scenario("node returned", PlayedCluster.return_node, "CapacityReturned", nodes=3, reshards=True, planned=True),
+    Scenario("operator restarted", PlayedCluster.crash_pod, "PodFailed", nodes=3, reshards=False, restarts=True),
 )
 
 
@@ -85,7 +93,8 @@ class OperatorInProcess:
 
     def __init__(self, address: str, token: str) -> None:
         credentials = Credentials(server=address, token=token)
-        self._client, self._watches = KubernetesClient(credentials), KubernetesClient(credentials, max_connections=0)
+        self._client = KubernetesClient(credentials, read_seconds=CLIENT_SECONDS)
+        self._watches = KubernetesClient(credentials, max_connections=0)
         self._nodes = nodes = NodeCache()
         renewals = RenewalCache()
         self._store = ClusterStore(nodes, renewals)
@@ -168,6 +177,7 @@ class Lane:
         self._proxy = proxy
         self._start = start
         self._is_killed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
         proxy.add(self.view)
 
     @contextlib.asynccontextmanager
@@ -177,8 +187,8 @@ class Lane:
         self.view.arm(None)
         try:
             await self.cluster.create()
-            await self._until("the first attempt", lambda: self._trains(1, 3), tasks)
             self._tasks = tasks
+            await self.until("the first attempt", lambda: self._trains(1, 3))
             yield self
         finally:
             await cancel_tasks(tasks)
@@ -192,8 +202,10 @@ class Lane:
         before = dict(self.cluster.status)
         attempt = before["attempt"] + 1
         self.view.arm(rule)
+        if scenario.restarts:
+            self.view.kill()
         await scenario.begin(self.cluster)
-        await self._until(f"attempt {attempt}", lambda: self._trains(attempt, scenario.nodes), self._tasks)
+        await self.until(f"attempt {attempt}", lambda: self._trains(attempt, scenario.nodes))
         problems = [*self.cluster.problems, *_check(scenario, before, self.cluster.status)]
         if unfenced := await self.cluster.unfenced():
             problems.append(f"expected nothing of earlier attempts, found {', '.join(unfenced)}")
@@ -215,10 +227,15 @@ class Lane:
             )
         )
 
-    async def _until(self, what: str, holds: Callable[[], bool], tasks: list[asyncio.Task[None]]) -> None:
+    async def until(self, what: str, holds: Callable[[], bool]) -> None:
+        """Wait until something holds.
+
+        Raises:
+            LaneError: it does not hold within RECOVERY_SECONDS, or the cluster is not played any more.
+        """
         deadline = time.monotonic() + RECOVERY_SECONDS
         while not holds():
-            for task in tasks:
+            for task in self._tasks:
                 if task.done():
                     raise LaneError(f"a task of the lane ended: {task.exception()!r}")
             if time.monotonic() > deadline:

@@ -54,9 +54,17 @@ class KubernetesClient:
     Args:
         credentials: address and credentials. The environment's proxies are not used.
         max_connections: maximum number of open connections; 0 for no limit.
+        read_seconds: maximum time without a byte of an answer, where a request sets no other.
     """
 
-    def __init__(self, credentials: Credentials, *, max_connections: int = MAX_CONNECTIONS) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        *,
+        max_connections: int = MAX_CONNECTIONS,
+        read_seconds: float = READ_SECONDS,
+    ) -> None:
+        self._read_seconds = read_seconds
         self._authorization = Authorization(credentials)
         self._authorizing = asyncio.Lock()
         configuration = Configuration(
@@ -102,14 +110,14 @@ class KubernetesClient:
                 yield item
 
     async def pages(
-        self, path: str, params: Mapping[str, str], *, read_seconds: float = READ_SECONDS
+        self, path: str, params: Mapping[str, str], *, read_seconds: float | None = None
     ) -> AsyncIterator[tuple[list[Object], str]]:
         """Yield the objects of a collection in chunks, each with the version of the collection.
 
         Args:
             path: path of the collection.
             params: query parameters of the request: the selectors.
-            read_seconds: maximum time without a byte of the answer.
+            read_seconds: maximum time without a byte of the answer; None for that of the client.
         """
         params = {**params, "limit": str(CHUNK)}
         while True:
@@ -195,9 +203,10 @@ class KubernetesClient:
         body: Mapping[str, Any] | None = None,
         *,
         content_type: str = _JSON,
-        read_seconds: float = READ_SECONDS,
+        read_seconds: float | None = None,
     ) -> Object:
-        answer = await self._send(method, path, params, body, content_type=content_type, read_seconds=read_seconds)
+        seconds = self._read_seconds if read_seconds is None else read_seconds
+        answer = await self._send(method, path, params, body, content_type=content_type, read_seconds=seconds)
         try:
             content = await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:

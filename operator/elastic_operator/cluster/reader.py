@@ -45,7 +45,7 @@ from elastic_operator.observed.ownership import (
     select_own_jobs,
     select_own_leases,
     select_own_pods,
-    select_predecessor_pods,
+    select_predecessors,
 )
 from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.observed.queueing.workloads import QueueView, workload_view
@@ -221,8 +221,10 @@ class ClusterReader:
                 return None
             raise
 
-    async def own_pods(self, job: JobRef, known: Collection[str]) -> tuple[tuple[PodView, ...], list[PodView]]:
-        """Read a job's own pods and the remaining pods of a deleted resource with the same name.
+    async def own_pods(
+        self, job: JobRef, known: Collection[str]
+    ) -> tuple[tuple[PodView, ...], list[PodView | JobView]]:
+        """Read a job's own pods, and what a deleted resource of the same name has left behind.
 
         Args:
             job: the resource.
@@ -230,9 +232,9 @@ class ClusterReader:
         """
         # Pods first: the Job that created a pod is then on the list of Jobs, or was known before.
         all_pods = await self._pods_of((job.namespace, job.name))
-        jobs = select_own_jobs(await self._jobs_of((job.namespace, job.name)), job)
-        uids = {item.uid for item in jobs} | set(known)
-        return select_own_pods(all_pods, job.name, uids), select_predecessor_pods(all_pods, job, uids)
+        all_jobs = await self._jobs_of((job.namespace, job.name))
+        uids = {item.uid for item in select_own_jobs(all_jobs, job)} | set(known)
+        return select_own_pods(all_pods, job.name, uids), select_predecessors(all_pods, all_jobs, job, uids)
 
     async def observe(self, record: Record, resource: str, *, fresh: bool) -> Observation:
         """Read everything about one job.
@@ -248,12 +250,13 @@ class ClusterReader:
         if not self._store.has_listed_nodes:
             raise NodesUnknownError("the nodes of the cluster could not be listed yet, so nothing is decided")
         key = (record.job.namespace, record.job.name)
-        all_pods, all_jobs, volumes, _ = await asyncio.gather(
-            self._pods_of(key),
+        # Pods after Jobs: a Job fails after its pods, so a failed Job is not seen without the pod that says why.
+        all_jobs, volumes, _ = await asyncio.gather(
             self._jobs_of(key),
             self._volume_reader.read_claims(record, fresh=fresh),
             self._refresh_usage(FRESH_SECONDS if fresh else USED_SECONDS),
         )
+        all_pods = await self._pods_of(key)
         # Leases last: rank 0 reports on its Lease before it exits, so the report is there if the exit was seen.
         leases = await self._leases_of(key)
         jobs = select_own_jobs(all_jobs, record.job)

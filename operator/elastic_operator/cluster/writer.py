@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -32,7 +32,7 @@ from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.manifests.attempt import MANAGER, JobRef
 from elastic_operator.observed import ownership
 from elastic_operator.observed.commit_history import format_released
-from elastic_operator.observed.observation import WORKER, controller_of
+from elastic_operator.observed.observation import WORKER, JobView, PodView, controller_of
 from elastic_operator.reconcile import effective_spec
 from elastic_operator.reconcile.actions import (
     Action,
@@ -67,7 +67,7 @@ class NameTakenError(Exception):
 
 
 class PredecessorError(Exception):
-    """Pods of an earlier resource of the same name may still run."""
+    """Pods of an earlier resource of the same name may still run, or may still be created."""
 
 
 class ClusterWriter:
@@ -233,16 +233,19 @@ class ClusterWriter:
 
         The pods are read from the API server, because the decision may have been made from an older observation.
         """
-        pods, predecessors_pods = await self._reader.own_pods(action.job, action.job_uids)
+        pods, all_predecessors = await self._reader.own_pods(action.job, action.job_uids)
         for pod in pods:
             is_harmless = pod.terminal or pod.node in action.lost_nodes or pod.uid in action.stuck_pods
             if pod.role == WORKER and not is_harmless:
                 raise ConflictError(f"expected no pods of older attempts, found {pod.name} of attempt {pod.attempt}")
-        if predecessors_pods:
-            names = ", ".join(sorted(pod.name for pod in predecessors_pods)[:3])
+        # A Job with the name of one to create is reported by name (NameTakenError).
+        names = {manifest["metadata"]["name"] for manifest in action.manifests}
+        predecessors = [item for item in all_predecessors if not (isinstance(item, JobView) and item.name in names)]
+        if predecessors:
+            found = _describe_predecessors(predecessors)
             raise PredecessorError(
-                f"{len(predecessors_pods)} pods of an earlier {KIND} of this name are still there ({names}): they are "
-                "deleted together with it; delete them if they stay"
+                f"{found} of an earlier {KIND} of this name are still there: they are deleted together with it; "
+                "delete them if they stay"
             )
         for manifest in action.manifests:
             if manifest["kind"] == DISRUPTION_BUDGET.kind:
@@ -345,6 +348,14 @@ class ClusterWriter:
             # A patch with the UID of a deleted object is "unprocessable" if another object has its name.
             if error.code not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY):
                 raise
+
+
+def _describe_predecessors(predecessors: Sequence[PodView | JobView]) -> str:
+    """Return how many pods and Jobs there are, with the first names of each."""
+    pods = sorted(item.name for item in predecessors if isinstance(item, PodView))
+    jobs = sorted(item.name for item in predecessors if isinstance(item, JobView))
+    kinds = (("pods", pods), ("Jobs", jobs))
+    return " and ".join(f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in kinds if names)
 
 
 def _name_taken_message(manifest: Mapping[str, Any], existing: Mapping[str, Any]) -> str:

@@ -105,22 +105,42 @@ def describe_owner(item: Mapping[str, Any]) -> str:
     )
 
 
-def select_predecessor_pods(pods: Iterable[PodView], job: JobRef, uids: Collection[str]) -> list[PodView]:
-    """Return pods that a Job of an earlier resource of the same name made, and that may still run.
+def select_predecessors(
+    pods: Iterable[PodView], jobs: Iterable[JobView], job: JobRef, uids: Collection[str]
+) -> list[PodView | JobView]:
+    """Return what earlier resources of the same name have left behind, and what may still run or make pods.
 
-    They are older than the resource by the API server's clock, so no pod that is created later is taken for one.
+    The pods of a Job that is gone are older than the resource by the API server's clock, so no pod that is created
+    later is taken for one. A Job that is still there may make pods later.
+
+    Args:
+        pods: pods with the job's label.
+        jobs: Jobs with the job's label.
+        job: the resource.
+        uids: UIDs of its own Jobs.
     """
-    return [
+    theirs = [item for item in jobs if item.owner not in ("", job.uid) and _parse_name(item.name, job.name)]
+    their_uids = {item.uid for item in theirs}
+    running = [
         pod
         for pod in pods
         if pod.owner not in uids
         and _parse_name(pod.owner_name, job.name) is not None
         and not pod.terminal
         and pod.node
-        and pod.created_at is not None
-        and job.created_at is not None
-        and pod.created_at <= job.created_at
+        and (pod.owner in their_uids or _is_older(pod, job))
     ]
+    active = [
+        item
+        for item in theirs
+        if (_parse_name(item.name, job.name) or (0, ""))[1] == WORKER
+        and not (item.complete or item.failed or item.deleting)
+    ]
+    return [*running, *active]
+
+
+def _is_older(pod: PodView, job: JobRef) -> bool:
+    return pod.created_at is not None and job.created_at is not None and pod.created_at <= job.created_at
 
 
 def _parse_name(name: str, job: str) -> tuple[int, str] | None:

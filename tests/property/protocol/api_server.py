@@ -229,7 +229,7 @@ class _Reader:
     def __init__(self, server: ApiServer, objects: Objects) -> None:
         self._server, self._objects = server, objects
 
-    async def own_pods(self, job: JobRef, known: Any) -> tuple[tuple[PodView, ...], list[PodView]]:
+    async def own_pods(self, job: JobRef, known: Any) -> tuple[tuple[PodView, ...], list[PodView | JobView]]:
         return tuple(self._server.pod_view(pod) for pod in self._objects.pods), []
 
 

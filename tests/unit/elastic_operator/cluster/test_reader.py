@@ -31,12 +31,16 @@ class Lists:
         self.versions = {"pods": 7, "jobs": 7, "leases": 7}
         self.items: dict[str, list[dict[str, Any]]] = {"pods": [], "jobs": [], "leases": []}
         self.before_pods: Any = None
+        self.before_jobs: Any = None
 
     async def pages(self, path: str, params: Mapping[str, str], **_: Any) -> Any:
         plural = path.rsplit("/", 1)[-1]
         if plural == "pods" and "labelSelector" in params and self.before_pods is not None:
             await asyncio.sleep(0.1)
             self.before_pods()
+        if plural == "jobs" and self.before_jobs is not None:
+            await asyncio.sleep(0.1)
+            self.before_jobs()
         yield list(self.items.get(plural, [])), str(self.versions.get(plural, 7))
 
     async def get(self, kind: Any, name: str, *, namespace: str = "") -> Any:
@@ -76,6 +80,25 @@ def test_a_list_that_is_older_than_the_watch_of_its_kind_is_not_used(plural: str
         observe(reader)
     lists.versions[plural] = 8
     observe(reader)
+
+
+def test_a_job_that_fails_during_a_read_is_not_seen_without_the_pod_whose_exit_code_says_why() -> None:
+    lists = Lists()
+    reader, _ = reader_of(lists)
+    name = f"{NAME}-a1"
+    meta = {"namespace": "ns", "creationTimestamp": "2026-11-01T10:00:00Z", "labels": {str(Label.JOB): NAME}}
+    job = {"metadata": {**meta, "name": name, "uid": "u", "ownerReferences": of_resource(NAME)}, "spec": {}}
+    pod = {"metadata": {**meta, "name": "p", "uid": "p", "ownerReferences": of_job(name, "u")}, "spec": {}}
+    lists.items |= {"jobs": [job], "pods": [{**pod, "status": {"phase": "Running"}}]}
+
+    def fail() -> None:
+        failed = {"conditions": [{"type": "FailureTarget", "status": "True"}]}
+        lists.items |= {"jobs": [{**job, "status": failed}], "pods": [{**pod, "status": {"phase": "Failed"}}]}
+
+    lists.before_jobs = fail
+    world = observe(reader)
+    assert [item.failed for item in world.jobs] == [True]
+    assert [item.phase for item in world.pods] == ["Failed"]
 
 
 def test_the_last_check_before_a_launch_uses_no_old_list() -> None:

@@ -253,6 +253,45 @@ def test_a_launch_waits_for_pods_that_a_job_of_ours_made_and_for_no_others(
             cluster.act(action)
 
 
+@pytest.mark.parametrize(
+    ("name", "owner", "state", "error"),
+    [
+        (f"{NAME}-a3", PREDECESSOR, {}, PredecessorError),
+        (f"{NAME}-a3", PREDECESSOR, {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}, None),
+        (f"{NAME}-a3", PREDECESSOR, {"status": {"conditions": [{"type": "Failed", "status": "True"}]}}, None),
+        (f"{NAME}-a3", PREDECESSOR, {"meta": {"deletionTimestamp": "2026-11-01T10:00:00Z"}}, None),
+        (f"{NAME}-a3-reshard", PREDECESSOR, {}, None),
+        (f"{NAME}-a3", of_resource(NAME), {}, None),
+        (f"{NAME}-a3", [], {}, None),
+        ("another-a3", of_resource("another"), {}, None),
+    ],
+    ids=["training", "complete", "failed", "deleted", "conversion", "own", "without-owner", "of-another-job"],
+)
+def test_a_launch_waits_for_a_predecessors_job_that_may_still_make_pods(
+    cluster: Cluster,
+    name: str,
+    owner: list[dict[str, Any]],
+    state: dict[str, Any],
+    error: type[Exception] | None,
+) -> None:
+    cluster.put("jobs", name, owner, **state)
+    action = LaunchAttempt(attempt=1, manifests=(), job=read_record(cluster.resource).job, job_uids=())
+    if error is None:
+        cluster.act(action)
+    else:
+        with pytest.raises(error, match=f"{NAME}-a3"):
+            cluster.act(action)
+
+
+def test_a_launch_waits_for_pods_that_a_predecessors_job_has_made_since(cluster: Cluster) -> None:
+    cluster.put("jobs", f"{NAME}-a3", PREDECESSOR, meta={"deletionTimestamp": "2026-11-01T10:00:00Z"})
+    uid = cluster.api.objects["jobs", "ns", f"{NAME}-a3"]["metadata"]["uid"]
+    running_pod(cluster, "late", of_job(f"{NAME}-a3", uid), "2026-11-01T10:00:05Z")
+    action = LaunchAttempt(attempt=1, manifests=(), job=read_record(cluster.resource).job, job_uids=())
+    with pytest.raises(PredecessorError, match="late"):
+        cluster.act(action)
+
+
 def test_a_launch_does_not_wait_for_a_pod_that_the_decision_named_as_stuck(cluster: Cluster) -> None:
     running_pod(cluster, "p", of_job(f"{NAME}-a1", "uid-known"), "2026-11-01T10:00:01Z")
     uid = cluster.api.objects["pods", "ns", "p"]["metadata"]["uid"]
