@@ -35,6 +35,12 @@ def hosts(run: Run) -> list[str]:
     return sorted(pod["spec"].get("nodeName", "") for pod in run.workers())
 
 
+def places(run: Run) -> list[str]:
+    """The nodes of all pods, once each has one: rank 0 of this training makes steps without the others."""
+    run.cluster.wait(lambda: all(hosts(run)), what="every pod to be placed", timeout_seconds=30)
+    return hosts(run)
+
+
 def offer(cluster: Cluster, node: str, count: int | None) -> None:
     """Let a node offer the new resource, as a node that an autoscaler adds would; None takes it back."""
     quantities = {NEW_RESOURCE: None if count is None else str(count)}
@@ -84,10 +90,10 @@ def test_pods_share_a_node_only_if_the_spec_says_so(
         pod_spec=near,
     )
     status = run.until_phase("Running", 60)
-    assert (status["attempt"], len(hosts(run))) == (1, num_pods)
-    assert len(set(hosts(run))) >= num_hosts
+    assert (status["attempt"], len(places(run))) == (1, num_pods)
+    assert len(set(places(run))) >= num_hosts
     if pods_per_node == "One":
-        assert len(set(hosts(run))) == num_pods
+        assert len(set(places(run))) == num_pods
 
 
 @pytest.fixture
@@ -121,9 +127,7 @@ def test_the_plan_counts_the_templates_rules_about_its_own_pods(
         pod_spec={"affinity": affinity},
     )
     run.until_phase("Running", 60)
-    # Rank 0 makes steps alone in this training: the other pod may still be without a node.
-    run.cluster.wait(lambda: all(hosts(run)), what="every pod to be placed", timeout_seconds=30)
-    used = [zones[name] for name in hosts(run)]
+    used = [zones[name] for name in places(run)]
     assert (run.status()["attempt"], len(used)) == (1, num_pods)
     assert len(set(used)) == (2 if rule == "podAntiAffinity" else 1)
 
@@ -155,7 +159,7 @@ def test_a_node_that_another_pods_anti_affinity_keeps_from_the_job_is_left_out_a
     assert (status["attempt"], status["current"]["numNodes"]) == (1, 3)
     assert "anti-affinity" in run.condition("Launched")["message"]
     status = run.until_phase("Running", UNSCHEDULABLE_SECONDS + 60)
-    assert (status["attempt"], hosts(run)) == (2, ["gpu-1", "gpu-3"])
+    assert (status["attempt"], places(run)) == (2, ["gpu-1", "gpu-3"])
     limit = status["placementLimit"]
     assert (limit["numNodes"], limit["missing"], "anti-affinity" in limit["message"]) == (2, 1, True)
     assert (status["recoveries"][0]["cause"], status["restartBudget"]["used"]) == ("Unschedulable", 0)
@@ -177,7 +181,7 @@ def test_the_plan_counts_a_topology_spread_over_nodes_with_room_for_more(run: Ru
         pod_spec={"topologySpreadConstraints": [spread], "nodeSelector": {"etj-testbed/role": "gpu"}},
     )
     status = run.until_phase("Running", 90)
-    used = sorted(zones[name] for name in hosts(run))
+    used = sorted(zones[name] for name in places(run))
     assert (status["attempt"], used) == (1, ["a", "a", "b", "b", "b"])
 
 
@@ -204,7 +208,7 @@ def test_an_attempt_runs_where_its_volume_is_and_the_plan_says_which_nodes_do_no
     assert f"volume of claim zonal is only reachable from {ZONE} b: 1 more nodes" in status["message"]
     run.patch(nodes={"min": 1, "max": 3})
     status = run.until_phase("Running", 60)
-    assert (status["attempt"], [zones[name] for name in hosts(run)]) == (1, ["b", "b"])
+    assert (status["attempt"], [zones[name] for name in places(run)]) == (1, ["b", "b"])
 
 
 def test_a_claim_that_does_not_exist_is_named_and_the_attempt_starts_once_it_is_there(
@@ -257,7 +261,7 @@ def test_a_node_whose_memory_another_pod_holds_is_not_planned_and_the_plan_says_
         pod={"resources": {"requests": {"cpu": "10m", "memory": most_memory}}},
     )
     status = run.until_phase("Running", 60)
-    assert (status["attempt"], hosts(run)) == (1, ["gpu-2", "gpu-3"])
+    assert (status["attempt"], places(run)) == (1, ["gpu-2", "gpu-3"])
     assert "too little memory on 1 more" in status["plan"]["reason"]
 
 
@@ -292,7 +296,7 @@ def test_two_jobs_on_the_network_of_one_node_have_different_rendezvous_ports(run
         for item in pod["spec"]["containers"][0]["env"]
         if item["name"] == "PET_MASTER_PORT"
     }
-    assert (hosts(run), len(ports)) == (["gpu-1", "gpu-1"], 2)
+    assert (places(run), len(ports)) == (["gpu-1", "gpu-1"], 2)
 
 
 def test_a_port_of_the_node_that_another_job_uses_keeps_a_job_waiting_and_it_says_so(run: Run) -> None:
