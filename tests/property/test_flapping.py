@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_operator.cluster.caches import date_node
-from elastic_operator.observed.observation import NodeView
-from tests.property.cluster_model import World
-
-TAINT = {"key": "vendor/flaky", "value": "x", "effect": "NoSchedule"}
+from tests.property.cluster_model.world import World
 
 
 class FlappingWorld(World):
-    """A cluster whose nodes are seen through the operator's memory of them."""
+    """A cluster in which a node is cordoned or tainted again and again."""
 
     def __init__(self, min_nodes: int) -> None:
         super().__init__()
-        self.seen: dict[str, NodeView] = {}
         self.steps = 10**6
         self.spec["nodes"] = {"min": min_nodes, "max": 3}
-
-    def _node_view(self, name: str) -> NodeView:
-        self.seen[name] = date_node(super()._node_view(name), self.seen.get(name), self.now)
-        return self.seen[name]
 
     def flap(self, kind: str, seconds: int, on: int, off: int) -> None:
         for second in range(seconds):
             is_on = second % (on + off) < on
-            spec = self.nodes["n2"]["spec"]
             if kind == "cordon":
-                spec["unschedulable"] = is_on
+                self.cordon("n2", is_on)
             else:
-                spec["taints"] = [TAINT] if is_on else []
-            self.tick()
+                self.taint("n2", "NoSchedule" if is_on else "")
+            self.tick(1.0)
             self.operate()
 
 

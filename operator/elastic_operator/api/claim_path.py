@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import posixpath
 
 _OTHER_CHARACTERS = frozenset("_.=+@,-")
@@ -24,3 +26,21 @@ def normalize_path(path: str) -> str:
 
 def _is_permitted(character: str) -> bool:
     return (character.isascii() and character.isalnum()) or character in _OTHER_CHARACTERS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A job that is about to start from a folder.
+
+    Attributes:
+        job: name of that job.
+        claim: the claim that holds the folder.
+        folder: path of the folder inside the claim.
+        reads_after: from this time on a reshard pod may read the folder; infinity if none can before the status of the
+            job changes.
+    """
+
+    job: str
+    claim: str
+    folder: str
+    reads_after: float = math.inf

@@ -488,27 +488,3 @@ class Progress:
     """Time at which the operator last observed a change of any of these fields."""
     step_time: Moment | None = None
     """Time at which the operator last observed a new step; a restart alone does not change it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Goodput:
-    """`status.goodput`, which `reconcile.goodput` computes and keeps as a mapping."""
-
-    ettr: Real | None = None
-    """Effective training time ratio: productive time over wall time."""
-    lost_steps: Count = 0
-    """Steps that had to be repeated."""
-    window_seconds: Real = 0.0
-    """Length in seconds of the time that is accounted for, without suspensions."""
-    lost_seconds: Real = 0.0
-    """Time in seconds that the repeated steps took."""
-    failures: Count = 0
-    """Unplanned recoveries."""
-    mtbf_seconds: Real | None = None
-    """Mean time between failures in seconds."""
-    mttr_seconds: Real | None = None
-    """Mean time to recover in seconds."""
-    parts_seconds: NumbersByName = dataclasses.field(default_factory=dict)
-    """Mean time to recover by part, in seconds. The parts add up to mttrSeconds."""
-    suggested_interval_seconds: Real | None = None
-    """Suggested checkpoint interval (Young/Daly) in seconds."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from elastic_operator.api.claim_path import Start
 from elastic_operator.api.spec import SpecError
 from elastic_operator.client.resources import JOB, LEASE, LIVE, NODE, POD, WORKLOAD, ResourceKind
 from elastic_operator.cluster import unreadable_objects
@@ -22,7 +23,6 @@ from elastic_operator.observed.observation import (
     LeaseView,
     Observation,
     PodView,
-    Start,
 )
 from elastic_operator.observed.ownership import select_own_jobs, select_own_leases, select_own_pods
 from elastic_operator.observed.pending_starts import find_start, read_folder

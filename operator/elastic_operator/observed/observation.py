@@ -8,12 +8,12 @@ counts from when the operator saw the Lease change (`renewed_at`), so a skewed n
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_operator.api import pod_reports
+from elastic_operator.api.claim_path import Start
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems
 from elastic_operator.observed.placement.pod_resources import extended_only, parse_builtin, parse_extended, pod_requests
@@ -268,24 +268,6 @@ class LeaseView:
     def problems(self) -> list[tuple[str, str]]:
         """Return the path of each malformed annotation, and what was expected and found."""
         return [(f"Lease {self.name}: {path}", text) for path, text in pod_reports.find_problems(self.annotations)]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """A job that is about to start from a folder.
-
-    Attributes:
-        job: name of that job.
-        claim: the claim that holds the folder.
-        folder: path of the folder inside the claim.
-        reads_after: from this time on a reshard pod may read the folder; infinity if none can before the status of the
-            job changes.
-    """
-
-    job: str
-    claim: str
-    folder: str
-    reads_after: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic_operator.api.claim_path import find_path_problem, normalize_path
+from elastic_operator.api.claim_path import Start, find_path_problem, normalize_path
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.observed import pod_diagnosis
-from elastic_operator.observed.observation import Start
 from elastic_operator.observed.signal_kinds import Kind
 
 MAX_AWAITED = 16

@@ -234,7 +234,7 @@ def find_toleration_seconds(
 
     Admission adds tolerations (ExtendedResourceToleration, DefaultTolerationSeconds), so those of the pods count.
     """
-    written = context.placed_template["spec"].get("tolerations") or ()
+    written = (context.placed_spec.template.get("spec") or {}).get("tolerations") or ()
     added = [item for pod in pods for item in pod.tolerations]
     tolerations = [*written, *(item for item in added if item not in written)]
     return {taint: seconds for taint in taints if (seconds := toleration_seconds(tolerations, taint)) > 0}

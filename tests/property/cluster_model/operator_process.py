@@ -17,7 +17,7 @@ from elastic_operator.observed.ownership import (
     select_own_jobs,
     select_own_leases,
     select_own_pods,
-    select_predecessor_pods,
+    select_predecessors,
 )
 from elastic_operator.observed.pod_usage import PodUsage
 from elastic_operator.observed.queueing.workloads import QueueView, select_own_workloads
@@ -98,7 +98,8 @@ class OperatorProcess:
         for node in cluster.nodes.values():
             self._nodes.update(node, cluster.now)
         self._count_usage()
-        jobs = select_own_jobs((self._renewals.date_job(item, cluster.now) for item in cluster.jobs()), job)
+        all_jobs = [self._renewals.date_job(item, cluster.now) for item in cluster.jobs()]
+        jobs = select_own_jobs(all_jobs, job)
         uids = {item.uid for item in jobs} | set(status.job_uids)
         dated = (self._renewals.date_pod(pod, cluster.now) for pod in cluster.pods.values())
         pods = select_own_pods(dated, job.name, uids)
@@ -213,13 +214,14 @@ class OperatorProcess:
         """Create the objects of an attempt unless a pod of an older one, or of a predecessor, may run."""
         cluster, job = self._cluster, action.job
         dated = [self._renewals.date_pod(pod, cluster.now) for pod in cluster.pods.values()]
-        jobs = select_own_jobs((self._renewals.date_job(item, cluster.now) for item in cluster.jobs()), job)
+        all_jobs = [self._renewals.date_job(item, cluster.now) for item in cluster.jobs()]
+        jobs = select_own_jobs(all_jobs, job)
         uids = {item.uid for item in jobs} | set(action.job_uids)
         for pod in select_own_pods(dated, job.name, uids):
             is_harmless = pod.terminal or pod.node in action.lost_nodes or pod.uid in action.stuck_pods
             if pod.role == "worker" and not is_harmless:
                 raise RetryError
-        if select_predecessor_pods(dated, job, uids):
+        if select_predecessors(dated, all_jobs, job, uids):
             cluster.effects["a launch waits for a predecessor's pods"] += 1
             raise RetryError
         for manifest in action.manifests:

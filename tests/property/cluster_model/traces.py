@@ -50,7 +50,7 @@ FAULTS: Choices = {
     "cut": [("kubelet", "trainer"), NODES],
     "storage": [NODES, _MOSTLY],
     "connect_operator": [_MOSTLY],
-    "fail_pod": [range(6), (1, 1, 1, 43)],
+    "fail_pod": [range(6), (1, 1, 43)],
     "fail_conversion": [NODES, (1, 1, 20)],
     "stick": [range(6)],
     "release": [],

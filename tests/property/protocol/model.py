@@ -11,12 +11,13 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from elastic_operator.api.claim_path import Start
 from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.spec import parse_spec
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef
-from elastic_operator.observed.observation import RESHARD, WORKER, Start
+from elastic_operator.observed.observation import RESHARD, WORKER
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Action
 from elastic_operator.reconcile.decide import UNSETTLED, decide

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from elastic_operator.api.claim_path import Start
 from elastic_operator.api.status import Current, Phase, ReshardStatus, Resume, StartedFrom, Status
-from elastic_operator.observed.observation import Start
 from elastic_operator.observed.pending_starts import (
     MAX_AWAITED,
     Protection,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_operator.api.claim_path import Start
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.status import MAX_WITHHELD, Checkpoint, Commit, Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.observed import commit_history
-from elastic_operator.observed.observation import Start
 from elastic_operator.observed.pending_starts import MAX_AWAITED, Protection
 from elastic_operator.reconcile.actions import Decision, Event, ReleaseCommits
 from reshard.contract import COMMIT_NAME, MAX_RELEASED, CommitRef, LeaseKey

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_operator.api.claim_path import Start
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.serialization import Time, to_wire
 from elastic_operator.api.spec import SpecError, parse_spec
@@ -18,7 +19,7 @@ from elastic_operator.api.status import Checkpoint, Commit, Current, Phase, Resu
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef, checkpoint_root, reshard_job, training_job
 from elastic_operator.observed import commit_history
-from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView, Start
+from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import DeleteJob, ReleaseCommits, RequestStop
 from elastic_operator.reconcile.decide import decide
