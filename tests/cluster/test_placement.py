@@ -118,7 +118,12 @@ def test_the_plan_counts_the_templates_rules_about_its_own_pods(
 ) -> None:
     selector = {"matchLabels": {"elastictraining.dev/job-name": "gpt"}}
     term = {"topologyKey": ZONE, "labelSelector": selector}
-    affinity = {rule: {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    # The first pod decides on the zone of all; the scheduler might begin in the zone of one node.
+    larger = {"matchExpressions": [{"key": ZONE, "operator": "In", "values": ["b"]}]}
+    affinity = {
+        rule: {"requiredDuringSchedulingIgnoredDuringExecution": [term]},
+        "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "preference": larger}]},
+    }
     # The least number is the right one: the operator may not have seen the label of every node yet, and then waits.
     run.submit(
         [*LIGHT, "100000", "0", "0"],
