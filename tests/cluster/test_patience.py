@@ -25,7 +25,12 @@ OUTAGE_SECONDS = 300 if os.environ.get("ETJ_SOAK") else 60
 @pytest.fixture
 def training(run_by_process: Run) -> Iterator[Run]:
     """A training on all three nodes that makes steps."""
-    run_by_process.submit([*LIGHT, "100000", "0", "0"], **elastic(hangSeconds=60))
+    # The test bed evicts after 5 s; here pods stay on a silent node for as long as Kubernetes lets them by default.
+    stay = [
+        {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
+        for key in ("not-ready", "unreachable")
+    ]
+    run_by_process.submit([*LIGHT, "100000", "0", "0"], pod_spec={"tolerations": stay}, **elastic(hangSeconds=60))
     run_by_process.until_phase("Running")
     yield run_by_process
 
