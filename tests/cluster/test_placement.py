@@ -159,12 +159,13 @@ def test_a_node_that_another_pods_anti_affinity_keeps_from_the_job_is_left_out_a
     run.cluster.wait(
         lambda: run.cluster.get("pod", "blocker", "-n", run.namespace)["spec"].get("nodeName"), what="the other pod"
     )
-    run.submit([*LIGHT, "100000", "0", "0"], nodes={"min": 1, "max": 3}, batch={"globalSamples": 24})
+    # A training that makes no step, as any other would while one of its pods is missing.
+    run.submit(["sleep", "1000"], nodes={"min": 1, "max": 3}, batch={"globalSamples": 24})
     status = run.until("the scheduler's words", lambda found: found.get("reason") == "Unschedulable")
     assert (status["attempt"], status["current"]["numNodes"]) == (1, 3)
     assert "anti-affinity" in run.condition("Launched")["message"]
-    status = run.until_phase("Running", UNSCHEDULABLE_SECONDS + 60)
-    assert (status["attempt"], places(run)) == (2, ["gpu-1", "gpu-3"])
+    status = run.until("a smaller attempt", lambda found: found.get("attempt") == 2, UNSCHEDULABLE_SECONDS + 60)
+    run.cluster.wait(lambda: hosts(run) == ["gpu-1", "gpu-3"], what="its pods to be placed", timeout_seconds=60)
     limit = status["placementLimit"]
     assert (limit["numNodes"], limit["missing"], "anti-affinity" in limit["message"]) == (2, 1, True)
     assert (status["recoveries"][0]["cause"], status["restartBudget"]["used"]) == ("Unschedulable", 0)
