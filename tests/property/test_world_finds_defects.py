@@ -16,7 +16,7 @@ from tests.property.cluster_model.operator_process import OperatorProcess
 from tests.property.cluster_model.traces import QUEUE_FAULTS, draw_trace, play
 from tests.property.test_decide_world import SIZES
 
-NUM_TRACES = 60
+NUM_TRACES = 240
 
 
 def keep_the_lease_of_a_stopped_attempt(patch: pytest.MonkeyPatch) -> None:
