@@ -210,7 +210,7 @@ class PlacementLimit:
     spec_hash: Word = ""
     """Hash of the spec of the pods; an edit ends the limit."""
     message: ShortText = ""
-    """What the scheduler said."""
+    """Message of the scheduler."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +281,7 @@ class ReshardStatus:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """Why the topology is pinned, and when it no longer is."""
+    """Circumstances of a pinned topology: its cause, and the time of the next conversion."""
 
     spec_hash: Word = ""
     """Hash of what conversions and attempts were made from; an edit ends the pin."""

@@ -12,16 +12,15 @@ INTERRUPTION_SECONDS = 15.0
 SETTLE_SECONDS = 60.0
 """Time that kubelets and trainings get to reconnect; a kubelet needs 45 s to notice a dead connection (client-go)."""
 
-
 LONGEST_SHIFT_SECONDS = 600.0
-"""How long interruptions that follow one another put ages off; else a server that is often away would hide a failure
-for ever."""
+"""Longest time for which interruptions that follow one another delay ages. Without it, an API server that is often
+away would hide a failure for ever."""
 
 _CALM_SECONDS = 2 * SETTLE_SECONDS
 """Time after an interruption from which the next one is another outage."""
 
 HOLD_SECONDS = 600.0
-"""How long the silence of most nodes is held against nobody, if other nodes report, on which a job could go on."""
+"""Time for which the silence of most nodes counts against no node, while other nodes report that could run the job."""
 
 
 class Availability:

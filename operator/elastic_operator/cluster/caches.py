@@ -38,7 +38,7 @@ WIDESPREAD_NODES = 3
 """Number of silent nodes below which no failure is widespread."""
 
 REMOVAL_SECONDS = 600.0
-"""How long a removed node counts as silent, when it is decided whether a failure is widespread."""
+"""Time for which a removed node counts as silent in the decision whether a failure is widespread."""
 
 _MISSED_SHARE, _MISSED_SECONDS = 0.25, 2.0
 """Share of a Lease's duration after which a kubelet renews it, and the least age that counts as a missed renewal."""
@@ -135,6 +135,7 @@ class NodeCache:
         self._skews: dict[str, float] = {}
         self._merged: dict[str, NodeView] | None = None
         self._is_widespread: bool | None = None
+        self._stale_count: int | None = None
         self._pools: dict[str, NodePool] = {}
         self.polled_at = 0.0
         self._listed_at = 0.0
@@ -191,7 +192,7 @@ class NodeCache:
         self.polled_at, self._listed_at = now, now if ended is None else ended
         self._removed = {name: at for name, at in self._removed.items() if abs(now - at) <= REMOVAL_SECONDS}
         self._forget_merged()
-        is_long, settled_at = self._is_most(self._count_silent(_STALE_SHARE, _STALE_SECONDS)), self._silence.settled_at
+        is_long, settled_at = self._is_most(self._count_stale()), self._silence.settled_at
         self._silence.record_poll(now, is_widespread=self.has_widespread_failure(), is_long=is_long)
         if self._silence.settled_at != settled_at:
             self._forget_merged()
@@ -227,7 +228,7 @@ class NodeCache:
 
     @property
     def removed(self) -> Mapping[str, float]:
-        """When nodes were removed that have not returned, within the last REMOVAL_SECONDS."""
+        """Removal times, by name, of nodes that were removed in the last REMOVAL_SECONDS and have not returned."""
         return self._removed
 
     def has_widespread_failure(self) -> bool:
@@ -242,12 +243,17 @@ class NodeCache:
 
     def is_hold_over(self, now: float) -> bool:
         """Return whether a widespread failure has lasted for so long that silence counts again."""
-        num_silent = self._count_silent(_STALE_SHARE, _STALE_SECONDS)
-        return self._silence.is_over(now, is_total=num_silent == self._num_nodes)
+        return self._silence.is_over(now, is_total=self._count_stale() == self._num_nodes)
 
     @property
     def _num_nodes(self) -> int:
         return len(self._views) + len(self._removed)
+
+    def _count_stale(self) -> int:
+        """Count the nodes that are removed, not Ready or have a stale Lease; once per change, as every pass asks."""
+        if self._stale_count is None:
+            self._stale_count = self._count_silent(_STALE_SHARE, _STALE_SECONDS)
+        return self._stale_count
 
     def _count_silent(self, share: float, seconds: float) -> int:
         """Count the nodes that are removed, not Ready, or silent for that share of a Lease, at least `seconds`."""
@@ -291,7 +297,7 @@ class NodeCache:
         return dataclasses.replace(view, **times) if times else view
 
     def _forget_merged(self) -> None:
-        self._merged = self._is_widespread = None
+        self._merged = self._is_widespread = self._stale_count = None
         self._pools.clear()
 
 

@@ -20,7 +20,7 @@ from elastic_operator.manifests import dry_run
 from elastic_operator.manifests.attempt import MANAGER
 from elastic_operator.observed import pod_diagnosis
 from elastic_operator.observed.observation import Key, Observation, PodDiagnosis
-from elastic_operator.reconcile.actions import Action, Create, DeletePod, LaunchAttempt
+from elastic_operator.reconcile.actions import Action, Create, DeletePod, LaunchAttempt, split_actions
 from elastic_operator.reconcile.record import Record
 
 CONCURRENT_DELETIONS = 32
@@ -84,7 +84,7 @@ class Diagnostics:
         return dataclasses.replace(world, pod_diagnosis=self._troubles.get(key))
 
     async def act_all(self, key: Key, attempt: int, actions: Sequence[Action]) -> None:
-        """Execute actions: pods are deleted many at a time after everything else, and a launch comes last.
+        """Execute actions in the order of `split_actions`, and delete many pods at a time.
 
         An object that cannot be created delays no deletion: quota for it may only be free once the pods are gone.
         After any other error, nothing further is done.
@@ -93,22 +93,20 @@ class Diagnostics:
             ConflictError: the cluster has changed since the decision.
             RefusedError: the API server rejected an object to create.
         """
+        others, deletions, launches = split_actions(actions)
         errors: list[BaseException] = []
-        for action in actions:
-            if isinstance(action, DeletePod | LaunchAttempt):
-                continue
+        for action in others:
             try:
                 await self.act(key, attempt, action)
             except (ConflictError, RefusedError) as error:
                 if not isinstance(action, Create):
                     raise
                 errors.append(error)
-        errors += await self._delete_pods(key, attempt, [item for item in actions if isinstance(item, DeletePod)])
+        errors += await self._delete_pods(key, attempt, deletions)
         if errors:
             raise errors[0]
-        for action in actions:
-            if isinstance(action, LaunchAttempt):
-                await self.act(key, attempt, action)
+        for launch in launches:
+            await self.act(key, attempt, launch)
 
     async def _delete_pods(self, key: Key, attempt: int, actions: Sequence[DeletePod]) -> list[BaseException]:
         """Delete pods, and return the errors."""

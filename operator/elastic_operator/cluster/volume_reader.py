@@ -49,7 +49,7 @@ class _UnknownError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What was read of a claim.
+    """Result of reading a claim.
 
     Attributes:
         view: None if the claim cannot be read.

@@ -27,7 +27,7 @@ Key = tuple[str, str]
 WORKER = "worker"
 RESHARD = "reshard"
 WITHDRAWAL_SECONDS = 3600.0
-"""How long a cordon, taint or health report that was withdrawn makes the next one of its kind on that node wait."""
+"""Time for which the withdrawal of a cordon, taint or health report delays the next one of its kind on that node."""
 
 CORDON, HEALTH = "cordon", "health"
 """Names of a cordon and of a health monitor's report in `NodeView.withdrawals`."""
@@ -295,10 +295,10 @@ class Observation:
         pod_diagnosis: why an attempt has no running pods; None if no component reported a reason.
         evidence_since: no age counts from before this time, in which the API server could not be reached; 0 for none.
         is_widespread: True if most nodes of the cluster seem to be lost.
-        starts: other jobs of the namespace that are about to start from a folder; None if they are not known yet.
-        is_hold_over: True if they have seemed so for so long that silence counts again.
+        is_hold_over: True if most nodes have seemed lost for so long that silence counts again.
         removed: when the operator saw that a node was deleted, for nodes that were deleted a short while ago.
-        short_since: since when nodes offer fewer accelerators than their pods hold.
+        short_since: when nodes were first seen to offer fewer accelerators than their pods hold.
+        starts: other jobs of the namespace that are about to start from a folder; None if they are not known yet.
         queue: what Kueue says about the job; None if the job is in no queue, or Kueue is not installed.
         volumes: claims of the training pods; those that cannot be read are missing and restrict nothing.
     """
@@ -312,10 +312,10 @@ class Observation:
     pod_diagnosis: PodDiagnosis | None = None
     evidence_since: float = 0.0
     is_widespread: bool = False
-    starts: frozenset[Start] | None = frozenset()
     is_hold_over: bool = False
     removed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     short_since: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    starts: frozenset[Start] | None = frozenset()
     queue: QueueView | None = None
     volumes: tuple[ClaimView, ...] = ()
 

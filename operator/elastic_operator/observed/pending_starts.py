@@ -27,11 +27,11 @@ _IDLE_REASONS = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
-    """What stays in a checkpoint root because other jobs start from there.
+    """Protection of the commits in a checkpoint root from which other jobs start.
 
     Attributes:
-        is_read: a conversion may run, or the starts are not known: everything stays.
-        folders: what jobs that wait name, relative to the root; empty text for the root itself.
+        is_read: True if a conversion may run, or the starts are not known; then every commit stays.
+        folders: folders, relative to the root, from which waiting jobs will start; empty text for the root itself.
         jobs: names of all these jobs, sorted.
     """
 

@@ -9,6 +9,7 @@ own; `Observation.evidence_since` bounds them. The table `signal_kinds.KINDS` is
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping
 
 from elastic_operator.observed.observation import CORDON, HEALTH, LeaseView, NodeView, Observation, PodView, Taint
@@ -199,19 +200,15 @@ def is_start_failure(pod: PodView) -> bool:
     return pod.waiting_reason in _CANNOT_START
 
 
-def detect_planned_signals(
-    node: NodeView, tolerated: Collection[Taint], now: float, tolerated_seconds: Mapping[Taint, float] | None = None
-) -> list[Signal]:
+def detect_planned_signals(node: NodeView, tolerated: Mapping[Taint, float], now: float) -> list[Signal]:
     """Detect that an administrator or a health controller wants a node to be emptied.
 
     Args:
         node: the node.
-        tolerated: taints that the pods tolerate for ever.
+        tolerated: how long the pods tolerate taints, in seconds; inf for ever. Half of a time is for a withdrawal, the
+            other half for the commit.
         now: seconds since the epoch.
-        tolerated_seconds: for how long the pods tolerate other taints. Half of the time is for a withdrawal, the other
-            half for the commit.
     """
-    bounds = tolerated_seconds or {}
     if node.unhealthy:
         message = f"node {node.name} is unhealthy: {'; '.join(node.unhealthy)}"
         since = now if node.unhealthy_since is None else node.unhealthy_since
@@ -229,11 +226,11 @@ def detect_planned_signals(
             since=now if taint.since is None else taint.since,
             message=f"node {node.name} was tainted {taint.key}={taint.value}:{taint.effect}",
             num_withdrawn=node.count_withdrawals(taint.label, now),
-            grace=bounds[taint] / 2 if taint in bounds else None,
+            grace=tolerated[taint] / 2 if taint in tolerated else None,
         )
         for taint in node.taints
         if taint.effect in ("NoSchedule", "NoExecute")
-        and taint not in tolerated
+        and tolerated.get(taint) != math.inf
         and taint.key not in (*_UNREACHABLE, *_PRESSURE, _OUT_OF_SERVICE, _CORDON)
     ]
 
@@ -413,13 +410,12 @@ def detect_attempt_signals(
     *,
     attempt: int,
     resource: str,
-    tolerated: Collection[Taint],
+    tolerated: Mapping[Taint, float],
     launch_time: float,
     job_seen: bool,
     started: bool,
     limits: Timeouts,
     now: float,
-    tolerated_seconds: Mapping[Taint, float] | None = None,
 ) -> list[Signal]:
     """Detect all signals of a launched attempt."""
     pods, lease = world.workers(attempt), world.leases.get(attempt)
@@ -438,7 +434,7 @@ def detect_attempt_signals(
         node_signals = detect_signals_of_node(world, name, limits, now)
         signals += [signal for signal in node_signals if not _is_explained(signal, world, lease)]
         if (node := world.nodes.get(name)) is not None:
-            found = detect_planned_signals(node, tolerated, now, tolerated_seconds)
+            found = detect_planned_signals(node, tolerated, now)
             found += detect_device_signals(
                 node, here, world.used.get(name, 0), resource, now=now, step_time=step_time,
                 short_since=world.short_since.get(name),

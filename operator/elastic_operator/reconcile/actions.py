@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_operator.api.status import Status
@@ -146,6 +146,26 @@ Action = (
     | PatchWorkload
     | DeleteWorkload
 )
+
+
+def split_actions(actions: Iterable[Action]) -> tuple[list[Action], list[DeletePod], list[LaunchAttempt]]:
+    """Split actions into the three groups that are executed one after another: others, deletions of pods, launches.
+
+    Deletions of pods come late: there may be thousands, and neither the fence nor the conversion waits for them. The
+    launch comes after them: a pod on a lost node that is not deleted yet would go on if its node came back.
+    """
+    others: list[Action] = []
+    deletions: list[DeletePod] = []
+    launches: list[LaunchAttempt] = []
+    for action in actions:
+        match action:
+            case DeletePod():
+                deletions.append(action)
+            case LaunchAttempt():
+                launches.append(action)
+            case _:
+                others.append(action)
+    return others, deletions, launches
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ from elastic_operator.reconcile.context import (
     select_stuck_pods,
 )
 from elastic_operator.reconcile.effective_spec import describe_edit
-from elastic_operator.reconcile.failures.budgets import LAST_BACKOFF_SECONDS
+from elastic_operator.reconcile.failures.budgets import LAST_BACKOFF_SECONDS, double_pause
 from elastic_operator.reconcile.failures.pinned_topology import pin_topology
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
 from reshard.contract import ExitCode, ReshardReport
@@ -396,7 +396,7 @@ def _count_try(context: Context, reshard: ReshardStatus, job: JobView, failure: 
     failures = reshard.failures + (not failure.is_interruption)
     interruptions = reshard.interruptions + failure.is_interruption
     in_a_row = interruptions if failure.is_interruption else failures
-    delay = min(LAST_BACKOFF_SECONDS, context.limits.reshard_backoff_seconds * 2.0 ** min(in_a_row - 1, 16))
+    delay = double_pause(context.limits.reshard_backoff_seconds, LAST_BACKOFF_SECONDS, in_a_row)
     limit = context.spec.reshard.backoff_limit
     retry = "the next try, which uses no retry," if failure.is_interruption else f"retry {failures} of {limit}"
     counted = dataclasses.replace(

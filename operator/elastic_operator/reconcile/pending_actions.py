@@ -24,6 +24,7 @@ from elastic_operator.reconcile.actions import (
     RequestDrain,
     RequestStop,
     RevokeAttempt,
+    split_actions,
 )
 from elastic_operator.reconcile.context import (
     Context,
@@ -38,15 +39,8 @@ from reshard.contract import LeaseKey, Request
 
 
 def actions_for_status(context: Context, status: Status) -> tuple[Action, ...]:
-    """Return every action that has to be performed now.
-
-    Deletions of pods come late: there may be thousands, and neither the fence nor the conversion waits for them. The
-    launch comes after them: a pod on a lost node that is not deleted yet would go on if its node came back.
-    """
-    actions = tuple(_list_actions(context, status))
-    deletions = tuple(action for action in actions if isinstance(action, DeletePod))
-    launches = tuple(action for action in actions if isinstance(action, LaunchAttempt))
-    others = (action for action in actions if not isinstance(action, DeletePod | LaunchAttempt))
+    """Return every action that has to be performed now, in the order of `split_actions`."""
+    others, deletions, launches = split_actions(_list_actions(context, status))
     return (*others, *deletions, *launches)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import spec_hash
@@ -81,13 +80,11 @@ def _detect_signals(context: Context, status: Status, current: Current) -> list[
     spec, limits = context.spec, context.limits
     nodes = (context.world.nodes.get(name) for name in {pod.node for pod in context.world.pods if pod.node})
     taints = (taint for node in nodes if node is not None for taint in node.taints)
-    tolerated = find_toleration_seconds(context, taints, context.world.workers(status.attempt))
     return signals.detect_attempt_signals(
         context.world,
         attempt=status.attempt,
         resource=spec.accelerator.resource,
-        tolerated=[taint for taint, seconds in tolerated.items() if seconds == math.inf],
-        tolerated_seconds=tolerated,
+        tolerated=find_toleration_seconds(context, taints, context.world.workers(status.attempt)),
         launch_time=current.launch_time or context.now,
         job_seen=bool(current.job_uid),
         started=current.first_step_time is not None,

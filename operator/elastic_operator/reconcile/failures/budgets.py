@@ -18,9 +18,14 @@ LAST_BACKOFF_SECONDS = 300.0
 """Longest such pause."""
 
 
+def double_pause(first_seconds: float, last_seconds: float, count: int) -> float:
+    """Return the length in seconds of a pause that doubles each time, up to a bound; `count` is 1 for the first one."""
+    return min(last_seconds, first_seconds * 2.0 ** min(count - 1, 16))
+
+
 def backoff_seconds(in_a_row: int) -> float:
     """Return the pause after so many failures of one class without progress; the first one costs no time."""
-    return 0.0 if in_a_row <= 1 else min(LAST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(in_a_row - 2, 16))
+    return 0.0 if in_a_row <= 1 else double_pause(FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, in_a_row - 1)
 
 
 def find_limit(recovery: RecoverySpec, name: FailureClass) -> ClassBudget | None:

@@ -1,4 +1,4 @@
-"""Which pod failed first, and what `spec.recovery.podFailurePolicy` says about exit codes."""
+"""Find the pod that failed first, and apply `spec.recovery.podFailurePolicy` to exit codes."""
 
 from __future__ import annotations
 

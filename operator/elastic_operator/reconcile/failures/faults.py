@@ -1,4 +1,4 @@
-"""What is known about the first sign of a failure: its node, its exit code, and what the job's policy says about it."""
+"""Find the first sign of a failure: its node, its exit code, and the rule of the job's policy that applies to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_PODS = (Kind.POD_FAILED, Kind.POD_LOST, Kind.JOB_FAILED, Kind.POD_DELETED)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What is known about the first sign of an unplanned failure.
+    """First sign of an unplanned failure, as far as it is known.
 
     Attributes:
         node: node where it began, empty if that is not known.
@@ -56,7 +56,7 @@ def find_fault(context: Context, pods: Collection[PodView], failure: Signal) -> 
 
 
 def find_pod_fault(context: Context, pods: Collection[PodView], failure: Signal) -> tuple[str, Fault]:
-    """Return the same for an attempt that ends because pods have failed."""
+    """Return the message and the first sign of a failure of pods; the arguments are those of `find_fault`."""
     failed = exit_codes.select_own_failures(pods)
     # Pods that had to stop are no node's fault, but a rule may name their exit code.
     first = exit_codes.find_first_failed(failed) or tuple(pod for pod in pods if pod.phase == "Failed")

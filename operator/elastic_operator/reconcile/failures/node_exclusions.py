@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection
 
 from elastic_operator.api.serialization import Time
@@ -141,9 +140,7 @@ def _find_clean_time(context: Context, item: ExcludedNode, node: NodeView) -> Ti
     It has to be clean for as long as the grace period of what was withdrawn last. An operator that has not seen a
     withdrawal counts from when the node was left.
     """
-    seconds = find_toleration_seconds(context, node.taints)
-    tolerated = [taint for taint in seconds if seconds[taint] == math.inf]
-    if signals.detect_planned_signals(node, tolerated, context.now):
+    if signals.detect_planned_signals(node, find_toleration_seconds(context, node.taints), context.now):
         return None
     most = max((node.count_withdrawals(name, context.now) for name, _ in node.withdrawals), default=0)
     clean_since = max(item.since, context.world.evidence_since, *(at for _, at in node.withdrawals))

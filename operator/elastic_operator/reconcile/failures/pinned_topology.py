@@ -8,6 +8,7 @@ from elastic_operator.api.serialization import Time, format_time
 from elastic_operator.api.spec import reshard_hash, spec_hash
 from elastic_operator.api.status import Pin, Status, short
 from elastic_operator.reconcile.context import Context
+from elastic_operator.reconcile.failures.budgets import double_pause
 from reshard.topology import Topology
 
 FIRST_RETRY_SECONDS = 600.0
@@ -29,7 +30,7 @@ def pin_topology(context: Context, status: Status, topology: Topology | None, *,
     if topology is None:
         return dataclasses.replace(status, pinned=None, pin=None)
     tries = (status.pin.tries if status.pin is not None else 0) + 1
-    pause = min(LAST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(tries - 1, 16))
+    pause = double_pause(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, tries)
     retry_time = None if is_final else Time(context.now + pause)
     return dataclasses.replace(
         status, pinned=topology, pin=Pin(spec_hash=_hash(context), tries=tries, retry_time=retry_time)

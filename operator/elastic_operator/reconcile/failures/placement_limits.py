@@ -12,7 +12,7 @@ from elastic_operator.api.serialization import Time, format_time
 from elastic_operator.api.spec import spec_hash
 from elastic_operator.api.status import Current, PlacementLimit, Status
 from elastic_operator.reconcile.context import Context, find_capacity, find_placement_limit
-from elastic_operator.reconcile.failures.budgets import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS
+from elastic_operator.reconcile.failures.budgets import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, double_pause
 from reshard.contract import sentence
 
 HELD_SECONDS = 300.0
@@ -65,7 +65,7 @@ def limit_placement(
     limit = PlacementLimit(
         num_nodes=placed,
         missing=max(0, counted - placed),
-        until=Time(context.now + min(last, first * 2.0 ** min(tries - 1, 16))),
+        until=Time(context.now + double_pause(first, last, tries)),
         tries=tries,
         spec_hash=wanted,
         message=sentence(message, _MESSAGE_BYTES),

@@ -123,7 +123,7 @@ def test_a_change_of_health_wakes_the_jobs_and_a_heartbeat_does_not() -> None:
 
 def test_a_node_called_unhealthy_is_drained_first() -> None:
     view = NodeView(name="n1", unhealthy=("condition GpuMemWatch is True",), unschedulable=True)
-    (found,) = signals.detect_planned_signals(view, [], NOW)
+    (found,) = signals.detect_planned_signals(view, {}, NOW)
     assert found.kind == Kind.NODE_UNHEALTHY
     assert KINDS[found.kind].weight is Weight.PLANNED
     assert found.message == "node n1 is unhealthy: condition GpuMemWatch is True"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_the_grace_of_a_planned_signal_doubles_each_time_it_is_withdrawn(
 ) -> None:
     withdrawals = tuple(("cordon", NOW - age - 1) for _ in range(num_withdrawn))
     node = dataclasses.replace(NODE, unschedulable=True, cordoned_since=NOW - age, withdrawals=withdrawals)
-    verdict = signals.judge(signals.detect_planned_signals(node, [], NOW), GRACES, NOW)
+    verdict = signals.judge(signals.detect_planned_signals(node, {}, NOW), GRACES, NOW)
     assert bool(verdict.planned) == planned
     assert planned or verdict.wake_at == NOW - age + signals.damped_seconds(10.0, num_withdrawn)
 
@@ -149,7 +150,7 @@ def test_signals_of_a_job_that_someone_else_suspends(
     job = JobView(name="gpt-a1", uid="j", attempt=1, role="worker", suspended=suspended)
     world = Observation(nodes={"n1": NODE}, pods=(POD,) * num_pods, jobs=(job,))
     found = signals.detect_attempt_signals(
-        world, attempt=1, resource=GPU, tolerated=(), launch_time=NOW - 3600, job_seen=True, started=started,
+        world, attempt=1, resource=GPU, tolerated={}, launch_time=NOW - 3600, job_seen=True, started=started,
         limits=LIMITS, now=NOW,
     )  # fmt: skip
     assert sorted(item.kind for item in found) == sorted(kinds)
@@ -301,14 +302,14 @@ def test_signals_of_the_lease(
 def test_a_tolerated_taint_is_no_reason_to_leave_and_another_is() -> None:
     taint = Taint(key="amd-gpu-unhealthy", effect="NoSchedule")
     node = dataclasses.replace(NODE, taints=(taint,))
-    assert [item.kind for item in signals.detect_planned_signals(node, [], NOW)] == [Kind.NODE_TAINTED]
-    assert signals.detect_planned_signals(node, [taint], NOW) == []
+    assert [item.kind for item in signals.detect_planned_signals(node, {}, NOW)] == [Kind.NODE_TAINTED]
+    assert signals.detect_planned_signals(node, {taint: math.inf}, NOW) == []
 
 
 @pytest.mark.parametrize("key", [f"node.kubernetes.io/{name}-pressure" for name in ("memory", "disk", "pid")])
 def test_a_taint_by_a_pressure_that_comes_and_goes_is_no_reason_to_leave(key: str) -> None:
     node = dataclasses.replace(NODE, taints=(Taint(key=key, effect="NoSchedule"),))
-    assert signals.detect_planned_signals(node, [], NOW) == []
+    assert signals.detect_planned_signals(node, {}, NOW) == []
 
 
 def test_times_before_an_interruption_of_the_api_server_count_for_nobody() -> None:
@@ -323,7 +324,7 @@ def test_times_before_an_interruption_of_the_api_server_count_for_nobody() -> No
 
     def judge(world: Observation) -> Kind | None:
         found = signals.detect_attempt_signals(
-            world, attempt=1, resource=GPU, tolerated=(), launch_time=NOW - 3600, job_seen=False, started=False,
+            world, attempt=1, resource=GPU, tolerated={}, launch_time=NOW - 3600, job_seen=False, started=False,
             limits=LIMITS, now=NOW,
         )  # fmt: skip
         failure = signals.judge(found, GRACES, NOW).failure
@@ -340,7 +341,7 @@ def test_steps_outweigh_the_silence_of_most_nodes_of_the_cluster(widespread: boo
     lease = LeaseView(name="gpt-a1", attempt=1, renewed_at=NOW - 1, step_seen_at=NOW - step_age)
     world = Observation(nodes={"n1": silent}, pods=(POD,), leases={1: lease}, is_widespread=widespread)
     found = signals.detect_attempt_signals(
-        world, attempt=1, resource=GPU, tolerated=(), launch_time=NOW - 3600, job_seen=False, started=True,
+        world, attempt=1, resource=GPU, tolerated={}, launch_time=NOW - 3600, job_seen=False, started=True,
         limits=LIMITS, now=NOW,
     )  # fmt: skip
     assert bool(signals.judge(found, GRACES, NOW).lost_nodes) == lost
@@ -348,7 +349,7 @@ def test_steps_outweigh_the_silence_of_most_nodes_of_the_cluster(widespread: boo
 
 def judge_world(world: Observation, **changes: Any) -> signals.Verdict:
     facts: dict[str, Any] = {
-        "attempt": 1, "resource": GPU, "tolerated": (), "launch_time": NOW - 3600, "job_seen": False, "started": True,
+        "attempt": 1, "resource": GPU, "tolerated": {}, "launch_time": NOW - 3600, "job_seen": False, "started": True,
         "limits": LIMITS, "now": NOW,
     }  # fmt: skip
     return signals.judge(signals.detect_attempt_signals(world, **facts | changes), GRACES, NOW)
@@ -464,7 +465,7 @@ def test_a_taint_that_pods_tolerate_for_a_time_makes_them_leave_halfway(
     taint = Taint(key="sick", effect="NoExecute", since=NOW - age)
     node = dataclasses.replace(NODE, taints=(taint,))
     world = Observation(nodes={"n1": node}, pods=(POD,), leases=heard(1, 1))
-    assert bool(judge_world(world, tolerated_seconds={taint: seconds}).planned) == planned
+    assert bool(judge_world(world, tolerated={taint: seconds}).planned) == planned
 
 
 def test_a_signal_that_has_not_begun_confirms_no_other() -> None:
@@ -475,7 +476,7 @@ def test_a_signal_that_has_not_begun_confirms_no_other() -> None:
 def test_a_pod_that_was_never_scheduled_has_no_node_to_lose() -> None:
     world = Observation(pods=(dataclasses.replace(POD, node=None, phase="Pending"),))
     found = signals.detect_attempt_signals(
-        world, attempt=1, resource=GPU, tolerated=(), launch_time=NOW, job_seen=False, started=True,
+        world, attempt=1, resource=GPU, tolerated={}, launch_time=NOW, job_seen=False, started=True,
         limits=LIMITS, now=NOW,
     )  # fmt: skip
     assert found == []

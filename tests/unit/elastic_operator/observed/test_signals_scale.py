@@ -42,7 +42,7 @@ def detect(count: int) -> int:
         Observation(nodes=NodePool(GPU, nodes), pods=pods),
         attempt=1,
         resource=GPU,
-        tolerated=(),
+        tolerated={},
         launch_time=0.0,
         job_seen=False,
         started=True,
