@@ -14,6 +14,8 @@ from testbed.kubectl import Kubectl
 from testbed.pki import Authority
 from testbed.shell import until
 
+CRD = Path(__file__).parents[1] / "crds/elastictrainingjobs.yaml"
+
 
 @contextlib.contextmanager
 def apiserver(*flags: str) -> Iterator[Path]:
@@ -36,6 +38,15 @@ def apiserver(*flags: str) -> Iterator[Path]:
         kubectl = Kubectl(config)
         until(lambda: kubectl.get("namespace", "kube-node-lease"), what="the API server")
         yield config
+
+
+@contextlib.contextmanager
+def apiserver_with_crd(*flags: str) -> Iterator[Kubectl]:
+    """Start such a server with the kind ElasticTrainingJob; yields kubectl with the admin's kubeconfig."""
+    with apiserver(*flags) as config:
+        kubectl = Kubectl(config)
+        kubectl.apply_crd(CRD)
+        yield kubectl
 
 
 @contextlib.contextmanager

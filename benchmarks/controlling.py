@@ -11,21 +11,20 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks import crowd
-from benchmarks.apiserver import apiserver
-from benchmarks.checkpoints import OUTPUT, ROOT
+from benchmarks.apiserver import apiserver_with_crd
+from benchmarks.checkpoints import OUTPUT
 from elastic_operator.api.status import Phase
 from elastic_operator.client.api_client import KubernetesClient
 from elastic_operator.client.credentials import read_kubeconfig
 from elastic_operator.client.resources import JOB, NODE, POD, TRAINING_JOB, ResourceKind
 from elastic_operator.metrics.definitions import JOB_ATTEMPT
-from testbed.kubectl import Kubectl
 
 SIZES = ((500, 100), (1000, 200), (2000, 400))
 """Nodes and jobs. With 1,000 jobs that report, two processors are too few for the API server and the reports."""
@@ -40,7 +39,7 @@ _LIMIT_SECONDS = 600
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Figures:
-    """What was measured in one cluster: seconds, MiB, and processors that the operator used."""
+    """Figures of one cluster: seconds, MiB of memory, and processors that the operator used."""
 
     launched: float
     first_start: float
@@ -95,30 +94,28 @@ def _extend(measured: list[_Figures], sizes: list[int], size: int) -> _Figures:
 
 async def _measure(num_nodes: int, num_jobs: int) -> tuple[_Figures, int]:
     """Measure a cluster; return its figures and the number of its pods."""
-    with apiserver() as config:
-        kubectl = Kubectl(config)
-        kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
+    with apiserver_with_crd() as kubectl:
+        config = kubectl.kubeconfig
         client = KubernetesClient(read_kubeconfig([config], None, {}))
         await crowd.add_nodes(client, num_nodes)
         await crowd.add_jobs(client, num_jobs)
         with operator_process(config) as process:
-            launched = await _until(lambda: _count(client, JOB), num_jobs)
+            launched = await until(lambda: _count(client, JOB), num_jobs)
             del process
         num_pods = await crowd.add_pods(client)
         with operator_process(config) as process:
-            first = await _until(lambda: _looked_at(process.port), num_jobs)
+            first = await until(lambda: _looked_at(process.port), num_jobs)
             # The first look of many changes their status, and those changes are looked at as well.
             await asyncio.sleep(SETTLE_SECONDS)
             rest = await _busy(process)
         reports = crowd.Reports(client)
         async with _in_background(reports.run()):
-            await _until(lambda: _value(reports.step), 2)
+            await until(lambda: _value(reports.step), 2)
             with operator_process(config) as process:
-                await _until(lambda: _count_running(client), num_jobs)
+                await until(lambda: _count_running(client), num_jobs)
                 await asyncio.sleep(SETTLE_SECONDS)
             with operator_process(config) as process:
-                again = await _until(lambda: _looked_at(process.port), num_jobs)
+                again = await until(lambda: _looked_at(process.port), num_jobs)
                 cold = process.processor_seconds()
                 await asyncio.sleep(SETTLE_SECONDS)
                 running = await _busy(process)
@@ -208,13 +205,17 @@ def operator_process(config: Path, *options: str) -> Iterator[OperatorProcess]:
             process.wait(timeout=60)
 
 
-async def _until(count, wanted: int) -> float:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    """Seconds until `count()` has reached `wanted`."""
+async def until(count: Callable[[], Awaitable[int]], wanted: int, *, poll_seconds: float = POLL_SECONDS) -> float:
+    """Wait until `count()` has reached `wanted`; return how many seconds that took.
+
+    Raises:
+        TimeoutError: it has not within ten minutes.
+    """
     begin = time.monotonic()
     while (found := await count()) < wanted:
         if time.monotonic() - begin > _LIMIT_SECONDS:
             raise TimeoutError(f"{found} of {wanted} after {_LIMIT_SECONDS} s: see {OUTPUT}/operator.log")
-        await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(poll_seconds)
     return time.monotonic() - begin
 
 

@@ -11,21 +11,18 @@ from http import HTTPStatus
 from typing import Any
 
 from benchmarks import crowd
-from benchmarks.apiserver import apiserver
-from benchmarks.checkpoints import ROOT
-from benchmarks.controlling import operator_process
+from benchmarks.apiserver import apiserver_with_crd
+from benchmarks.controlling import operator_process, until
 from elastic_operator.api.status import Phase
 from elastic_operator.client.api_client import KubernetesClient
 from elastic_operator.client.api_errors import ApiError
 from elastic_operator.client.credentials import read_kubeconfig
 from elastic_operator.client.resources import JOB, LEASE, NODE, POD, TRAINING_JOB, ResourceKind
 from reshard.contract import CommitRef, LeaseKey, TrainerPhase
-from testbed.kubectl import Kubectl
 
 NUM_PODS = 1000
 NUM_ROUNDS = 20
 _POLL_SECONDS = 0.01
-_LIMIT_SECONDS = 120
 _STEP = 10
 
 
@@ -63,14 +60,11 @@ def pods(repeat: int) -> str:
 
 
 async def _measure() -> list[_Round]:
-    with apiserver() as config:
-        kubectl = Kubectl(config)
-        kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
-        client = KubernetesClient(read_kubeconfig([config], None, {}))
+    with apiserver_with_crd() as kubectl:
+        client = KubernetesClient(read_kubeconfig([kubectl.kubeconfig], None, {}))
         await crowd.add_nodes(client, NUM_PODS)
         rounds = []
-        with operator_process(config, "--node-stable-seconds=0.001") as process:
+        with operator_process(kubectl.kubeconfig, "--node-stable-seconds=0.001") as process:
             for number in range(NUM_ROUNDS):
                 rounds.append(await _live(client, f"job-{number:04d}", process.processor_seconds))
                 sys.stdout.write(f"{rounds[-1]}\n")
@@ -83,17 +77,17 @@ async def _live(client: KubernetesClient, name: str, processor_seconds: Any) -> 
     """Create the job, let it train, delete one of its nodes, and remove everything."""
     begin = time.monotonic()
     await client.create(TRAINING_JOB, _manifest(name))
-    await _until(lambda: _exists(client, JOB, f"{name}-a1"), f"the Job of {name}")
+    await until(lambda: _exists(client, JOB, f"{name}-a1"), 1, poll_seconds=_POLL_SECONDS)
     launch = time.monotonic() - begin
     await crowd.add_pods(client)
     await _train(client, name)
-    await _until(lambda: _has_phase(client, name, Phase.RUNNING), f"{name} to run")
+    await until(lambda: _has_phase(client, name, Phase.RUNNING), 1, poll_seconds=_POLL_SECONDS)
     node = (await _pods(client))[0]["spec"]["nodeName"]
     before, begin = processor_seconds(), time.monotonic()
     await client.delete(NODE, node)
-    await _until(lambda: _exists(client, JOB, f"{name}-a2-reshard"), f"the reshard Job of {name}")
+    await until(lambda: _exists(client, JOB, f"{name}-a2-reshard"), 1, poll_seconds=_POLL_SECONDS)
     reshard = time.monotonic() - begin
-    await _until(lambda: _are_stopped(client), f"the pods of {name} to stop")
+    await until(lambda: _are_stopped(client), 1, poll_seconds=_POLL_SECONDS)
     result = _Round(
         launch=launch, reshard=reshard, stop=time.monotonic() - begin, processor=processor_seconds() - before
     )
@@ -173,12 +167,3 @@ async def _pods(client: KubernetesClient) -> list[Any]:
 
 async def _are_stopped(client: KubernetesClient) -> bool:
     return all("deletionTimestamp" in item["metadata"] for item in await _pods(client))
-
-
-async def _until(condition, what: str) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    """Wait until `condition()` is true; asking must cost the API server little."""
-    begin = time.monotonic()
-    while not await condition():
-        if time.monotonic() - begin > _LIMIT_SECONDS:
-            raise TimeoutError(f"waited {_LIMIT_SECONDS} s for {what}")
-        await asyncio.sleep(_POLL_SECONDS)

@@ -57,6 +57,15 @@ class Kubectl:
         """`kubectl apply`."""
         self("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
 
+    def apply_crd(self, path: Path) -> None:
+        """Apply a CustomResourceDefinition, and wait until the API server serves its kind.
+
+        Raises:
+            TestbedError: the API server refuses it, or does not serve it within the timeout.
+        """
+        self("apply", "--server-side", "-f", str(path))
+        self.wait_established(yaml.safe_load(path.read_text(encoding="utf-8"))["metadata"]["name"])
+
     def wait_established(self, crd: str) -> None:
         """Wait until the API server serves the kind of a CustomResourceDefinition.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.apiserver import CRD
 from testbed import cluster as bed
 from testbed import faults, storage
 from testbed.errors import CannotRunHereError
@@ -146,9 +147,7 @@ def checkpoints(testbed: Cluster, namespace: str) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def crd(cluster: Cluster) -> None:
-    path = ROOT / "crds/elastictrainingjobs.yaml"
-    cluster.kubectl("apply", "--server-side", "-f", str(path))
-    cluster.kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
+    cluster.kubectl.apply_crd(CRD)
 
 
 @pytest.fixture

@@ -10,19 +10,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import yaml
 
-from benchmarks.apiserver import apiserver
 from elastic_operator.client.api_client import KubernetesClient
 from elastic_operator.client.credentials import read_kubeconfig
 from elastic_operator.client.resources import JOB, LEASE, POD, TRAINING_JOB
 from elastic_operator.cluster.informer import Informer
 from elastic_operator.cluster.shutdown import cancel_tasks
 from elastic_operator.cluster.watch_stream import WatchedCollection
-from testbed.errors import CannotRunHereError
-from testbed.kubectl import Kubectl
 from tests.cluster.fault_proxy import FaultProxy
+from tests.cluster.own_api_server import own_api_server
 from tests.cluster.played_cluster import PlayedCluster
 from tests.cluster.recovery_lane import Lane, OperatorInProcess, OperatorProcess
 
@@ -35,20 +32,13 @@ _Cluster = TypeVar("_Cluster", bound=PlayedCluster)
 @contextlib.contextmanager
 def apiserver_with_kind() -> Iterator[tuple[Path, str]]:
     """An API server with the kind; its administrator's kubeconfig, and the token of the operator's account."""
-    with contextlib.ExitStack() as stack:
-        try:
-            config = stack.enter_context(apiserver())
-        except CannotRunHereError as error:
-            pytest.skip(str(error))
-        kubectl = Kubectl(config)
-        kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
+    with own_api_server() as kubectl:
         kubectl("create", "namespace", "home")
         kubectl("create", "serviceaccount", "operator", "-n", "home")
         kubectl(
             "create", "clusterrolebinding", "operator", "--clusterrole=cluster-admin", "--serviceaccount=home:operator"
         )
-        yield config, kubectl("create", "token", "operator", "-n", "home", "--duration=24h").strip()
+        yield kubectl.kubeconfig, kubectl("create", "token", "operator", "-n", "home", "--duration=24h").strip()
 
 
 class Harness:

@@ -104,8 +104,7 @@ def clean(testbed: Any) -> Iterator[None]:
     finally:
         remove(testbed)
         testbed.kubectl("delete", "crd", CRD, "--ignore-not-found")
-        testbed.kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        testbed.kubectl.wait_established(CRD)
+        testbed.kubectl.apply_crd(ROOT / "crds/elastictrainingjobs.yaml")
 
 
 def leaving(testbed: Any) -> list[str]:

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.apiserver import apiserver
 from testbed import components
-from testbed.errors import CannotRunHereError
 from testbed.kubectl import Kubectl
 from tests.cluster.jobs import Operator
-from tests.cluster.test_rights import GPU, ROOT, now, training_job
+from tests.cluster.own_api_server import own_api_server
+from tests.cluster.test_rights import GPU, now, training_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
 
@@ -34,15 +33,10 @@ PENDING_SECONDS = 5
 def kubectl(tmp_path: Path) -> Iterator[Kubectl]:
     """A cluster with three nodes of two GPUs, and no scheduler yet."""
     with contextlib.ExitStack() as stack:
-        try:
-            flags = (GATES, "--runtime-config=scheduling.k8s.io/v1alpha2=true")
-            config = stack.enter_context(apiserver(*flags))
-        except CannotRunHereError as error:
-            pytest.skip(str(error))
-        client = Kubectl(config)
+        flags = (GATES, "--runtime-config=scheduling.k8s.io/v1alpha2=true")
+        client = stack.enter_context(own_api_server(*flags))
+        config = client.kubeconfig
         stack.enter_context(_daemon(tmp_path, "kube-controller-manager", config, "--controllers=job-controller"))
-        client("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        client.wait_established("elastictrainingjobs.elastictraining.dev")
         client("create", "namespace", TEAM)
         client("create", "serviceaccount", "default", "-n", TEAM)
         for name in NODES:

@@ -27,8 +27,7 @@ def release(testbed: Any, crd: None, home: str) -> Iterator[Release]:
     with contextlib.suppress(helm.HelmError):
         found.uninstall()
     testbed.kubectl("delete", KIND, "--ignore-not-found")
-    testbed.kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-    testbed.kubectl.wait_established(KIND.removeprefix("crd/"))
+    testbed.kubectl.apply_crd(ROOT / "crds/elastictrainingjobs.yaml")
 
 
 def test_the_kind_is_taken_over_kept_found_again_and_taken_along(

@@ -15,16 +15,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.apiserver import apiserver
 from elastic_operator.client.api_client import KubernetesClient
 from elastic_operator.client.credentials import read_kubeconfig
 from elastic_operator.client.resources import JOB, LEASE, POD, TRAINING_JOB, ResourceKind
 from elastic_operator.cluster.informer import Informer
 from elastic_operator.cluster.watch_stream import WatchedCollection
 from testbed import kueue
-from testbed.errors import CannotRunHereError
 from testbed.kubectl import Kubectl
 from tests.cluster.jobs import Operator
+from tests.cluster.own_api_server import own_api_server
 from tests.cluster.played_cluster import GPU, PlayedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
@@ -212,16 +211,9 @@ def play(
             await story(stage)
             assert stage.played.problems == []
 
-    with contextlib.ExitStack() as stack:
-        try:
-            config = stack.enter_context(apiserver())
-        except CannotRunHereError as error:
-            pytest.skip(str(error))
-        kubectl = Kubectl(config)
-        kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
-        with kueue.beside(config, folder, **(configuration or {})):
-            asyncio.run(run(config))
+    with own_api_server() as kubectl:
+        with kueue.beside(kubectl.kubeconfig, folder, **(configuration or {})):
+            asyncio.run(run(kubectl.kubeconfig))
         kueue.remove(kubectl)
         kinds = [item["metadata"]["name"] for item in kubectl.get("crd")["items"]]
         assert kinds == ["elastictrainingjobs.elastictraining.dev"]

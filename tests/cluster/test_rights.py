@@ -7,7 +7,6 @@ account is what the operator asks for.
 from __future__ import annotations
 
 import base64
-import contextlib
 import copy
 import datetime
 import json
@@ -22,15 +21,15 @@ import pytest
 import urllib3
 import yaml
 
-from benchmarks.apiserver import apiserver
 from elastic_operator.api.spec import parse_spec
 from elastic_operator.api.status import Current
 from elastic_operator.manifests.attempt import JobRef, attempt_objects
 from reshard.topology import Topology
-from testbed.errors import CannotRunHereError, TestbedError
+from testbed.errors import TestbedError
 from testbed.kubectl import Kubectl
 from tests.cluster import releases
 from tests.cluster.jobs import Operator
+from tests.cluster.own_api_server import own_api_server
 from tests.operator_rights import CLUSTER, JOBS, LEADER, NODES, SERVED, Right, asked, rights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
@@ -167,14 +166,8 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         f"--audit-log-path={folder}/audit.log",
         "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
     )
-    with contextlib.ExitStack() as stack:
-        try:
-            config = stack.enter_context(apiserver(*flags))
-        except CannotRunHereError as error:
-            pytest.skip(str(error))
-        found = Api(config, folder / "audit.log")
-        found.kubectl("apply", "--server-side", "-f", str(ROOT / "crds/elastictrainingjobs.yaml"))
-        found.kubectl.wait_established("elastictrainingjobs.elastictraining.dev")
+    with own_api_server(*flags) as kubectl:
+        found = Api(kubectl.kubeconfig, folder / "audit.log")
         found.kubectl.apply(*map(_kueue_kind, KUEUE))
         for plural in KUEUE:
             found.kubectl.wait_established(f"{plural}.kueue.x-k8s.io")
