@@ -43,6 +43,16 @@ EFFECTS = {
 }
 
 KEPT = {
+    "a pod that was preempted is gone before the operator looks, and nothing is charged": Trace(
+        setup=Setup(max_nodes=3, steps=30, budget=0),
+        events=[
+            ("operate", None),
+            ("cordon", "n1", True),
+            ("isolate_attempt", 40.0),
+            ("preempt", 0, 1.0),
+            ("tick", 2.0),
+        ],
+    ),
     "a pod does not end on a node that is back after its successor was launched": Trace(
         setup=Setup(max_nodes=1, steps=10_000),
         events=[

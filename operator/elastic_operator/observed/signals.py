@@ -42,6 +42,7 @@ A pod with reason `Evicted` is none of them: without DisruptionTarget it has exc
 """
 
 _LOST = ("ContainerStatusUnknown", "Unknown")
+_FAILED_FOR_PODS = "BackoffLimitExceeded"
 """Reasons of a container whose end nobody saw, because its node or the container runtime restarted."""
 
 _UNREACHABLE = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready")
@@ -459,8 +460,13 @@ def detect_attempt_signals(
         message = f"Job {job.name} was suspended by someone else"
         signals.append(Signal(kind=Kind.JOB_SUSPENDED, since=now, message=message))
     if job is not None and job.failed:
+        # The Job controller keeps pods that have failed. If there is none, someone else deleted the pod that it counted.
+        is_gone = all(pod.deleted_at is not None and pod.phase != "Failed" for pod in pods)
+        is_deleted = is_gone and job.failed_reason == _FAILED_FOR_PODS
         message = f"Job {job.name} failed: {job.failed_reason}: {job.failed_message}"
-        signals.append(Signal(kind=Kind.JOB_FAILED, since=now, message=message))
+        message += "; none of its pods has failed, so someone else deleted one" if is_deleted else ""
+        kind = Kind.POD_DELETED if is_deleted else Kind.JOB_FAILED
+        signals.append(Signal(kind=kind, since=now, message=message))
     return signals
 
 

@@ -156,6 +156,30 @@ def test_signals_of_a_job_that_someone_else_suspends(
     assert sorted(item.kind for item in found) == sorted(kinds)
 
 
+@pytest.mark.parametrize(
+    ("reason", "pods", "kind"),
+    [
+        pytest.param("BackoffLimitExceeded", (), Kind.POD_DELETED, id="no-pod-is-left"),
+        pytest.param("BackoffLimitExceeded", ({"deleted_at": NOW},), Kind.POD_DELETED, id="the-others-end"),
+        pytest.param("BackoffLimitExceeded", ({"phase": "Failed"},), Kind.JOB_FAILED, id="a-pod-has-failed"),
+        pytest.param("BackoffLimitExceeded", ({"phase": "Running"},), Kind.JOB_FAILED, id="pods-read-before-the-job"),
+        pytest.param("DeadlineExceeded", (), Kind.JOB_FAILED, id="deadline"),
+    ],
+)
+def test_a_failed_job_without_a_failed_pod_has_lost_a_pod_to_someone_else(
+    reason: str, pods: tuple[dict[str, Any], ...], kind: Kind
+) -> None:
+    job = JobView(name="gpt-a1", uid="j", attempt=1, role="worker", failed=True, failed_reason=reason)
+    views = tuple(dataclasses.replace(POD, **{"phase": "Running", **fields}) for fields in pods)
+    world = Observation(nodes={"n1": NODE}, pods=views, jobs=(job,))
+    found = signals.detect_attempt_signals(
+        world, attempt=1, resource=GPU, tolerated={}, launch_time=NOW, job_seen=True, started=True,
+        limits=LIMITS, now=NOW,
+    )  # fmt: skip
+    (of_job,) = [item for item in found if item.message.startswith("Job gpt-a1")]
+    assert of_job.kind is kind
+
+
 def test_every_kind_has_a_meaning_and_every_weak_one_a_grace() -> None:
     assert set(KINDS) == set(Kind)
     for kind, meaning in KINDS.items():
