@@ -460,7 +460,7 @@ def detect_attempt_signals(
         message = f"Job {job.name} was suspended by someone else"
         signals.append(Signal(kind=Kind.JOB_SUSPENDED, since=now, message=message))
     if job is not None and job.failed:
-        # The Job controller keeps pods that have failed. If there is none, someone else deleted the pod that it counted.
+        # The Job controller keeps failed pods. If there is none, someone else deleted the pod that the Job counted.
         is_gone = all(pod.deleted_at is not None and pod.phase != "Failed" for pod in pods)
         is_deleted = is_gone and job.failed_reason == _FAILED_FOR_PODS
         message = f"Job {job.name} failed: {job.failed_reason}: {job.failed_message}"
