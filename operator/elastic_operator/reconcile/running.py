@@ -113,8 +113,14 @@ def _find_request_to_leave(context: Context, status: Status) -> Drain | None:
     Without a pod that someone asked to stop, an attempt that calls itself drained has failed.
     """
     for pod in context.world.workers(status.attempt):
-        if pod.disruption or pod.deleted_at is not None:
-            message = f"pod {pod.name} had to stop ({pod.disruption or 'it was deleted by someone else'})"
+        node = context.world.nodes.get(pod.node or "")
+        reasons = [
+            pod.disruption,
+            f"node {pod.node} shuts down" if node is not None and node.is_shutting_down else "",
+            "it was deleted by someone else" if pod.deleted_at is not None else "",
+        ]
+        if why := next(filter(None, reasons), ""):
+            message = f"pod {pod.name} had to stop ({why})"
             return Drain(cause=Kind.POD_TERMINATING, message=message, start_time=Time(context.now))
     return None
 
