@@ -18,7 +18,7 @@ from elastic_operator.reconcile import running
 from elastic_operator.reconcile.actions import Action, Create, DeleteWorkload, PatchWorkload
 from elastic_operator.reconcile.context import Context, find_lost_nodes
 from elastic_operator.reconcile.queueing.pause import select_running_pods
-from elastic_operator.reconcile.queueing.standing import is_outdated
+from elastic_operator.reconcile.queueing.standing import find_mismatch
 from reshard.errors import TopologyError
 
 _REQUEUED = ("Preempted", "NodeFailures")
@@ -108,9 +108,8 @@ def _change(context: Context, status: Status, view: QueueView, current: Workload
         evicted = current.condition("Evicted")
         if current.is_evicted and evicted is not None:
             return _release(context, current, evicted.reason, evicted.message, requeue=evicted.reason in _REQUEUED)
-        if status.current is None and is_outdated(context, current):
-            text = "the job asks for other pods or another queue"
-            return _release(context, current, "Preempted", text, requeue=True)
+        if status.current is None and (mismatch := find_mismatch(context, current)):
+            return _release(context, current, "Preempted", f"the Workload {mismatch}", requeue=True)
     if not current.has_quota and current.digest != digest and not view.refusal:
         notes = {manifest.HASH: digest, manifest.REPLACEMENT_FOR: None}
         removed = dict.fromkeys(("priorityClassRef", "priority", "maximumExecutionTimeSeconds"))

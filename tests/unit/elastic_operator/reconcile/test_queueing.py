@@ -346,6 +346,24 @@ def test_other_pods_need_other_quota_so_the_old_one_is_given_back() -> None:
     assert patch.changes["status"]["admission"] is None
 
 
+def test_quota_for_fewer_nodes_than_the_job_can_use_now_is_given_back() -> None:
+    more = {"min": 2, "max": 3}
+    status, world = small()
+    assert status.current is not None
+    alone = dataclasses.replace(status, current=dataclasses.replace(status.current, num_nodes=1))
+    draining = look(alone, in_queue(dataclasses.replace(world, pods=workers(count=1)), admitted(1)), nodes=more)
+    assert draining.status.phase == Phase.DRAINING
+    waiting = look(idle(), in_queue(EMPTY, admitted(1)), nodes=more)
+    assert (waiting.status.phase, waiting.status.reason) == (Phase.WAITING, "Queued")
+    assert waiting.status.message == (
+        "Workload gpt-q1 is admitted for 1 node, and the job needs 2 or more: asking anew"
+    )
+    patch = only(waiting, PatchWorkload)
+    assert patch.changes["status"]["admission"] is None
+    asked = only(look(waiting.status, in_queue(EMPTY, RELEASED), nodes=more), PatchWorkload).changes["spec"]
+    assert [(item["count"], item["minCount"]) for item in asked["podSets"]] == [(3, 2)]
+
+
 def test_a_running_job_without_quota_has_a_minute_to_be_admitted() -> None:
     pending = dataclasses.replace(PENDING, created_at=NOW - 10)
     assert look(settled(), in_queue(WORLD, pending)).status.phase == Phase.RUNNING
