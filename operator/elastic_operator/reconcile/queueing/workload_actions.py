@@ -87,13 +87,18 @@ def wants_more(context: Context, status: Status, workload: WorkloadView) -> bool
 
 
 def _remove_others(context: Context, status: Status, view: QueueView, current: WorkloadView) -> Iterator[Action]:
-    """Delete the Workloads that were replaced, and a replacement that waits and is no longer wanted."""
+    """Delete the Workloads that were replaced, and a replacement that waits and is no longer wanted.
+
+    Kueue admits a replacement first, and then finishes the Workload that it replaces. If the second write fails, Kueue
+    leaves it to the owner of both, and the job would hold the quota of both.
+    """
     is_wanted = wants_more(context, status, current)
     wanted = manifest.digest(_spec(context, view, current))
     for item in view.workloads:
         is_pending = item.number > current.number and not item.has_quota
         is_unwanted = is_pending and not (is_wanted and item.digest == wanted)
-        if not item.is_deleting and item.uid != current.uid and (item.is_finished or is_unwanted):
+        is_replaced = item.number < current.number and current.is_admitted
+        if not item.is_deleting and item.uid != current.uid and (item.is_finished or is_unwanted or is_replaced):
             yield DeleteWorkload(name=item.name, uid=item.uid)
 
 

@@ -364,6 +364,18 @@ def test_quota_for_fewer_nodes_than_the_job_can_use_now_is_given_back() -> None:
     assert [(item["count"], item["minCount"]) for item in asked["podSets"]] == [(3, 2)]
 
 
+def test_a_workload_that_was_replaced_holds_its_quota_no_longer_than_its_successor_has_some() -> None:
+    status, world = small()
+    asked = held(2, replaces="gpt-q1", count=2)
+    assignment = {"assigned": 3, "cluster_queue": "gpus", "conditions": admitted(3).conditions}
+    both = (admitted(2, PodsReady="True"), dataclasses.replace(asked, **assignment))
+    decision = look(status, in_queue(world, *both))
+    assert only(decision, DeleteWorkload) == DeleteWorkload(name="gpt-q1", uid="w1")
+    reserved = dataclasses.replace(both[1], conditions=held(QuotaReserved="True").conditions)
+    still = look(status, in_queue(world, both[0], reserved))
+    assert not any(isinstance(action, DeleteWorkload) for action in still.actions)
+
+
 def test_a_running_job_without_quota_has_a_minute_to_be_admitted() -> None:
     pending = dataclasses.replace(PENDING, created_at=NOW - 10)
     assert look(settled(), in_queue(WORLD, pending)).status.phase == Phase.RUNNING
