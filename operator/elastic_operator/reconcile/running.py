@@ -110,9 +110,12 @@ def _can_commit(lease: LeaseView | None) -> bool:
 def _find_request_to_leave(context: Context, status: Status) -> Drain | None:
     """Return the drain that the training began by itself at SIGTERM, before the operator asked for one; else None.
 
-    Without a pod that someone asked to stop, an attempt that calls itself drained has failed.
+    Without a pod that someone asked to stop, an attempt that calls itself drained has failed. Such a pod may be gone
+    already, for instance if the operator was away meanwhile: nobody else removes pods of a running attempt.
     """
-    for pod in context.world.workers(status.attempt):
+    pods, current = context.world.workers(status.attempt), status.current
+    message = ""
+    for pod in pods:
         node = context.world.nodes.get(pod.node or "")
         reasons = [
             pod.disruption,
@@ -121,8 +124,10 @@ def _find_request_to_leave(context: Context, status: Status) -> Drain | None:
         ]
         if why := next(filter(None, reasons), ""):
             message = f"pod {pod.name} had to stop ({why})"
-            return Drain(cause=Kind.POD_TERMINATING, message=message, start_time=Time(context.now))
-    return None
+            break
+    if not message and current is not None and current.schedule_time is not None and len(pods) < current.num_nodes:
+        message = f"{current.num_nodes - len(pods)} of {current.num_nodes} pods were deleted by someone else"
+    return Drain(cause=Kind.POD_TERMINATING, message=message, start_time=Time(context.now)) if message else None
 
 
 def _is_complete(context: Context, status: Status, lease: LeaseView | None, verdict: Verdict) -> bool:

@@ -139,6 +139,13 @@ def test_a_training_that_drained_itself_before_the_operator_asked_has_not_failed
     assert decision.status.checkpoint.step == 12
 
 
+def test_a_training_that_drained_itself_has_not_failed_although_the_pod_that_had_to_stop_is_gone() -> None:
+    left = tuple(pod for pod in workers(phase="Failed", exit_code=75) if pod.index != 1)
+    decision = look(settled(), world(left, leases=DRAINED, jobs=(worker_job(failed=True),)))
+    assert charged(decision) == [("PodTerminating", True, 0)]
+    assert decision.status.checkpoint.step == 12
+
+
 def test_an_attempt_that_calls_itself_drained_without_a_reason_has_failed() -> None:
     failed = workers(phase="Failed", exit_code=75)
     decision = look(settled(), world(failed, leases=DRAINED, jobs=(worker_job(failed=True),)))
