@@ -376,6 +376,18 @@ def test_a_workload_that_was_replaced_holds_its_quota_no_longer_than_its_success
     assert not any(isinstance(action, DeleteWorkload) for action in still.actions)
 
 
+def test_an_eviction_is_answered_also_while_a_replacement_waits_for_its_admission_checks() -> None:
+    reserved = dataclasses.replace(admitted(3, 2), conditions=held(QuotaReserved="True").conditions)
+    draining = look(settled(), in_queue(WORLD, evicted(2), reserved))
+    assert draining.status.phase == Phase.DRAINING
+    waiting = look(idle(), in_queue(EMPTY, evicted(2), reserved))
+    assert only(waiting, PatchWorkload).name == "gpt-q1"
+    released = dataclasses.replace(RELEASED, number=1)
+    checked = look(waiting.status, in_queue(EMPTY, released, admitted(3, 2)))
+    assert only(checked, DeleteWorkload).name == "gpt-q1"
+    assert checked.status.attempt == 2
+
+
 def test_a_running_job_without_quota_has_a_minute_to_be_admitted() -> None:
     pending = dataclasses.replace(PENDING, created_at=NOW - 10)
     assert look(settled(), in_queue(WORLD, pending)).status.phase == Phase.RUNNING
