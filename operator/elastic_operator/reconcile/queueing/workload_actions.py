@@ -104,7 +104,9 @@ def _remove_others(context: Context, status: Status, view: QueueView, current: W
 
 def _change(context: Context, status: Status, view: QueueView, current: WorkloadView) -> PatchWorkload | None:
     """Return the next change of the Workload that counts; None if it is as it should be."""
-    if context.spec.suspend != current.is_paused and (context.spec.suspend or not current.is_active):
+    # Others deactivate Workloads, too: a suspension changes only an active one, and its end only what it has changed.
+    must_change = current.is_active if context.spec.suspend else current.is_paused
+    if must_change:
         return _set_active(current, active=not context.spec.suspend)
     is_idle = not status.launched and not _has_running_pods(context, status)
     wanted = _spec(context, view)

@@ -266,6 +266,28 @@ def test_a_suspended_job_deactivates_its_workload_and_activates_it_again() -> No
     assert only(resumed, PatchWorkload).changes["spec"] == {"active": True}
 
 
+@pytest.mark.parametrize(
+    ("suspend", "is_active", "is_paused", "wanted"),
+    [
+        pytest.param(True, True, True, False, id="activated by hand during a suspension, in which it uses no quota"),
+        pytest.param(True, False, False, None, id="deactivated by somebody else before the suspension"),
+        pytest.param(False, False, False, None, id="deactivated by somebody else, and resumed"),
+        pytest.param(False, True, True, True, id="activated by hand and then resumed, so the note is removed"),
+    ],
+)
+def test_a_suspension_undoes_only_what_it_has_done(
+    suspend: bool, is_active: bool, is_paused: bool, wanted: bool | None
+) -> None:
+    view = dataclasses.replace(PENDING, is_active=is_active, is_paused=is_paused)
+    phase = Phase.SUSPENDED if suspend else Phase.WAITING
+    patches = [
+        action.changes["spec"]["active"]
+        for action in look(idle(phase=phase), in_queue(EMPTY, view), suspend=suspend).actions
+        if isinstance(action, PatchWorkload)
+    ]
+    assert patches == ([] if wanted is None else [wanted])
+
+
 def test_a_workload_that_somebody_else_deactivates_stays_so() -> None:
     decision = look(Status(), in_queue(EMPTY, dataclasses.replace(PENDING, is_active=False)))
     assert decision.actions == ()
