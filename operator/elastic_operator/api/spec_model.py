@@ -440,7 +440,8 @@ class Spec:
     """
     active_deadline_seconds: Annotated[int, Strict(), Field(ge=1, le=2**31 - 1), WHOLE, INT32] | None = None
     """Time in seconds, from the launch of the first attempt, after which the training commits and stops, and the job is
-    Failed with reason DeadlineExceeded. Recoveries count, time spent suspended does not. If absent, there is no limit.
+    Failed with reason DeadlineExceeded. Recoveries count, time spent suspended or without quota does not. If absent,
+    there is no limit.
     """
     ttl_seconds_after_finished: Annotated[int, Strict(), Field(ge=0, le=2**31 - 1), WHOLE, INT32] | None = None
     """Time in seconds after which a job that is Complete or Failed is deleted with its Jobs and pods, never with its

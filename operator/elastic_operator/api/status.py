@@ -202,7 +202,7 @@ class Status:
     finish_time: Moment | None = None
     """Time at which the job became Complete or Failed."""
     active_since: Moment | None = None
-    """Time since which the job has been active (spec.activeDeadlineSeconds); absent while it is suspended or over.
+    """Time since which the job has been active (spec.activeDeadlineSeconds); absent while it rests or is over.
     """
     active_seconds: Annotated[Real, Field(ge=0)] = 0.0
     """Time in seconds for which the job was active before that."""

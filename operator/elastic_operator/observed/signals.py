@@ -191,6 +191,16 @@ def detect_signals_of_node(world: Observation, name: str, limits: Timeouts, now:
     return [_not_before(signal, world.evidence_since) for signal in found]
 
 
+def detect_shutdown(node: NodeView | None, pods: Collection[PodView], now: float) -> Signal | None:
+    """Detect that a kubelet shuts its node down, which is then not Ready, while pods there have time for a commit."""
+    if node is None or not node.is_shutting_down or not pods:
+        return None
+    until = (node.ready_since or now) + max(pod.grace_seconds for pod in pods) + TERMINATION_SLACK_SECONDS
+    message = f"node {node.name} shuts down"
+    signal = Signal(kind=Kind.POD_TERMINATING, node=node.name, since=now, message=message, until=until)
+    return signal if now < until else None
+
+
 def _describe_not_ready(node: NodeView) -> str:
     silent = ": the kubelet does not report" if node.ready == "Unknown" else ""
     return f"node {node.name} is not Ready (Ready is {node.ready}{silent})"
@@ -433,6 +443,9 @@ def detect_attempt_signals(
             here.append(pod)
     for name, here in sorted(running.items(), key=lambda item: item[0]):
         node_signals = detect_signals_of_node(world, name, limits, now)
+        shutdown = detect_shutdown(world.nodes.get(name), here, now)
+        if shutdown is not None and all(signal.kind is Kind.NODE_NOT_READY for signal in node_signals):
+            node_signals = [shutdown]
         signals += [signal for signal in node_signals if not _is_explained(signal, world, lease)]
         if (node := world.nodes.get(name)) is not None:
             found = detect_planned_signals(node, tolerated, now)

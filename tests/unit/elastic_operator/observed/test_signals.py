@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from elastic_operator.observed import signals
-from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView, Taint
+from elastic_operator.observed.observation import (
+    JobView,
+    LeaseView,
+    NodeView,
+    Observation,
+    PodView,
+    Taint,
+    node_view,
+)
 from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
 from elastic_operator.observed.signals import Signal
 from elastic_operator.observed.timeouts import Timeouts
@@ -132,6 +140,24 @@ def test_a_pod_that_has_to_stop_asks_for_a_drain_until_its_grace_period_ends() -
     assert verdict.failure is None
     assert [item.kind for item in verdict.planned] == [Kind.POD_TERMINATING]
     assert verdict.wake_at == NOW + 30 + signals.TERMINATION_SLACK_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "is_shutting_down"),
+    [
+        pytest.param("False", "node is shutting down", True, id="it-shuts-down"),
+        pytest.param("False", "[container runtime is down, node is shutting down]", True, id="among-other-problems"),
+        pytest.param("False", "container runtime is down", False, id="another-problem"),
+        pytest.param("Unknown", "Kubelet stopped posting node status.", False, id="it-is-off"),
+        pytest.param("True", None, False, id="no-message"),
+    ],
+)
+def test_a_kubelet_says_in_the_ready_condition_that_its_node_shuts_down(
+    status: str, message: str | None, is_shutting_down: bool
+) -> None:
+    ready = {"type": "Ready", "status": status, "message": message, "lastTransitionTime": "2027-01-15T08:00:00Z"}
+    view = node_view({"metadata": {"name": "n1"}, "status": {"conditions": [ready]}})
+    assert view.is_shutting_down is is_shutting_down
 
 
 @pytest.mark.parametrize(
