@@ -30,6 +30,9 @@ MANIFEST_VERSIONS = (1, 2)
 ELASTIC_TRAINER = "elastic_trainer"
 """Name of the loader of virtual commits: `reshard run --loader elastic_trainer,ranks-per-node=N,node-memory=BYTES`."""
 
+DCP = "dcp"
+"""Format of a commit whose ranks torch.distributed.checkpoint can load in any topology, as COMMIT.json names it."""
+
 COMMIT_FILE = "COMMIT.json"
 """Commit marker, written last. A checkpoint folder without it is not committed."""
 
@@ -181,6 +184,7 @@ class CommitRef:
         attempt: attempt that wrote it.
         topology: `Topology.to_dict` of the topology in which it was written.
         num_bytes: size of all files, 0 if not known.
+        format: format of its files, as COMMIT.json names it; empty if not known.
     """
 
     uri: str
@@ -189,6 +193,7 @@ class CommitRef:
     attempt: int
     topology: Mapping[str, int]
     num_bytes: int = 0
+    format: str = ""
 
     def to_json(self) -> str:
         """Encode as one line of JSON."""
@@ -386,6 +391,7 @@ _READERS: Mapping[type, Mapping[str, _Reader]] = {
         "attempt": functools.partial(_whole, most=MAX_ATTEMPT),
         "topology": _topology,
         "num_bytes": functools.partial(_whole, most=MAX_BYTES),
+        "format": functools.partial(_text, most=64),
     },
     VirtualLoader: {
         "manifests": _versions,

@@ -83,6 +83,8 @@ class Commit:
     """Size of its files in bytes; 0 if it is not known."""
     writer: Word = "trainer"
     """trainer or reshard."""
+    format: Word = ""
+    """Format of its files, for instance deepspeed or dcp; empty if it is not known."""
     verified: Flag = False
     """A resharder compared it with its source."""
     invalid: Flag = False
@@ -100,6 +102,7 @@ class Commit:
             attempt=ref.attempt,
             topology=Topology.from_dict(ref.topology),
             num_bytes=ref.num_bytes,
+            format=ref.format,
         )
 
 
@@ -157,6 +160,10 @@ class Resume:
     """uri is committed."""
     external: Flag = False
     """source is spec.checkpoint.startFrom; its step is known after the conversion."""
+    mode: Word = ""
+    """AsIs: the commit has the topology of the attempt. Load: the attempt loads a commit of another topology by itself.
+    Reshard: a reshard Job converts the commit first. Empty for a start without a commit.
+    """
     reason: ShortText = ""
     """Reason for this choice, or for a start without a commit."""
 
@@ -371,6 +378,8 @@ class Recovery:
     """Step of the commit from which the next attempt resumes."""
     lost_steps: Count = 0
     """Steps that the next attempt repeats."""
+    start_mode: Word = ""
+    """How the next attempt starts: AsIs, Load or Reshard, as in current.resume.mode."""
     conversion: Annotated[Conversion, OPEN] | None = None
     """Result of the reshard Job; absent if none was needed, or if it has not finished."""
     seconds: NumbersByName = dataclasses.field(default_factory=dict)

@@ -1,8 +1,10 @@
-"""Choose how to request the next conversion: files, a virtual commit, or the resharder's own choice. Pure.
+"""Choose how an attempt starts from a commit of another topology. Pure.
 
-Only the resharder knows what a conversion moves, and it chooses (`reshard.virtual.auto_mode`). This module knows what
-only the operator knows: whether the training loads virtual commits, which rank 0 writes to its Lease when it restores,
-and on which nodes the attempt runs.
+The training loads a DCP commit by itself (start mode Load), unless a conversion first is asked for or pays. A reshard
+Job converts any other commit. Its request says whether to write files or a virtual commit, or leaves the choice to the
+resharder: only the resharder knows what a conversion moves (`reshard.virtual.auto_mode`). This module knows what only
+the operator knows: whether the training loads virtual commits, which rank 0 writes to its Lease when it restores, and
+on which nodes the attempt runs.
 """
 
 from __future__ import annotations
@@ -10,10 +12,61 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_operator.api.spec import Spec
-from elastic_operator.api.spec_model import AUTO, VIRTUAL
-from elastic_operator.api.status import Current, Status
+from elastic_operator.api.spec_model import AUTO, DCP, LOAD, VIRTUAL
+from elastic_operator.api.status import Checkpoint, Commit, Current, Resume, StartMode, Status, short
 from elastic_operator.observed import commit_history
+from elastic_operator.planning.load_cost import estimate_load
+from reshard.contract import DCP as DCP_FORMAT
 from reshard.contract import ELASTIC_TRAINER, MANIFEST_VERSIONS
+from reshard.topology import Topology
+
+
+def choose_start(spec: Spec, checkpoint: Checkpoint, resume: Resume, topology: Topology) -> tuple[Resume, str]:
+    """Let the attempt load its commit without a conversion where that is possible, and preferable.
+
+    Args:
+        spec: spec of the job.
+        checkpoint: the history of commits.
+        resume: choice of the commit, with a conversion if its topology differs.
+        topology: topology of the attempt.
+
+    Returns:
+        `resume`, or the same commit with the start mode Load; and one sentence why, empty if there is no choice.
+    """
+    commit = find_loadable(spec, checkpoint, resume)
+    if spec.checkpoint.format != DCP or resume.mode != StartMode.RESHARD or resume.external:
+        return resume, ""
+    if commit is None:
+        return resume, "Start mode Reshard: the format of the commit is not DCP."
+    if spec.reshard.mode == LOAD:
+        return load_commit(resume, commit, topology), "Start mode Load: spec.reshard.mode is Load."
+    if spec.reshard.mode != AUTO:
+        return resume, f"Start mode Reshard: spec.reshard.mode is {spec.reshard.mode}."
+    if commit_history.is_conversion_refused(checkpoint, step=commit.step):
+        why = "a converted commit of this step could not be loaded"
+        return load_commit(resume, commit, topology), f"Start mode Load: {why}."
+    estimate = estimate_load(commit.num_bytes, commit.topology, topology)
+    if estimate.is_conversion_faster:
+        return resume, f"Start mode Reshard: {estimate}."
+    return load_commit(resume, commit, topology), f"Start mode Load: {estimate}."
+
+
+def find_loadable(spec: Spec, checkpoint: Checkpoint, resume: Resume) -> Commit | None:
+    """Return the source of a conversion if the training can load it without one; None if it cannot.
+
+    The commit must say itself that its format is DCP: the elastic_trainer of an older release does not say it, and
+    loads no commit of another topology.
+    """
+    commit = next((item for item in checkpoint.history if item.uri == resume.source), None)
+    if spec.checkpoint.format != DCP or resume.external or commit is None or commit.format != DCP_FORMAT:
+        return None
+    return commit
+
+
+def load_commit(resume: Resume, commit: Commit, topology: Topology) -> Resume:
+    """Return the start from `commit` without a conversion."""
+    reason = f"step {commit.step} of attempt {commit.attempt} ({short(commit.topology)}), loaded as {short(topology)}"
+    return dataclasses.replace(resume, uri=commit.uri, ready=True, mode=StartMode.LOAD, reason=reason)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +86,9 @@ def conversion_request(spec: Spec, status: Status, current: Current) -> Conversi
     """Choose the mode of the conversion that `current` waits for."""
     if current.resume.external:
         return ConversionRequest(reason="the owner of the start checkpoint may remove it: files")
-    if commit_history.is_virtual_refused(status.checkpoint, step=current.resume.step):
+    if spec.checkpoint.format == DCP:
+        return ConversionRequest(reason="a rank may open any file of a DCP commit, so there is no virtual one: files")
+    if commit_history.is_conversion_refused(status.checkpoint, step=current.resume.step):
         return ConversionRequest(
             reason="a virtual commit of this step could not be loaded: files show whether its source is readable"
         )
