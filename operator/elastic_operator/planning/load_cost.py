@@ -13,7 +13,7 @@ import math
 
 from reshard.topology import Topology
 
-STORAGE_BYTES_PER_SECOND = 1e9
+STORAGE_BYTES_PER_SECOND = 5e8
 """Assumed bandwidth of the checkpoint volume, all readers and writers together."""
 
 CONVERSION_START_SECONDS = 10.0

@@ -68,7 +68,7 @@ def test_a_conversion_pays_where_it_saves_more_than_it_moves(
 def test_the_estimate_names_its_factors() -> None:
     found = estimate_load(100 * GB, Topology(dp=1, zero=3), Topology(dp=4, zero=3))
     assert str(found) == (
-        "ranks read 4.00 times the bytes that they need, about 400 s for 100 GB, against about 310 s with a "
+        "ranks read 4.00 times the bytes that they need, about 800 s for 100 GB, against about 610 s with a "
         "conversion first"
     )
     assert found.load_seconds == 4 * 100 * GB / STORAGE_BYTES_PER_SECOND
