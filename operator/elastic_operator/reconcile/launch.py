@@ -156,7 +156,7 @@ def has_capacity(free: Capacity, current: Current) -> bool:
 def _forget_plan(status: Status) -> Status:
     status = dataclasses.replace(status, current=None)
     if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
-        status = edit_last_recovery(status, to="", to_attempt=0)
+        status = edit_last_recovery(status, to="", to_attempt=0, start_mode="")
     return status
 
 

@@ -68,6 +68,7 @@ def recover(
             lost=tuple(sorted({*previous.lost, *named})),
             to="",
             to_attempt=0,
+            start_mode="",
             plan_time=None,
             reshard_start_time=None,
             reshard_end_time=None,
@@ -119,7 +120,11 @@ def record_pause(context: Context, status: Status, cause: str, message: str) -> 
     if last is None or last.first_step_time is not None:
         return status
     if last.cause in goodput.PAUSES:
-        return status if not last.to_attempt else edit_last_recovery(status, to="", to_attempt=0, plan_time=None)
+        return (
+            status
+            if not last.to_attempt
+            else edit_last_recovery(status, to="", to_attempt=0, start_mode="", plan_time=None)
+        )
     now = Time(context.now)
     record = Recovery(
         cause=cause,
