@@ -175,7 +175,7 @@ class Status:
     reshard: Annotated[ReshardStatus, OPEN] | None = None
     """Reshard Job of the current attempt, or of the last one that needed one."""
     loader: Annotated[Loader, OPEN] | None = None
-    """Virtual commits that the training can load, as it last reported. Mode Auto depends on it."""
+    """What the training can load besides files of its topology, as it last reported. Mode Auto depends on it."""
     recoveries: Annotated[
         tuple[Annotated[Recovery, OPEN], ...], Field(max_length=MAX_ITEMS), Keywords(maxItems=16)
     ] = ()

@@ -255,7 +255,7 @@ def _load_instead(context: Context, status: Status, current: Current, why: str) 
 
     With mode Materialize the user has asked for the conversion.
     """
-    commit = reshard_mode.find_loadable(context.spec, status.checkpoint, current.resume)
+    commit = reshard_mode.find_loadable(context.spec, status, current.resume)
     if commit is None or context.spec.reshard.mode not in (AUTO, LOAD):
         return None
     context.emit("LoadsCommit", f"attempt {status.attempt} loads {commit.uri} without a conversion: {why}")

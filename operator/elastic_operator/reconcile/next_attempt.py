@@ -119,7 +119,7 @@ def _adopt(context: Context, status: Status, plan: Plan, topology: Topology, *, 
         start=start_source(context.spec),
         mark=context.job.uid[:8] if context.spec.checkpoint.take_over else "",
     )
-    resume, why = reshard_mode.choose_start(context.spec, status.checkpoint, resume, topology)
+    resume, why = reshard_mode.choose_start(context.spec, status, resume, topology)
     if why:
         plan = dataclasses.replace(plan, reason=f"{plan.reason[: MAX_REASON - len(why) - 1]} {why}")
     text = short(topology)

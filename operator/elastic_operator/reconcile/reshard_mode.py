@@ -11,38 +11,41 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator.api.spec import Spec
+from elastic_operator.api.spec import Spec, spec_hash
 from elastic_operator.api.spec_model import AUTO, DCP, LOAD, VIRTUAL
-from elastic_operator.api.status import Checkpoint, Commit, Current, Resume, StartMode, Status, short
+from elastic_operator.api.status import Commit, Current, Resume, StartMode, Status, short
 from elastic_operator.observed import commit_history
 from elastic_operator.planning.load_cost import estimate_load
 from reshard.contract import DCP as DCP_FORMAT
-from reshard.contract import ELASTIC_TRAINER, MANIFEST_VERSIONS
+from reshard.contract import ELASTIC_TRAINER, MANIFEST_VERSIONS, VirtualLoader
 from reshard.topology import Topology
 
 
-def choose_start(spec: Spec, checkpoint: Checkpoint, resume: Resume, topology: Topology) -> tuple[Resume, str]:
+def choose_start(spec: Spec, status: Status, resume: Resume, topology: Topology) -> tuple[Resume, str]:
     """Let the attempt load its commit without a conversion where that is possible, and preferable.
 
     Args:
         spec: spec of the job.
-        checkpoint: the history of commits.
+        status: status of the job.
         resume: choice of the commit, with a conversion if its topology differs.
         topology: topology of the attempt.
 
     Returns:
         `resume`, or the same commit with the start mode Load; and one sentence why, empty if there is no choice.
     """
-    commit = find_loadable(spec, checkpoint, resume)
     if spec.checkpoint.format != DCP or resume.mode != StartMode.RESHARD or resume.external:
         return resume, ""
+    commit = find_loadable(spec, status, resume)
     if commit is None:
-        return resume, "Start mode Reshard: the format of the commit is not DCP."
+        why = "the format of the commit is not DCP"
+        if _loads_own_topology_only(spec, status):
+            why = "the elastic_trainer of the training accepts no commit of another topology"
+        return resume, f"Start mode Reshard: {why}."
     if spec.reshard.mode == LOAD:
         return load_commit(resume, commit, topology), "Start mode Load: spec.reshard.mode is Load."
     if spec.reshard.mode != AUTO:
         return resume, f"Start mode Reshard: spec.reshard.mode is {spec.reshard.mode}."
-    if commit_history.is_conversion_refused(checkpoint, step=commit.step):
+    if commit_history.is_conversion_refused(status.checkpoint, step=commit.step):
         why = "a converted commit of this step could not be loaded"
         return load_commit(resume, commit, topology), f"Start mode Load: {why}."
     estimate = estimate_load(commit.num_bytes, commit.topology, topology)
@@ -51,16 +54,30 @@ def choose_start(spec: Spec, checkpoint: Checkpoint, resume: Resume, topology: T
     return load_commit(resume, commit, topology), f"Start mode Load: {estimate}."
 
 
-def find_loadable(spec: Spec, checkpoint: Checkpoint, resume: Resume) -> Commit | None:
+def find_loadable(spec: Spec, status: Status, resume: Resume) -> Commit | None:
     """Return the source of a conversion if the training can load it without one; None if it cannot.
 
-    The commit must say itself that its format is DCP: the elastic_trainer of an older release does not say it, and
-    loads no commit of another topology.
+    The commit must say itself that its format is DCP. The training may have said that it accepts no such commit; as
+    long as it has said nothing, it is believed to accept it.
     """
-    commit = next((item for item in checkpoint.history if item.uri == resume.source), None)
+    commit = next((item for item in status.checkpoint.history if item.uri == resume.source), None)
     if spec.checkpoint.format != DCP or resume.external or commit is None or commit.format != DCP_FORMAT:
         return None
-    return commit
+    return None if _loads_own_topology_only(spec, status) else commit
+
+
+def _loads_own_topology_only(spec: Spec, status: Status) -> bool:
+    """Return whether an attempt of this spec has said that it accepts no DCP commit of another topology."""
+    loader = status.loader
+    return loader is not None and loader.spec_hash == spec_hash(spec) and DCP_FORMAT not in loader.formats
+
+
+def is_topology_refused(current: Current, loader: VirtualLoader | None) -> bool:
+    """Return whether an attempt refused its commit because its elastic_trainer is older than start mode Load.
+
+    Such a commit is not damaged: the next attempt has it converted.
+    """
+    return current.resume.mode == StartMode.LOAD and loader is not None and DCP_FORMAT not in loader.formats
 
 
 def load_commit(resume: Resume, commit: Commit, topology: Topology) -> Resume:

@@ -19,7 +19,7 @@ from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Create, Decision, DeleteJob, LaunchAttempt
 from elastic_operator.reconcile.decide import decide
 from reshard.cli.options import parse
-from reshard.contract import DCP, CommitRef, ExitCode, TrainerPhase
+from reshard.contract import DCP, MANIFEST_VERSIONS, CommitRef, ExitCode, TrainerPhase, VirtualLoader
 from reshard.topology import Topology
 from tests.unit.elastic_operator.reconcile.test_decide_phases import (
     JOB,
@@ -172,6 +172,39 @@ def test_a_rank_that_refuses_the_commit_makes_the_next_attempt_load_the_one_befo
     assert (status.current.resume.uri, status.current.resume.mode) == (OLDER.uri, "Load")
     assert [item.uri for item in status.checkpoint.history if item.invalid] == [COMMIT.uri]
     assert status.recoveries[-1].start_mode == "Load"
+
+
+OLD_TRAINER = VirtualLoader(manifests=MANIFEST_VERSIONS, memory_bytes=1 << 36)
+NEW_TRAINER = dataclasses.replace(OLD_TRAINER, formats=(DCP,))
+
+
+@pytest.mark.parametrize(("loader", "mode"), [(OLD_TRAINER, "Reshard"), (NEW_TRAINER, "Load")])
+def test_a_training_that_says_that_it_loads_its_own_topology_only_gets_a_conversion(
+    loader: VirtualLoader, mode: str
+) -> None:
+    told = training(LOADER=loader.to_json())
+    heard = look(running(), dataclasses.replace(WORLD, leases=told)).status
+    status = look(heard, dataclasses.replace(lost_node(), leases=told)).status
+    assert status.current is not None
+    assert status.plan is not None
+    assert status.current.resume.mode == mode
+    assert ("accepts no commit of another topology" in status.plan.reason) is (mode == "Reshard")
+
+
+def test_a_training_that_refuses_the_topology_for_its_age_costs_no_commit() -> None:
+    """Its image was set back by an edit of the spec, so the operator could not know."""
+    launched = look(look(running(), lost_node()).status, AFTER).status
+    refused = Observation(
+        nodes=AFTER.nodes, pods=workers(2, count=2), jobs=(worker_job(2),),
+        leases=lease(
+            2, PHASE=TrainerPhase.RESTORING, LOADER=OLD_TRAINER.to_json(),
+            RESUME_ERROR="it is laid out for tp=1,pp=3,dp=2,zero=3, this attempt runs at dp=4: reshard it",
+        ),
+    )  # fmt: skip
+    status = look(launched, refused).status
+    assert status.current is not None
+    assert (status.attempt, status.current.resume.source, status.current.resume.mode) == (3, COMMIT.uri, "Reshard")
+    assert not any(item.invalid for item in status.checkpoint.history)
 
 
 def test_growing_loads_the_commit_of_the_drain() -> None:
