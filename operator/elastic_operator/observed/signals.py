@@ -13,12 +13,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 from elastic_operator.observed.observation import CORDON, HEALTH, LeaseView, NodeView, Observation, PodView, Taint
-from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
+from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight, damped_seconds
 from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import TrainerPhase
-
-LONGEST_PLANNED_SECONDS = 600.0
-"""Longest grace period of a cordon, taint or health report that comes and goes."""
 
 TERMINATION_SLACK_SECONDS = 2.0
 """Time after the end of a pod's grace period in which the last commit may still arrive, and the clocks may differ."""
@@ -149,11 +146,6 @@ def _find_grace(signal: Signal, graces: Mapping[str, float]) -> float:
         return signal.grace
     seconds = graces.get("suspect_seconds" if signal.is_doubtful else KINDS[signal.kind].grace, 0.0)
     return damped_seconds(seconds, signal.num_withdrawn)
-
-
-def damped_seconds(seconds: float, num_withdrawn: int) -> float:
-    """Return the grace period of a planned signal that comes and goes: it doubles each time, up to a bound."""
-    return min(seconds * 2.0**num_withdrawn, max(seconds, LONGEST_PLANNED_SECONDS))
 
 
 def detect_node_signals(node: NodeView | None, name: str, limits: Timeouts, now: float) -> list[Signal]:
