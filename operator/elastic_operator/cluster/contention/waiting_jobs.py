@@ -19,7 +19,6 @@ from elastic_operator.observed.observation import Key
 from elastic_operator.reconcile import goodput
 from elastic_operator.reconcile.record import Record
 
-
 PASSED_SECONDS = 60.0
 """A job that leaves nodes to others asks again every second; one that has not asked for so long has none to leave."""
 
