@@ -107,13 +107,19 @@ class Session:
         self._draining = False
 
     @classmethod
-    def from_env(cls, *, keep: int = 3) -> Session:
+    def from_env(cls, *, keep: int = 3, zero: int | None = None) -> Session:
         """Read the environment and choose the mailbox: the attempt's Lease, a file, or none.
+
+        Args:
+            keep: see `Session`.
+            zero: the script's own ZeRO stage, used if the environment says no topology.
 
         Raises:
             ConfigurationError: see `settings.from_env`.
         """
         settings_ = settings.from_env()
+        if zero is not None and not settings_.has_topology:
+            settings_ = dataclasses.replace(settings_, topology=dataclasses.replace(settings_.topology, zero=zero))
         mailbox: Mailbox = NoMailbox()
         if settings_.mailbox is not None:
             mailbox = FileMailbox(settings_.mailbox)
@@ -391,7 +397,7 @@ class Session:
             commit = read_commit(folder)
         except ReshardError as error:
             return str(error), None
-        if commit.topology != self.topology:
+        if commit.topology != self.topology and commit.format != "dcp":
             return f"it is laid out for {commit.topology}, this attempt runs at {self.topology}: reshard it", None
         share = dataclasses.replace(commit, files=commit.files[self.settings.rank :: self._collective.world_size])
         try:
