@@ -121,3 +121,16 @@ def from_env(environment: Mapping[str, str] | None = None) -> Settings:
     if problems:
         raise ConfigurationError("; ".join(problems))
     return settings
+
+
+def with_degrees(settings: Settings, *, tp: int, zero: int | None) -> Settings:
+    """Return settings with the script's own degrees, for a launch of which the environment says no topology.
+
+    Raises:
+        ConfigurationError: the ranks are not a multiple of `tp`.
+    """
+    ranks = settings.topology.world_size
+    if tp < 1 or ranks % tp:
+        raise ConfigurationError(f"{ranks} ranks are not a multiple of tp={tp}: start more ranks, or choose another tp")
+    stage = settings.topology.zero if zero is None else zero
+    return dataclasses.replace(settings, topology=Topology(tp=tp, dp=ranks // tp, zero=stage))

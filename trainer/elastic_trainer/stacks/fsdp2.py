@@ -21,12 +21,13 @@ from elastic_trainer.stacks.loop import Run
 from reshard.topology import Topology
 
 
-def start(*, global_batch: int = 0, micro_batch: int = 1, seed: int = 0, keep: int = 3) -> tuple[Run, Any]:
+def start(*, global_batch: int = 0, micro_batch: int = 1, tp: int = 1, seed: int = 0, keep: int = 3) -> tuple[Run, Any]:
     """Start the attempt, and make the device mesh of its topology; torch.distributed must be initialised.
 
     Args:
         global_batch: samples per optimizer step, if the operator sets none; by default one micro batch per replica.
         micro_batch: samples per micro batch, if the operator sets none.
+        tp: tensor parallel degree, if the operator sets no topology.
         seed: see `Run`.
         keep: see `Session`.
 
@@ -35,7 +36,7 @@ def start(*, global_batch: int = 0, micro_batch: int = 1, seed: int = 0, keep: i
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    session = Session.from_env(keep=keep, zero=3)
+    session = Session.from_env(keep=keep, tp=tp, zero=3)
     plan = session.batch_plan(
         global_batch=global_batch or micro_batch * session.topology.num_replicas, micro_batch=micro_batch
     )
