@@ -86,8 +86,13 @@ def main() -> None:
     model = LanguageModel(dropout=options.dropout)
     dataset = Windows()
     engine, run = initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
-    sampler = DistributedSampler(dataset, seed=SEED, drop_last=True)
-    loader = DataLoader(dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, num_workers=1)
+    loader = DataLoader(
+        dataset,
+        batch_size=engine.train_micro_batch_size_per_gpu(),
+        sampler=DistributedSampler(dataset, seed=SEED, drop_last=True),
+        num_workers=1,
+    )
+    # The loader's sampler gives way to one that keeps the order of samples at any number of ranks.
     batches = run.batches(loader)
     for step in run.steps(options.steps):
         losses = []

@@ -87,8 +87,12 @@ def main() -> None:
     dataset = Windows()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
     engine.load_checkpoint(options.checkpoints)
-    sampler = DistributedSampler(dataset, seed=SEED, drop_last=True)
-    loader = DataLoader(dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, num_workers=1)
+    loader = DataLoader(
+        dataset,
+        batch_size=engine.train_micro_batch_size_per_gpu(),
+        sampler=DistributedSampler(dataset, seed=SEED, drop_last=True),
+        num_workers=1,
+    )
     batches = itertools.islice(RepeatingLoader(loader), engine.micro_steps, None)
     for step in range(engine.global_steps, options.steps):
         losses = []

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -24,11 +25,11 @@ class Checkpoints:
         self._parts = (model, optimizer, scheduler)
         complete = sorted(path.parent for path in self._root.glob("step-*/.metadata"))
         if complete:
-            checkpoint.load({"train": self}, checkpoint_id=complete[-1])
+            load({"train": self}, checkpoint_id=complete[-1])
         self.step = scheduler.last_epoch
 
     def save(self, step: int) -> None:
-        checkpoint.save({"train": self}, checkpoint_id=self._root / f"step-{step:08d}")
+        save({"train": self}, checkpoint_id=self._root / f"step-{step:08d}")
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer, scheduler = self._parts

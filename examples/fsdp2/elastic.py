@@ -55,12 +55,13 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         normed = self.norms[0](hidden)
-        heads = [
+        query, key, value = (
             project(normed).unflatten(-1, (-1, HEAD)).transpose(1, 2) for project in (self.query, self.key, self.value)
-        ]
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        return hidden + self.dropout(self.down(nn.functional.gelu(self.up(self.norms[1](hidden)))))
+        update: Tensor = self.dropout(self.down(nn.functional.gelu(self.up(self.norms[1](hidden)))))
+        return hidden + update
 
 
 class LanguageModel(nn.Module):
@@ -124,8 +125,14 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20)
     attach(run, model, optimizer, scheduler)
     dataset, dp = Windows(), mesh["dp"]
-    sampler = DistributedSampler(dataset, dp.size(), dp.get_local_rank(), seed=SEED, drop_last=True)
-    loader = DataLoader(dataset, options.global_batch // dp.size(), sampler=sampler, num_workers=1, drop_last=True)
+    loader = DataLoader(
+        dataset,
+        batch_size=options.global_batch // dp.size(),
+        sampler=DistributedSampler(dataset, dp.size(), dp.get_local_rank(), seed=SEED, drop_last=True),
+        num_workers=1,
+        drop_last=True,
+    )
+    # The loader's batch size and sampler give way to the operator's batch and an order that any dp keeps.
     for step, batch in run.steps(options.steps, loader):
         micro_batches = list(zip(*(part.to(device).split(options.micro_batch) for part in batch), strict=True))
         losses = []

@@ -23,6 +23,8 @@ from reshard.topology import Topology
 Config = Mapping[str, Any] | str | Path
 """DeepSpeed's configuration, or the path of its JSON file."""
 
+_SIZES = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+
 
 def initialize(
     *,
@@ -141,16 +143,19 @@ def _zero_stage(config: Mapping[str, Any]) -> int:
 
 def _batch_plan(session: Session, config: Mapping[str, Any]) -> BatchPlan:
     """Return the operator's batch sizes, or the script's, which its configuration says as DeepSpeed's would."""
-    sizes = {name: config.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")}
-    sizes = {name: size if isinstance(size, int) else 0 for name, size in sizes.items()}  # "auto" of Hugging Face
-    micro, whole = sizes["train_micro_batch_size_per_gpu"], sizes["train_batch_size"]
-    accumulation = config.get("gradient_accumulation_steps")
-    steps = accumulation if isinstance(accumulation, int) else 1
+    micro, whole, steps = (_number(config, name) for name in _SIZES)
+    steps = max(steps, 1)
     replicas = session.topology.num_replicas
     return session.batch_plan(
         global_batch=whole or max(micro, 1) * steps * replicas,
         micro_batch=micro or max(1, whole // (steps * replicas)),
     )
+
+
+def _number(config: Mapping[str, Any], name: str) -> int:
+    """Return a number of the configuration; 0 if it is left out or `auto`."""
+    value = config.get(name)
+    return value if isinstance(value, int) else 0
 
 
 def _check_degrees(topology: Topology, config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:

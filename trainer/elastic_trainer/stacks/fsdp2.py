@@ -2,7 +2,7 @@
 
     distributed.init_process_group()
     run, mesh = start(global_batch=512)
-    ...                                        # parallelize_module(model, mesh["tp"], ...), fully_shard(model, mesh["dp"])
+    ...                                        # parallelize_module(model, mesh["tp"], ...), fully_shard
     attach(run, model, optimizer, scheduler)
     for step in run.steps(num_steps):
         ...
@@ -75,17 +75,17 @@ def attach(run: Run, model: Any, optimizer: Any, scheduler: Any = None, **others
         **others: more of such objects, by the name under which they are saved; their state must be the same on all
             ranks, or consist of DTensors.
     """
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
     states = {"train": _TrainState(model, optimizer), **others}
     if scheduler is not None:
         states["scheduler"] = scheduler
 
     def save(folder: Path, tag: str) -> None:
-        checkpoint.save(states, checkpoint_id=folder / tag)
+        state_dict_saver.save(states, checkpoint_id=folder / tag)
 
     def load(folder: Path) -> None:
-        checkpoint.load(states, checkpoint_id=folder)
+        state_dict_loader.load(states, checkpoint_id=folder)
 
     run.restore(load=load, save=save, format_="dcp")
 

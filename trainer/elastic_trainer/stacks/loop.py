@@ -159,11 +159,13 @@ class Run:
         )
         return self._stream
 
-    def _iterate(self, loader: Any, choose: Callable[[GlobalOrder], Callable[[int], Iterator[list[int]]]]) -> Any:
+    def _iterate(
+        self, loader: Any, choose: Callable[[GlobalOrder], Callable[[int], Iterator[list[int]]]]
+    ) -> Iterator[Any]:
         seed, shuffle = loaders.order_of(loader, seed=self._seed)
         order = self._take_order(len(loader.dataset), seed, shuffle)
         sampler = PositionedSampler(choose(order), lambda: self.session.position.samples)
-        iterator = iter(loaders.rebuild(loader, sampler))
+        iterator: Iterator[Any] = iter(loaders.rebuild(loader, sampler))
         self._workers.append(iterator)
         return iterator
 
