@@ -59,7 +59,10 @@ class Stream:
         return next(self._batches)
 
     def _read(self) -> Iterator[Any]:
-        yield from itertools.islice(self._read_epoch(), self.start.skipped_batches, None)
+        return itertools.islice(self._read_all(), self.start.skipped_batches, None)
+
+    def _read_all(self) -> Iterator[Any]:
+        yield from self._read_epoch()
         while True:
             self._epoch += 1
             is_empty = True

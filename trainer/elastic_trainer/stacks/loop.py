@@ -79,9 +79,7 @@ class Run:
                 states = rank_files.read(folder, session.topology, session.settings.rank)
                 self._own_states, self._replica_states = states
 
-        position = session.restore(load_all)
-        if session.settings.resume is not None:
-            self._restore_random_state(position.step)
+        session.restore(load_all)
 
     def steps(self, num_steps: int, loader: Any = None) -> Iterator[Any]:
         """Yield the numbers of the steps to do, from the position of the commit on; with a loader also its batches.
@@ -97,6 +95,9 @@ class Run:
             raise ConfigurationError("nothing is attached: call the stack's attach before the first step")
         session = self.session
         batches = self._iterate(loader, lambda order: order.step_batches) if loader is not None else None
+        if session.settings.resume is not None:
+            # Not before: a loader that starts its workers draws a number.
+            self._restore_random_state(session.position.step)
         while (step := session.position.step) < num_steps and not self._is_stop_requested:
             yield step if batches is None else (step, next(batches))
             samples = session.position.samples + self.plan.global_batch
