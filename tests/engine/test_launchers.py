@@ -22,7 +22,9 @@ def deepspeed(environment):
     """The deepspeed launcher of one pod, from the operator's variables, as docs/trainer.md shows."""
     hosts = Path(environment["ETJ_CHECKPOINT_ROOT"]) / f"hostfile-{environment['PET_NODE_RANK']}"
     hosts.write_text(
-        "".join(f"pod-{node} slots={environment['PET_NPROC_PER_NODE']}\n" for node in range(int(environment["PET_NNODES"])))
+        "".join(
+            f"pod-{node} slots={environment['PET_NPROC_PER_NODE']}\n" for node in range(int(environment["PET_NNODES"]))
+        )
     )
     return [
         *(str(BIN / "deepspeed"), "--no_ssh", "--no_local_rank", "--hostfile", str(hosts)),
@@ -77,7 +79,7 @@ def test_a_commit_that_cannot_be_used_is_refused(start, tmp_path):
 def test_sigterm_of_one_pod_leaves_a_commit_of_the_last_step(name, tmp_path):
     with Pods(
         *("deepspeed_loop/elastic.py", tmp_path, "dp=2,zero=2", "--steps", "100000"),
-        **{"launcher": LAUNCHERS[name], "nodes": 2, "folder": tmp_path},
+        launcher=LAUNCHERS[name], nodes=2, folder=tmp_path,
     ) as pods:
         pods.wait_for_step(2)
         pods.launchers[1].send_signal(signal.SIGTERM)
@@ -90,7 +92,7 @@ def test_sigterm_of_one_pod_leaves_a_commit_of_the_last_step(name, tmp_path):
 def test_the_deepspeed_launcher_does_not_pass_sigterm_on(tmp_path):
     with Pods(
         *("deepspeed_loop/elastic.py", tmp_path, "dp=1,zero=1", "--steps", "100000"),
-        **{"launcher": deepspeed, "folder": tmp_path},
+        launcher=deepspeed, folder=tmp_path,
     ) as pods:
         pods.wait_for_step(1)
         (rank,) = pods.ranks().values()

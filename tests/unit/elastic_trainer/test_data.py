@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.batch import BatchPlan
-from elastic_trainer.data import streams
+from elastic_trainer.data import stateful
 from elastic_trainer.data.order import GlobalOrder, PositionedSampler, RowSampler
 from elastic_trainer.errors import ConfigurationError
 
@@ -85,8 +85,8 @@ class Loader:
         self._position = 0
 
 
-def resume(loader: Any, state: Any, *, samples: int, replicas: int, rule: streams.Rule = "skip") -> streams.Stream:
-    return streams.resume(loader, state, samples=samples, batch_samples=2 * replicas, rule=rule, what="no state")
+def resume(loader: Any, state: Any, *, samples: int, replicas: int, rule: stateful.Rule = "skip") -> stateful.Stream:
+    return stateful.resume(loader, state, samples=samples, batch_samples=2 * replicas, rule=rule, what="no state")
 
 
 def test_a_stream_goes_on_exactly_with_its_state_and_into_the_next_epoch() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.batch import BatchPlan
-from elastic_trainer.data import loaders, random_state, streams
+from elastic_trainer.data import loaders, random_state, stateful
 from elastic_trainer.data.order import GlobalOrder, PositionedSampler, RowSampler
 from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
@@ -44,7 +44,7 @@ class Run:
         self._save_options: dict[str, Any] = {}
         self._own_states: dict[str, Any] | None = None
         self._replica_states: dict[str, Any] | None = None
-        self._stream: streams.Stream | None = None
+        self._stream: stateful.Stream | None = None
         self._workers: list[Any] = []
         atexit.register(self._close)
 
@@ -142,15 +142,15 @@ class Run:
         order = self._take_order(len(dataset), self._seed if seed is None else seed, shuffle)
         return RowSampler(order.micro_batches, lambda: self.session.position.samples)
 
-    def stream(self, loader: Any, *, on_resize: streams.Rule = "skip") -> streams.Stream:
+    def stream(self, loader: Any, *, on_resize: stateful.Rule = "skip") -> stateful.Stream:
         """Return the batches of a loader that keeps its own position; its state is part of every commit.
 
         Args:
             loader: iterable with `state_dict` and `load_state_dict`, which gives micro batches of this replica's share.
-            on_resize: what happens at another number of replicas; see `streams.resume`. `stream.start` says what did.
+            on_resize: what happens at another number of replicas; see `stateful.resume`. `stream.start` says what did.
         """
         states = self._replica_states or {}
-        self._stream = streams.resume(
+        self._stream = stateful.resume(
             loader,
             states.get("stream"),
             samples=self.session.position.samples,
