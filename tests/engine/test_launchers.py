@@ -79,7 +79,9 @@ def test_a_commit_that_cannot_be_used_is_refused(start, tmp_path):
 def test_sigterm_of_one_pod_leaves_a_commit_of_the_last_step(name, tmp_path):
     with Pods(
         *("deepspeed_loop/elastic.py", tmp_path, "dp=2,zero=2", "--steps", "100000"),
-        launcher=LAUNCHERS[name], nodes=2, folder=tmp_path,
+        launcher=LAUNCHERS[name],
+        nodes=2,
+        folder=tmp_path,
     ) as pods:
         pods.wait_for_step(2)
         pods.launchers[1].send_signal(signal.SIGTERM)
@@ -92,7 +94,8 @@ def test_sigterm_of_one_pod_leaves_a_commit_of_the_last_step(name, tmp_path):
 def test_the_deepspeed_launcher_does_not_pass_sigterm_on(tmp_path):
     with Pods(
         *("deepspeed_loop/elastic.py", tmp_path, "dp=1,zero=1", "--steps", "100000"),
-        launcher=deepspeed, folder=tmp_path,
+        launcher=deepspeed,
+        folder=tmp_path,
     ) as pods:
         pods.wait_for_step(1)
         (rank,) = pods.ranks().values()
