@@ -160,7 +160,7 @@ def _number(config: Mapping[str, Any], name: str) -> int:
 
 def _check_degrees(topology: Topology, config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Refuse a topology of which nothing tells DeepSpeed: it would train tp * dp replicas instead."""
-    knows_pipeline = hasattr(arguments.get("model"), "partitions") or hasattr(arguments.get("model"), "parts")
+    knows_pipeline = any(base.__name__ == "PipelineModule" for base in type(arguments.get("model")).__mro__)
     knows_tensor = "tensor_parallel" in config or arguments.get("mpu") is not None or knows_pipeline
     if topology.pp > 1 and not knows_pipeline:
         raise ConfigurationError(f"the topology is {topology}: pp > 1 needs a PipelineModule as model")
