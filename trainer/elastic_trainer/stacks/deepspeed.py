@@ -104,7 +104,9 @@ def attach(
         engine.save_checkpoint(str(folder), tag=tag, client_state=dict(client_state or {}))
 
     def load(folder: Path) -> None:
-        engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if path is None:  # DeepSpeed only warns
+            raise ConfigurationError(f"DeepSpeed found no checkpoint in {folder}: its log says why")
 
     run.restore(load=load, save=save, format_="deepspeed", model=commit_model)
     _note_losses(run, engine)
