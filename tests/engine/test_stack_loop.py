@@ -203,6 +203,33 @@ def test_torchdatas_loader_goes_on_exactly(make_run, tmp_path, workers):
     assert seen + [next(stream).tolist() for _ in resumed.steps(10)] == expected
 
 
+def count(shards):
+    for shard in shards:
+        yield from ({"row": 12 * shard + row} for row in range(12))
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_hugging_face_streams_go_on_exactly(make_run, tmp_path, monkeypatch, replicas):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    datasets = pytest.importorskip("datasets")
+    distributed = pytest.importorskip("datasets.distributed")
+
+    def loader():
+        stream = datasets.IterableDataset.from_generator(count, gen_kwargs={"shards": list(range(4))})
+        return distributed.split_dataset_by_node(stream, 0, replicas).batch(2)
+
+    quiet = make_run().stream(loader())
+    expected = [next(quiet)["row"] for _ in range(20)]
+    assert expected[0] in expected[1:]  # more than an epoch
+    run = make_run()
+    stream = run.stream(loader())
+    seen = [next(stream)["row"] for _ in run.steps(5)]
+    resumed = make_run(attempt=2, resume=tmp_path / "a1" / "step-00000005")
+    stream = resumed.stream(loader())
+    assert stream.start.how == "exact"
+    assert seen + [next(stream)["row"] for _ in resumed.steps(20)] == expected
+
+
 def test_states_fit_only_the_topology_that_wrote_them(make_run, tmp_path):
     run = make_run()
     list(run.steps(1))
