@@ -58,9 +58,11 @@ def test_a_drain_leaves_a_commit_and_a_resume_ends_with_zero(start, tmp_path):
         pods.wait_for_step(2)
         FileMailbox(box).exchange({LeaseKey.REQUEST: "drain"})
         assert pods.wait() == start.expected(TrainerExit.DRAINED), pods.text[-3000:]
-        last = max(pods.losses)
+        last, losses = max(pods.losses), pods.losses
     # The Lease says it under every launcher.
-    assert json.loads(box.read_text())[LeaseKey.PHASE] == "Drained"
+    told = json.loads(box.read_text())
+    assert told[LeaseKey.PHASE] == "Drained"
+    assert float(told[LeaseKey.LOSS]) == pytest.approx(losses[last], rel=1e-5)  # noted by the engine's backward
     folder = newest_commit(tmp_path)
     assert read_commit(folder).step == last
     with start("--steps", str(last + 1), ETJ_ATTEMPT="2", ETJ_RESUME=str(folder)) as pods:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from elastic_trainer.stacks.rank_files import FOLDER
 from reshard.api import reshard
 from reshard.cli.main import main
 from reshard.commits.commit import read_commit
@@ -51,6 +52,8 @@ def test_it_goes_on_at_another_topology_with_the_same_losses(quiet, killed, tmp_
     step = read_commit(killed).step
     folder = tmp_path / "a2" / killed.name
     assert main(["run", str(killed), str(folder), "--to", topology, "--mode", mode, "--quiet"]) == 0
+    assert (killed / FOLDER).exists()
+    assert not (folder / FOLDER).exists()
     losses = train(tmp_path, topology, ETJ_ATTEMPT="2", ETJ_RESUME=str(folder))
     assert losses == pytest.approx({number: quiet[number] for number in range(step + 1, STEPS + 1)}, **FP32)
     assert read_commit(newest_commit(tmp_path)).topology == Topology.parse(topology)
