@@ -107,13 +107,20 @@ class Session:
         self._draining = False
 
     @classmethod
-    def from_env(cls, *, keep: int = 3) -> Session:
+    def from_env(cls, *, keep: int = 3, tp: int = 1, zero: int | None = None) -> Session:
         """Read the environment and choose the mailbox: the attempt's Lease, a file, or none.
+
+        Args:
+            keep: see `Session`.
+            tp: the script's own tensor parallel degree, used if the environment says no topology.
+            zero: the script's own ZeRO stage, used if the environment says no topology.
 
         Raises:
             ConfigurationError: see `settings.from_env`.
         """
         settings_ = settings.from_env()
+        if not settings_.has_topology:
+            settings_ = settings.with_degrees(settings_, tp=tp, zero=zero)
         mailbox: Mailbox = NoMailbox()
         if settings_.mailbox is not None:
             mailbox = FileMailbox(settings_.mailbox)
