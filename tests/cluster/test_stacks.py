@@ -87,7 +87,7 @@ def test_a_stack_loses_a_node_and_grows_back_with_the_losses_of_an_undisturbed_r
     run.remove()
 
     assert [now["topology"]["dp"] for now in (before, fewer, again)] == [3, 2, 3]
-    assert [item["cause"] for item in again["recoveries"]][1:] == ["ScaleUp"]
+    assert [(item["planned"], item["lostSteps"]) for item in again["recoveries"]][1:] == [(True, 0)]
     assert again["restartBudget"]["used"] == 0
     found = [losses(checkpoints / "gpt" / f"out-a{now['attempt']}-0.log") for now in (before, fewer, again)]
     assert all(found)
