@@ -36,7 +36,7 @@ from elastic_trainer.mailbox import FileMailbox, Mailbox, NoMailbox
 from elastic_trainer.publisher import Publisher, commit_name
 from elastic_trainer.termination import Termination
 from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit
-from reshard.contract import LeaseKey, Request, TrainerExit, TrainerPhase
+from reshard.contract import DCP, LeaseKey, Request, TrainerExit, TrainerPhase
 from reshard.errors import NotOwnerError, ReshardError
 from reshard.storage.durable import file_crc32
 from reshard.topology import Topology
@@ -180,6 +180,9 @@ class Session:
         passed. If the commit cannot be used, all ranks exit with code 76, after rank 0 has told the operator why; the
         operator then chooses an earlier commit.
 
+        A commit of another topology is accepted if its format is `dcp`, because torch.distributed.checkpoint loads it
+        at any degrees; any other commit must be converted to the topology of this attempt first.
+
         Args:
             load: loads the folder with the framework's own function.
         """
@@ -272,7 +275,7 @@ class Session:
         Args:
             write: saves with the framework's own function. It is called on every rank with the attempt's folder and a
                 tag, and must write its files to `folder / tag`.
-            format_: name of the format in `reshard`.
+            format_: name of the format in `reshard`: `deepspeed`, or `dcp` for torch.distributed.checkpoint.
             data: position in the data beyond the number of samples (seed).
             model: properties of the model that a resharder needs and the files do not contain (pipeline layers,
                 partition method).
@@ -398,7 +401,7 @@ class Session:
             commit = read_commit(folder)
         except ReshardError as error:
             return str(error), None
-        if commit.topology != self.topology and commit.format != "dcp":
+        if commit.topology != self.topology and commit.format != DCP:
             return f"it is laid out for {commit.topology}, this attempt runs at {self.topology}: reshard it", None
         share = dataclasses.replace(commit, files=commit.files[self.settings.rank :: self._collective.world_size])
         try:
