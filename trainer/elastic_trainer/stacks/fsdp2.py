@@ -18,6 +18,7 @@ from typing import Any
 
 from elastic_trainer.session import Session
 from elastic_trainer.stacks.loop import Run
+from reshard.contract import DCP
 from reshard.topology import Topology
 
 
@@ -87,7 +88,7 @@ def attach(run: Run, model: Any, optimizer: Any, scheduler: Any = None, **others
     def load(folder: Path) -> None:
         state_dict_loader.load(states, checkpoint_id=folder)
 
-    run.restore(load=load, save=save, format_="dcp")
+    run.restore(load=load, save=save, format_=DCP)
 
 
 class _TrainState:
