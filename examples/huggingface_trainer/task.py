@@ -1,0 +1,128 @@
+"""What both scripts train: a tiny Llama on the bytes of Python's standard library. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpt_deepspeed"))
+
+import torch
+from text import Windows, corpus
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
+
+SEED = 42
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", choices=("deepspeed", "fsdp2"), default="deepspeed")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps in all, over all attempts")
+    parser.add_argument("--save-every", type=int, default=5, help="steps between checkpoints")
+    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage of the DeepSpeed backend")
+    parser.add_argument("--micro-batch", type=int, default=2, help="samples per device and micro step")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro steps per optimizer step")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--samples", type=int, default=2048, help="rows of the dataset")
+    parser.add_argument("--output", default="output", help="folder of checkpoints and logs")
+    return parser.parse_args()
+
+
+class Text(Dataset[dict[str, Tensor]]):
+    """Rows of 64 bytes; the model itself shifts the labels."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.windows = Windows(corpus(num_samples * 64), 64)
+
+    def __len__(self) -> int:
+        return self.windows.num_samples
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        _, tokens = self.windows.sample(row)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def build_model(options: argparse.Namespace) -> Any:
+    set_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=options.dropout,
+    )
+    return LlamaForCausalLM(config)
+
+
+def arguments(options: argparse.Namespace) -> Any:
+    """Arguments of the Trainer: DeepSpeed or FSDP2, on GPUs where there are some, and otherwise on the CPU."""
+    backends: dict[str, dict[str, Any]] = {
+        "deepspeed": {
+            "deepspeed": {
+                "train_batch_size": "auto",
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": "auto",
+                "zero_optimization": {"stage": options.zero},
+            }
+        },
+        "fsdp2": {
+            "fsdp": True,
+            "fsdp_config": {
+                "version": 2,
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "state_dict_type": "SHARDED_STATE_DICT",
+            },
+        },
+    }
+    has_gpu = torch.cuda.is_available()  # CUDA or ROCm
+    args = TrainingArguments(
+        output_dir=options.output,
+        max_steps=options.steps,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=options.accumulation,
+        learning_rate=1e-3,
+        warmup_steps=4,
+        logging_steps=1,
+        save_steps=options.save_every,
+        seed=SEED,
+        report_to=[],
+        use_cpu=not has_gpu,
+        disable_tqdm=True,
+        **backends[options.backend],
+    )
+    if options.backend == "fsdp2" and not has_gpu:
+        _let_accelerate_shard_on_cpu()
+    return args
+
+
+class LossLog(TrainerCallback):  # type: ignore[misc]
+    """Appends loss and learning rate of every step to losses.jsonl, in full precision."""
+
+    def on_log(self, args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+        if state.is_world_process_zero and logs and "loss" in logs:
+            record = {"step": state.global_step, "loss": logs["loss"], "learning_rate": logs["learning_rate"]}
+            path = Path(args.output_dir) / "losses.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
+
+
+def _let_accelerate_shard_on_cpu() -> None:
+    """Let accelerate take the CPUs for devices that it shards models on.
+
+    accelerate 1.15 ignores FSDP on CPUs and replicates the model instead, although torch's `fully_shard` works there.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    if PartialState._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

@@ -1,0 +1,267 @@
+"""Hugging Face `Trainer` with DeepSpeed or FSDP2: a callback that makes its script elastic.
+
+args = TrainingArguments(...)
+elastic = ElasticCallback(args)                                    # starts the session, divides the global batch
+trainer = Trainer(model=model, args=args, train_dataset=dataset)
+trainer.train(resume_from_checkpoint=elastic.attach(trainer))      # resumes from the operator's commit
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import TrainerCallback, set_seed
+from transformers.trainer_callback import ExportableState
+
+from elastic_trainer.errors import ConfigurationError
+from elastic_trainer.session import Session
+from elastic_trainer.stacks.side_state import derive_seed, pack_files, unpack_files
+from reshard.commits.commit import Commit, read_commit
+
+_log = logging.getLogger(__name__)
+_DATA = "huggingface"
+_MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+"""Names under which accelerate looks for the DCP folders of an FSDP checkpoint."""
+
+
+class ElasticCallback(TrainerCallback):  # type: ignore[misc]
+    """Connects a Trainer to the session of its attempt.
+
+    The Trainer's own decisions when to save (`save_strategy`, `save_steps`) make commits instead of its checkpoints;
+    the operator may ask for more. After a drain, `Trainer.train` ends the process with the session's exit code.
+
+    Args:
+        args: the Trainer's arguments. Their batch size per device and accumulation steps are changed so that the
+            global batch is the operator's, or else the one that the arguments mean at this number of ranks.
+
+    Raises:
+        ConfigurationError: the arguments and the attempt do not fit together.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.session = Session.from_env()
+        _check_arguments(args, self.session)
+        self.session.start()
+        atexit.register(_destroy_process_group)
+        self.plan = self.session.batch_plan(
+            global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            micro_batch=args.per_device_train_batch_size,
+        )
+        args.per_device_train_batch_size = self.plan.micro_batch
+        args.gradient_accumulation_steps = self.plan.accumulation_steps
+        if args.data_seed is None:
+            args.data_seed = args.seed  # the order of the data must not depend on the random state of a rank
+        if args.deepspeed:
+            _fill_deepspeed_config(args)
+        self._trainer: Any = None
+        self._write: Callable[[Path, str], None] | None = None
+        self._format = ""
+        self._layout: tempfile.TemporaryDirectory[str] | None = None
+        self._resume_folder: Path | None = None
+        self._saved_step = -1
+        self._loss: float | None = None
+        self._is_stopping = False
+
+    def attach(self, trainer: Any) -> str | None:
+        """Make the Trainer save commits, and return the `resume_from_checkpoint` of `Trainer.train`.
+
+        If the commit cannot be used, all ranks exit with code 76, see `Session.restore`.
+
+        Returns:
+            Folder in the shape of a Trainer's checkpoint that refers to the commit; None at a first start.
+        """
+        self._trainer = trainer
+        self._format, self._write = _choose_format(trainer, self.session)
+        trainer._save_checkpoint = self._save  # called where the Trainer would save: after it has logged and evaluated
+        trainer.add_callback(self)
+        position = self.session.restore(self._lay_out, virtual_commits=False)
+        if position.samples != position.step * self.plan.global_batch:
+            _log.warning(
+                "the commit counts %d samples after %d steps, and the global batch is %d now: the Trainer counts data in "
+                "steps, so that some rows are repeated or skipped",
+                position.samples,
+                position.step,
+                self.plan.global_batch,
+            )
+        return None if self._resume_folder is None else str(self._resume_folder)
+
+    def on_log(self, _args: Any, _state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+        """Keep the last logged training loss for the next report."""
+        if logs and "loss" in logs:
+            self._loss = float(logs["loss"])
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Report the step; let the Trainer save or stop if the session says so."""
+        if self._layout is not None:  # everything has been loaded
+            self._layout.cleanup()
+            self._layout = None
+        samples = self.session.position.samples + self.plan.global_batch
+        action = self.session.after_step(step=state.global_step, samples=samples, loss=self._loss)
+        if action.save:
+            control.should_save = True
+        if action.stop:
+            self._is_stopping = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_epoch_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
+        """Do not evaluate or save once more while the training is being drained."""
+        if self._is_stopping:
+            control.should_evaluate = control.should_save = False
+
+    def on_train_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        """Report the end; after a drain the process exits with code 75, see `Session.finish`."""
+        self.session.finish()
+
+    def _save(self, _model: Any, _trial: Any = None) -> None:
+        """Commit the current step; takes the place of `Trainer._save_checkpoint`."""
+        trainer, write = self._trainer, self._write
+        assert write is not None
+        if trainer.state.global_step == self._saved_step:
+            return
+        trainer.store_flos()
+
+        def write_all(folder: Path, tag: str) -> None:
+            write(folder, tag)
+            trainer._save_rng_state(str(folder / tag))
+
+        data = {
+            "seed": trainer.args.seed,
+            _DATA: {"ranks": trainer.args.world_size, "files": _pack_progress(trainer)},
+        }
+        self.session.save(write_all, format_=self._format, data=data)
+        self._saved_step = trainer.state.global_step
+
+    def _lay_out(self, folder: Path) -> None:
+        """Make a folder in the shape of a Trainer's checkpoint, whose large parts are links into the commit."""
+        commit = read_commit(folder)
+        if _DATA not in commit.data:
+            raise ConfigurationError(
+                f"{folder}: expected a commit of a Hugging Face Trainer, found one that another script has written: "
+                "start a new training from its weights instead"
+            )
+        self._layout = tempfile.TemporaryDirectory(prefix="etj-", dir=self.session.settings.scratch)
+        checkpoint = Path(self._layout.name) / f"checkpoint-{commit.step}"
+        checkpoint.mkdir()
+        unpack_files(commit.data[_DATA]["files"], checkpoint)
+        source = folder.absolute()
+        if self._format == "dcp":
+            for name in (_MODEL_FOLDER, _OPTIMIZER_FOLDER):
+                (checkpoint / name).symlink_to(source)
+        else:
+            tag = f"global_step{commit.step}"
+            (checkpoint / tag).symlink_to(source)
+            (checkpoint / "latest").write_text(tag)
+        self._lay_out_random_state(commit, source, checkpoint)
+        self._resume_folder = checkpoint
+
+    def _lay_out_random_state(self, commit: Commit, source: Path, checkpoint: Path) -> None:
+        """Provide the file of random states that this rank's Trainer looks for: the rank's own, or a re-seeded one."""
+        args = self._trainer.args
+        name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+        if commit.data[_DATA]["ranks"] == args.world_size and (source / name).is_file():
+            (checkpoint / name).symlink_to(source / name)
+            return
+        seed = derive_seed(seed=args.seed, step=commit.step, rank=args.process_index)
+        _log.info("random states are of %s ranks: re-seeded with %d", commit.data[_DATA]["ranks"], seed)
+        set_seed(seed)
+        self._trainer._save_rng_state(str(checkpoint))
+        set_seed(args.seed)
+
+
+def _check_arguments(args: Any, session: Session) -> None:
+    topology = session.topology
+    if args.world_size != topology.world_size:
+        raise ConfigurationError(
+            f"the Trainer runs with {args.world_size} ranks, this attempt has {topology.world_size}: start the script "
+            "with elastic_trainer.launch, torchrun or accelerate launch, which set RANK and WORLD_SIZE"
+        )
+    if topology.dp != topology.world_size or topology.cp * topology.ep > 1:
+        raise ConfigurationError(
+            f"this attempt runs at {topology}; with the Trainer, only data parallelism is supported: "
+            "set tensor, pipeline, expert and context of spec.parallelism to [1]"
+        )
+    if args.load_best_model_at_end:
+        raise ConfigurationError(
+            "load_best_model_at_end needs checkpoints in output_dir, which commits replace: choose the best commit "
+            "after the training instead"
+        )
+
+
+def _fill_deepspeed_config(args: Any) -> None:
+    """Fill the `auto` values of the DeepSpeed configuration again, from the new batch sizes; as TrainingArguments do."""
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+    args.hf_deepspeed_config.trainer_config_process(args)
+    args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
+
+
+def _choose_format(trainer: Any, session: Session) -> tuple[str, Callable[[Path, str], None]]:
+    """Return the name of the commits' format, and the function that writes weights and optimizer."""
+    state = trainer.accelerator.state
+    if trainer.is_deepspeed_enabled:
+        stage = state.deepspeed_plugin.zero_stage
+        if stage != session.topology.zero:
+            raise ConfigurationError(
+                f"the DeepSpeed configuration has ZeRO stage {stage}, this attempt {session.topology.zero}: "
+                "set spec.parallelism.zeroStage (or zero in ETJ_TOPOLOGY) to the stage of the configuration"
+            )
+        return "deepspeed", lambda folder, tag: trainer.model_wrapped.save_checkpoint(str(folder), tag=tag)
+    if not trainer.is_fsdp_enabled or not trainer.accelerator.is_fsdp2:
+        raise ConfigurationError(
+            f"the Trainer runs with {state.distributed_type}: expected DeepSpeed (TrainingArguments(deepspeed=...)) or "
+            "FSDP2 (TrainingArguments(fsdp=True, fsdp_config={'version': 2})); accelerate shards with FSDP only on GPUs"
+        )
+    if "SHARDED" not in str(state.fsdp_plugin.state_dict_type):
+        raise ConfigurationError(
+            f"fsdp_config has state_dict_type {state.fsdp_plugin.state_dict_type}: set it to 'SHARDED_STATE_DICT', which "
+            "loads at any number of ranks"
+        )
+    return "dcp", lambda folder, tag: _save_dcp(trainer, folder / tag)
+
+
+def _save_dcp(trainer: Any, folder: Path) -> None:
+    """Save weights and optimizer into one DCP folder; accelerate would use two, which a resharder cannot join."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(cpu_offload=True)
+    model, optimizer = get_state_dict(trainer.model_wrapped, trainer.optimizer, options=options)
+    checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+
+def _pack_progress(trainer: Any) -> dict[str, str]:
+    """Pack the small files of a Trainer's checkpoint: progress, schedule, loss scale."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        state = dataclasses.replace(trainer.state, stateful_callbacks=_export_callbacks(trainer))
+        state.save_to_json(str(folder / "trainer_state.json"))
+        if not (trainer.is_deepspeed_enabled and type(trainer.lr_scheduler).__name__ == "DeepSpeedSchedulerWrapper"):
+            torch.save(trainer.lr_scheduler.state_dict(), folder / "scheduler.pt")
+        if getattr(trainer.accelerator, "scaler", None) is not None:
+            torch.save(trainer.accelerator.scaler.state_dict(), folder / "scaler.pt")
+        return pack_files(folder)
+
+
+def _export_callbacks(trainer: Any) -> dict[str, Any]:
+    """Return the states of the callbacks; not that of the Trainer's control, which may say that this attempt stops."""
+    states: dict[str, Any] = {}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+    return states
+
+
+def _destroy_process_group() -> None:
+    """End the threads of torch.distributed; without that, the process may lose its exit code to SIGABRT."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
