@@ -23,6 +23,7 @@ from transformers.trainer_callback import ExportableState
 
 from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
+from elastic_trainer.stacks.dcp import save_dcp
 from elastic_trainer.stacks.side_state import derive_seed, pack_files, unpack_files
 from reshard.commits.commit import Commit, read_commit
 
@@ -226,17 +227,7 @@ def _choose_format(trainer: Any, session: Session) -> tuple[str, Callable[[Path,
             f"fsdp_config has state_dict_type {state.fsdp_plugin.state_dict_type}: set it to 'SHARDED_STATE_DICT', which "
             "loads at any number of ranks"
         )
-    return "dcp", lambda folder, tag: _save_dcp(trainer, folder / tag)
-
-
-def _save_dcp(trainer: Any, folder: Path) -> None:
-    """Save weights and optimizer into one DCP folder; accelerate would use two, which a resharder cannot join."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-    options = StateDictOptions(cpu_offload=True)
-    model, optimizer = get_state_dict(trainer.model_wrapped, trainer.optimizer, options=options)
-    checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    return "dcp", lambda folder, tag: save_dcp(trainer.model_wrapped, trainer.optimizer, folder / tag)
 
 
 def _pack_progress(trainer: Any) -> dict[str, str]:
