@@ -107,13 +107,20 @@ class Session:
         self._draining = False
 
     @classmethod
-    def from_env(cls, *, keep: int = 3) -> Session:
+    def from_env(cls, *, keep: int = 3, tp: int = 1, zero: int | None = None) -> Session:
         """Read the environment and choose the mailbox: the attempt's Lease, a file, or none.
+
+        Args:
+            keep: see `Session`.
+            tp: the script's own tensor parallel degree, used if the environment says no topology.
+            zero: the script's own ZeRO stage, used if the environment says no topology.
 
         Raises:
             ConfigurationError: see `settings.from_env`.
         """
         settings_ = settings.from_env()
+        if not settings_.has_topology:
+            settings_ = settings.with_degrees(settings_, tp=tp, zero=zero)
         mailbox: Mailbox = NoMailbox()
         if settings_.mailbox is not None:
             mailbox = FileMailbox(settings_.mailbox)
@@ -396,7 +403,7 @@ class Session:
             commit = read_commit(folder)
         except ReshardError as error:
             return str(error), None
-        if commit.topology != self.topology and commit.format != "dcp":  # torch itself loads DCP at other degrees
+        if commit.topology != self.topology and commit.format != "dcp":
             return f"it is laid out for {commit.topology}, this attempt runs at {self.topology}: reshard it", None
         share = dataclasses.replace(commit, files=commit.files[self.settings.rank :: self._collective.world_size])
         try:

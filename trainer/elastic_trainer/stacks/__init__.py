@@ -1,4 +1,5 @@
-"""Adapters between training frameworks and the session, one module for each framework.
+"""Adapters that make a script of one training stack elastic with a few lines.
 
-Each module imports its own framework, and no other part of `elastic_trainer` imports these modules.
+`loop` owns the session for scripts with their own training loop; one module per stack supplies loading and saving.
+Frameworks are imported only when a function needs them. The stacks use the session and `data`.
 """
