@@ -4,7 +4,7 @@ python -m elastic_trainer.launch --nproc 2 examples/accelerate/elastic.py --back
 """
 
 import torch
-from task import SEED, LossLog, Text, build_accelerator, build_model, parse
+from loop_task import SEED, LossLog, Text, build_accelerator, build_model, parse
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
@@ -16,7 +16,7 @@ def main() -> None:
     accelerator = build_accelerator(options)
     elastic = ElasticAccelerator(accelerator, batch_size=options.micro_batch, seed=SEED)
     loader = DataLoader(Text(options.samples), batch_size=elastic.batch_size, shuffle=True)
-    model = build_model(options)
+    model = build_model(dropout=options.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     num_schedule_steps = options.epochs * len(loader) // accelerator.gradient_accumulation_steps
     scheduler = get_linear_schedule_with_warmup(optimizer, num_schedule_steps // 5, num_schedule_steps)

@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 examples/accelerate/plain.py --backend fsdp2
 """
 
 import torch
-from task import LossLog, Text, build_accelerator, build_model, parse, resume
+from loop_task import LossLog, Text, build_accelerator, build_model, parse, resume
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
@@ -13,7 +13,7 @@ def main() -> None:
     options = parse()
     accelerator = build_accelerator(options)
     loader = DataLoader(Text(options.samples), batch_size=options.micro_batch, shuffle=True)
-    model = build_model(options)
+    model = build_model(dropout=options.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     num_schedule_steps = options.epochs * len(loader) // accelerator.gradient_accumulation_steps
     scheduler = get_linear_schedule_with_warmup(optimizer, num_schedule_steps // 5, num_schedule_steps)

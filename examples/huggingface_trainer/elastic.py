@@ -3,7 +3,8 @@
 python -m elastic_trainer.launch --nproc 2 examples/huggingface_trainer/elastic.py --backend fsdp2
 """
 
-from task import LossLog, Text, arguments, build_model, parse
+from tiny_llama import Text, build_model
+from trainer_task import LossLog, arguments, parse
 from transformers import Trainer
 
 from elastic_trainer.stacks.huggingface import ElasticCallback
@@ -14,7 +15,7 @@ def main() -> None:
     args = arguments(options)
     elastic = ElasticCallback(args)
     trainer = Trainer(
-        model=build_model(options),
+        model=build_model(dropout=options.dropout),
         args=args,
         train_dataset=Text(options.samples),
         callbacks=[LossLog()],

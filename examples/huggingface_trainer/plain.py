@@ -3,9 +3,10 @@
 torchrun --nproc-per-node 2 examples/huggingface_trainer/plain.py --backend fsdp2
 """
 
-import os
+from pathlib import Path
 
-from task import LossLog, Text, arguments, build_model, parse
+from tiny_llama import Text, build_model
+from trainer_task import LossLog, arguments, parse
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -14,12 +15,12 @@ def main() -> None:
     options = parse()
     args = arguments(options)
     trainer = Trainer(
-        model=build_model(options),
+        model=build_model(dropout=options.dropout),
         args=args,
         train_dataset=Text(options.samples),
         callbacks=[LossLog()],
     )
-    last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
     trainer.train(resume_from_checkpoint=last)
 
 

@@ -14,22 +14,24 @@ accelerator.end_training()
 
 from __future__ import annotations
 
-import contextlib
-import random
+import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType
 
+from elastic_trainer.data import random_state
 from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
+from elastic_trainer.stacks import rank_files
 from elastic_trainer.stacks.dcp import load_dcp, save_dcp
-from elastic_trainer.stacks.side_state import derive_seed, pack_files, unpack_files
+from elastic_trainer.stacks.side_state import pack_files, unpack_files
+from reshard.commits.commit import read_commit
 
+_log = logging.getLogger(__name__)
 _DATA = "accelerate"
 
 
@@ -49,7 +51,8 @@ class ElasticAccelerator:
     """
 
     def __init__(self, accelerator: Any, *, batch_size: int, seed: int = 0) -> None:
-        self.session = Session.from_env()
+        plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+        self.session = Session.from_env(zero=int(plugin.zero_stage) if plugin is not None else 3)
         _check_accelerator(accelerator, self.session)
         self.session.start()
         self.plan = self.session.batch_plan(
@@ -114,15 +117,13 @@ class ElasticAccelerator:
                 accelerator._models[0].save_checkpoint(str(folder), tag=tag)
             else:
                 save_dcp(accelerator._models[0], accelerator._optimizers[0], folder / tag)
-            torch.save(capture_random_state(), folder / tag / _random_file(accelerator.process_index))
+            rank_files.write(folder / tag, accelerator.process_index, {"random": random_state.capture()})
 
         ranks = accelerator.num_processes
         data = {"seed": self._seed, _DATA: {"ranks": ranks, "files": _pack_side_state(accelerator)}}
         self.session.save(write, format_="deepspeed" if self._is_deepspeed else "dcp", data=data)
 
     def _load(self, folder: Path) -> None:
-        from reshard.commits.commit import read_commit
-
         accelerator, commit = self._accelerator, read_commit(folder)
         if _DATA not in commit.data or commit.data.get("seed") != self._seed:
             raise ConfigurationError(
@@ -135,43 +136,27 @@ class ElasticAccelerator:
             load_dcp(accelerator._models[0], accelerator._optimizers[0], folder)
         notes = commit.data[_DATA]
         _unpack_side_state(accelerator, notes)
-        path = folder / _random_file(accelerator.process_index)
-        if notes["ranks"] == accelerator.num_processes and path.is_file():
-            state = torch.load(path, weights_only=True)
-        else:
-            state = None
-        seed = derive_seed(seed=self._seed, step=commit.step, rank=accelerator.process_index)
-        _before_first_forward(accelerator._models[0], lambda: set_seed(seed) if state is None else apply_random_state(state))
+        own, _ = rank_files.read(folder, self.session.topology, accelerator.process_index)
+        seed = random_state.seed_of(seed=self._seed, step=commit.step, replica=accelerator.process_index)
+
+        def set_random_state() -> None:
+            if own is None:
+                _log.info("random number generators: the commit has no states of this rank; seed %d", seed)
+                random_state.reseed(seed)
+            else:
+                random_state.restore(own["random"])
+
+        # Not before: the loader draws random numbers when it starts, and reads ahead.
+        _before_first_forward(accelerator._models[0], set_random_state)
 
 
-def capture_random_state() -> dict[str, Any]:
-    """Return the states of the random number generators of Python, numpy, torch and the current device."""
-    name, keys, *rest = np.random.get_state()
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.random.get_rng_state(),
-    }
-    if torch.cuda.is_available():  # CUDA or ROCm
-        state["device"] = torch.cuda.get_rng_state()
-    return state
-
-
-def apply_random_state(state: Mapping[str, Any]) -> None:
-    """Set the states of `capture_random_state`."""
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.random.set_rng_state(state["torch"])
-    if "device" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["device"])
-
-
-def scale_schedule(fresh: Mapping[str, Any], saved: Mapping[str, Any], *, ranks_then: int, ranks_now: int) -> dict[str, Any]:
+def scale_schedule(
+    fresh: Mapping[str, Any], saved: Mapping[str, Any], *, ranks_then: int, ranks_now: int
+) -> dict[str, Any]:
     """Return the state of a learning rate schedule for another number of ranks.
 
-    Accelerate steps a schedule once per rank and optimizer step, and scripts multiply its lengths by the number of ranks
-    accordingly. The lengths therefore stay those of the new schedule, and the position is scaled.
+    Accelerate steps a schedule once per rank and optimizer step, and scripts multiply its lengths by the number of
+    ranks accordingly. The lengths therefore stay those of the new schedule, and the position is scaled.
 
     Args:
         fresh: state of the schedule as the script has just created it.
@@ -201,8 +186,8 @@ def _check_accelerator(accelerator: Any, session: Session) -> None:
     topology = session.topology
     if accelerator.num_processes != topology.world_size:
         raise ConfigurationError(
-            f"the Accelerator has {accelerator.num_processes} ranks, this attempt {topology.world_size}: start the script "
-            "with elastic_trainer.launch, torchrun or accelerate launch, which set RANK and WORLD_SIZE"
+            f"the Accelerator has {accelerator.num_processes} ranks, this attempt {topology.world_size}: start the "
+            "script with elastic_trainer.launch, torchrun or accelerate launch, which set RANK and WORLD_SIZE"
         )
     if topology.dp != topology.world_size or topology.cp * topology.ep > 1:
         raise ConfigurationError(
@@ -263,17 +248,11 @@ def _own_schedulers(accelerator: Any) -> list[Any]:
     return [item for item in accelerator._schedulers if type(item).__name__ != "DeepSpeedSchedulerWrapper"]
 
 
-def _random_file(rank: int) -> str:
-    return f"random-{rank:05d}.pt"
-
-
-def _before_first_forward(model: Any, act: Any) -> None:
-    """Call `act` before the next forward pass: the loader draws random numbers when it starts, and reads ahead."""
-    handle: Any = None
+def _before_first_forward(model: Any, act: Callable[[], None]) -> None:
+    """Call `act` once, before the next forward pass."""
 
     def hook(*_: Any) -> None:
-        with contextlib.suppress(AttributeError):
-            handle.remove()
+        handle.remove()
         act()
 
     handle = model.register_forward_pre_hook(hook)

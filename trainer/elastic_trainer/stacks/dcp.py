@@ -1,22 +1,22 @@
-"""Save and load a model and its optimizer as one DCP folder (`torch.distributed.checkpoint`), at any number of ranks."""
+"""Model and optimizer in one DCP folder (`torch.distributed.checkpoint`), which loads at any number of ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 
 def save_dcp(model: Any, optimizer: Any, folder: Path) -> None:
     """Write `model` and `optimizer`, the names under which a resharder looks for them; collective."""
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
-    checkpoint.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    state_dict_saver.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
 
 
 def load_dcp(model: Any, optimizer: Any, folder: Path) -> None:
     """Read what `save_dcp` has written, at this or another number of ranks; collective."""
     weights, states = get_state_dict(model, optimizer)
-    checkpoint.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    state_dict_loader.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,12 @@ from torch import distributed
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ExportableState
 
+from elastic_trainer.data import random_state
 from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
+from elastic_trainer.stacks import rank_files
 from elastic_trainer.stacks.dcp import save_dcp
-from elastic_trainer.stacks.side_state import derive_seed, pack_files, unpack_files
+from elastic_trainer.stacks.side_state import pack_files, unpack_files
 from reshard.commits.commit import Commit, read_commit
 
 _log = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, args: Any) -> None:
-        self.session = Session.from_env()
+        self.session = Session.from_env(zero=_find_stage(args))
         _check_arguments(args, self.session)
         self.session.start()
         atexit.register(_destroy_process_group)
@@ -86,8 +89,8 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
         position = self.session.restore(self._lay_out, virtual_commits=False)
         if position.samples != position.step * self.plan.global_batch:
             _log.warning(
-                "the commit counts %d samples after %d steps, and the global batch is %d now: the Trainer counts data in "
-                "steps, so that some rows are repeated or skipped",
+                "the commit counts %d samples after %d steps, and the global batch is %d now: the Trainer counts data "
+                "in steps, so that some rows are repeated or skipped",
                 position.samples,
                 position.step,
                 self.plan.global_batch,
@@ -131,12 +134,9 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
 
         def write_all(folder: Path, tag: str) -> None:
             write(folder, tag)
-            trainer._save_rng_state(str(folder / tag))
+            trainer._save_rng_state(str(folder / tag / rank_files.FOLDER))
 
-        data = {
-            "seed": trainer.args.seed,
-            _DATA: {"ranks": trainer.args.world_size, "files": _pack_progress(trainer)},
-        }
+        data = {"seed": trainer.args.seed, _DATA: _pack_progress(trainer)}
         self.session.save(write_all, format_=self._format, data=data)
         self._saved_step = trainer.state.global_step
 
@@ -151,7 +151,7 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
         self._layout = tempfile.TemporaryDirectory(prefix="etj-", dir=self.session.settings.scratch)
         checkpoint = Path(self._layout.name) / f"checkpoint-{commit.step}"
         checkpoint.mkdir()
-        unpack_files(commit.data[_DATA]["files"], checkpoint)
+        unpack_files(commit.data[_DATA], checkpoint)
         source = folder.absolute()
         if self._format == "dcp":
             for name in (_MODEL_FOLDER, _OPTIMIZER_FOLDER):
@@ -165,14 +165,15 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
 
     def _lay_out_random_state(self, commit: Commit, source: Path, checkpoint: Path) -> None:
         """Provide the file of random states that this rank's Trainer looks for: the rank's own, or a re-seeded one."""
-        args = self._trainer.args
+        args, topology = self._trainer.args, self.session.topology
         name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
-        if commit.data[_DATA]["ranks"] == args.world_size and (source / name).is_file():
-            (checkpoint / name).symlink_to(source / name)
+        own = source / rank_files.FOLDER / name
+        if commit.topology == topology and own.is_file():
+            (checkpoint / name).symlink_to(own)
             return
-        seed = derive_seed(seed=args.seed, step=commit.step, rank=args.process_index)
-        _log.info("random states are of %s ranks: re-seeded with %d", commit.data[_DATA]["ranks"], seed)
-        set_seed(seed)
+        seed = random_state.seed_of(seed=args.seed, step=commit.step, replica=args.process_index)
+        _log.info("random number generators: the commit has no states of this rank at %s; seed %d", topology, seed)
+        random_state.reseed(seed)
         self._trainer._save_rng_state(str(checkpoint))
         set_seed(args.seed)
 
@@ -196,8 +197,14 @@ def _check_arguments(args: Any, session: Session) -> None:
         )
 
 
+def _find_stage(args: Any) -> int:
+    """Return the ZeRO stage of the arguments; FSDP2 partitions what stage 3 does."""
+    plugin = args.deepspeed_plugin
+    return int(plugin.zero_stage) if plugin is not None else 3
+
+
 def _fill_deepspeed_config(args: Any) -> None:
-    """Fill the `auto` values of the DeepSpeed configuration again, from the new batch sizes; as TrainingArguments do."""
+    """Fill the `auto` values of the DeepSpeed configuration from the new batch sizes, as TrainingArguments does."""
     from accelerate.utils import DeepSpeedPlugin
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -224,8 +231,8 @@ def _choose_format(trainer: Any, session: Session) -> tuple[str, Callable[[Path,
         )
     if "SHARDED" not in str(state.fsdp_plugin.state_dict_type):
         raise ConfigurationError(
-            f"fsdp_config has state_dict_type {state.fsdp_plugin.state_dict_type}: set it to 'SHARDED_STATE_DICT', which "
-            "loads at any number of ranks"
+            f"fsdp_config has state_dict_type {state.fsdp_plugin.state_dict_type}: set it to 'SHARDED_STATE_DICT', "
+            "which loads at any number of ranks"
         )
     return "dcp", lambda folder, tag: save_dcp(trainer.model_wrapped, trainer.optimizer, folder / tag)
 
@@ -253,6 +260,9 @@ def _export_callbacks(trainer: Any) -> dict[str, Any]:
 
 
 def _destroy_process_group() -> None:
-    """End the threads of torch.distributed; without that, the process may lose its exit code to SIGABRT."""
-    if distributed.is_initialized():
+    """End the threads of torch.distributed; without that, the process may lose its exit code to SIGABRT.
+
+    If the script has failed, other ranks may wait for this one for ever, and it must not wait for them.
+    """
+    if getattr(sys, "last_type", None) is None and distributed.is_initialized():
         distributed.destroy_process_group()

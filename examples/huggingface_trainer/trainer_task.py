@@ -1,22 +1,15 @@
-"""What both scripts train: a tiny Llama on the bytes of Python's standard library. Nothing is downloaded."""
+"""Command line and arguments of both scripts."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpt_deepspeed"))
-
 import torch
-from text import Windows, corpus
-from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
-
-SEED = 42
+from tiny_llama import SEED
+from transformers import TrainerCallback, TrainingArguments
 
 
 def parse() -> argparse.Namespace:
@@ -31,34 +24,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=2048, help="rows of the dataset")
     parser.add_argument("--output", default="output", help="folder of checkpoints and logs")
     return parser.parse_args()
-
-
-class Text(Dataset[dict[str, Tensor]]):
-    """Rows of 64 bytes; the model itself shifts the labels."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.windows = Windows(corpus(num_samples * 64), 64)
-
-    def __len__(self) -> int:
-        return self.windows.num_samples
-
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        _, tokens = self.windows.sample(row)
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def build_model(options: argparse.Namespace) -> Any:
-    set_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=options.dropout,
-    )
-    return LlamaForCausalLM(config)
 
 
 def arguments(options: argparse.Namespace) -> Any:
