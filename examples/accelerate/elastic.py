@@ -10,6 +10,8 @@ from transformers import get_linear_schedule_with_warmup
 
 from elastic_trainer.stacks.accelerate import ElasticAccelerator
 
+WARMUP_STEPS = 4
+
 
 def main() -> None:
     options = parse()
@@ -18,10 +20,11 @@ def main() -> None:
     loader = DataLoader(Text(options.samples), batch_size=elastic.batch_size, shuffle=True)
     model = build_model(dropout=options.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    num_schedule_steps = options.epochs * len(loader) // accelerator.gradient_accumulation_steps
-    scheduler = get_linear_schedule_with_warmup(optimizer, num_schedule_steps // 5, num_schedule_steps)
+    ranks = accelerator.num_processes  # accelerate steps a schedule once per rank and optimizer step
+    num_steps = options.epochs * len(loader) // (accelerator.gradient_accumulation_steps * ranks)
+    scheduler = get_linear_schedule_with_warmup(optimizer, WARMUP_STEPS * ranks, num_steps * ranks)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    log = LossLog(accelerator, options.output)
+    log = LossLog(accelerator)
     step = elastic.restore()
     first_epoch, num_done = divmod(step * accelerator.gradient_accumulation_steps, len(loader))
     for epoch in range(first_epoch, options.epochs):
@@ -39,7 +42,6 @@ def main() -> None:
             if accelerator.sync_gradients:
                 step += 1
                 mean = log.write(step, scheduler.get_last_lr()[0])
-                accelerator.print(f"step {step}: loss {mean:.4f}")
                 elastic.after_step(mean, save=step % options.save_every == 0)
         num_done = 0
     accelerator.end_training()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=2, help="micro steps per optimizer step")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--samples", type=int, default=160, help="rows of the dataset")
-    parser.add_argument("--output", default="output", help="folder of checkpoints and logs")
+    parser.add_argument("--output", default="output", help="folder of plain.py's checkpoints")
     return parser.parse_args()
 
 
@@ -69,24 +68,19 @@ def resume(accelerator: Any, output: str) -> int:
 
 
 class LossLog:
-    """Appends the mean loss of every step and its learning rate to losses.jsonl, in full precision."""
+    """Prints the mean loss of every step and its learning rate in full precision."""
 
-    def __init__(self, accelerator: Any, output: str) -> None:
+    def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
-        self._path = Path(output) / "losses.jsonl"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._losses: list[Tensor] = []
 
     def add(self, loss: Tensor) -> None:
         """Remember the loss of a micro step."""
         self._losses.append(loss.detach().double())
 
-    def write(self, step: int, learning_rate: float) -> float:
-        """Write the mean over the micro steps and ranks since the last call, and return it."""
+    def write(self, step: int, rate: float) -> float:
+        """Print the mean over the micro steps and ranks since the last call, and return it."""
         mean = float(self._accelerator.gather(torch.stack(self._losses).mean()).mean())
         self._losses.clear()
-        if self._accelerator.is_main_process:
-            record = {"step": step, "loss": mean, "learning_rate": learning_rate}
-            with open(self._path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record) + "\n")
+        self._accelerator.print(f"step {step} loss {mean!r} rate {rate!r}", flush=True)
         return mean

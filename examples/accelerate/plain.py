@@ -8,6 +8,8 @@ from loop_task import LossLog, Text, build_accelerator, build_model, parse, resu
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
+WARMUP_STEPS = 4
+
 
 def main() -> None:
     options = parse()
@@ -15,10 +17,11 @@ def main() -> None:
     loader = DataLoader(Text(options.samples), batch_size=options.micro_batch, shuffle=True)
     model = build_model(dropout=options.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    num_schedule_steps = options.epochs * len(loader) // accelerator.gradient_accumulation_steps
-    scheduler = get_linear_schedule_with_warmup(optimizer, num_schedule_steps // 5, num_schedule_steps)
+    ranks = accelerator.num_processes  # accelerate steps a schedule once per rank and optimizer step
+    num_steps = options.epochs * len(loader) // (accelerator.gradient_accumulation_steps * ranks)
+    scheduler = get_linear_schedule_with_warmup(optimizer, WARMUP_STEPS * ranks, num_steps * ranks)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    log = LossLog(accelerator, options.output)
+    log = LossLog(accelerator)
     step = resume(accelerator, options.output)
     first_epoch, num_done = divmod(step * accelerator.gradient_accumulation_steps, len(loader))
     for epoch in range(first_epoch, options.epochs):
@@ -35,8 +38,7 @@ def main() -> None:
             log.add(loss)
             if accelerator.sync_gradients:
                 step += 1
-                mean = log.write(step, scheduler.get_last_lr()[0])
-                accelerator.print(f"step {step}: loss {mean:.4f}")
+                log.write(step, scheduler.get_last_lr()[0])
                 if step % options.save_every == 0:
                     accelerator.save_state(f"{options.output}/step-{step}")
         num_done = 0

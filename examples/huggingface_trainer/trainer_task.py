@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=2, help="micro steps per optimizer step")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--samples", type=int, default=2048, help="rows of the dataset")
-    parser.add_argument("--output", default="output", help="folder of checkpoints and logs")
+    parser.add_argument("--output", default="output", help="folder of the Trainer's own files")
     return parser.parse_args()
 
 
@@ -70,15 +68,11 @@ def arguments(options: argparse.Namespace) -> Any:
 
 
 class LossLog(TrainerCallback):  # type: ignore[misc]
-    """Appends loss and learning rate of every step to losses.jsonl, in full precision."""
+    """Prints loss and learning rate of every step in full precision."""
 
-    def on_log(self, args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
         if state.is_world_process_zero and logs and "loss" in logs:
-            record = {"step": state.global_step, "loss": logs["loss"], "learning_rate": logs["learning_rate"]}
-            path = Path(args.output_dir) / "losses.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record) + "\n")
+            print(f"step {state.global_step} loss {logs['loss']!r} rate {logs['learning_rate']!r}", flush=True)
 
 
 def _let_accelerate_shard_on_cpu() -> None:

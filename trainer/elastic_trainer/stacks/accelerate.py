@@ -28,7 +28,7 @@ from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
 from elastic_trainer.stacks import rank_files
 from elastic_trainer.stacks.dcp import load_dcp, save_dcp
-from elastic_trainer.stacks.side_state import pack_files, unpack_files
+from elastic_trainer.stacks.side_state import pack_files, unpack_files, warn_of_other_batch
 from reshard.commits.commit import read_commit
 
 _log = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ class ElasticAccelerator:
         If the commit cannot be used, all ranks exit with code 76, see `Session.restore`.
         """
         position = self.session.restore(self._load, virtual_commits=self._is_deepspeed)
+        warn_of_other_batch(position, self.plan)
         return position.step
 
     def after_step(self, loss: Any, *, save: bool = False) -> None:

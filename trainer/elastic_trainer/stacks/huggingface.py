@@ -27,7 +27,7 @@ from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
 from elastic_trainer.stacks import rank_files
 from elastic_trainer.stacks.dcp import save_dcp
-from elastic_trainer.stacks.side_state import pack_files, unpack_files
+from elastic_trainer.stacks.side_state import pack_files, unpack_files, warn_of_other_batch
 from reshard.commits.commit import Commit, read_commit
 
 _log = logging.getLogger(__name__)
@@ -87,14 +87,7 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
         trainer._save_checkpoint = self._save  # called where the Trainer would save: after it has logged and evaluated
         trainer.add_callback(self)
         position = self.session.restore(self._lay_out, virtual_commits=False)
-        if position.samples != position.step * self.plan.global_batch:
-            _log.warning(
-                "the commit counts %d samples after %d steps, and the global batch is %d now: the Trainer counts data "
-                "in steps, so that some rows are repeated or skipped",
-                position.samples,
-                position.step,
-                self.plan.global_batch,
-            )
+        warn_of_other_batch(position, self.plan)
         return None if self._resume_folder is None else str(self._resume_folder)
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: Any = None, **_: Any) -> None:

@@ -6,9 +6,15 @@ A resharder carries `data` over as it is, whatever the format of the commit, so 
 from __future__ import annotations
 
 import base64
+import logging
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+
+from elastic_trainer.batch import BatchPlan
+from elastic_trainer.session import Position
+
+_log = logging.getLogger(__name__)
 
 
 def pack_files(folder: Path) -> dict[str, str]:
@@ -32,3 +38,15 @@ def unpack_files(packed: Mapping[str, str], folder: Path) -> None:
     """Write the files of `pack_files` into a folder."""
     for name, text in packed.items():
         (folder / Path(name).name).write_bytes(zlib.decompress(base64.b64decode(text)))
+
+
+def warn_of_other_batch(position: Position, plan: BatchPlan) -> None:
+    """Warn if a stack that counts its data in steps goes on at another row than the one that the commit has reached."""
+    if position.samples != position.step * plan.global_batch:
+        _log.warning(
+            "the commit has %d samples after %d steps, and the global batch is %d now: data is counted in steps, so "
+            "that rows are repeated or skipped",
+            position.samples,
+            position.step,
+            plan.global_batch,
+        )
