@@ -41,8 +41,8 @@ def main() -> None:
             log.add(loss)
             if accelerator.sync_gradients:
                 step += 1
-                mean = log.write(step, scheduler.get_last_lr()[0])
-                elastic.after_step(mean, save=step % options.save_every == 0)
+                log.write(step, scheduler.get_last_lr()[0])
+                elastic.after_step(loss, save=step % options.save_every == 0)
         num_done = 0
     accelerator.end_training()
 

@@ -78,9 +78,8 @@ class LossLog:
         """Remember the loss of a micro step."""
         self._losses.append(loss.detach().double())
 
-    def write(self, step: int, rate: float) -> float:
-        """Print the mean over the micro steps and ranks since the last call, and return it."""
+    def write(self, step: int, rate: float) -> None:
+        """Print the mean over the micro steps and ranks since the last call."""
         mean = float(self._accelerator.gather(torch.stack(self._losses).mean()).mean())
         self._losses.clear()
         self._accelerator.print(f"step {step} loss {mean!r} rate {rate!r}", flush=True)
-        return mean

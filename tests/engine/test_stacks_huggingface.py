@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from elastic_trainer.mailbox import FileMailbox
+from elastic_trainer.stacks.accelerate import scale_schedule
 from reshard.api import reshard
 from reshard.commits.commit import read_commit
 from reshard.contract import LeaseKey, TrainerExit
@@ -109,6 +112,14 @@ def test_it_shrinks_after_a_kill_and_grows_again_with_the_same_losses(stack, bac
     assert max(found) == max(reference) > 2 * EPOCH_STEPS  # the third epoch has another order of the data
 
 
+@pytest.mark.parametrize("stack", SCRIPTS)
+def test_a_commit_of_the_last_step_is_not_trained_further(stack, tmp_path):
+    done = train(stack, "fsdp2", tmp_path, 1, "--save-every", "8")  # divides the steps of both
+    resume = {"ETJ_ATTEMPT": "2", "ETJ_RESUME": str(newest_commit(tmp_path))}
+    assert read_commit(newest_commit(tmp_path)).step == max(done)
+    assert train(stack, "fsdp2", tmp_path, 1, **resume) == {}
+
+
 @pytest.mark.parametrize(("stack", "backend"), [("trainer", "fsdp2"), ("accelerate", "deepspeed")])
 def test_dropout_goes_on_at_the_same_topology_and_is_reseeded_at_another(stack, backend, tmp_path):
     args = ("--dropout", "0.2", "--save-every", "20")
@@ -173,3 +184,43 @@ def test_an_attempt_that_does_not_fit_the_script_is_refused(stack, tmp_path):
     with start(stack, "deepspeed", tmp_path, 1, "--zero", "2") as pods:
         assert pods.wait() == [1]
         assert "the DeepSpeed configuration has ZeRO stage 2, this attempt 1" in pods.text
+
+
+def cosine(optimizer, ranks):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20 * ranks)
+
+
+def warmup_then_cosine(optimizer, ranks):
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=4 * ranks)
+    rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=16 * ranks)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, rest], milestones=[4 * ranks])
+
+
+def linear(optimizer, ranks):
+    return transformers.get_linear_schedule_with_warmup(optimizer, 4 * ranks, 20 * ranks)
+
+
+def rates(schedule, ranks, steps):
+    found = []
+    for _ in range(steps):
+        schedule.optimizer.step()
+        for _ in range(ranks):  # as AcceleratedScheduler does
+            schedule.step()
+        found.append(schedule.get_last_lr()[0])
+    return found
+
+
+@pytest.mark.parametrize("build", [cosine, warmup_then_cosine, linear])
+@pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("done", [2, 9])
+def test_a_schedule_goes_on_at_the_same_step_at_another_number_of_ranks(build, then, now, done):
+    def new(ranks):
+        return build(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3), ranks)
+
+    source, target, whole = new(then), new(now), new(now)
+    rates(source, then, done)
+    state = scale_schedule(target.state_dict(), source.state_dict(), ranks_then=then, ranks_now=now)
+    target.optimizer.load_state_dict(source.optimizer.state_dict())
+    target.load_state_dict(state)
+    expected = rates(whole, now, 16)[done:]
+    assert rates(target, now, 16 - done) == pytest.approx(expected, rel=1e-6)

@@ -192,7 +192,7 @@ class Session:
         self._tell({LeaseKey.PHASE: TrainerPhase.RESTORING})
         problem, commit = self._check(folder)
         if commit is not None and commit.format == VIRTUAL and not virtual_commits:
-            problem = "it is virtual, and this script loads no virtual commits: materialize it (reshard run)"
+            problem = "it is virtual, and this script cannot load that: reshard it in mode Materialize"
         problems = [text for text in self._collective.gather(problem) if text]
         if problems or commit is None:
             self._refuse_resume(folder, problems)

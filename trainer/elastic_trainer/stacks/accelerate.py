@@ -82,7 +82,13 @@ class ElasticAccelerator:
 
         If the commit cannot be used, all ranks exit with code 76, see `Session.restore`.
         """
-        position = self.session.restore(self._load, virtual_commits=self._is_deepspeed)
+        models, optimizers = len(self._accelerator._models), len(self._accelerator._optimizers)
+        if (models, optimizers) != (1, 1):
+            raise ConfigurationError(
+                f"expected one prepared model and one optimizer, found {models} and {optimizers}: "
+                "call restore after Accelerator.prepare"
+            )
+        position = self.session.restore(self._load, virtual_commits=False)
         warn_of_other_batch(position, self.plan)
         return position.step
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import distributed
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ExportableState
@@ -82,6 +83,7 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
         Returns:
             Folder in the shape of a Trainer's checkpoint that refers to the commit; None at a first start.
         """
+        _check_trainer(trainer)
         self._trainer = trainer
         self._format, self._write = _choose_format(trainer, self.session)
         trainer._save_checkpoint = self._save  # called where the Trainer would save: after it has logged and evaluated
@@ -89,6 +91,12 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
         position = self.session.restore(self._lay_out, virtual_commits=False)
         warn_of_other_batch(position, self.plan)
         return None if self._resume_folder is None else str(self._resume_folder)
+
+    def on_train_begin(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Do not train if the commit holds the last step: the Trainer would do one step more."""
+        if state.global_step >= state.max_steps:
+            self._trainer._run_epoch = lambda **_: None
+            control.should_training_stop = True
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
         """Keep the last logged training loss for the next report."""
@@ -141,7 +149,8 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
                 f"{folder}: expected a commit of a Hugging Face Trainer, found one that another script has written: "
                 "start a new training from its weights instead"
             )
-        self._layout = tempfile.TemporaryDirectory(prefix="etj-", dir=self.session.settings.scratch)
+        scratch = self.session.settings.scratch
+        self._layout = tempfile.TemporaryDirectory(prefix="etj-", dir=scratch if scratch.is_dir() else None)
         checkpoint = Path(self._layout.name) / f"checkpoint-{commit.step}"
         checkpoint.mkdir()
         unpack_files(commit.data[_DATA], checkpoint)
@@ -183,10 +192,22 @@ def _check_arguments(args: Any, session: Session) -> None:
             f"this attempt runs at {topology}; with the Trainer, only data parallelism is supported: "
             "set tensor, pipeline, expert and context of spec.parallelism to [1]"
         )
+    if args.auto_find_batch_size:
+        raise ConfigurationError("auto_find_batch_size changes the global batch: set it to False")
     if args.load_best_model_at_end:
         raise ConfigurationError(
             "load_best_model_at_end needs checkpoints in output_dir, which commits replace: choose the best commit "
             "after the training instead"
+        )
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Check that the methods that are replaced are there; otherwise the Trainer would never commit."""
+    missing = [name for name in ("_save_checkpoint", "_save_rng_state", "_run_epoch") if not hasattr(trainer, name)]
+    if missing:
+        raise ConfigurationError(
+            f"transformers {transformers.__version__} has no Trainer.{', Trainer.'.join(missing)}: expected 5.24, with "
+            "which this adapter is tested"
         )
 
 
