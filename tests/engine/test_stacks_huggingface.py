@@ -110,14 +110,10 @@ def test_it_shrinks_after_a_kill_and_grows_again_with_the_same_losses(stack, bac
             found = kill_a_rank(stack, backend, tmp_path, ranks, *save, after=first + after, **resume)
         assert_same(found, reference, range(first, max(found) + 1))
     assert max(found) == max(reference) > 2 * EPOCH_STEPS  # the third epoch has another order of the data
-
-
-@pytest.mark.parametrize("stack", SCRIPTS)
-def test_a_commit_of_the_last_step_is_not_trained_further(stack, tmp_path):
-    done = train(stack, "fsdp2", tmp_path, 1, "--save-every", "8")  # divides the steps of both
-    resume = {"ETJ_ATTEMPT": "2", "ETJ_RESUME": str(newest_commit(tmp_path))}
-    assert read_commit(newest_commit(tmp_path)).step == max(done)
-    assert train(stack, "fsdp2", tmp_path, 1, **resume) == {}
+    if backend == "fsdp2":
+        done = newest_commit(tmp_path)
+        assert read_commit(done).step == max(reference)
+        assert train(stack, backend, tmp_path, 1, ETJ_ATTEMPT="4", ETJ_RESUME=str(done)) == {}
 
 
 @pytest.mark.parametrize(("stack", "backend"), [("trainer", "fsdp2"), ("accelerate", "deepspeed")])
@@ -134,8 +130,8 @@ def test_dropout_goes_on_at_the_same_topology_and_is_reseeded_at_another(stack, 
         reshard(commit, Path(resume["ETJ_RESUME"]), "dp=1,zero=1")
     one, other = (train(stack, backend, tmp_path / name, 1, *args, **resume) for name in ("one", "other"))
     assert one == other
-    assert one[21] != pytest.approx(whole[21], **FP32)
-    assert one[21] == pytest.approx(whole[21], rel=0.05)
+    assert one[21][0] != pytest.approx(whole[21][0], rel=1e-6)
+    assert one[21][0] == pytest.approx(whole[21][0], rel=0.05)
 
 
 def accelerate_launch(environment):

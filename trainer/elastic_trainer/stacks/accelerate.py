@@ -20,9 +20,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate.utils import DistributedType
-
 from elastic_trainer.data import random_state
 from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
@@ -61,7 +58,7 @@ class ElasticAccelerator:
         )
         self._accelerator = accelerator
         self._seed = seed
-        self._is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        self._is_deepspeed = accelerator.distributed_type == "DEEPSPEED"
         accelerator.gradient_accumulation_steps = self.plan.accumulation_steps
         if self._is_deepspeed:
             config = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -102,6 +99,7 @@ class ElasticAccelerator:
             save: the script itself wants a checkpoint of this step.
         """
         position = self.session.position
+        loss = loss.detach() if hasattr(loss, "detach") else loss
         samples = position.samples + self.plan.global_batch
         action = self.session.after_step(step=position.step + 1, samples=samples, loss=float(loss))
         if save or action.save:
@@ -138,7 +136,9 @@ class ElasticAccelerator:
                 f"{'seed ' + str(commit.data.get('seed')) if _DATA in commit.data else 'another script'}"
             )
         if self._is_deepspeed:
-            accelerator._models[0].load_checkpoint(str(folder.parent), tag=folder.name)
+            loaded, _ = accelerator._models[0].load_checkpoint(str(folder.parent), tag=folder.name)
+            if loaded is None:
+                raise ConfigurationError(f"{folder}: DeepSpeed found nothing that it could load")
         else:
             load_dcp(accelerator._models[0], accelerator._optimizers[0], folder)
         notes = commit.data[_DATA]
@@ -206,7 +206,7 @@ def _check_accelerator(accelerator: Any, session: Session) -> None:
             "split_batches and dispatch_batches of DataLoaderConfiguration change what a batch is: "
             "expected False, the loader's batch size is that of one device"
         )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if accelerator.distributed_type == "DEEPSPEED":
         stage = accelerator.state.deepspeed_plugin.zero_stage
         if stage != topology.zero:
             raise ConfigurationError(
@@ -222,6 +222,8 @@ def _check_accelerator(accelerator: Any, session: Session) -> None:
 
 def _pack_side_state(accelerator: Any) -> dict[str, str]:
     """Pack schedules, loss scale, and the objects of `Accelerator.register_for_checkpointing`."""
+    import torch
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number, scheduler in enumerate(_own_schedulers(accelerator)):
@@ -234,6 +236,8 @@ def _pack_side_state(accelerator: Any) -> dict[str, str]:
 
 
 def _unpack_side_state(accelerator: Any, notes: Mapping[str, Any]) -> None:
+    import torch
+
     ranks_then, ranks_now = notes["ranks"], accelerator.num_processes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -17,12 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from torch import distributed
-from transformers import TrainerCallback, set_seed
-from transformers.trainer_callback import ExportableState
-
 from elastic_trainer.data import random_state
 from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
@@ -37,8 +31,8 @@ _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 """Names under which accelerate looks for the DCP folders of an FSDP checkpoint."""
 
 
-class ElasticCallback(TrainerCallback):  # type: ignore[misc]
-    """Connects a Trainer to the session of its attempt.
+class ElasticCallback:
+    """Connects a Trainer to the session of its attempt, as a callback of the Trainer.
 
     The Trainer's own decisions when to save (`save_strategy`, `save_steps`) make commits instead of its checkpoints;
     the operator may ask for more. After a drain, `Trainer.train` ends the process with the session's exit code.
@@ -91,6 +85,15 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
         position = self.session.restore(self._lay_out, virtual_commits=False)
         warn_of_other_batch(position, self.plan)
         return None if self._resume_folder is None else str(self._resume_folder)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a function that ignores the event, for the other events of `transformers.TrainerCallback`.
+
+        This class does not inherit from it, so that this module can be imported without transformers.
+        """
+        if name.startswith("on_"):
+            return lambda *_, **__: None
+        raise AttributeError(name)
 
     def on_train_begin(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         """Do not train if the commit holds the last step: the Trainer would do one step more."""
@@ -177,7 +180,7 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
         _log.info("random number generators: the commit has no states of this rank at %s; seed %d", topology, seed)
         random_state.reseed(seed)
         self._trainer._save_rng_state(str(checkpoint))
-        set_seed(args.seed)
+        random_state.reseed(args.seed)
 
 
 def _check_arguments(args: Any, session: Session) -> None:
@@ -205,6 +208,8 @@ def _check_trainer(trainer: Any) -> None:
     """Check that the methods that are replaced are there; otherwise the Trainer would never commit."""
     missing = [name for name in ("_save_checkpoint", "_save_rng_state", "_run_epoch") if not hasattr(trainer, name)]
     if missing:
+        import transformers
+
         raise ConfigurationError(
             f"transformers {transformers.__version__} has no Trainer.{', Trainer.'.join(missing)}: expected 5.24, with "
             "which this adapter is tested"
@@ -253,6 +258,8 @@ def _choose_format(trainer: Any, session: Session) -> tuple[str, Callable[[Path,
 
 def _pack_progress(trainer: Any) -> dict[str, str]:
     """Pack the small files of a Trainer's checkpoint: progress, schedule, loss scale."""
+    import torch
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         state = dataclasses.replace(trainer.state, stateful_callbacks=_export_callbacks(trainer))
@@ -266,6 +273,8 @@ def _pack_progress(trainer: Any) -> dict[str, str]:
 
 def _export_callbacks(trainer: Any) -> dict[str, Any]:
     """Return the states of the callbacks; not that of the Trainer's control, which may say that this attempt stops."""
+    from transformers.trainer_callback import ExportableState
+
     states: dict[str, Any] = {}
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ExportableState):
@@ -278,5 +287,7 @@ def _destroy_process_group() -> None:
 
     If the script has failed, other ranks may wait for this one for ever, and it must not wait for them.
     """
+    from torch import distributed
+
     if getattr(sys, "last_type", None) is None and distributed.is_initialized():
         distributed.destroy_process_group()
