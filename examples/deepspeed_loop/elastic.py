@@ -86,6 +86,7 @@ def main() -> None:
     model = LanguageModel(dropout=options.dropout)
     dataset = Windows()
     engine, run = initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    accumulation = engine.gradient_accumulation_steps()
     loader = DataLoader(
         dataset,
         batch_size=engine.train_micro_batch_size_per_gpu(),
@@ -96,7 +97,7 @@ def main() -> None:
     batches = run.batches(loader)
     for step in run.steps(options.steps):
         losses = []
-        for _ in range(engine.gradient_accumulation_steps()):
+        for _ in range(accumulation):
             tokens, labels = (part.to(engine.device) for part in next(batches))
             loss = engine(tokens, labels)
             engine.backward(loss)

@@ -87,16 +87,17 @@ def main() -> None:
     dataset = Windows()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
     engine.load_checkpoint(options.checkpoints)
+    accumulation = engine.gradient_accumulation_steps()
     loader = DataLoader(
         dataset,
         batch_size=engine.train_micro_batch_size_per_gpu(),
         sampler=DistributedSampler(dataset, seed=SEED, drop_last=True),
         num_workers=1,
     )
-    batches = itertools.islice(RepeatingLoader(loader), engine.micro_steps, None)
+    batches = itertools.islice(RepeatingLoader(loader), engine.global_steps * accumulation, None)
     for step in range(engine.global_steps, options.steps):
         losses = []
-        for _ in range(engine.gradient_accumulation_steps()):
+        for _ in range(accumulation):
             tokens, labels = (part.to(engine.device) for part in next(batches))
             loss = engine(tokens, labels)
             engine.backward(loss)

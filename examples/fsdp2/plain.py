@@ -93,8 +93,8 @@ def shard(model: LanguageModel, mesh: DeviceMesh) -> LanguageModel:
 
 
 def mean_over_ranks(losses: list[Tensor]) -> float:
-    """Mean loss over micro batches and ranks."""
-    mean = torch.stack(losses).mean()
+    """Mean loss over ranks; the losses are shares of this rank's."""
+    mean = torch.stack(losses).sum()
     distributed.all_reduce(mean)
     return float(mean) / distributed.get_world_size()
 
@@ -133,11 +133,10 @@ def main() -> None:
         drop_last=True,
     )
     for step, batch in enumerate(islice(loader, checkpoints.step, options.steps), checkpoints.step):
-        micro_batches = list(zip(*(part.to(device).split(options.micro_batch) for part in batch), strict=True))
         losses = []
-        for tokens, labels in micro_batches:
-            loss = model(tokens, labels)
-            (loss / len(micro_batches)).backward()
+        for tokens, labels in zip(*(part.to(device).split(options.micro_batch) for part in batch), strict=True):
+            loss = model(tokens, labels) * len(tokens) / len(batch[0])
+            loss.backward()
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()

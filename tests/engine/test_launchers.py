@@ -58,9 +58,11 @@ def test_a_drain_leaves_a_commit_and_a_resume_ends_with_zero(start, tmp_path):
         pods.wait_for_step(2)
         FileMailbox(box).exchange({LeaseKey.REQUEST: "drain"})
         assert pods.wait() == start.expected(TrainerExit.DRAINED), pods.text[-3000:]
-        last = max(pods.losses)
+        last, losses = max(pods.losses), pods.losses
     # The Lease says it under every launcher.
-    assert json.loads(box.read_text())[LeaseKey.PHASE] == "Drained"
+    told = json.loads(box.read_text())
+    assert told[LeaseKey.PHASE] == "Drained"
+    assert float(told[LeaseKey.LOSS]) == pytest.approx(losses[last], rel=1e-5)  # noted by the engine's backward
     folder = newest_commit(tmp_path)
     assert read_commit(folder).step == last
     with start("--steps", str(last + 1), ETJ_ATTEMPT="2", ETJ_RESUME=str(folder)) as pods:
@@ -79,7 +81,9 @@ def test_a_commit_that_cannot_be_used_is_refused(start, tmp_path):
 def test_sigterm_of_one_pod_leaves_a_commit_of_the_last_step(name, tmp_path):
     with Pods(
         *("deepspeed_loop/elastic.py", tmp_path, "dp=2,zero=2", "--steps", "100000"),
-        launcher=LAUNCHERS[name], nodes=2, folder=tmp_path,
+        launcher=LAUNCHERS[name],
+        nodes=2,
+        folder=tmp_path,
     ) as pods:
         pods.wait_for_step(2)
         pods.launchers[1].send_signal(signal.SIGTERM)
@@ -92,7 +96,8 @@ def test_sigterm_of_one_pod_leaves_a_commit_of_the_last_step(name, tmp_path):
 def test_the_deepspeed_launcher_does_not_pass_sigterm_on(tmp_path):
     with Pods(
         *("deepspeed_loop/elastic.py", tmp_path, "dp=1,zero=1", "--steps", "100000"),
-        launcher=deepspeed, folder=tmp_path,
+        launcher=deepspeed,
+        folder=tmp_path,
     ) as pods:
         pods.wait_for_step(1)
         (rank,) = pods.ranks().values()

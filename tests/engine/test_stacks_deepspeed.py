@@ -2,7 +2,9 @@
 
 import pytest
 
+from elastic_trainer.stacks.rank_files import FOLDER
 from reshard.api import reshard
+from reshard.cli.main import main
 from reshard.commits.commit import read_commit
 from reshard.topology import Topology
 from tests.engine.stack_run import Pods, newest_commit
@@ -45,11 +47,13 @@ def killed(tmp_path_factory):
     return kill_a_rank(tmp_path_factory.mktemp("killed"), "dp=2,zero=2")
 
 
-@pytest.mark.parametrize("topology", ["dp=1,zero=1", "dp=3,zero=3"])
-def test_it_goes_on_at_another_topology_with_the_same_losses(quiet, killed, tmp_path, topology):
+@pytest.mark.parametrize(("topology", "mode"), [("dp=1,zero=1", "virtual"), ("dp=3,zero=3", "materialize")])
+def test_it_goes_on_at_another_topology_with_the_same_losses(quiet, killed, tmp_path, topology, mode):
     step = read_commit(killed).step
     folder = tmp_path / "a2" / killed.name
-    reshard(killed, folder, topology)
+    assert main(["run", str(killed), str(folder), "--to", topology, "--mode", mode, "--quiet"]) == 0
+    assert (killed / FOLDER).exists()
+    assert not (folder / FOLDER).exists()
     losses = train(tmp_path, topology, ETJ_ATTEMPT="2", ETJ_RESUME=str(folder))
     assert losses == pytest.approx({number: quiet[number] for number in range(step + 1, STEPS + 1)}, **FP32)
     assert read_commit(newest_commit(tmp_path)).topology == Topology.parse(topology)

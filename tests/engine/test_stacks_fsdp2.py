@@ -2,6 +2,8 @@
 
 import pytest
 
+from elastic_trainer.stacks.rank_files import FOLDER
+from reshard.api import reshard
 from reshard.commits.commit import read_commit
 from reshard.topology import Topology
 from tests.engine.stack_run import newest_commit
@@ -26,7 +28,7 @@ def killed(tmp_path_factory):
     return kill_a_rank(tmp_path_factory.mktemp("killed"), "dp=2,zero=3", script=SCRIPT)
 
 
-@pytest.mark.parametrize("topology", ["dp=1,zero=3", "dp=3,zero=3", "dp=2,tp=2,zero=3"])
+@pytest.mark.parametrize("topology", ["dp=1,zero=3", "dp=2,tp=2,zero=3"])
 def test_it_goes_on_at_another_topology_with_the_same_losses(quiet, killed, tmp_path, topology):
     commit = read_commit(killed)
     assert (commit.format, commit.topology) == ("dcp", Topology(dp=2, zero=3))
@@ -34,6 +36,23 @@ def test_it_goes_on_at_another_topology_with_the_same_losses(quiet, killed, tmp_
     expected = {number: quiet[number] for number in range(commit.step + 1, STEPS + 1)}
     assert losses == pytest.approx(expected, **FP32)
     assert read_commit(newest_commit(tmp_path)).topology == Topology.parse(topology)
+
+
+def test_it_goes_on_from_a_commit_that_was_resharded_first(quiet, killed, tmp_path):
+    folder = tmp_path / "a2" / killed.name
+    reshard(killed, folder, "dp=3")
+    assert (killed / FOLDER).exists()
+    assert not (folder / FOLDER).exists()
+    losses = train(tmp_path, "dp=3,zero=3", script=SCRIPT, ETJ_ATTEMPT="2", ETJ_RESUME=str(folder))
+    step = read_commit(killed).step
+    assert losses == pytest.approx({number: quiet[number] for number in range(step + 1, STEPS + 1)}, **FP32)
+
+
+def test_it_shrinks_from_tensor_parallelism(quiet, tmp_path):
+    commit = kill_a_rank(tmp_path, "dp=1,tp=2,zero=3", script=SCRIPT)
+    step = read_commit(commit).step
+    losses = train(tmp_path, "dp=1,zero=3", script=SCRIPT, ETJ_ATTEMPT="2", ETJ_RESUME=str(commit))
+    assert losses == pytest.approx({number: quiet[number] for number in range(step + 1, STEPS + 1)}, **FP32)
 
 
 def test_dropout_goes_on_as_if_nothing_had_happened_at_the_same_topology(tmp_path):

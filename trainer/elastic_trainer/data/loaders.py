@@ -30,6 +30,11 @@ def order_of(loader: Any, *, seed: int) -> tuple[int, bool]:
             f"{type(loader.dataset).__name__} is a stream, and has no rows to put in a global order: use a loader with "
             "state_dict and load_state_dict (torchdata's StatefulDataLoader), and pass it to run.stream"
         )
+    if loader.batch_size is None:
+        raise ConfigurationError(
+            "the loader has a batch sampler of its own, or makes no batches: pass batch_size and let this package "
+            "choose the rows"
+        )
     sampler = loader.sampler
     if isinstance(sampler, data.DistributedSampler):
         return sampler.seed, sampler.shuffle

@@ -104,7 +104,9 @@ def attach(
         engine.save_checkpoint(str(folder), tag=tag, client_state=dict(client_state or {}))
 
     def load(folder: Path) -> None:
-        engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if path is None:  # DeepSpeed only warns
+            raise ConfigurationError(f"DeepSpeed found no checkpoint in {folder}: its log says why")
 
     run.restore(load=load, save=save, format_="deepspeed", model=commit_model)
     _note_losses(run, engine)
@@ -160,7 +162,7 @@ def _number(config: Mapping[str, Any], name: str) -> int:
 
 def _check_degrees(topology: Topology, config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Refuse a topology of which nothing tells DeepSpeed: it would train tp * dp replicas instead."""
-    knows_pipeline = hasattr(arguments.get("model"), "partitions") or hasattr(arguments.get("model"), "parts")
+    knows_pipeline = any(base.__name__ == "PipelineModule" for base in type(arguments.get("model")).__mro__)
     knows_tensor = "tensor_parallel" in config or arguments.get("mpu") is not None or knows_pipeline
     if topology.pp > 1 and not knows_pipeline:
         raise ConfigurationError(f"the topology is {topology}: pp > 1 needs a PipelineModule as model")

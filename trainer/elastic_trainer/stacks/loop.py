@@ -8,8 +8,8 @@ drain.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,15 +71,10 @@ class Run:
         """
         self._write = save
         self._save_options = {"format_": format_, "model": model}
-        session = self.session
-
-        def load_all(folder: Path) -> None:
-            load(folder)
-            with contextlib.suppress(OSError):
-                states = rank_files.read(folder, session.topology, session.settings.rank)
-                self._own_states, self._replica_states = states
-
-        session.restore(load_all)
+        self.session.restore(load)
+        if (folder := self.session.settings.resume) is not None:
+            states = rank_files.read(folder, self.session.topology, self.session.settings.rank)
+            self._own_states, self._replica_states = states
 
     def steps(self, num_steps: int, loader: Any = None) -> Iterator[Any]:
         """Yield the numbers of the steps to do, from the position of the commit on; with a loader also its batches.
@@ -237,5 +232,7 @@ class Run:
         from torch import distributed
 
         self._shut_down_workers()
+        if getattr(sys, "last_type", None) is not None:
+            return  # the script has failed, and other ranks may wait for this one forever
         if distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()
