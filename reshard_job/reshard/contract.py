@@ -209,7 +209,7 @@ class VirtualLoader:
     """The ability of a training script to load virtual commits through `elastic_trainer`.
 
     Attributes:
-        manifests: versions of the manifest that the script's `elastic_trainer` reads.
+        manifests: versions of the manifest that the script's `elastic_trainer` reads; empty if it loads none.
         memory_bytes: free memory for the files on rank 0's node at the time of the restore.
     """
 
@@ -368,8 +368,8 @@ def _topology(path: str, value: object) -> dict[str, int]:
 
 
 def _versions(path: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_VERSIONS:
-        raise ValueError(f"{path}: expected a list of 1 to {_MAX_VERSIONS} integers, found {_brief(value)}")
+    if not isinstance(value, list | tuple) or len(value) > _MAX_VERSIONS:
+        raise ValueError(f"{path}: expected a list of at most {_MAX_VERSIONS} integers, found {_brief(value)}")
     return tuple(_whole(f"{path}[{at}]", item, MAX_ATTEMPT) for at, item in enumerate(value))
 
 

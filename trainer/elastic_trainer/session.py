@@ -185,8 +185,10 @@ class Session:
             virtual_commits: `load` reads the folder within this call, so that a virtual commit can be offered to it.
         """
         folder = self.settings.resume
-        if virtual_commits:
-            self._tell({LeaseKey.LOADER: virtual.describe_loader(self.settings.scratch).to_json()})
+        loader = virtual.describe_loader(self.settings.scratch)
+        if not virtual_commits:
+            loader = dataclasses.replace(loader, manifests=())
+        self._tell({LeaseKey.LOADER: loader.to_json()})
         if folder is None:
             return self.position
         self._tell({LeaseKey.PHASE: TrainerPhase.RESTORING})
