@@ -214,7 +214,7 @@ class VirtualLoader:
     """The ability of a training script to load more than files of its own topology through `elastic_trainer`.
 
     Attributes:
-        manifests: versions of the manifest of virtual commits that the script's `elastic_trainer` reads.
+        manifests: versions of the manifest of virtual commits that the script's `elastic_trainer` reads; empty for none.
         memory_bytes: free memory for the files on rank 0's node at the time of the restore.
         formats: formats of commits that it accepts in any topology.
     """
@@ -375,8 +375,8 @@ def _topology(path: str, value: object) -> dict[str, int]:
 
 
 def _versions(path: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_VERSIONS:
-        raise ValueError(f"{path}: expected a list of 1 to {_MAX_VERSIONS} integers, found {_brief(value)}")
+    if not isinstance(value, list | tuple) or len(value) > _MAX_VERSIONS:
+        raise ValueError(f"{path}: expected a list of at most {_MAX_VERSIONS} integers, found {_brief(value)}")
     return tuple(_whole(f"{path}[{at}]", item, MAX_ATTEMPT) for at, item in enumerate(value))
 
 

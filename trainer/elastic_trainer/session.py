@@ -173,7 +173,7 @@ class Session:
         self._termination.install()
         self._only_as_owner(self._claim)
 
-    def restore(self, load: Callable[[Path], None]) -> Position:
+    def restore(self, load: Callable[[Path], None], *, virtual_commits: bool = True) -> Position:
         """Check the commit that the operator chose, load it, and return the position from which training goes on.
 
         Every rank checks its share of the files (size and CRC-32), and no rank loads anything before all checks have
@@ -185,13 +185,19 @@ class Session:
 
         Args:
             load: loads the folder with the framework's own function.
+            virtual_commits: `load` reads the folder within this call, so that a virtual commit can be offered to it.
         """
         folder = self.settings.resume
-        self._tell({LeaseKey.LOADER: virtual.describe_loader(self.settings.scratch).to_json()})
+        loader = virtual.describe_loader(self.settings.scratch)
+        if not virtual_commits:
+            loader = dataclasses.replace(loader, manifests=())
+        self._tell({LeaseKey.LOADER: loader.to_json()})
         if folder is None:
             return self.position
         self._tell({LeaseKey.PHASE: TrainerPhase.RESTORING})
         problem, commit = self._check(folder)
+        if commit is not None and commit.format == VIRTUAL and not virtual_commits:
+            problem = "it is virtual, and this script cannot load that: reshard it in mode Materialize"
         problems = [text for text in self._collective.gather(problem) if text]
         if problems or commit is None:
             self._refuse_resume(folder, problems)
@@ -229,8 +235,8 @@ class Session:
             load(opened.folder)
             self._collective.gather(None)  # no process may remove files that another one still reads
 
-    def after_step(self, *, step: int, samples: int, loss: float) -> Action:
-        """Report a finished optimizer step; all ranks return the same action."""
+    def after_step(self, *, step: int, samples: int, loss: float | None) -> Action:
+        """Report a finished optimizer step; all ranks return the same action. The loss may not be known every step."""
         is_first = self.position.step == step - 1 and not self._reported_first
         self.position = dataclasses.replace(self.position, step=step, samples=samples)
         now = _now()
@@ -238,9 +244,10 @@ class Session:
             LeaseKey.PHASE: TrainerPhase.DRAINING if self._draining else TrainerPhase.TRAINING,
             LeaseKey.STEP: str(step),
             LeaseKey.SAMPLES: str(samples),
-            LeaseKey.LOSS: f"{loss:.6g}",
             LeaseKey.STEP_TIME: now,
         }
+        if loss is not None:
+            annotations[LeaseKey.LOSS] = f"{loss:.6g}"
         if is_first:
             annotations[LeaseKey.FIRST_STEP_TIME] = now
             self._reported_first = True

@@ -94,6 +94,20 @@ def test_a_damaged_source_ends_the_attempt_and_tells_the_operator(prepared, tmp_
     assert [path for path in scratch.rglob("*") if path.is_file()] == []
 
 
+def test_a_script_that_loads_later_does_not_offer_to_load_a_virtual_commit_and_refuses_one(prepared, tmp_path):
+    _, folder = prepared
+    session, _ = session_of(tmp_path, folder)
+    session.start()
+    loaded = []
+    with pytest.raises(SystemExit) as stopped:
+        session.restore(loaded.append, virtual_commits=False)
+    assert stopped.value.code == 76
+    assert loaded == []
+    told = json.loads((tmp_path / "mailbox.json").read_text())
+    assert "reshard it in mode Materialize" in told[LeaseKey.RESUME_ERROR]
+    assert VirtualLoader.from_json(told[LeaseKey.LOADER]).manifests == ()
+
+
 def _open(folder, scratch, barrier, results):
     with virtual.open_virtual_commit(folder, ranks=range(1), scratch=scratch) as made:
         barrier.wait(60)  # nobody leaves before all are in

@@ -43,7 +43,7 @@ def changed_lines(plain: list[str], elastic: list[str]) -> int:
 
 
 def test_the_pairs_are_there() -> None:
-    assert {"deepspeed_loop", "fsdp2"} <= set(PAIRS)
+    assert {"accelerate", "deepspeed_loop", "fsdp2", "huggingface_trainer"} <= set(PAIRS)
 
 
 @pytest.mark.parametrize("name", PAIRS)
