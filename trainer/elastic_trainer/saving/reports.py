@@ -121,7 +121,7 @@ def read_report(path: Path) -> NodeReport | None:
         files = tuple(CommittedFile(**file) for file in value.pop("files"))
         if (version := value.pop("version")) != _VERSION:
             raise ValueError(f"version {version!r:.40}, expected {_VERSION}")
-        return NodeReport(files=files, **value)
+        return NodeReport(files=files, beside=tuple(value.pop("beside")), **value)
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -157,14 +157,14 @@ def merge(reports: Mapping[int, NodeReport]) -> list[CommittedFile]:
     if failed:
         raise SaveError("; ".join(failed))
     writers: dict[str, list[str]] = collections.defaultdict(list)
-    for report in reports.values():
+    for _, report in sorted(reports.items()):
         for name in [*(file.path for file in report.files), *report.beside]:
             writers[name].append(_name(report))
     twice = [f"{name} was written by {' and by '.join(nodes)}" for name, nodes in writers.items() if len(nodes) > 1]
     if twice:
         raise SaveError(
             f"{len(twice)} files have two writers, expected one node for each: {'; '.join(sorted(twice)[:5])}; "
-            "let one rank of all write them, or save synchronously"
+            "let one rank of all write each file"
         )
     return sorted((file for report in reports.values() for file in report.files), key=lambda file: file.path)
 
