@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic_trainer.collective import Collective
-from elastic_trainer.saving import futures, staging
+from elastic_trainer.saving import futures, reuse, staging
 from elastic_trainer.saving.copier import Copier
 from elastic_trainer.saving.publication import Publication
 from elastic_trainer.saving.reports import FILES, REPORTS, CopyOrder, report_path, write_note
@@ -110,7 +110,7 @@ class AsynchronousSaves:
         needed = needed or bound
         if bound and needed > bound:
             return f"a save needs {needed} bytes on the node of rank {self._node}, ETJ_STAGING_BYTES allows {bound}"
-        free = staging.free_bytes(self._folder)
+        free = staging.free_bytes(self._folder) + reuse.num_bytes(self._folder / reuse.SPARES)
         if needed > free:
             return f"a save needs {needed} bytes on the node of rank {self._node}, {self._folder} has {free} free"
         return ""
@@ -145,7 +145,9 @@ class AsynchronousSaves:
             self._publication.start()
         tell = functools.partial(write_note, staged, self._settings.local_rank)
         try:
-            futures.when_done(write(staged / FILES, folder.name), tell)
+            with reuse.reuse_spares(staged / FILES / folder.name, self._folder / reuse.SPARES):
+                result = write(staged / FILES, folder.name)
+            futures.when_done(result, tell)
         except BaseException as error:
             tell(f"{type(error).__name__}: {error}")
             raise

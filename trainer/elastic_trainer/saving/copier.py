@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -69,6 +70,8 @@ class Copier:
             error = f"its copy process ended {_MAX_STARTS} times, the last time with exit code {code}"
             report = NodeReport(node=order.node, host=os.uname().nodename, error=error)
             deliver(order, read_report(order.local_report) or report)
+            shutil.rmtree(order.staged, ignore_errors=True)
+            order.local_report.rename(order.done)
             return True
         _log.warning("the copy process of step %s ended with exit code %s: it copies again", order.tag, code)
         self._starts += 1

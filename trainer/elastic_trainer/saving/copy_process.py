@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elastic_trainer.saving.reports import FILES, CopyOrder, NodeReport, deliver, read_notes, read_report
+from elastic_trainer.saving.reuse import SPARES, is_used
+from elastic_trainer.saving.staging import is_in_memory
 from reshard.checksums.crc import crc32
 from reshard.commits.commit import CommittedFile
 from reshard.storage.durable import make_folder, sync_folder
@@ -58,9 +60,18 @@ def carry_out(order: CopyOrder) -> None:
     Raises:
         OSError: the report cannot be written.
     """
-    if not order.done.exists():
-        deliver(order, read_report(order.local_report) or _copy(order))
+    if order.done.exists():
+        return
+    report = read_report(order.local_report) or _copy(order)
+    deliver(order, report)
+    written = order.staged / FILES / order.tag
+    if is_used(written) and is_in_memory(order.staged):
+        spares = order.staged.with_name(SPARES)
+        shutil.rmtree(spares, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            written.rename(spares)
     shutil.rmtree(order.staged, ignore_errors=True)
+    order.local_report.rename(order.done)
 
 
 def _copy(order: CopyOrder) -> NodeReport:

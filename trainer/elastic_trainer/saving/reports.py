@@ -54,7 +54,7 @@ class CopyOrder:
 
     @property
     def done(self) -> Path:
-        """Return the local report's name after the report has been written to the checkpoint volume."""
+        """Return the local report's name after everything about the save has been done."""
         return self.staged.with_name(f"{self.staged.name}.done")
 
     def to_json(self) -> str:
@@ -139,7 +139,6 @@ def deliver(order: CopyOrder, report: NodeReport) -> None:
     """
     report.write(order.local_report)
     report.write(order.report)
-    order.local_report.rename(order.done)
 
 
 def report_path(target: Path, token: str, node: int) -> Path:

@@ -1,7 +1,7 @@
 """A training without a framework, as a process: it saves plain files after every step.
 
-Arguments: number of steps, bytes of the large file. It prints what it does. In `write`, after the first of its files, it
-stands still while the file HOLD names the step.
+Arguments: number of steps, bytes of the large file. It prints what it does. In `write`, after the first of its files,
+it stands still while the file HOLD names the step.
 """
 
 import contextlib
