@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from elastic_trainer import settings, virtual
 from elastic_trainer.batch import BatchPlan
 from elastic_trainer.collective import Collective
+from elastic_trainer.file_shares import share_of
 from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
 from elastic_trainer.mailbox import FileMailbox, Mailbox, NoMailbox
@@ -434,7 +435,9 @@ class Session:
             return str(error), None
         if commit.topology != self.topology:
             return f"it is laid out for {commit.topology}, this attempt runs at {self.topology}: reshard it", None
-        share = dataclasses.replace(commit, files=commit.files[self.settings.rank :: self._collective.world_size])
+        share = dataclasses.replace(
+            commit, files=share_of(commit.files, rank=self.settings.rank, topology=self.topology)
+        )
         try:
             check_files(folder, share, crc=True)
         except (ReshardError, OSError) as error:
