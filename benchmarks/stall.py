@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import statistics
@@ -33,6 +34,7 @@ def stall(_repeat: int) -> str:
         "| size | save | stall, first save | stall, later saves | step while it is written / quiet | written after |",
         "|---|---|---|---|---|---|",
     ]
+    before, *_ = os.getloadavg()
     for gigabytes in SIZES:
         _check_memory(gigabytes)
         for way, name in WAYS.items():
@@ -44,7 +46,8 @@ def stall(_repeat: int) -> str:
                 f"| {gigabytes:g} GB | {name} | {found['stalls'][0]:.2f} s | {later} s | {during} "
                 f"| {statistics.median(found['durable']):.1f} s |"
             )
-    return "\n".join([*lines, ""])
+    load = f"Programs that wanted a processor before the measurement, on average over a minute: {before:.1f}."
+    return "\n".join([*lines, "", load, ""])
 
 
 def _run(way: str, gigabytes: float) -> dict[str, Any]:

@@ -294,8 +294,11 @@ class Session:
         While rank 0 cannot reach the attempt's Lease, the save is complete but not published, and no other process
         reads it. It is published, without being written again, as soon as the Lease answers.
 
+        If saves are asynchronous, `write` gets a folder on this node, and the commit is published in the background. A
+        future that `write` returns is awaited.
+
         Returns:
-            The commit's folder.
+            The commit's folder, in which an asynchronous save may not be complete yet.
         """
         self._tell({LeaseKey.PHASE: TrainerPhase.SAVING})
         started = time.monotonic()
@@ -332,8 +335,9 @@ class Session:
     def finish(self) -> None:
         """Report the end of the training to the operator. After a drain the process exits with code 75.
 
-        If the last save could not be published, because the Lease did not answer for a minute, the process exits with
-        code 78. The next attempt then resumes from the last published commit and repeats the steps since then.
+        If the last save could not be published, because the Lease did not answer for a minute or an asynchronous save
+        failed, the process exits with code 78. The next attempt then resumes from the last published commit and repeats
+        the steps since then.
         """
         phase = TrainerPhase.DRAINED if self._draining else TrainerPhase.COMPLETE
         self._saves.wait()

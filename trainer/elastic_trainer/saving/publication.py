@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from elastic_trainer.errors import SaveError, TrainerError
+from elastic_trainer.errors import SaveError
 from elastic_trainer.saving.reports import NodeReport, merge, read_report
 from reshard.commits.commit import Commit
-from reshard.errors import ReshardError
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
@@ -55,7 +54,7 @@ class Publication(threading.Thread):
             self._collect()
             commit = dataclasses.replace(self._commit, files=merge(self._reports))
             self._publish(self._folder, commit)
-        except (TrainerError, ReshardError, OSError) as error:
+        except Exception as error:  # whatever it is, the save has failed, and the training has to be told
             self.error = error
             if isinstance(error, SaveError):  # every node has ended its part, and nothing refers to the folder
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -63,7 +62,7 @@ class Publication(threading.Thread):
         else:
             seconds = time.monotonic() - started
             _log.info(
-                "saved step %d asynchronously: %.2f GB, %.1f s after the ranks had staged it",
+                "saved step %d asynchronously: %.2f GB, on the volume %.1f s after the save began",
                 *(self.step, commit.num_bytes / 1e9, seconds),
             )
         for path in self._paths.values():
