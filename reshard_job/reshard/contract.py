@@ -30,6 +30,9 @@ MANIFEST_VERSIONS = (1, 2)
 ELASTIC_TRAINER = "elastic_trainer"
 """Name of the loader of virtual commits: `reshard run --loader elastic_trainer,ranks-per-node=N,node-memory=BYTES`."""
 
+DCP = "dcp"
+"""Format of a commit whose ranks torch.distributed.checkpoint can load in any topology, as COMMIT.json names it."""
+
 COMMIT_FILE = "COMMIT.json"
 """Commit marker, written last. A checkpoint folder without it is not committed."""
 
@@ -183,6 +186,7 @@ class CommitRef:
         attempt: attempt that wrote it.
         topology: `Topology.to_dict` of the topology in which it was written.
         num_bytes: size of all files, 0 if not known.
+        format: format of its files, as COMMIT.json names it; empty if not known.
     """
 
     uri: str
@@ -191,6 +195,7 @@ class CommitRef:
     attempt: int
     topology: Mapping[str, int]
     num_bytes: int = 0
+    format: str = ""
 
     def to_json(self) -> str:
         """Encode as one line of JSON."""
@@ -208,15 +213,17 @@ class CommitRef:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualLoader:
-    """The ability of a training script to load virtual commits through `elastic_trainer`.
+    """The ability of a training script to load more than files of its own topology through `elastic_trainer`.
 
     Attributes:
-        manifests: versions of the manifest that the script's `elastic_trainer` reads.
+        manifests: versions of the manifest of virtual commits that the script's `elastic_trainer` reads.
         memory_bytes: free memory for the files on rank 0's node at the time of the restore.
+        formats: formats of commits that it accepts in any topology.
     """
 
     manifests: tuple[int, ...]
     memory_bytes: int
+    formats: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Encode as one line of JSON."""
@@ -375,6 +382,12 @@ def _versions(path: str, value: object) -> tuple[int, ...]:
     return tuple(_whole(f"{path}[{at}]", item, MAX_ATTEMPT) for at, item in enumerate(value))
 
 
+def _formats(path: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or len(value) > _MAX_VERSIONS:
+        raise ValueError(f"{path}: expected a list of at most {_MAX_VERSIONS} formats, found {_brief(value)}")
+    return tuple(_text(f"{path}[{at}]", item, 64) for at, item in enumerate(value))
+
+
 _MAX_DEGREES = 16
 _MAX_DEGREE = 10**6
 _MAX_VERSIONS = 16
@@ -388,10 +401,12 @@ _READERS: Mapping[type, Mapping[str, _Reader]] = {
         "attempt": functools.partial(_whole, most=MAX_ATTEMPT),
         "topology": _topology,
         "num_bytes": functools.partial(_whole, most=MAX_BYTES),
+        "format": functools.partial(_text, most=64),
     },
     VirtualLoader: {
         "manifests": _versions,
         "memory_bytes": functools.partial(_whole, most=MAX_BYTES),
+        "formats": _formats,
     },
     ReshardReport: {
         "ok": _flag,

@@ -46,7 +46,8 @@ class Topology:
         dp: data parallel replicas.
         ep: expert parallel degree; divides dp.
         cp: context (sequence) parallel degree; divides dp.
-        zero: ZeRO stage 0..3: optimizer state (1), gradients too (2) and weights too (3) are partitioned over dp.
+        zero: ZeRO stage 0..3: optimizer state (1), gradients too (2) and weights too (3) are partitioned over dp. FSDP2
+            partitions what stage 3 does.
 
     >>> topology = Topology(tp=2, dp=3)
     >>> topology.world_size, topology.coordinate(5)
@@ -70,12 +71,21 @@ class Topology:
             problems.append(f"zero={self.zero!r}: expected a ZeRO stage 0, 1, 2 or 3")
         if not problems and self.dp % (self.ep * self.cp):
             problems.append(f"dp={self.dp} is not divisible by ep*cp={self.ep}*{self.cp}")
-        if not problems and self.pp > 1 and self.zero > 1:
-            problems.append(f"zero={self.zero} with pp={self.pp}: DeepSpeed refuses ZeRO-2 and ZeRO-3 with a pipeline")
         if not problems and self.world_size > MOST_RANKS:
             problems.append(f"pp*dp*tp={self.pp}*{self.dp}*{self.tp} are {self.world_size} ranks, at most {MOST_RANKS}")
         if problems:
             raise TopologyError("; ".join(problems))
+
+    def refuse_partitioned_pipeline(self) -> None:
+        """Refuse stages 2 and 3 with a pipeline, for formats of frameworks that refuse them; FSDP2 permits them.
+
+        Raises:
+            TopologyError: gradients or weights are partitioned, and pp is above 1.
+        """
+        if self.pp > 1 and self.zero > 1:
+            raise TopologyError(
+                f"zero={self.zero} with pp={self.pp}: DeepSpeed refuses ZeRO-2 and ZeRO-3 with a pipeline"
+            )
 
     @property
     def world_size(self) -> int:

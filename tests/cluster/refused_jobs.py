@@ -89,6 +89,11 @@ REFUSED_AT_CREATION = [
         "spec.parallelism: zeroStage 2 or 3 cannot run with a pipeline",
         with_field("spec.parallelism", {"zeroStage": 2, "pipeline": [2, 4]}),
     ),
+    ("spec.reshard.mode Load is only for", with_field("spec.reshard", {"mode": "Load"})),
+    (
+        "spec.reshard.mode Virtual is not for",
+        with_field("spec.reshard", {"mode": "Virtual"}, base=with_field("spec.checkpoint.format", "DCP")),
+    ),
     ("spec.batch.globalSamples must be a multiple", with_field("spec.batch", {"globalSamples": 20, "microSamples": 3})),
     ("spec.model: keyValueHeads must divide", with_field("spec.model", {**MODEL, "keyValueHeads": 5})),
     (

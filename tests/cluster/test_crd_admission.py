@@ -242,7 +242,7 @@ def test_defaults_are_stored_and_mean_what_the_reader_assumes(kubectl, namespace
     assert apply(kubectl, namespace, JOB).returncode == 0
     stored = get(kubectl, namespace)["spec"]
     assert stored["parallelism"] == {
-        "strategy": "Auto", "zeroStage": 1, "tensor": [1], "pipeline": [1], "expert": [1], "context": [1],
+        "strategy": "Auto", "tensor": [1], "pipeline": [1], "expert": [1], "context": [1],
     }  # fmt: skip
     assert stored["recovery"]["restartBudget"] == {"limit": 10, "windowSeconds": 3600}
     assert parse_spec(stored) == parse_spec(JOB["spec"])

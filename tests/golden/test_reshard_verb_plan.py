@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reshard.contract import COMMIT_FILE, ExitCode
-from tests.golden.command import PIPELINE, ZERO2, ZERO3, Answer
+from tests.golden.command import HERE, PIPELINE, ZERO2, ZERO3, Answer
 
 
 def test_a_plan_lists_the_files_that_a_run_makes_and_writes_nothing(tmp_path: Path, say: Answer) -> None:
@@ -148,3 +148,12 @@ def test_what_the_target_leaves_behind_is_noted(say: Answer) -> None:
 def test_a_stage_that_nobody_asked_for_stays(tmp_path: Path, say: Answer) -> None:
     assert say.json("plan", ZERO3, "--to", "dp=2", "--no-measure")["to"].endswith("zero=3")
     assert say.json("plan", ZERO3, "--to", "dp=2,zero=1", "--no-measure")["to"].endswith("zero=1")
+
+
+def test_a_partitioned_pipeline_is_planned_only_for_frameworks_that_run_it(say: Answer) -> None:
+    fsdp = HERE / "dcp-2.13/fsdp2-flat/step-00000002"
+    value = say.json("plan", fsdp, "--to", "pp=2,dp=2,zero=3")
+    assert value["to"] == "tp=1,pp=2,dp=2,zero=3"
+    for words in ([ZERO2], [PIPELINE], [ZERO2, "--format", "universal"], [fsdp, "--format", "megatron"]):
+        text = say("plan", *words, "--to", "pp=2,zero=3", code=ExitCode.USAGE)
+        assert "zero=3 with pp=2: DeepSpeed refuses ZeRO-2 and ZeRO-3 with a pipeline" in text

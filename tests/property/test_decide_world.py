@@ -1,7 +1,7 @@
 """Decisions against a model of the cluster: any order of losses, partitions, returns, failures and operator crashes.
 
-Each scenario plays random traces until the job ends; `cluster_model.invariants` says what must hold meanwhile. The four
-scenarios play 500 traces in `make test` and 10,000 in `make soak`. A trace that finds a defect stays in `KEPT`.
+Each scenario plays random traces until the job ends; `cluster_model.invariants` says what must hold meanwhile. The five
+scenarios play 625 traces in `make test` and 12,500 in `make soak`. A trace that finds a defect stays in `KEPT`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,16 @@ EFFECTS = {
 }
 
 KEPT = {
+    "a pod that was preempted is gone before the operator looks, and nothing is charged": Trace(
+        setup=Setup(max_nodes=3, steps=30, budget=0),
+        events=[
+            ("operate", None),
+            ("cordon", "n1", True),
+            ("isolate_attempt", 40.0),
+            ("preempt", 0, 1.0),
+            ("tick", 2.0),
+        ],
+    ),
     "a pod does not end on a node that is back after its successor was launched": Trace(
         setup=Setup(max_nodes=1, steps=10_000),
         events=[
@@ -122,6 +132,36 @@ def test_a_job_whose_predecessor_still_runs_ends_complete_or_without_its_folder(
     setups = {"predecessor": ("gpt", "elsewhere", "elsewhere"), "takes_over": (True, False)}
     rare = {"a launch waits for a predecessor's pods", "a predecessor has the name of an object"}
     play_scenario(setups, PREDECESSOR_FAULTS, ends=("TrainingComplete", "CheckpointNotOwned"), effects=rare)
+
+
+@pytest.mark.slow
+def test_a_dcp_job_ends_complete_whether_it_loads_or_converts() -> None:
+    setups = {
+        "external": ("", "", "", "old/step-10"),
+        "format": ("DCP",),
+        "mode": ("Auto", "Auto", "Load", "Materialize"),
+        "num_bytes": (0, 10**9, 10**12),
+        "retries": (1, 100),
+    }
+    ends = ("TrainingComplete", "ReshardFailed")  # without a copy of the checkpoint of others, there is no start
+    play_scenario(setups, ends=ends, effects=EFFECTS | {"a commit is loaded in another topology"})
+
+
+@pytest.mark.parametrize(("num_bytes", "modes"), [(0, ["Load", "Load"]), (10**12, ["Load", "Reshard"])])
+def test_a_dcp_job_shrinks_at_once_and_converts_to_grow_only_where_that_pays(num_bytes: int, modes: list[str]) -> None:
+    world = World(setup=Setup(format="DCP", num_bytes=num_bytes, steps=1000))
+    for second in range(160):
+        world.tick()
+        world.operate()
+        if second == 10:
+            world.kill("n2")
+        if second == 60:
+            world.heal("n2")
+    recoveries = world.status["recoveries"]
+    assert [item["cause"] for item in recoveries] == ["NodeNotReady", "CapacityReturned"]
+    assert [item["startMode"] for item in recoveries] == modes
+    assert ["conversion" in item for item in recoveries] == [mode == "Reshard" for mode in modes]
+    assert world.phase == Phase.RUNNING
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -39,7 +39,7 @@ from elastic_trainer.saving import futures
 from elastic_trainer.saving.asynchronous import AsynchronousSaves
 from elastic_trainer.termination import Termination
 from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit
-from reshard.contract import LeaseKey, Request, TrainerExit, TrainerPhase
+from reshard.contract import DCP, LeaseKey, Request, TrainerExit, TrainerPhase
 from reshard.errors import NotOwnerError, ReshardError
 from reshard.storage.durable import file_crc32
 from reshard.topology import Topology
@@ -112,17 +112,23 @@ class Session:
         self._draining = False
 
     @classmethod
-    def from_env(cls, *, keep: int = 3, asynchronous: bool | None = None) -> Session:
+    def from_env(
+        cls, *, keep: int = 3, tp: int = 1, zero: int | None = None, asynchronous: bool | None = None
+    ) -> Session:
         """Read the environment and choose the mailbox: the attempt's Lease, a file, or none.
 
         Args:
-            keep: number of newest commits that are never removed.
+            keep: see `Session`.
+            tp: the script's own tensor parallel degree, used if the environment says no topology.
+            zero: the script's own ZeRO stage, used if the environment says no topology.
             asynchronous: save asynchronously; None for what ETJ_ASYNC_SAVES says.
 
         Raises:
             ConfigurationError: see `settings.from_env`.
         """
         settings_ = settings.from_env()
+        if not settings_.has_topology:
+            settings_ = settings.with_degrees(settings_, tp=tp, zero=zero)
         if asynchronous is not None:
             settings_ = dataclasses.replace(settings_, async_saves=asynchronous)
         mailbox: Mailbox = NoMailbox()
@@ -184,6 +190,9 @@ class Session:
         Every rank checks its share of the files (size and CRC-32), and no rank loads anything before all checks have
         passed. If the commit cannot be used, all ranks exit with code 76, after rank 0 has told the operator why; the
         operator then chooses an earlier commit.
+
+        A commit of another topology is accepted if its format is `dcp`, because torch.distributed.checkpoint loads it
+        at any degrees; any other commit must be converted to the topology of this attempt first.
 
         Args:
             load: loads the folder with the framework's own function.
@@ -285,7 +294,7 @@ class Session:
         Args:
             write: saves with the framework's own function. It is called on every rank with the attempt's folder and a
                 tag, and must write its files to `folder / tag`.
-            format_: name of the format in `reshard`.
+            format_: name of the format in `reshard`: `deepspeed`, or `dcp` for torch.distributed.checkpoint.
             data: position in the data beyond the number of samples (seed).
             model: properties of the model that a resharder needs and the files do not contain (pipeline layers,
                 partition method).
@@ -437,7 +446,7 @@ class Session:
             commit = read_commit(folder)
         except ReshardError as error:
             return str(error), None
-        if commit.topology != self.topology:
+        if commit.topology != self.topology and commit.format != DCP:
             return f"it is laid out for {commit.topology}, this attempt runs at {self.topology}: reshard it", None
         share = dataclasses.replace(
             commit, files=share_of(commit.files, rank=self.settings.rank, topology=self.topology)

@@ -22,6 +22,7 @@ class Settings:
         namespace: its namespace.
         attempt: number of this launch.
         topology: degrees of parallelism of this launch.
+        has_topology: the environment says the topology; otherwise it is only a default.
         global_batch: samples per optimizer step; 0 if the script chooses.
         micro_batch: samples per micro step; 0 if the script chooses.
         checkpoint_root: folder of all attempts' checkpoints.
@@ -57,6 +58,7 @@ class Settings:
     rank: int
     local_rank: int
     api_server: tuple[str, int]
+    has_topology: bool = True
     local_world_size: int = 1
     scratch: Path = Path("/dev/shm")
     async_saves: bool = False
@@ -102,6 +104,7 @@ def from_env(environment: Mapping[str, str] | None = None) -> Settings:
         namespace=env.get(Env.NAMESPACE, "default"),
         attempt=int(number(Env.ATTEMPT, 1)),
         topology=topology,
+        has_topology=bool(env.get(Env.TOPOLOGY)),
         global_batch=int(number(Env.GLOBAL_BATCH, 0)),
         micro_batch=int(number(Env.MICRO_BATCH, 0)),
         checkpoint_root=Path(env.get(Env.CHECKPOINT_ROOT) or "checkpoints"),
@@ -128,3 +131,16 @@ def from_env(environment: Mapping[str, str] | None = None) -> Settings:
     if problems:
         raise ConfigurationError("; ".join(problems))
     return settings
+
+
+def with_degrees(settings: Settings, *, tp: int, zero: int | None) -> Settings:
+    """Return settings with the script's own degrees, for a launch of which the environment says no topology.
+
+    Raises:
+        ConfigurationError: the ranks are not a multiple of `tp`.
+    """
+    ranks = settings.topology.world_size
+    if tp < 1 or ranks % tp:
+        raise ConfigurationError(f"{ranks} ranks are not a multiple of tp={tp}: start more ranks, or choose another tp")
+    stage = settings.topology.zero if zero is None else zero
+    return dataclasses.replace(settings, topology=Topology(tp=tp, dp=ranks // tp, zero=stage))

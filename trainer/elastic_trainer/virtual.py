@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from elastic_trainer.scratch import private_folder
-from reshard.contract import MANIFEST_VERSIONS, VirtualLoader
+from reshard.contract import DCP, MANIFEST_VERSIONS, VirtualLoader
 from reshard.errors import ReshardError
 from reshard.system.limits import default_num_threads, free_memory_bytes
 from reshard.virtual.load import Loaded, Ranges, check_source, prove
@@ -86,11 +86,11 @@ def open_virtual_commit(commit: Path, *, ranks: range, scratch: Path = Path("/de
 
 
 def describe_loader(scratch: Path) -> VirtualLoader:
-    """Return the manifest versions that this trainer loads, and the free memory of this node."""
+    """Return what this trainer loads: manifest versions, formats in any topology; and the free memory of this node."""
     free = [] if (known := free_memory_bytes()) is None else [known]
     with contextlib.suppress(OSError):
         free.append(shutil.disk_usage(scratch).free)
-    return VirtualLoader(manifests=MANIFEST_VERSIONS, memory_bytes=min(free, default=0))
+    return VirtualLoader(manifests=MANIFEST_VERSIONS, memory_bytes=min(free, default=0), formats=(DCP,))
 
 
 def find_damage(manifest: Manifest, read: Sequence[Ranges]) -> list[str]:

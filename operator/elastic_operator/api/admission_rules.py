@@ -57,8 +57,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             ),
             (
                 "spec.checkpoint.startFrom cannot change: the job has started already, and goes on from its own "
-                "commits; "
-                "create a new job to start from another checkpoint"
+                "commits; create a new job to start from another checkpoint"
             ),
         ),
         Rule(
@@ -81,8 +80,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
             (
                 "metadata.name must begin with a lower-case letter, end with a letter or digit, and hold only "
-                "lower-case "
-                "letters, digits and '-': it becomes a DNS name (RFC 1035)"
+                "lower-case letters, digits and '-': it becomes a DNS name (RFC 1035)"
             ),
         ),
     ),
@@ -128,15 +126,13 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             ),
             (
                 "spec.parallelism.tensor: no degree divides a number of spec.accelerator.perNode, and a tensor "
-                "parallel "
-                "group cannot span nodes: add a smaller degree, for instance 1"
+                "parallel group cannot span nodes: add a smaller degree, for instance 1"
             ),
         ),
         Rule(
             (
                 "self.parallelism.strategy != 'Auto' || self.parallelism.tensor.min() * "
-                "self.parallelism.pipeline.min() "
-                "<= self.nodes.max * self.accelerator.perNode.max()"
+                "self.parallelism.pipeline.min() <= self.nodes.max * self.accelerator.perNode.max()"
             ),
             (
                 "spec.parallelism: the smallest tensor times the smallest pipeline is more than all accelerators "
@@ -264,6 +260,16 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "it out",
         ),
         Rule(
+            "self.reshard.mode != 'Load' || self.checkpoint.format == 'DCP'",
+            "spec.reshard.mode Load is only for spec.checkpoint.format DCP: checkpoints of other formats cannot be "
+            "loaded in another topology",
+        ),
+        Rule(
+            "self.reshard.mode != 'Virtual' || self.checkpoint.format != 'DCP'",
+            "spec.reshard.mode Virtual is not for spec.checkpoint.format DCP, of which a rank may open any file: "
+            "choose Auto, Load or Materialize",
+        ),
+        Rule(
             "!has(self.reshard.resources) || !has(self.reshard.template)",
             "spec.reshard.resources is not for a template: set the resources in spec.reshard.template",
         ),
@@ -280,13 +286,20 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
         Rule(
             (
-                "self.parallelism.zeroStage <= 1 || self.parallelism.strategy != 'Auto' || "
-                "self.parallelism.pipeline.exists(p, p == 1)"
+                "!has(self.parallelism.zeroStage) || self.parallelism.zeroStage <= 1 || self.parallelism.strategy != "
+                "'Auto' || self.checkpoint.format == 'DCP' || self.parallelism.pipeline.exists(p, p == 1)"
             ),
             (
                 "spec.parallelism: zeroStage 2 or 3 cannot run with a pipeline, and pipeline does not list 1: add 1 to "
                 "pipeline or choose zeroStage 0 or 1"
             ),
+        ),
+        Rule(
+            (
+                "self.checkpoint.format == 'DCP' || !has(self.parallelism.topologies) || "
+                "self.parallelism.topologies.all(x, !has(x.zeroStage) || x.zeroStage <= 1 || x.pipeline == 1)"
+            ),
+            "spec.parallelism.topologies: zeroStage 2 or 3 cannot run with a pipeline",
         ),
     ),
     "spec.managedBy": (
@@ -353,10 +366,6 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
     ),
     "spec.parallelism.topologies[]": (
-        Rule(
-            "!has(self.zeroStage) || self.zeroStage <= 1 || self.pipeline == 1",
-            "spec.parallelism.topologies: zeroStage 2 or 3 cannot run with a pipeline",
-        ),
         Rule(
             "!has(self.data) || self.data % (self.expert * self.context) == 0",
             "spec.parallelism.topologies: data must be a multiple of expert * context, which divide it",

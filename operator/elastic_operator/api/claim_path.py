@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import posixpath
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, Strict
+
+from elastic_operator.api.schema_types import not_expected
 
 _OTHER_CHARACTERS = frozenset("_.=+@,-")
 
@@ -22,6 +27,18 @@ def find_path_problem(path: str) -> str | None:
 def normalize_path(path: str) -> str:
     """Remove `.` and doubled slashes from a path inside the claim, as the trainer and `reshard` do."""
     return "" if posixpath.normpath(path or ".") == "." else posixpath.normpath(path)
+
+
+def _check_path(path: str) -> str:
+    if problem := find_path_problem(path):
+        raise not_expected(problem.removeprefix("expected "))
+    return path
+
+
+CheckedPath = Annotated[str, Strict(), Field(max_length=512), AfterValidator(_check_path)]
+"""A path inside the claim; empty for the claim's root, or for none."""
+
+RelativePath = Annotated[CheckedPath, AfterValidator(normalize_path)]
 
 
 def _is_permitted(character: str) -> bool:

@@ -19,6 +19,7 @@ from elastic_operator.api.failure_policy import ClassBudget, FailureClass, PodFa
 from elastic_operator.api.schema_types import without_nulls
 from elastic_operator.api.serialization import adapter_of
 from elastic_operator.api.spec_model import (
+    DCP,
     Accelerator,
     Activations,
     Batch,
@@ -91,12 +92,19 @@ def _derive(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     derived = dict(spec)
     if isinstance(model := spec.get("model"), Mapping) and "attentionHeads" in model:
         derived["model"] = {"keyValueHeads": model["attentionHeads"], **model}
-    if isinstance(parallelism := spec.get("parallelism"), Mapping) and "zeroStage" in parallelism:
-        topologies = parallelism.get("topologies")
-        if isinstance(topologies, list):
-            stage = parallelism["zeroStage"]
-            inherited = [{"zeroStage": stage, **item} if isinstance(item, Mapping) else item for item in topologies]
-            derived["parallelism"] = {**parallelism, "topologies": inherited}
+    if isinstance(parallelism := spec.get("parallelism", {}), Mapping):
+        derived["parallelism"] = _derive_stages(parallelism, spec.get("checkpoint"))
+    return derived
+
+
+def _derive_stages(parallelism: Mapping[str, Any], checkpoint: Any) -> Mapping[str, Any]:
+    """Fill in the ZeRO stages that the resource leaves out: FSDP2 partitions what ZeRO-3 does."""
+    is_dcp = isinstance(checkpoint, Mapping) and checkpoint.get("format") == DCP
+    stage = parallelism.get("zeroStage", 3 if is_dcp else 1)
+    derived = {**parallelism, "zeroStage": stage}
+    if isinstance(topologies := parallelism.get("topologies"), list):
+        inherited = [{"zeroStage": stage, **item} if isinstance(item, Mapping) else item for item in topologies]
+        derived["topologies"] = inherited
     return derived
 
 

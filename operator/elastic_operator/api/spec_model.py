@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, Strict
 
-from elastic_operator.api.claim_path import find_path_problem, normalize_path
+from elastic_operator.api.claim_path import CheckedPath, RelativePath
 from elastic_operator.api.failure_policy import BY_CLASS, ClassBudget, PodFailurePolicy
 from elastic_operator.api.pod_template import ReshardPodTemplate, Resources, TrainingPodTemplate
 from elastic_operator.api.schema_types import (
@@ -40,12 +40,17 @@ from elastic_operator.api.schema_types import (
 from reshard.contract import GROUP
 
 AUTO: Final = "Auto"
+LOAD: Final = "Load"
 VIRTUAL: Final = "Virtual"
 """Values of `spec.reshard.mode`.
 
-Auto: the resharder chooses, within what the operator permits (`reconcile.reshard_mode`). Virtual: the reshard Job
-writes a manifest with the locations of the bytes, and the training pods read the bytes from there.
+Auto: the resharder chooses, within what the operator permits (`reconcile.reshard_mode`). Load: the training loads a
+DCP commit of another topology by itself. Virtual: the reshard Job writes a manifest with the locations of the bytes,
+and the training pods read the bytes from there.
 """
+
+DCP: Final = "DCP"
+"""Value of `spec.checkpoint.format`: checkpoints of torch.distributed.checkpoint."""
 
 
 class Strategy(enum.StrEnum):
@@ -87,19 +92,8 @@ def _check_resource_name(name: str) -> str:
     return name
 
 
-def _check_path(path: str) -> str:
-    if problem := find_path_problem(path):
-        raise not_expected(problem.removeprefix("expected "))
-    return path
-
-
 _RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 """An extended resource: DNS subdomain, slash, qualified name."""
-
-CheckedPath = Annotated[str, Strict(), Field(max_length=512), AfterValidator(_check_path)]
-"""A path inside the claim; empty for the claim's root, or for none."""
-
-RelativePath = Annotated[CheckedPath, AfterValidator(normalize_path)]
 
 OPERATOR_NAME: Final = f"{GROUP}/elastic-training-operator"
 """Value of `spec.managedBy` that names this operator; an absent field means the same."""
@@ -218,9 +212,10 @@ class Parallelism:
     """Allowed degrees of expert parallelism. It divides data parallelism and adds no GPUs. Default 1."""
     context: Annotated[tuple[Degree, ...], Field(min_length=1, max_length=16), UNIQUE, SET] = (1,)
     """Allowed degrees of context (sequence) parallelism. It divides data parallelism and adds no GPUs. Default 1."""
-    zero_stage: ZeroStage = 1
-    """ZeRO stage: 1 partitions the optimizer state over data parallelism, 2 also the gradients, 3 also the weights. 2
-    and 3 exclude pipelines. Default 1.
+    zero_stage: Annotated[ZeroStage, DERIVED] = 1
+    """ZeRO stage: 1 partitions the optimizer state over data parallelism, 2 also the gradients, 3 also the weights. In
+    a DeepSpeed job 2 and 3 exclude pipelines. In a DCP job the stage says what the training partitions: 3 is FSDP2
+    (fully_shard), 2 is FSDP2 with reshard_after_forward=False, 0 is replicas. If absent, 1, in a DCP job 3.
     """
     strategy: Strategy = Strategy.AUTO
     """Auto chooses the topology with the shortest estimated step. Fixed runs the one entry of topologies, with another
@@ -320,8 +315,11 @@ class CheckpointSpec:
     take the path back. Cannot be set back to false. Without it, such a job fails with the condition CheckpointOwned
     False and changes nothing. Default false.
     """
-    format: Literal["DeepSpeed"] = "DeepSpeed"
-    """Format of the checkpoints. This version converts DeepSpeed checkpoints. Default DeepSpeed."""
+    format: Literal["DeepSpeed", "DCP"] = "DeepSpeed"
+    """Format of the checkpoints that the training saves. A DeepSpeed checkpoint is converted by a reshard Job before it
+    is loaded in another topology. A DCP checkpoint (torch.distributed.checkpoint) can be loaded in any topology, so the
+    next attempt starts from it at once; see spec.reshard.mode. Cannot be changed. Default DeepSpeed.
+    """
     interval_seconds: Annotated[int, Strict(), Field(ge=1, le=1_000_000), WHOLE, INT32] = 900
     """Time between commits in seconds. status.goodput.suggestedIntervalSeconds suggests a value. Default 900."""
 
@@ -330,12 +328,15 @@ class CheckpointSpec:
 class ReshardSpec:
     """`spec.reshard`."""
 
-    mode: Literal["Auto", "Materialize", "Virtual"] = AUTO
-    """Materialize writes the target's files. Virtual writes only a manifest with the places of their bytes;
+    mode: Literal["Auto", "Load", "Materialize", "Virtual"] = AUTO
+    """Load, for DCP only, starts from the commit as it is: no reshard Job runs, and the training loads the other
+    topology by itself. Materialize writes the target's files. Virtual, not for DCP, writes only a manifest with the
+    places of their bytes;
     elastic_trainer reads them from the source into memory (ETJ_SCRATCH) when it resumes, and if that fails, the next
     conversion writes files. Auto is Virtual if an attempt of this spec has restored through elastic_trainer, the files
     of a node's ranks fit twice into the free memory, and at least 5 seconds are saved. Otherwise, and with a template
-    or parallelism above 1, Auto is Materialize. status.reshard.modeReason has the reason. Default Auto.
+    or parallelism above 1, Auto is Materialize. status.reshard.modeReason has the reason. For DCP, Auto is Load,
+    unless a conversion before the load is estimated to be faster; status.plan.reason has the estimate. Default Auto.
     """
     timeout_seconds: Annotated[int, Strict(), Field(ge=1, le=604_800), WHOLE, INT32] = 3600
     """Longest time for one conversion in seconds. Default 3600."""
@@ -360,11 +361,6 @@ class ReshardSpec:
     """PodTemplateSpec of the reshard pod, which needs no accelerators. If absent, the operator derives it from the
     training container.
     """
-
-    @property
-    def may_be_virtual(self) -> bool:
-        """True if a conversion may be virtual, so that training pods need a volume in memory."""
-        return self.mode == VIRTUAL or (self.mode == AUTO and self.parallelism == 1 and self.template is None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,7 +436,8 @@ class Spec:
     """
     active_deadline_seconds: Annotated[int, Strict(), Field(ge=1, le=2**31 - 1), WHOLE, INT32] | None = None
     """Time in seconds, from the launch of the first attempt, after which the training commits and stops, and the job is
-    Failed with reason DeadlineExceeded. Recoveries count, time spent suspended does not. If absent, there is no limit.
+    Failed with reason DeadlineExceeded. Recoveries count, time spent suspended or without quota does not. If absent,
+    there is no limit.
     """
     ttl_seconds_after_finished: Annotated[int, Strict(), Field(ge=0, le=2**31 - 1), WHOLE, INT32] | None = None
     """Time in seconds after which a job that is Complete or Failed is deleted with its Jobs and pods, never with its
@@ -482,3 +479,11 @@ class Spec:
     """PodTemplateSpec of the training pods. The first container trains; the operator adds environment, accelerators,
     and the checkpoint claim at /checkpoint.
     """
+
+    @property
+    def may_be_virtual(self) -> bool:
+        """True if a conversion may be virtual, so that training pods need a volume in memory."""
+        mode = self.reshard.mode
+        if mode != AUTO or self.checkpoint.format == DCP:
+            return mode == VIRTUAL
+        return self.reshard.parallelism == 1 and self.reshard.template is None

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_operator.api.spec_model import (
+    DCP,
+    LOAD,
     VIRTUAL,
     Batch,
     CheckpointSpec,
@@ -30,12 +32,12 @@ def find_conflicts(spec: Spec) -> list[str]:
     """Return one sentence per violated rule; each begins with the path of the field."""
     return [
         *_nodes(spec.nodes),
-        *_strategy(spec.parallelism),
+        *_strategy(spec.parallelism, is_dcp=spec.checkpoint.format == DCP),
         *_batch(spec.batch),
         *(_auto(spec) if spec.parallelism.strategy is Strategy.AUTO else _topologies(spec)),
         *_model(spec.model),
         *_checkpoint(spec.checkpoint),
-        *_sharing(spec),
+        *_mode(spec),
         *_budgets(spec),
         *_template(spec),
         *_reshard_template(spec),
@@ -66,7 +68,7 @@ def _nodes(nodes: Nodes) -> Iterator[str]:
         yield f"spec.nodes.preferred: {nodes.preferred} is not one of allowed {list(nodes.allowed or ())}"
 
 
-def _strategy(parallelism: Parallelism) -> Iterator[str]:
+def _strategy(parallelism: Parallelism, *, is_dcp: bool) -> Iterator[str]:
     strategy, zero, choices = parallelism.strategy, parallelism.zero_stage, parallelism.topologies
     if strategy is Strategy.AUTO and choices:
         yield "spec.parallelism.topologies: strategy Auto does not use it; choose Fixed or Ranked, or remove it"
@@ -74,7 +76,7 @@ def _strategy(parallelism: Parallelism) -> Iterator[str]:
         yield f"spec.parallelism.topologies: is missing; strategy {strategy} needs it"
     if strategy is Strategy.FIXED and len(choices) > 1:
         yield f"spec.parallelism.topologies: strategy Fixed takes one entry, found {len(choices)}; choose Ranked"
-    if strategy is Strategy.AUTO and zero > 1 and 1 not in parallelism.pipeline:
+    if strategy is Strategy.AUTO and zero > 1 and not is_dcp and 1 not in parallelism.pipeline:
         yield (
             f"spec.parallelism: zeroStage {zero} excludes pipelines, but pipeline has only "
             f"{list(parallelism.pipeline)}; add 1 to it, or choose zeroStage 0 or 1"
@@ -126,7 +128,7 @@ def _topologies(spec: Spec) -> Iterator[str]:
     choices = spec.parallelism.topologies
     for i, choice in enumerate(choices):
         where = f"spec.parallelism.topologies[{i}]"
-        if choice.zero_stage > 1 and choice.pipeline > 1:
+        if choice.zero_stage > 1 and choice.pipeline > 1 and spec.checkpoint.format != DCP:
             yield (
                 f"{where}: zeroStage {choice.zero_stage} excludes pipelines, but pipeline is {choice.pipeline}; "
                 "choose zeroStage 0 or 1"
@@ -176,7 +178,18 @@ def _model(model: Model | None) -> Iterator[str]:
         yield f"spec.model.expertsPerToken: {model.experts_per_token} is above experts {model.experts}"
 
 
-def _sharing(spec: Spec) -> Iterator[str]:
+def _mode(spec: Spec) -> Iterator[str]:
+    mode, format_ = spec.reshard.mode, spec.checkpoint.format
+    if mode == LOAD and format_ != DCP:
+        yield (
+            f"spec.reshard.mode: is Load, but spec.checkpoint.format is {format_}, which cannot be loaded in another "
+            "topology; choose Auto, Materialize or Virtual"
+        )
+    if mode == VIRTUAL and format_ == DCP:
+        yield (
+            "spec.reshard.mode: is Virtual, but spec.checkpoint.format is DCP, of which a rank may open any file; "
+            "choose Auto, Load or Materialize"
+        )
     if spec.reshard.mode == VIRTUAL and spec.reshard.parallelism > 1:
         yield (
             f"spec.reshard.parallelism: is {spec.reshard.parallelism}, but mode Virtual moves no bytes that pods could "

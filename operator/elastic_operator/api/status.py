@@ -55,8 +55,8 @@ from reshard.topology import Topology
 __all__ = [
     "MAX_COMMITS", "MAX_RECOVERIES", "MAX_WITHHELD", "TERMINAL", "Checkpoint", "Commit", "Condition", "Conversion",
     "Current", "Drain", "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Pin", "PlacementLimit", "Plan",
-    "Progress", "Recovery", "Rejected", "ReshardStatus", "RestartBudget", "Resume", "StartedFrom", "Status",
-    "edit_last_recovery", "short", "with_newest",
+    "Progress", "Recovery", "Rejected", "ReshardStatus", "RestartBudget", "Resume", "StartMode", "StartedFrom",
+    "Status", "edit_last_recovery", "short", "with_newest",
 ]  # fmt: skip
 
 MAX_RECOVERIES = 10
@@ -76,6 +76,17 @@ class Phase(enum.StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
+
+
+class StartMode(enum.StrEnum):
+    """How an attempt starts from its commit."""
+
+    AS_IS = "AsIs"
+    """The commit has the topology of the attempt."""
+    LOAD = "Load"
+    """The attempt loads a commit of another topology by itself."""
+    RESHARD = "Reshard"
+    """A reshard Job converts the commit first."""
 
 
 TERMINAL = (Phase.COMPLETE, Phase.FAILED)
@@ -164,7 +175,7 @@ class Status:
     reshard: Annotated[ReshardStatus, OPEN] | None = None
     """Reshard Job of the current attempt, or of the last one that needed one."""
     loader: Annotated[Loader, OPEN] | None = None
-    """Virtual commits that the training can load, as it last reported. Mode Auto depends on it."""
+    """What the training can load besides files of its topology, as it last reported. Mode Auto depends on it."""
     recoveries: Annotated[
         tuple[Annotated[Recovery, OPEN], ...], Field(max_length=MAX_ITEMS), Keywords(maxItems=16)
     ] = ()
@@ -202,7 +213,7 @@ class Status:
     finish_time: Moment | None = None
     """Time at which the job became Complete or Failed."""
     active_since: Moment | None = None
-    """Time since which the job has been active (spec.activeDeadlineSeconds); absent while it is suspended or over.
+    """Time since which the job has been active (spec.activeDeadlineSeconds); absent while it rests or is over.
     """
     active_seconds: Annotated[Real, Field(ge=0)] = 0.0
     """Time in seconds for which the job was active before that."""

@@ -83,6 +83,8 @@ class Commit:
     """Size of its files in bytes; 0 if it is not known."""
     writer: Word = "trainer"
     """trainer or reshard."""
+    format: Word = ""
+    """Format of its files, for instance deepspeed or dcp; empty if it is not known."""
     verified: Flag = False
     """A resharder compared it with its source."""
     invalid: Flag = False
@@ -100,6 +102,7 @@ class Commit:
             attempt=ref.attempt,
             topology=Topology.from_dict(ref.topology),
             num_bytes=ref.num_bytes,
+            format=ref.format,
         )
 
 
@@ -157,6 +160,9 @@ class Resume:
     """uri is committed."""
     external: Flag = False
     """source is spec.checkpoint.startFrom; its step is known after the conversion."""
+    mode: Word = ""
+    """AsIs: the commit has the topology of the attempt. Load: the attempt loads a commit of another topology itself.
+    Reshard: a reshard Job converts the commit first. Empty without a commit."""
     reason: ShortText = ""
     """Reason for this choice, or for a start without a commit."""
 
@@ -293,12 +299,14 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """The virtual checkpoints that an attempt can load, as it reported (`reshard.contract.VirtualLoader`)."""
+    """What an attempt can load besides files of its topology, as it reported (`reshard.contract.VirtualLoader`)."""
 
     manifests: Annotated[tuple[Count32, ...], Field(max_length=MAX_ITEMS), Keywords(maxItems=64)] = ()
     """Versions of the manifests of virtual commits that its elastic_trainer reads."""
     memory_bytes: Count = 0
     """Memory in bytes that was free for their files on the node of rank 0."""
+    formats: Annotated[tuple[Word, ...], Field(max_length=MAX_ITEMS), Keywords(maxItems=64)] = ()
+    """Formats of commits that its elastic_trainer accepts in any topology."""
     spec_hash: Word = ""
     """Hash of the spec from which the attempt was planned; after an edit of the spec, the next attempt reports anew."""
 
@@ -371,6 +379,8 @@ class Recovery:
     """Step of the commit from which the next attempt resumes."""
     lost_steps: Count = 0
     """Steps that the next attempt repeats."""
+    start_mode: Word = ""
+    """How the next attempt starts: AsIs, Load or Reshard, as in current.resume.mode."""
     conversion: Annotated[Conversion, OPEN] | None = None
     """Result of the reshard Job; absent if none was needed, or if it has not finished."""
     seconds: NumbersByName = dataclasses.field(default_factory=dict)
@@ -388,8 +398,8 @@ class ExcludedNode:
     since: Moment
     """Since when it is excluded."""
     until: Moment | None = None
-    """End of the exclusion; absent while the node is not Ready, while the reason lasts why an attempt left the node as
-    planned, or while a pod of a stopped attempt does not end there."""
+    """End of the exclusion; absent while the node is not Ready, while the reason lasts for which an attempt left it, or
+    while a pod of a stopped attempt does not end there."""
     hurts: Count32 = 1
     """Number of recoveries that the node caused."""
 

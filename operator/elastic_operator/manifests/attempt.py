@@ -107,7 +107,7 @@ def start_arguments(spec: Spec) -> list[str]:
     """Return the arguments of `reshard run` for a source in `spec.checkpoint.startFrom`."""
     options = dataclasses.asdict(spec.checkpoint.start_options)
     path_options = [(f"--{name}", f"{_mount(spec)}/{path}") for name, path in options.items() if path]
-    return ["--newest", "--format", "deepspeed", *itertools.chain(*path_options)]
+    return ["--newest", "--format", spec.checkpoint.format.lower(), *itertools.chain(*path_options)]
 
 
 def start_uri(root: str, attempt: int, mark: str = "") -> str:
@@ -152,7 +152,7 @@ def training_job(job: JobRef, spec: Spec, attempt: int, current: Current, heartb
         separate_pods(pod, _identity(job, attempt, "worker"))
     if spec.gang is not None:
         join_gang(template, spec.gang, name)
-    if spec.reshard.may_be_virtual:
+    if spec.may_be_virtual:
         _add_scratch(pod)
     main = pod["containers"][0]
     resources = main.setdefault("resources", {})

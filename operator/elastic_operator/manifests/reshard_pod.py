@@ -19,7 +19,7 @@ from elastic_operator.api.spec import Spec
 OWNER_COMMAND = ("python3", "-m", "reshard.owner")
 _TMP = "etj-tmp"
 _OF_POD = ("imagePullSecrets", "tolerations", "priorityClassName", "runtimeClassName")
-_OF_CONTAINER = ("image", "imagePullPolicy", "env", "envFrom", "volumeMounts", "workingDir")
+_OF_CONTAINER = ("image", "imagePullPolicy", "env", "envFrom", "workingDir")
 _IDENTITY = ("runAsUser", "runAsGroup", "runAsNonRoot", "seLinuxOptions")
 _GROUPS = ("fsGroup", "fsGroupChangePolicy", "supplementalGroups", "supplementalGroupsPolicy", "seLinuxChangePolicy")
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([numkKMGTPE]?i?|[eE][+-]?[0-9]+)")
@@ -71,15 +71,22 @@ def reshard_template(spec: Spec, image: ReshardImage | None, source: str, *, oom
 
 
 def _from_training(pod: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy image, volumes and environment of the training pod, without resources, placement and extra rights."""
+    """Copy image, volumes and environment of the training pod, without resources, placement and extra rights.
+
+    Volumes of huge pages stay behind: the kubelet refuses to mount them for a pod that requests no huge pages.
+    """
     container = pod["containers"][0]
+    volumes = [item for item in pod.get("volumes") or () if not _is_huge_pages(item)]
+    absent = {item.get("name") for item in pod.get("volumes") or ()} - {item.get("name") for item in volumes}
+    mounts = [item for item in container.get("volumeMounts") or () if item.get("name") not in absent]
     own = {key: value for key, value in (container.get("securityContext") or {}).items() if key != "privileged"}
     main = {
         "name": "reshard",
         **{key: container[key] for key in _OF_CONTAINER if key in container},
+        **({"volumeMounts": mounts} if mounts else {}),
         "securityContext": own | _build_security_context(() if _runs_as_non_root(pod) else _AS_ROOT),
     }
-    kept = {key: pod[key] for key in ("volumes", *_OF_POD) if key in pod}
+    kept = {**({"volumes": volumes} if volumes else {}), **{key: pod[key] for key in _OF_POD if key in pod}}
     security = {"securityContext": _with_seccomp(pod.get("securityContext") or {})}
     if own.get("seccompProfile"):
         main["securityContext"] = _with_seccomp(main["securityContext"])
@@ -176,3 +183,7 @@ def multiply_quantity(quantity: Any, factor: int) -> Any:
 
 def _is_claim(volume: Mapping[str, Any], claim: str) -> bool:
     return (volume.get("persistentVolumeClaim") or {}).get("claimName") == claim
+
+
+def _is_huge_pages(volume: Mapping[str, Any]) -> bool:
+    return str((volume.get("emptyDir") or {}).get("medium") or "").startswith("HugePages")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from elastic_operator.api.status import Phase, Recovery, Status
+from elastic_operator.api.status import Phase, Recovery, Resume, StartMode, Status
 from elastic_operator.metrics import definitions
 from elastic_operator.metrics.definitions import MetricDefinition, QueueReason, Result
 from elastic_operator.reconcile.actions import ReshardOutcome
@@ -52,8 +52,17 @@ def _count_attempts(old: Status, new: Status) -> Iterator[Sample]:
         yield Sample(definition=definitions.QUEUE_SECONDS, labels=(_queue_reason(new),), value=waited)
     if new.launched and not (old.launched and old.attempt == new.attempt):
         yield Sample(definition=definitions.ATTEMPTS)
+        yield Sample(definition=definitions.STARTS_BY_MODE, labels=(_start_mode(new),))
     if new.terminal and not old.terminal:
         yield Sample(definition=definitions.FINISHED, labels=(str(new.phase),))
+
+
+def _start_mode(status: Status) -> str:
+    resume = status.current.resume if status.current is not None else Resume()
+    if resume.mode in definitions.STARTS:
+        return resume.mode
+    # An older operator planned the attempt, and wrote no mode.
+    return "Nothing" if not resume.uri else StartMode.AS_IS if resume.uri == resume.source else StartMode.RESHARD
 
 
 def _queue_reason(status: Status) -> QueueReason:

@@ -14,7 +14,7 @@ import enum
 import itertools
 from collections.abc import Mapping
 
-from elastic_operator.api.status import Phase
+from elastic_operator.api.status import Phase, StartMode
 from elastic_operator.observed.reshard_pods import OUT_OF_MEMORY
 from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
 from elastic_operator.reconcile import user_requests
@@ -48,6 +48,10 @@ RESHARD_RESULTS = (
     str(Kind.POD_DISRUPTED),
     OTHER,
 )
+
+
+STARTS = ("Nothing", *(str(mode) for mode in StartMode))
+"""How launched attempts start: from nothing, or from a commit in one of the start modes."""
 
 
 class Result(enum.StrEnum):
@@ -154,6 +158,12 @@ UNREADABLE = _counter(
 )
 
 ATTEMPTS = _counter("etj_attempts_launched_total", "Attempts launched, first ones included")
+STARTS_BY_MODE = _counter(
+    "etj_attempt_starts_total",
+    "The same attempts by how they start: from nothing, or from a commit in one of the start modes",
+    ("mode",),
+    _product(STARTS),
+)
 FINISHED = _counter("etj_jobs_finished_total", "Jobs that ended", ("result",), ((Phase.COMPLETE,), (Phase.FAILED,)))
 QUEUE_SECONDS = _histogram(
     "etj_queue_seconds",

@@ -12,6 +12,7 @@ from elastic_operator.api.status import (
     Commit,
     Current,
     Resume,
+    StartMode,
     Status,
     short,
     with_newest,
@@ -128,7 +129,7 @@ def find_newest(checkpoint: Checkpoint, *, below: int) -> Commit | None:
     return next(valid, None)
 
 
-def is_virtual_refused(checkpoint: Checkpoint, *, step: int) -> bool:
+def is_conversion_refused(checkpoint: Checkpoint, *, step: int) -> bool:
     """Return whether a converted commit of this step could not be loaded.
 
     The next conversion then writes files, which shows whether the source is readable.
@@ -169,6 +170,7 @@ def choose_resume(
                 source=start,
                 ready=False,
                 external=True,
+                mode=StartMode.RESHARD,
                 reason=f"{reason}: {start} (spec.checkpoint.startFrom), resharded to {short(topology)}",
             )
         return Resume(reason=f"{reason}: training starts from nothing")
@@ -180,5 +182,6 @@ def choose_resume(
         step=commit.step,
         samples=commit.samples,
         ready=is_same_layout,
+        mode=StartMode.AS_IS if is_same_layout else StartMode.RESHARD,
         reason=f"{description}, as it is" if is_same_layout else f"{description}, resharded to {short(topology)}",
     )

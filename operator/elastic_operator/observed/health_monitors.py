@@ -16,6 +16,10 @@ _MESSAGE_LIMIT = 200
 """Maximum number of characters that are quoted from a condition's message, to keep events readable."""
 
 
+_SHUTTING_DOWN = "node is shutting down"
+"""What a kubelet writes into the message of the condition Ready, among other problems."""
+
+
 class RuleError(ValueError):
     """A rule that cannot be parsed, or that matches healthy nodes."""
 
@@ -103,3 +107,8 @@ def _label_rule(text: str) -> Rule:
     if name.strip("*?") == "":
         raise RuleError(f"unhealthy node label {text!r} matches every label: name its key")
     return Rule(name=name, value=value)
+
+
+def is_shutdown(ready: Mapping[str, Any]) -> bool:
+    """Return whether the condition Ready of a node says that its kubelet, which still reports, shuts the node down."""
+    return ready.get("status") == "False" and _SHUTTING_DOWN in (ready.get("message") or "")

@@ -15,7 +15,7 @@ from typing import Any
 from elastic_operator.api import pod_reports
 from elastic_operator.api.claim_path import Start
 from elastic_operator.api.serialization import parse_time
-from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems
+from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems, is_shutdown
 from elastic_operator.observed.placement.pod_resources import extended_only, parse_builtin, parse_extended, pod_requests
 from elastic_operator.observed.placement.volumes import ClaimView
 from elastic_operator.observed.queueing.workloads import QueueView
@@ -68,6 +68,7 @@ class NodeView:
         withdrawals: what was withdrawn from the node lately (CORDON, HEALTH or the label of a taint), and when.
         lease_age_seconds: how long the node's Lease had not changed when it was last read; None if it was never read.
         lease_duration_seconds: the duration that the kubelet writes into that Lease.
+        is_shutting_down: the kubelet reports that its node shuts down; the pods there have their grace periods.
     """
 
     name: str
@@ -86,6 +87,7 @@ class NodeView:
     withdrawals: tuple[tuple[str, float], ...] = ()
     lease_age_seconds: float | None = None
     lease_duration_seconds: float = 40.0
+    is_shutting_down: bool = False
 
     def count_withdrawals(self, what: str, now: float) -> int:
         """Count how often something was withdrawn within the last WITHDRAWAL_SECONDS."""
@@ -156,8 +158,8 @@ class PodView:
     def leave_by(self) -> float | None:
         """When the kubelet will kill the training container, which still runs; None if nobody asked the pod to leave.
 
-        `deletionTimestamp` contains the grace period. A kubelet that shuts its node down deletes no pods, but sets the
-        condition DisruptionTarget while their containers still run.
+        `deletionTimestamp` contains the grace period. The scheduler sets DisruptionTarget before it deletes a pod; a
+        kubelet that shuts its node down sets it once the containers have ended (`NodeView.is_shutting_down`).
         """
         if self.phase != "Running" or self.exit_code is not None:
             return None
@@ -331,9 +333,7 @@ class Observation:
 def node_view(node: Mapping[str, Any], rules: Rules = NO_RULES) -> NodeView:
     """Build the view of a core/v1 Node; `rules` name the conditions and labels of health monitors that count."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
-    ready: Mapping[str, Any] = next(
-        (item for item in status.get("conditions") or () if item.get("type") == "Ready"), {}
-    )
+    ready = {item.get("type"): item for item in status.get("conditions") or ()}.get("Ready", {})
     return NodeView(
         name=node["metadata"]["name"],
         ready=ready.get("status", "Unknown"),
@@ -348,6 +348,7 @@ def node_view(node: Mapping[str, Any], rules: Rules = NO_RULES) -> NodeView:
         capacity=parse_extended(status.get("capacity")),
         builtin=parse_builtin(status.get("allocatable")),
         unhealthy=find_health_problems(node, rules),
+        is_shutting_down=is_shutdown(ready),
     )
 
 

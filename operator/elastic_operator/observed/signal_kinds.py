@@ -102,3 +102,11 @@ KINDS: Mapping[Kind, Meaning] = {
 
 LEAVE_NODE = frozenset({Kind.NODE_UNHEALTHY, Kind.NODE_CORDONED, Kind.NODE_TAINTED})
 """Planned signals that ask for a node to be emptied, and that can be withdrawn."""
+
+LONGEST_PLANNED_SECONDS = 600.0
+"""Longest grace period of a cordon, taint or health report that comes and goes."""
+
+
+def damped_seconds(seconds: float, num_withdrawn: int) -> float:
+    """Return the grace period of a planned signal that comes and goes: it doubles each time, up to a bound."""
+    return min(seconds * 2.0**num_withdrawn, max(seconds, LONGEST_PLANNED_SECONDS))

@@ -13,12 +13,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 from elastic_operator.observed.observation import CORDON, HEALTH, LeaseView, NodeView, Observation, PodView, Taint
-from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
+from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight, damped_seconds
 from elastic_operator.observed.timeouts import Timeouts
 from reshard.contract import TrainerPhase
-
-LONGEST_PLANNED_SECONDS = 600.0
-"""Longest grace period of a cordon, taint or health report that comes and goes."""
 
 TERMINATION_SLACK_SECONDS = 2.0
 """Time after the end of a pod's grace period in which the last commit may still arrive, and the clocks may differ."""
@@ -42,6 +39,7 @@ A pod with reason `Evicted` is none of them: without DisruptionTarget it has exc
 """
 
 _LOST = ("ContainerStatusUnknown", "Unknown")
+_FAILED_FOR_PODS = "BackoffLimitExceeded"
 """Reasons of a container whose end nobody saw, because its node or the container runtime restarted."""
 
 _UNREACHABLE = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready")
@@ -150,11 +148,6 @@ def _find_grace(signal: Signal, graces: Mapping[str, float]) -> float:
     return damped_seconds(seconds, signal.num_withdrawn)
 
 
-def damped_seconds(seconds: float, num_withdrawn: int) -> float:
-    """Return the grace period of a planned signal that comes and goes: it doubles each time, up to a bound."""
-    return min(seconds * 2.0**num_withdrawn, max(seconds, LONGEST_PLANNED_SECONDS))
-
-
 def detect_node_signals(node: NodeView | None, name: str, limits: Timeouts, now: float) -> list[Signal]:
     """Detect signals of one node that runs pods of the job; `node` is None if it does not exist."""
     if node is None:
@@ -188,6 +181,16 @@ def detect_signals_of_node(world: Observation, name: str, limits: Timeouts, now:
         since = min(now, world.removed.get(name, 0.0))
         found = [dataclasses.replace(signal, since=since, is_doubtful=True) for signal in found]
     return [_not_before(signal, world.evidence_since) for signal in found]
+
+
+def detect_shutdown(node: NodeView | None, pods: Collection[PodView], now: float) -> Signal | None:
+    """Detect that a kubelet shuts its node down, which is then not Ready, while pods there have time for a commit."""
+    if node is None or not node.is_shutting_down or not pods:
+        return None
+    until = (node.ready_since or now) + max(pod.grace_seconds for pod in pods) + TERMINATION_SLACK_SECONDS
+    message = f"node {node.name} shuts down"
+    signal = Signal(kind=Kind.POD_TERMINATING, node=node.name, since=now, message=message, until=until)
+    return signal if now < until else None
 
 
 def _describe_not_ready(node: NodeView) -> str:
@@ -432,6 +435,9 @@ def detect_attempt_signals(
             here.append(pod)
     for name, here in sorted(running.items(), key=lambda item: item[0]):
         node_signals = detect_signals_of_node(world, name, limits, now)
+        shutdown = detect_shutdown(world.nodes.get(name), here, now)
+        if shutdown is not None and all(signal.kind is Kind.NODE_NOT_READY for signal in node_signals):
+            node_signals = [shutdown]
         signals += [signal for signal in node_signals if not _is_explained(signal, world, lease)]
         if (node := world.nodes.get(name)) is not None:
             found = detect_planned_signals(node, tolerated, now)
@@ -459,8 +465,13 @@ def detect_attempt_signals(
         message = f"Job {job.name} was suspended by someone else"
         signals.append(Signal(kind=Kind.JOB_SUSPENDED, since=now, message=message))
     if job is not None and job.failed:
+        # The Job controller keeps failed pods. If there is none, someone else deleted the pod that the Job counted.
+        is_gone = all(pod.deleted_at is not None and pod.phase != "Failed" for pod in pods)
+        is_deleted = is_gone and job.failed_reason == _FAILED_FOR_PODS
         message = f"Job {job.name} failed: {job.failed_reason}: {job.failed_message}"
-        signals.append(Signal(kind=Kind.JOB_FAILED, since=now, message=message))
+        message += "; none of its pods has failed, so someone else deleted one" if is_deleted else ""
+        kind = Kind.POD_DELETED if is_deleted else Kind.JOB_FAILED
+        signals.append(Signal(kind=kind, since=now, message=message))
     return signals
 
 

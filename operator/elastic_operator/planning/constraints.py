@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from elastic_operator.api.schema_types import GIB
 from elastic_operator.api.spec import Batch, Model, Spec
+from elastic_operator.api.spec_model import DCP
 from elastic_operator.planning import memory
 from elastic_operator.planning.shape import Shape
 
@@ -13,6 +14,8 @@ from elastic_operator.planning.shape import Shape
 def refusals(spec: Spec, shape: Shape) -> tuple[str, ...]:
     """Return every reason why `shape` cannot run; empty if it can."""
     problems = [*_check_mesh(shape), *_check_batch(spec.batch, shape)]
+    if shape.zero > 1 and shape.pp > 1 and spec.checkpoint.format != DCP:
+        problems.append(f"ZeRO stage {shape.zero} excludes pipelines, and pp is {shape.pp}")
     if spec.model is not None:
         problems += _check_model(spec.model, shape)
         # A memory estimate for an impossible shape means nothing.
@@ -40,8 +43,6 @@ def _check_mesh(shape: Shape) -> Iterator[str]:
         )
     if shape.dp % (shape.ep * shape.cp):
         yield f"ep({shape.ep}) * cp({shape.cp}) does not divide dp({shape.dp})"
-    if shape.zero > 1 and shape.pp > 1:
-        yield f"ZeRO stage {shape.zero} excludes pipelines, and pp is {shape.pp}"
 
 
 def _check_batch(batch: Batch, shape: Shape) -> Iterator[str]:

@@ -37,7 +37,7 @@ def estimate(model: Model, shape: Shape, micro_samples: int, accumulation_steps:
     Mixed precision with Adam: 2 bytes of weight, 2 of gradient and 12 of optimizer state (fp32 weight and two moments)
     per parameter; ZeRO stages 1, 2 and 3 divide optimizer state, gradients and weights by dp (Rajbhandari et al. 2020,
     "ZeRO", section 3.1 and figure 1). Tensor and pipeline parallelism divide all three; expert parallelism divides
-    the experts, which leaves dp/ep replicas of each for ZeRO.
+    the experts, which leaves dp/ep replicas of each for ZeRO. FSDP2, the default of a DCP job, counts as stage 3.
 
     Activations: see `activation_bytes_per_layer`; the first stage of a 1F1B pipeline keeps those of min(pp,
     micro-batches) micro-batches (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU

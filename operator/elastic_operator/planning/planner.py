@@ -127,7 +127,7 @@ def best(spec: Spec, capacity: Capacity, current: Topology | None = None) -> Can
     Every pass over a running job calls this to see whether a better topology fits.
     """
     counts = tuple(min(spec.nodes.max, capacity.num_usable(per_node)) for per_node in spec.accelerator.per_node)
-    key = (spec.nodes, spec.accelerator, spec.batch, spec.parallelism, spec.model, counts, current)
+    key = (*_planned_parts(spec), counts, current)
     if key not in _CACHE:
         _CACHE[key] = plan(spec, capacity, current).best
         if len(_CACHE) > _MAX_CACHED:
@@ -140,7 +140,7 @@ def node_counts(spec: Spec) -> tuple[int, ...]:
 
     If nothing can run at all, the range that the spec permits.
     """
-    key = (spec.nodes, spec.accelerator, spec.batch, spec.parallelism, spec.model)
+    key = _planned_parts(spec)
     if key not in _COUNTS:
         per_node = max(spec.accelerator.per_node)
         nodes = tuple(NodeCapacity(name=str(i), free=per_node) for i in range(spec.nodes.max))
@@ -150,6 +150,11 @@ def node_counts(spec: Spec) -> tuple[int, ...]:
         if len(_COUNTS) > _MAX_CACHED:
             del _COUNTS[next(iter(_COUNTS))]
     return _COUNTS[key]
+
+
+def _planned_parts(spec: Spec) -> tuple[object, ...]:
+    """Return the parts of a spec that determine its plans."""
+    return (spec.nodes, spec.accelerator, spec.batch, spec.parallelism, spec.model, spec.checkpoint.format)
 
 
 _COUNTS: dict[object, tuple[int, ...]] = {}

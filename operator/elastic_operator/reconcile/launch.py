@@ -12,6 +12,7 @@ from collections.abc import Collection
 from elastic_operator.api.conditions import Type, set_condition
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import reshard_hash, spec_hash
+from elastic_operator.api.spec_model import AUTO, LOAD
 from elastic_operator.api.status import (
     Commit,
     Condition,
@@ -19,6 +20,8 @@ from elastic_operator.api.status import (
     Current,
     Phase,
     ReshardStatus,
+    Resume,
+    StartMode,
     Status,
     edit_last_recovery,
     short,
@@ -153,7 +156,7 @@ def has_capacity(free: Capacity, current: Current) -> bool:
 def _forget_plan(status: Status) -> Status:
     status = dataclasses.replace(status, current=None)
     if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
-        status = edit_last_recovery(status, to="", to_attempt=0)
+        status = edit_last_recovery(status, to="", to_attempt=0, start_mode="")
     return status
 
 
@@ -171,8 +174,12 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
         if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
             status = edit_last_recovery(status, reshard_start_time=Time(context.now))
         context.emit("Resharding", f"attempt {status.attempt}: {current.resume.reason}")
+    if context.spec.reshard.mode == LOAD:
+        loaded = _load_instead(context, status, current, "spec.reshard.mode was edited to Load")
+        if loaded is not None:
+            return loaded
     if reshard.interruptions > context.spec.reshard.backoff_limit:
-        without_conversion = _return_to_commit(context, status, current, reshard.message)
+        without_conversion = _avoid_conversion(context, status, current, reshard.message)
         if without_conversion is not None:
             return without_conversion
     job = context.world.job(status.attempt, RESHARD)
@@ -224,7 +231,7 @@ def _follow_start(context: Context, status: Status, current: Current, reshard: R
         return dataclasses.replace(status, reshard=reshard)
     waited = context.now - trouble.since
     if reshard_pods.is_waiting_for_room(trouble, pods) and waited >= context.limits.unschedulable_seconds:
-        without_conversion = _return_to_commit(context, status, current, trouble.message)
+        without_conversion = _avoid_conversion(context, status, current, trouble.message)
         if without_conversion is not None:
             return without_conversion
     if trouble.kind is Kind.UNSCHEDULABLE:
@@ -236,6 +243,30 @@ def _follow_start(context: Context, status: Status, current: Current, reshard: R
     is_interruption = reshard_pods.is_pull_failure(trouble, pods)
     failure = _Failure(name=str(trouble.kind), message=trouble.message, is_interruption=is_interruption)
     return _handle_reshard_failure(context, status, reshard, job, failure)
+
+
+def _avoid_conversion(context: Context, status: Status, current: Current, trouble: str) -> Status | None:
+    """Let the attempt load its commit unconverted, or plan the topology of the commit; None if neither is possible."""
+    return _load_instead(context, status, current, trouble) or _return_to_commit(context, status, current, trouble)
+
+
+def _load_instead(context: Context, status: Status, current: Current, why: str) -> Status | None:
+    """Let the attempt load its commit unconverted, and drop the conversion; None if that is not possible, or unwanted.
+
+    With mode Materialize the user has asked for the conversion.
+    """
+    commit = reshard_mode.find_loadable(context.spec, status, current.resume)
+    if commit is None or context.spec.reshard.mode not in (AUTO, LOAD):
+        return None
+    context.emit("LoadsCommit", f"attempt {status.attempt} loads {commit.uri} without a conversion: {why}")
+    if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
+        status = edit_last_recovery(status, start_mode=StartMode.LOAD, reshard_end_time=Time(context.now))
+    job = context.world.job(status.attempt, RESHARD)
+    reshard = status.reshard
+    if reshard is not None and job is not None:
+        reshard = dataclasses.replace(reshard, failed_uid=job.uid)  # so that the Job is deleted
+    resume = reshard_mode.load_commit(current.resume, commit, current.topology)
+    return dataclasses.replace(status, reshard=reshard, current=dataclasses.replace(current, resume=resume))
 
 
 def _return_to_commit(context: Context, status: Status, current: Current, trouble: str) -> Status | None:
@@ -284,6 +315,7 @@ def _finish_reshard(
         topology=current.topology,
         num_bytes=reshard.bytes_written,
         writer="reshard",
+        format=_find_format(context, status, resume),
         verified=reshard.verified,
     )
     status = dataclasses.replace(
@@ -306,6 +338,13 @@ def _finish_reshard(
     figures = _describe_conversion(reshard)
     context.emit("Resharded", f"attempt {status.attempt}: {resume.uri} is committed ({figures})")
     return status
+
+
+def _find_format(context: Context, status: Status, resume: Resume) -> str:
+    """Return the format of a converted commit, which is that of its source unless the source is foreign."""
+    if resume.external:
+        return context.spec.checkpoint.format.lower()
+    return next((item.format for item in status.checkpoint.history if item.uri == resume.source), "")
 
 
 def _describe_conversion(reshard: ReshardStatus) -> str:
@@ -384,6 +423,10 @@ def _handle_reshard_failure(
     )
     if not is_final:
         return status
+    if status.current is not None:
+        loaded = _load_instead(context, status, status.current, f"its conversion failed ({message})")
+        if loaded is not None:
+            return loaded
     if external or context.spec.reshard.on_failure == "Fail":
         return dataclasses.replace(status, phase=Phase.FAILED, reason="ReshardFailed", message=text, current=None)
     commit = commit_history.find_newest(status.checkpoint, below=status.attempt)

@@ -14,6 +14,7 @@ from elastic_operator.observed.capacity import Capacity, NodeCapacity
 from elastic_operator.observed.placement.volumes import describe_problems
 from elastic_operator.planning import planner
 from elastic_operator.planning.planner import Candidate
+from elastic_operator.reconcile import reshard_mode
 from elastic_operator.reconcile.context import (
     Context,
     describe_stuck_pods,
@@ -118,6 +119,9 @@ def _adopt(context: Context, status: Status, plan: Plan, topology: Topology, *, 
         start=start_source(context.spec),
         mark=context.job.uid[:8] if context.spec.checkpoint.take_over else "",
     )
+    resume, why = reshard_mode.choose_start(context.spec, status, resume, topology)
+    if why:
+        plan = dataclasses.replace(plan, reason=f"{plan.reason[: MAX_REASON - len(why) - 1]} {why}")
     text = short(topology)
     context.emit("Planned", f"attempt {attempt}: {plan.reason} Start: {resume.reason}.")
     if not resume.uri:
@@ -168,6 +172,7 @@ def _adopt(context: Context, status: Status, plan: Plan, topology: Topology, *, 
             plan_time=Time(context.now),
             commit_step=resume.step,
             lost_steps=max(0, last.last_step - resume.step),
+            start_mode=resume.mode,
             conversion=None,
         )
     return status

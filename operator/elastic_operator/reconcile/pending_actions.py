@@ -50,7 +50,13 @@ def _list_actions(context: Context, status: Status) -> tuple[Action, ...]:
         return (deletion,)
     quota = workload_actions(context, status)
     if status.phase == Phase.COMPLETE:
-        return (*_stop_reshard(context, status), *_revoke_completed(context, status), *quota)
+        return (
+            *_stop_attempts(context, status),
+            *_stop_completed(context, status),
+            *_stop_reshard(context, status),
+            *_revoke_completed(context, status),
+            *quota,
+        )
     return (
         *_stop_attempts(context, status),
         *_stop_reshard(context, status),
@@ -60,8 +66,8 @@ def _list_actions(context: Context, status: Status) -> tuple[Action, ...]:
 
 
 def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
-    """Stop every attempt except the launched current one."""
-    keep = status.attempt if status.launched else -1
+    """Stop every attempt except the launched current one, or the one that has completed the job."""
+    keep = status.attempt if status.launched or status.phase == Phase.COMPLETE else -1
     jobs = [job for job in context.world.jobs if job.role == WORKER and job.attempt != keep]
     pods = [pod for pod in context.world.pods if pod.role == WORKER and pod.attempt != keep]
     stopping = {pod.attempt for pod in pods if not pod.terminal}
@@ -90,6 +96,21 @@ def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
         RevokeAttempt(name=attempt_name(job.name, attempt), owner=job.uid, gang=_gang(context))
         for attempt in sorted(attempts)
     )
+
+
+def _stop_completed(context: Context, status: Status) -> Iterator[Action]:
+    """Stop pods of the completed attempt that do not end by themselves: they hold accelerators, quota and the resource.
+
+    Pods on lost nodes cannot end. A process elsewhere may still have something to do after the last commit, but no
+    longer than `recovery.hangSeconds`. The Job controller stops its peers as soon as one pod is deleted.
+    """
+    pods = [pod for pod in context.world.workers(status.attempt) if not pod.terminal]
+    if not pods:
+        return
+    lost = find_lost_nodes(context, status)
+    since = status.finish_time if status.finish_time is not None else context.now
+    if context.now - since >= context.spec.recovery.hang_seconds or all(pod.node in lost for pod in pods):
+        yield from _delete_pods(context, status, pods)
 
 
 def _revoke_completed(context: Context, status: Status) -> Iterator[Action]:

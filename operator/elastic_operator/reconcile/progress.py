@@ -213,6 +213,7 @@ def _record_loader(status: Status, lease: LeaseView) -> Status:
     loader = Loader(
         manifests=reported.manifests[:_MAX_VERSIONS],
         memory_bytes=max(0, reported.memory_bytes),
+        formats=reported.formats,
         spec_hash=status.current.spec_hash,
     )
     return dataclasses.replace(status, loader=loader)

@@ -16,7 +16,7 @@ from elastic_operator.api.status import (
     short,
 )
 from elastic_operator.observed import commit_history
-from elastic_operator.reconcile import goodput
+from elastic_operator.reconcile import goodput, reshard_mode
 from elastic_operator.reconcile.context import Context
 from elastic_operator.reconcile.failures import charges, node_exclusions, reassessment
 from elastic_operator.reconcile.failures.faults import UNKNOWN, Fault
@@ -68,17 +68,24 @@ def recover(
             lost=tuple(sorted({*previous.lost, *named})),
             to="",
             to_attempt=0,
+            start_mode="",
             plan_time=None,
             reshard_start_time=None,
             reshard_end_time=None,
         )
     else:
         status = dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
-    lease = context.world.leases.get(status.attempt)
+    current, lease = status.current, context.world.leases.get(status.attempt)
     refusal = (lease.resume_error if lease else "") or _find_out_of_memory(context, status)
     # Never resume again from a commit that rank 0 could not load, whatever else has ended the attempt.
-    if refusal and status.current is not None and status.current.resume.uri:
-        status = refuse_commit(context, status, status.current.resume.uri, refusal)
+    # A commit that the training refuses only for its topology is intact, and is converted next time.
+    if (
+        refusal
+        and current is not None
+        and current.resume.uri
+        and not (lease and reshard_mode.is_topology_refused(current, lease.loader))
+    ):
+        status = refuse_commit(context, status, current.resume.uri, refusal)
     excluded = node_exclusions.exclude_nodes(context, status, lost, cause)
     status = dataclasses.replace(status, current=None, drain=None, growth=None, excluded_nodes=excluded)
     if planned or is_merged:
@@ -119,7 +126,11 @@ def record_pause(context: Context, status: Status, cause: str, message: str) -> 
     if last is None or last.first_step_time is not None:
         return status
     if last.cause in goodput.PAUSES:
-        return status if not last.to_attempt else edit_last_recovery(status, to="", to_attempt=0, plan_time=None)
+        return (
+            status
+            if not last.to_attempt
+            else edit_last_recovery(status, to="", to_attempt=0, start_mode="", plan_time=None)
+        )
     now = Time(context.now)
     record = Recovery(
         cause=cause,

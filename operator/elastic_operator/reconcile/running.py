@@ -110,13 +110,24 @@ def _can_commit(lease: LeaseView | None) -> bool:
 def _find_request_to_leave(context: Context, status: Status) -> Drain | None:
     """Return the drain that the training began by itself at SIGTERM, before the operator asked for one; else None.
 
-    Without a pod that someone asked to stop, an attempt that calls itself drained has failed.
+    Without a pod that someone asked to stop, an attempt that calls itself drained has failed. Such a pod may be gone
+    already, for instance if the operator was away meanwhile: nobody else removes pods of a running attempt.
     """
-    for pod in context.world.workers(status.attempt):
-        if pod.disruption or pod.deleted_at is not None:
-            message = f"pod {pod.name} had to stop ({pod.disruption or 'it was deleted by someone else'})"
-            return Drain(cause=Kind.POD_TERMINATING, message=message, start_time=Time(context.now))
-    return None
+    pods, current = context.world.workers(status.attempt), status.current
+    message = ""
+    for pod in pods:
+        node = context.world.nodes.get(pod.node or "")
+        reasons = [
+            pod.disruption,
+            f"node {pod.node} shuts down" if node is not None and node.is_shutting_down else "",
+            "it was deleted by someone else" if pod.deleted_at is not None else "",
+        ]
+        if why := next(filter(None, reasons), ""):
+            message = f"pod {pod.name} had to stop ({why})"
+            break
+    if not message and current is not None and current.schedule_time is not None and len(pods) < current.num_nodes:
+        message = f"{current.num_nodes - len(pods)} of {current.num_nodes} pods were deleted by someone else"
+    return Drain(cause=Kind.POD_TERMINATING, message=message, start_time=Time(context.now)) if message else None
 
 
 def _is_complete(context: Context, status: Status, lease: LeaseView | None, verdict: Verdict) -> bool:

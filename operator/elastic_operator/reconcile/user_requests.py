@@ -72,7 +72,7 @@ def handle_retry(context: Context, status: Status) -> Status:
         return _retry_conversion(context, status) if can_retry_conversion(status, context.now) else status
     last = status.recoveries[-1] if status.recoveries else None
     if last is not None and last.first_step_time is None:
-        status = edit_last_recovery(status, to="", to_attempt=0, plan_time=None)
+        status = edit_last_recovery(status, to="", to_attempt=0, start_mode="", plan_time=None)
     context.emit(
         "RetryRequested", f"requested by hand after {status.reason}: the job goes on with a fresh restart budget"
     )

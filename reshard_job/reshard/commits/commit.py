@@ -116,6 +116,7 @@ class Commit:
             attempt=self.attempt,
             topology=self.topology.to_dict(),
             num_bytes=self.num_bytes,
+            format=self.format,
         )
 
     def to_dict(self) -> dict[str, Any]:

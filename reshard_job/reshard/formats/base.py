@@ -42,9 +42,11 @@ def stated_topology(path: str, *, tp: int = 1, pp: int = 1, dp: int = 1, cp: int
         CorruptSourceError: no such topology is possible, or it has more ranks than are planned.
     """
     try:
-        return Topology(tp=tp, pp=pp, dp=dp, cp=cp, zero=zero)
+        topology = Topology(tp=tp, pp=pp, dp=dp, cp=cp, zero=zero)
+        topology.refuse_partitioned_pipeline()
     except TopologyError as error:
         raise CorruptSourceError(f"states impossible degrees of parallelism: {error.message}", path=path) from error
+    return topology
 
 
 class Format(Protocol):

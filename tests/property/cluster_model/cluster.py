@@ -95,6 +95,7 @@ class Commit:
     attempt: int
     topology: dict[str, int]
     owner: str = UID
+    format: str = "deepspeed"
 
 
 class Cluster:
@@ -117,6 +118,7 @@ class Cluster:
         quota: number of nodes that Kueue may give; None without Kueue.
         launched: number of each attempt that was launched, in order.
         left_behind: UIDs of pods on lost nodes, beside which a later attempt was launched.
+        commit_bytes: size of each commit that the training reports; 0 if it is not known.
         made_steps: number of steps that the job has reported, also those that a later attempt made again.
         effects: how often something rare has happened, to show that traces reach it.
     """
@@ -155,6 +157,7 @@ class Cluster:
         self.left_behind: set[str] = set()
         self.effects: collections.Counter[str] = collections.Counter()
         self.made_steps = 0
+        self.commit_bytes = 0
 
     def _node(self, name: str) -> dict[str, Any]:
         ready = {"type": "Ready", "status": "True", "lastTransitionTime": format_time(self.now - 1000)}

@@ -102,6 +102,11 @@ def _restore(cluster: Cluster, rank_0: Process) -> None:
         rank_0.report[LeaseKey.RESUME_ERROR] = "CRC differs"
         _exit_all(cluster, rank_0, EXIT_REFUSED)
         return
+    topology = json.loads(rank_0.env[Env.TOPOLOGY])
+    if resume and cluster.commits[resume].topology != topology:
+        # The session loads a DCP commit in any topology, and refuses any other; `check_launch` never lets that happen.
+        assert cluster.commits[resume].format == "dcp", "only a DCP commit is loaded in another topology"
+        cluster.effects["a commit is loaded in another topology"] += 1
     if rank_0.owner == UID:
         cluster.newest_started = max(cluster.newest_started, rank_0.attempt)
     rank_0.step = cluster.commits[resume].step if resume else 0
@@ -161,8 +166,12 @@ def _publish(cluster: Cluster, rank_0: Process, is_answered: bool) -> None:
         samples=20 * rank_0.step,
         attempt=rank_0.attempt,
         topology=json.loads(rank_0.env[Env.TOPOLOGY]),
+        num_bytes=cluster.commit_bytes,
+        format=cluster.spec["checkpoint"].get("format", "DeepSpeed").lower(),
     )
-    cluster.commits[uri] = Commit(step=ref.step, attempt=ref.attempt, topology=dict(ref.topology), owner=rank_0.owner)
+    cluster.commits[uri] = Commit(
+        step=ref.step, attempt=ref.attempt, topology=dict(ref.topology), owner=rank_0.owner, format=ref.format
+    )
     rank_0.report[LeaseKey.COMMIT] = ref.to_json()
     rank_0.report[LeaseKey.REMOVED] = json.dumps(_remove_released(cluster, rank_0))
 
@@ -213,7 +222,8 @@ def _convert(cluster: Cluster, process: Process) -> None:
         return
     step, topology = cluster.commits[source].step, _parse_topology(pod["spec"]["containers"][0]["args"][4])
     cluster.root_owner = UID
-    cluster.commits[target] = Commit(step=step, attempt=process.attempt, topology=topology)
+    format_ = cluster.spec["checkpoint"].get("format", "DeepSpeed").lower()
+    cluster.commits[target] = Commit(step=step, attempt=process.attempt, topology=topology, format=format_)
     cluster.effects["a commit is converted"] += 1
     report = ReshardReport(ok=True, exit_code=0, message="done", source=source, target=target, step=step, verified=True)
     _report(cluster, process, report)

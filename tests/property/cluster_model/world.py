@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -26,6 +27,11 @@ STRIDE_SECONDS = 5.0
 """Longest time in one step of the model; the operator polls at least that often."""
 IDLE_SECONDS = 5.0
 CONVERSION_WAIT_SECONDS = 40
+DCP_SHAPES: dict[str, Any] = {
+    "parallelism": {"strategy": "Ranked", "topologies": [{"data": 6}, {"pipeline": 4}, {"pipeline": 2}]},
+    "batch": {"globalSamples": 24, "microSamples": 2},
+}
+"""A large commit of one or two nodes, whose tensors are whole, is worth a conversion before six ranks load it."""
 LAST_STEPS = 15
 """Number of steps that a long training makes after everything has been put right."""
 
@@ -46,6 +52,9 @@ class Setup:
         fatal_code: exit code that fails the job by its podFailurePolicy; None for no policy.
         predecessor: folder of an earlier job of the same name that still runs, empty for none.
         takes_over: the job may use the folder of its predecessor.
+        format: format of its checkpoints.
+        mode: spec.reshard.mode.
+        num_bytes: size of each of its commits; 0 if it is not known.
     """
 
     external: str = ""
@@ -59,6 +68,9 @@ class Setup:
     fatal_code: int | None = None
     predecessor: str = ""
     takes_over: bool = False
+    format: str = "DeepSpeed"
+    mode: str = "Auto"
+    num_bytes: int = 0
 
 
 class World(Cluster):
@@ -74,9 +86,16 @@ class World(Cluster):
         setup = setup or Setup(external=external)
         self.steps = setup.steps
         self.spec["nodes"]["max"] = setup.max_nodes
-        self.spec["checkpoint"] |= {"startFrom": setup.external, "takeOver": setup.takes_over}
+        self.spec["checkpoint"] |= {"startFrom": setup.external, "takeOver": setup.takes_over, "format": setup.format}
+        self.commit_bytes = setup.num_bytes
+        if setup.format == "DCP":
+            self.spec |= copy.deepcopy(DCP_SHAPES)
         self.spec["recovery"]["restartBudget"]["limit"] = setup.budget
-        self.spec["reshard"] |= {"backoffLimit": setup.retries, "onFailure": setup.on_failure}
+        self.spec["reshard"] |= {
+            "mode": setup.mode,
+            "backoffLimit": setup.retries,
+            "onFailure": setup.on_failure,
+        }
         if setup.deadline is not None:
             self.spec["activeDeadlineSeconds"] = setup.deadline
         if setup.fatal_code is not None:

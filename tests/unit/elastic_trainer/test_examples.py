@@ -7,6 +7,8 @@ import pytest
 
 import elastic_trainer
 from elastic_trainer import batch, mailbox, session
+from elastic_trainer.data import order, random_state
+from elastic_trainer.stacks import deepspeed, fsdp2
 from tests.examples import callables_without_example, run_examples
 
 
@@ -18,7 +20,9 @@ def single_process_without_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("module", [batch, mailbox, session], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [batch, deepspeed, fsdp2, mailbox, order, random_state, session], ids=lambda module: module.__name__
+)
 def test_the_examples_are_right(module) -> None:
     run_examples(module)
 

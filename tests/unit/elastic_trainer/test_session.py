@@ -141,6 +141,57 @@ def test_a_commit_of_another_topology_is_refused_with_both_named(tmp_path):
     assert "tp=1,pp=1,dp=1,zero=0" in told
 
 
+def write_dcp_files(folder, tag):
+    """Write the files that torch.distributed.checkpoint writes on two ranks, one of them hidden."""
+    (folder / tag).mkdir(parents=True)
+    for name, content in ((".metadata", b"m" * 300), ("__0_0.distcp", b"0" * 2000), ("__1_0.distcp", b"1" * 1000)):
+        (folder / tag / name).write_bytes(content)
+
+
+def save_dcp(tmp_path, **env):
+    session = make_session(tmp_path, **env)
+    session.start()
+    session.after_step(step=2, samples=20, loss=1.0)
+    folder = session.save(write_dcp_files, format_="dcp", data={"seed": 7})
+    session.finish()
+    return folder
+
+
+def test_a_dcp_commit_names_its_format_and_its_hidden_file(tmp_path):
+    folder = save_dcp(tmp_path)
+    commit = read_commit(folder)
+    assert commit.format == "dcp"
+    assert [file.path for file in commit.files] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert all(file.crc32 is not None for file in commit.files)
+    told = CommitRef.from_json(mailbox(tmp_path)[LeaseKey.COMMIT])
+    assert (told.format, told.num_bytes) == ("dcp", 3300)
+
+
+@pytest.mark.parametrize("topology", ["zero=3", "zero=0", "zero=1"])
+def test_a_dcp_commit_is_loaded_in_any_topology(tmp_path, topology):
+    folder = save_dcp(tmp_path, ETJ_TOPOLOGY="zero=3")
+    loaded = []
+    session = make_session(tmp_path, attempt=2, resume=folder, ETJ_TOPOLOGY=topology)
+    session.start()
+    position = session.restore(loaded.append)
+    session.finish()
+    assert (position.step, position.samples, position.data, loaded) == (2, 20, {"seed": 7}, [folder])
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_a_damaged_dcp_commit_is_refused_in_another_topology_too(tmp_path, name):
+    folder = save_dcp(tmp_path, ETJ_TOPOLOGY="zero=3")
+    content = bytearray((folder / name).read_bytes())
+    content[50] ^= 1
+    (folder / name).write_bytes(content)
+    session = make_session(tmp_path, attempt=2, resume=folder, ETJ_TOPOLOGY="zero=0")
+    session.start()
+    with pytest.raises(SystemExit) as caught:
+        session.restore(lambda folder: pytest.fail(f"loaded {folder}"))
+    assert caught.value.code == 76
+    assert f"{name}: CRC-32" in mailbox(tmp_path, 2)[LeaseKey.RESUME_ERROR]
+
+
 def test_a_drain_request_saves_stops_and_exits_with_75(tmp_path):
     session = make_session(tmp_path)
     session.start()

@@ -49,12 +49,19 @@ def test_ranks_of_one_replica_are_neighbours_as_in_deepspeed() -> None:
         ("tp=0", "at least 1"),
         ("zero=4", "ZeRO stage"),
         ("dp=4,ep=3", "not divisible by ep\\*cp"),
-        ("pp=2,zero=3", "refuses ZeRO-2 and ZeRO-3 with a pipeline"),
     ],
 )
 def test_an_impossible_topology_is_refused_with_its_reason(text: str, complaint: str) -> None:
     with pytest.raises(TopologyError, match=complaint):
         Topology.parse(text)
+
+
+def test_only_formats_whose_framework_refuses_them_refuse_partitioned_pipelines() -> None:
+    for text in ("pp=2,zero=2", "pp=2,zero=3"):
+        with pytest.raises(TopologyError, match=f"zero={text[-1]} with pp=2: DeepSpeed refuses ZeRO-2 and ZeRO-3"):
+            Topology.parse(text).refuse_partitioned_pipeline()
+    for text in ("pp=2,zero=1", "dp=2,zero=3"):
+        Topology.parse(text).refuse_partitioned_pipeline()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"tp": 2, "size": 3}', '{"tp": "2"}', '{"tp": true, "dp": 0}'])

@@ -19,6 +19,9 @@ from elastic_operator.observed.observation import Key
 from elastic_operator.reconcile import goodput
 from elastic_operator.reconcile.record import Record
 
+PASSED_SECONDS = 60.0
+"""A job that leaves nodes to others asks again every second; one that has not asked for so long has none to leave."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PriorityClasses:
@@ -89,12 +92,21 @@ class YieldTimes:
 
     def __init__(self) -> None:
         self._since: dict[Key, float] = {}
+        self._asked: dict[Key, float] = {}
 
     def is_over(self, key: Key) -> bool:
-        """Return whether the job has left nodes to others for long enough; the time begins with the first call."""
+        """Return whether the job has left nodes to others for long enough.
+
+        The time begins with the first call, and with one that comes PASSED_SECONDS after the last one: other nodes are
+        free then, or other jobs are ahead.
+        """
         now = time.monotonic()
+        if now - self._asked.get(key, now) >= PASSED_SECONDS:
+            self._since.pop(key, None)
+        self._asked[key] = now
         return now - self._since.setdefault(key, now) >= RESERVATION_SECONDS
 
     def forget(self, key: Key) -> None:
         """Begin anew: the job has taken nodes, or is gone."""
         self._since.pop(key, None)
+        self._asked.pop(key, None)

@@ -133,12 +133,13 @@ class QueueView:
     def current(self) -> WorkloadView | None:
         """The Workload that counts: the newest one with quota, else the oldest one that waits; None if there is none.
 
-        While a replacement waits for more quota, the Workload that it replaces counts.
+        While a replacement waits for more quota, or for its admission checks, the Workload that it replaces counts.
         """
         unfinished = self.unfinished
         holders = [item for item in unfinished if item.has_quota]
         admitted = [item for item in holders if item.is_admitted]
-        return next(iter([*reversed(admitted), *reversed(holders), *unfinished]), None)
+        evicted = [item for item in holders if item.is_evicted]
+        return next(iter([*reversed(admitted), *reversed(evicted), *reversed(holders), *unfinished]), None)
 
     def placement(self, workload: WorkloadView) -> Placement:
         """Return what the admission of a Workload demands of the pods."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator.api.status import Current, Phase, Status, short
+from elastic_operator.api.spec_model import LOAD
+from elastic_operator.api.status import Current, Phase, StartMode, Status, short
 from elastic_operator.planning import planner
 from elastic_operator.plugin.pages.recovery_estimate import Estimate, estimate_recovery
 from elastic_operator.plugin.pages.whatif import Change, apply_change
@@ -36,7 +37,8 @@ class ReshardForecast:
     """The conversion of the checkpoint.
 
     Attributes:
-        mode: `None` (the checkpoint needs no conversion, or there is none), else `spec.reshard.mode`.
+        mode: `None` (the checkpoint needs no conversion, or there is none), `Load` (the training loads a commit of
+            another topology by itself), else `spec.reshard.mode`.
         last_mode: the mode that `Auto` chose for the last conversion.
         source: commit that is read.
         num_bytes: size of the commit; None if it is unknown.
@@ -191,22 +193,25 @@ def _next_attempt(base: Forecast, after: Context, status: Status) -> Forecast:
         reshard=reshard,
         alternatives=_alternatives(result, to, new.num_nodes),
         estimate=estimate_recovery(
-            status, stops=status.launched, reshards=reshard.mode != "None", num_bytes=reshard.num_bytes
+            status, stops=status.launched, reshards=not new.resume.ready, num_bytes=reshard.num_bytes
         ),
     )
 
 
 def _reshard(context: Context, status: Status, new: Current) -> ReshardForecast:
     resume = new.resume
+    commit = next((item for item in status.checkpoint.history if item.uri == resume.source), None)
+    num_bytes = commit.num_bytes if commit and commit.num_bytes else None
+    if resume.mode == StartMode.LOAD:
+        return ReshardForecast(mode=LOAD, reason=resume.reason, source=resume.uri, num_bytes=num_bytes)
     if resume.ready:
         return ReshardForecast(mode="None", reason=resume.reason, source=resume.uri)
-    commit = next((item for item in status.checkpoint.history if item.uri == resume.source), None)
     return ReshardForecast(
         mode="Materialize" if resume.external else context.spec.reshard.mode,
         reason=resume.reason,
         last_mode=_last_mode(status),
         source=resume.source,
-        num_bytes=commit.num_bytes if commit and commit.num_bytes else None,
+        num_bytes=num_bytes,
     )
 
 

@@ -40,6 +40,7 @@ class RecoveryReport:
         end_time: first step of the next attempt.
         parts: parts in the order in which they happened.
         total_seconds: sum of the parts so far.
+        start_mode: how the next attempt starts: `AsIs`, `Load` or `Reshard`; empty if it has no commit, or no plan yet.
         conversion: result of the reshard Job; None if none was needed.
     """
 
@@ -59,6 +60,7 @@ class RecoveryReport:
     last_step: int = 0
     commit_step: int = 0
     lost_steps: int = 0
+    start_mode: str = ""
     conversion: Conversion | None = None
 
 
@@ -224,6 +226,7 @@ def _recovery(item: Recovery, *, is_newest: bool) -> RecoveryReport:
         last_step=item.last_step,
         commit_step=item.commit_step,
         lost_steps=item.lost_steps,
+        start_mode=item.start_mode,
         conversion=item.conversion,
     )
 

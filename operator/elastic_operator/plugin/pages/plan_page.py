@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from elastic_operator.api.spec_model import LOAD
 from elastic_operator.plugin.pages.forecast import Forecast, ReshardForecast
 from elastic_operator.plugin.pages.status_page import PARTS
 from elastic_operator.plugin.pages.text import format_fields, format_seconds, format_size, format_table, pluralize
@@ -90,6 +91,8 @@ def _resume(plan: Forecast) -> str:
 def _reshard(reshard: ReshardForecast) -> str:
     if reshard.mode == "None":
         return "none: the checkpoint is used as it is" if reshard.source else "none"
+    if reshard.mode == LOAD:
+        return f"none: the training loads another topology by itself: {reshard.reason}"
     known = f" (last time: {reshard.last_mode})" if reshard.last_mode and reshard.mode == "Auto" else ""
     num_bytes = "of unknown size" if reshard.num_bytes is None else f"{format_size(reshard.num_bytes)} to read"
     if reshard.num_bytes is not None and reshard.last_mode != "virtual":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic_operator.api.status import FailureCount
+from elastic_operator.api.status import FailureCount, StartMode
 from elastic_operator.observed.signal_kinds import LEAVE_NODE
 from elastic_operator.plugin.pages.job_report import JobReport, RecoveryReport
 from elastic_operator.plugin.pages.text import (
@@ -161,6 +161,8 @@ def _moved(item: RecoveryReport) -> str:
         verified = "verified" if done.verified else "not verified"
         sizes = f"{format_size(done.bytes_read)} read, {format_size(done.bytes_written)} written"
         return f"{sizes} in {format_seconds(done.seconds)} ({done.mode}, {verified})"
+    if item.start_mode == StartMode.LOAD:
+        return "nothing: the training loads the checkpoint in its new topology by itself"
     if any(part.name == "reshard" for part in item.parts):
         return "checkpoint resharded"
     if item.from_ != item.to and item.state == "Open" and item.commit_step:

@@ -10,7 +10,7 @@ from elastic_operator.api.status import Drain, ExcludedNode, Recovery, Status
 from elastic_operator.observed import signals
 from elastic_operator.observed.failure_classes import CLASSES, classify_failure
 from elastic_operator.observed.observation import NodeView, PodView
-from elastic_operator.observed.signal_kinds import LEAVE_NODE
+from elastic_operator.observed.signal_kinds import LEAVE_NODE, damped_seconds
 from elastic_operator.reconcile.context import (
     POD_STUCK_TERMINATING,
     Context,
@@ -144,7 +144,7 @@ def _find_clean_time(context: Context, item: ExcludedNode, node: NodeView) -> Ti
         return None
     most = max((node.count_withdrawals(name, context.now) for name, _ in node.withdrawals), default=0)
     clean_since = max(item.since, context.world.evidence_since, *(at for _, at in node.withdrawals))
-    return Time(clean_since + signals.damped_seconds(context.limits.planned_seconds, max(0, most - 1)))
+    return Time(clean_since + damped_seconds(context.limits.planned_seconds, max(0, most - 1)))
 
 
 def _failures_on(context: Context, status: Status, name: str) -> list[Recovery]:

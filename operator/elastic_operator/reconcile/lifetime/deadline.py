@@ -1,8 +1,8 @@
 """The end of a job after `spec.activeDeadlineSeconds`. Pure.
 
-A job is active from the launch of an attempt until it is suspended or ends; recoveries in between count, because the
-job holds or wants its nodes then. The time is the sum of all such periods, so that a queueing system that suspends a
-job and resumes it neither uses up its time nor gives it more.
+A job is active from the launch of an attempt until it is suspended, waits for quota or ends; recoveries in between
+count, because the job holds or wants its nodes then. The time is the sum of all such periods, so that a queueing system
+that stops a job and lets it go on neither uses up its time nor gives it more.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.reconcile import running
 from elastic_operator.reconcile.context import Context
+from elastic_operator.reconcile.queueing.standing import QUEUED
 
 EXCEEDED = "DeadlineExceeded"
 """Cause of the planned end, and reason of the phase Failed after it."""
 
 
 def record_activity(status: Status, now: float) -> Status:
-    """Begin a period of activity at a launch; add it to the sum when the job is suspended or has ended."""
+    """Begin a period of activity at a launch; add it to the sum when the job rests or has ended."""
     since, current = status.active_since, status.current
-    if status.terminal or status.phase == Phase.SUSPENDED:
+    is_resting = status.phase == Phase.SUSPENDED or (status.phase, status.reason) == (Phase.WAITING, QUEUED)
+    if status.terminal or is_resting:
         if since is None:
             return status
         return dataclasses.replace(

@@ -8,6 +8,7 @@ import enum
 from elastic_operator.api.status import Status
 from elastic_operator.manifests.workload import is_for_other_pods, queue_of
 from elastic_operator.observed.queueing.workloads import QueueView, WorkloadView
+from elastic_operator.planning import planner
 from elastic_operator.reconcile.context import Context
 
 UNADMITTED_SECONDS = 60.0
@@ -56,7 +57,7 @@ class Standing:
 def find_standing(context: Context, status: Status) -> Standing:
     """Return what Kueue says about the job.
 
-    Quota for other pods than those of the spec is none: the operator gives it back before it plans the next attempt.
+    Quota that is of no use for the next attempt is none: the operator gives it back before it plans that attempt.
     """
     view, queue = context.world.queue, queue_of(context.job)
     if view is None or not queue:
@@ -73,8 +74,8 @@ def find_standing(context: Context, status: Status) -> Standing:
         return Standing(state=State.EVICTED, reason=reason or "Evicted", message=text, workload=workload)
     if view.problem:
         return Standing(state=State.WAITING, reason="QueueProblem", message=view.problem, workload=workload)
-    if workload.is_admitted and status.current is None and is_outdated(context, workload):
-        text = f"Workload {workload.name} asks for other pods, or in another queue: asking anew"
+    if workload.is_admitted and status.current is None and (mismatch := find_mismatch(context, workload)):
+        text = f"Workload {workload.name} {mismatch}: asking anew"
         return Standing(state=State.WAITING, reason="SpecChanged", message=text, workload=workload)
     if workload.is_admitted:
         text = (
@@ -85,9 +86,18 @@ def find_standing(context: Context, status: Status) -> Standing:
     return Standing(state=State.WAITING, **_describe_wait(workload, queue), workload=workload)
 
 
-def is_outdated(context: Context, workload: WorkloadView) -> bool:
-    """Return whether a Workload asks for other pods than those of the spec, or in another queue than the label's."""
-    return is_for_other_pods(workload.digest, context.job, context.spec)
+def find_mismatch(context: Context, workload: WorkloadView) -> str:
+    """Return why the quota of a Workload is of no use for the next attempt, as a predicate; empty if it is of use.
+
+    It is for other pods than those of the spec, in another queue than the label's, or for too few nodes. An edit of
+    `spec.nodes` can raise the smallest number of nodes above the admitted one.
+    """
+    if is_for_other_pods(workload.digest, context.job, context.spec):
+        return "asks for other pods, or in another queue"
+    least, assigned = planner.node_counts(context.spec)[0], workload.assigned
+    if assigned is not None and assigned < least:
+        return f"is admitted for {assigned} node{'s' if assigned != 1 else ''}, and the job needs {least} or more"
+    return ""
 
 
 def must_stop(context: Context, status: Status, standing: Standing) -> bool:

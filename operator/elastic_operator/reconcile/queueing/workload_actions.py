@@ -18,7 +18,7 @@ from elastic_operator.reconcile import running
 from elastic_operator.reconcile.actions import Action, Create, DeleteWorkload, PatchWorkload
 from elastic_operator.reconcile.context import Context, find_lost_nodes
 from elastic_operator.reconcile.queueing.pause import select_running_pods
-from elastic_operator.reconcile.queueing.standing import is_outdated
+from elastic_operator.reconcile.queueing.standing import find_mismatch
 from reshard.errors import TopologyError
 
 _REQUEUED = ("Preempted", "NodeFailures")
@@ -87,19 +87,26 @@ def wants_more(context: Context, status: Status, workload: WorkloadView) -> bool
 
 
 def _remove_others(context: Context, status: Status, view: QueueView, current: WorkloadView) -> Iterator[Action]:
-    """Delete the Workloads that were replaced, and a replacement that waits and is no longer wanted."""
+    """Delete the Workloads that were replaced, and a replacement that waits and is no longer wanted.
+
+    Kueue admits a replacement first, and then finishes the Workload that it replaces. If the second write fails, Kueue
+    leaves it to the owner of both, and the job would hold the quota of both.
+    """
     is_wanted = wants_more(context, status, current)
     wanted = manifest.digest(_spec(context, view, current))
     for item in view.workloads:
         is_pending = item.number > current.number and not item.has_quota
         is_unwanted = is_pending and not (is_wanted and item.digest == wanted)
-        if not item.is_deleting and item.uid != current.uid and (item.is_finished or is_unwanted):
+        is_replaced = item.number < current.number and current.is_admitted
+        if not item.is_deleting and item.uid != current.uid and (item.is_finished or is_unwanted or is_replaced):
             yield DeleteWorkload(name=item.name, uid=item.uid)
 
 
 def _change(context: Context, status: Status, view: QueueView, current: WorkloadView) -> PatchWorkload | None:
     """Return the next change of the Workload that counts; None if it is as it should be."""
-    if context.spec.suspend != current.is_paused and (context.spec.suspend or not current.is_active):
+    # Others deactivate Workloads, too: a suspension changes only an active one, and its end only what it has changed.
+    must_change = current.is_active if context.spec.suspend else current.is_paused
+    if must_change:
         return _set_active(current, active=not context.spec.suspend)
     is_idle = not status.launched and not _has_running_pods(context, status)
     wanted = _spec(context, view)
@@ -108,9 +115,8 @@ def _change(context: Context, status: Status, view: QueueView, current: Workload
         evicted = current.condition("Evicted")
         if current.is_evicted and evicted is not None:
             return _release(context, current, evicted.reason, evicted.message, requeue=evicted.reason in _REQUEUED)
-        if status.current is None and is_outdated(context, current):
-            text = "the job asks for other pods or another queue"
-            return _release(context, current, "Preempted", text, requeue=True)
+        if status.current is None and (mismatch := find_mismatch(context, current)):
+            return _release(context, current, "Preempted", f"the Workload {mismatch}", requeue=True)
     if not current.has_quota and current.digest != digest and not view.refusal:
         notes = {manifest.HASH: digest, manifest.REPLACEMENT_FOR: None}
         removed = dict.fromkeys(("priorityClassRef", "priority", "maximumExecutionTimeSeconds"))

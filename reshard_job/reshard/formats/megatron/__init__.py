@@ -40,6 +40,7 @@ class MegatronFormat:
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out a checkpoint for a topology, see `lay_out`."""
         refuse_options(NAME, request, weight_dtype=True)
+        request.topology.refuse_partitioned_pipeline()
         with understood_as_torch(index.root):
             return lay_out(index, request)
 

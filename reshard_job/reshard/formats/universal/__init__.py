@@ -44,6 +44,7 @@ class UniversalFormat:
         from reshard.formats.universal.writer import lay_out
 
         refuse_options(NAME, request)
+        request.topology.refuse_partitioned_pipeline()
         with understood(index.root, "DeepSpeed", instead=_INSTEAD):
             return lay_out(index, request)
 

@@ -153,3 +153,44 @@ def test_a_fixed_topology_inherits_the_zero_stage():
     spec = parse_spec(with_field("parallelism", {"zeroStage": 0, "strategy": "Fixed", "topologies": [{"tensor": 2}]}))
     assert spec.parallelism.topologies[0].zero_stage == 0
     assert spec.parallelism.topologies[0].data is None
+
+
+def test_a_dcp_job_is_fully_sharded_unless_it_says_otherwise():
+    dcp = with_field("checkpoint.format", "DCP")
+    assert parse_spec(with_field("checkpoint.format", "DeepSpeed")).parallelism.zero_stage == 1
+    assert parse_spec(dcp).parallelism.zero_stage == 3
+    listed = {**dcp, "parallelism": {"strategy": "Ranked", "topologies": [{"tensor": 2}, {"zeroStage": 0}]}}
+    assert [item.zero_stage for item in parse_spec(listed).parallelism.topologies] == [3, 0]
+    listed["parallelism"]["zeroStage"] = 2
+    assert [item.zero_stage for item in parse_spec(listed).parallelism.topologies] == [2, 0]
+
+
+def test_a_dcp_job_may_shard_the_stages_of_a_pipeline():
+    dcp = with_field("checkpoint.format", "DCP")
+    assert parse_spec({**dcp, "parallelism": {"pipeline": [2], "zeroStage": 2}}).parallelism.pipeline == (2,)
+    listed = {"strategy": "Fixed", "topologies": [{"pipeline": 2}]}
+    assert parse_spec({**dcp, "parallelism": listed}).parallelism.topologies[0].zero_stage == 3
+
+
+@pytest.mark.parametrize(
+    ("format_", "mode", "problem"),
+    [
+        ("DeepSpeed", "Load", "spec.reshard.mode: is Load, but spec.checkpoint.format is DeepSpeed"),
+        ("DCP", "Virtual", "spec.reshard.mode: is Virtual, but spec.checkpoint.format is DCP"),
+        ("Megatron", "Auto", "spec.checkpoint.format is 'Megatron': expected one of DeepSpeed, DCP"),
+    ],
+)
+def test_a_mode_that_the_format_does_not_have_is_refused(format_, mode, problem):
+    job = {**with_field("checkpoint.format", format_), "reshard": {"mode": mode}}
+    with pytest.raises(SpecError) as caught:
+        parse_spec(job)
+    (found,) = caught.value.problems
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize(("format_", "modes"), [("DeepSpeed", {"Auto", "Virtual"}), ("DCP", set())])
+def test_memory_for_virtual_commits_is_reserved_only_where_there_may_be_one(format_, modes):
+    job = with_field("checkpoint.format", format_)
+    permitted = ["Auto", "Materialize", "Virtual" if format_ == "DeepSpeed" else "Load"]
+    found = {mode for mode in permitted if parse_spec({**job, "reshard": {"mode": mode}}).may_be_virtual}
+    assert found == modes

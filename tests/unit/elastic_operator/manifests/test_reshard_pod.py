@@ -175,6 +175,20 @@ def test_without_an_image_of_the_operators_the_training_image_reshards_with_its_
     assert "readOnlyRootFilesystem" not in main["securityContext"], "nobody knows where that image writes"
 
 
+def test_the_training_image_reshards_without_volumes_of_huge_pages_for_which_it_has_no_request() -> None:
+    training = copy.deepcopy(POD)
+    training["volumes"] += [
+        {"name": "huge", "emptyDir": {"medium": "HugePages-2Mi"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts = training["containers"][0]["volumeMounts"]
+    mounts += [{"name": "huge", "mountPath": "/dev/hugepages"}, {"name": "shm", "mountPath": "/dev/shm"}]
+    spec = parse_spec({**SPEC, "template": {"spec": training}})
+    found = reshard_pod.reshard_template(spec, None, SOURCE)["spec"]
+    assert [item["name"] for item in found["volumes"]] == ["ckpt", "data", "shm"]
+    assert [item["name"] for item in found["containers"][0]["volumeMounts"]] == ["ckpt", "data", "shm"]
+
+
 def test_a_template_of_the_users_wins_and_is_left_alone() -> None:
     container = {"name": "r", "image": "mine:1", "securityContext": {"runAsUser": 7}}
     found = made(template={"spec": {"containers": [container]}})

@@ -57,7 +57,11 @@ TABLE: dict[str, tuple[Status, Status, dict[tuple[str, ...], float]]] = {
     "a first attempt, planned and launched at once, has not waited": (
         Status(),
         Status(attempt=1, current=current(launch=50)),
-        {("etj_queue_seconds", "start"): 0, ("etj_attempts_launched_total",): 1},
+        {
+            ("etj_queue_seconds", "start"): 0,
+            ("etj_attempts_launched_total",): 1,
+            ("etj_attempt_starts_total", "Nothing"): 1,
+        },
     ),
     "a first attempt waited since it was queued": (
         Status(phase=Phase.WAITING, queue_time=Time(20)),
@@ -67,8 +71,22 @@ TABLE: dict[str, tuple[Status, Status, dict[tuple[str, ...], float]]] = {
     "a launch of what was planned before": (
         Status(attempt=1, current=current()),
         Status(attempt=1, current=current(launch=60)),
-        {("etj_attempts_launched_total",): 1},
+        {("etj_attempts_launched_total",): 1, ("etj_attempt_starts_total", "Nothing"): 1},
     ),
+    **{
+        f"an attempt starts from a commit: {mode}, {resume}": (
+            Status(attempt=1, current=dataclasses.replace(current(), resume=resume)),
+            Status(attempt=1, current=dataclasses.replace(current(launch=60), resume=resume)),
+            {("etj_attempts_launched_total",): 1, ("etj_attempt_starts_total", mode): 1},
+        )
+        for mode, resume in (
+            ("AsIs", Resume(uri="/a", source="/a", mode="AsIs")),
+            ("Load", Resume(uri="/a", source="/a", mode="Load")),
+            ("Reshard", Resume(uri="/b", source="/a", mode="Reshard")),
+            ("AsIs", Resume(uri="/a", source="/a")),  # an older operator wrote no mode
+            ("Reshard", Resume(uri="/b", source="/a")),
+        )
+    },
     "a recovery begins": (
         Status(attempt=1, current=current(launch=50)),
         Status(attempt=1, recoveries=(OPEN,)),

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from elastic_operator.observed import signals
-from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView, Taint
+from elastic_operator.observed.observation import (
+    JobView,
+    LeaseView,
+    NodeView,
+    Observation,
+    PodView,
+    Taint,
+    node_view,
+)
 from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
 from elastic_operator.observed.signals import Signal
 from elastic_operator.observed.timeouts import Timeouts
@@ -135,6 +143,24 @@ def test_a_pod_that_has_to_stop_asks_for_a_drain_until_its_grace_period_ends() -
 
 
 @pytest.mark.parametrize(
+    ("status", "message", "is_shutting_down"),
+    [
+        pytest.param("False", "node is shutting down", True, id="it-shuts-down"),
+        pytest.param("False", "[container runtime is down, node is shutting down]", True, id="among-other-problems"),
+        pytest.param("False", "container runtime is down", False, id="another-problem"),
+        pytest.param("Unknown", "Kubelet stopped posting node status.", False, id="it-is-off"),
+        pytest.param("True", None, False, id="no-message"),
+    ],
+)
+def test_a_kubelet_says_in_the_ready_condition_that_its_node_shuts_down(
+    status: str, message: str | None, is_shutting_down: bool
+) -> None:
+    ready = {"type": "Ready", "status": status, "message": message, "lastTransitionTime": "2027-01-15T08:00:00Z"}
+    view = node_view({"metadata": {"name": "n1"}, "status": {"conditions": [ready]}})
+    assert view.is_shutting_down is is_shutting_down
+
+
+@pytest.mark.parametrize(
     ("suspended", "num_pods", "started", "kinds"),
     [
         pytest.param(True, 0, False, [], id="queued-however-long"),
@@ -154,6 +180,30 @@ def test_signals_of_a_job_that_someone_else_suspends(
         limits=LIMITS, now=NOW,
     )  # fmt: skip
     assert sorted(item.kind for item in found) == sorted(kinds)
+
+
+@pytest.mark.parametrize(
+    ("reason", "pods", "kind"),
+    [
+        pytest.param("BackoffLimitExceeded", (), Kind.POD_DELETED, id="no-pod-is-left"),
+        pytest.param("BackoffLimitExceeded", ({"deleted_at": NOW},), Kind.POD_DELETED, id="the-others-end"),
+        pytest.param("BackoffLimitExceeded", ({"phase": "Failed"},), Kind.JOB_FAILED, id="a-pod-has-failed"),
+        pytest.param("BackoffLimitExceeded", ({"phase": "Running"},), Kind.JOB_FAILED, id="pods-read-before-the-job"),
+        pytest.param("DeadlineExceeded", (), Kind.JOB_FAILED, id="deadline"),
+    ],
+)
+def test_a_failed_job_without_a_failed_pod_has_lost_a_pod_to_someone_else(
+    reason: str, pods: tuple[dict[str, Any], ...], kind: Kind
+) -> None:
+    job = JobView(name="gpt-a1", uid="j", attempt=1, role="worker", failed=True, failed_reason=reason)
+    views = tuple(dataclasses.replace(POD, **{"phase": "Running", **fields}) for fields in pods)
+    world = Observation(nodes={"n1": NODE}, pods=views, jobs=(job,))
+    found = signals.detect_attempt_signals(
+        world, attempt=1, resource=GPU, tolerated={}, launch_time=NOW, job_seen=True, started=True,
+        limits=LIMITS, now=NOW,
+    )  # fmt: skip
+    (of_job,) = [item for item in found if item.message.startswith("Job gpt-a1")]
+    assert of_job.kind is kind
 
 
 def test_every_kind_has_a_meaning_and_every_weak_one_a_grace() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from elastic_operator.api.spec import Accelerator, Batch, CheckpointSpec, Model, Nodes, Spec
+from elastic_operator.planning import memory
 from elastic_operator.planning.constraints import refusals
 from elastic_operator.planning.shape import Shape
 
@@ -60,6 +61,16 @@ def test_a_shape_that_can_run_is_not_refused():
 def test_a_shape_that_cannot_run_is_refused_with_its_factors(shape, expected):
     found = refusals(SPEC, dataclasses.replace(GOOD, **shape))
     assert any(expected in sentence for sentence in found), found
+
+
+def test_fsdp2_permits_a_pipeline_and_counts_as_zero_3():
+    dcp = dataclasses.replace(SPEC, checkpoint=dataclasses.replace(SPEC.checkpoint, format="DCP"))
+    shape = dataclasses.replace(GOOD, zero=3)
+    assert refusals(dcp, shape) == ()
+    assert refusals(SPEC, shape) == ("ZeRO stage 3 excludes pipelines, and pp is 2",)
+    sharded, replicated = (memory.estimate(MODEL, dataclasses.replace(GOOD, zero=zero), 2, 32) for zero in (3, 0))
+    assert sharded.weights_bytes == pytest.approx(replicated.weights_bytes / GOOD.dp)
+    assert sharded.optimizer_bytes == pytest.approx(replicated.optimizer_bytes / GOOD.dp)
 
 
 def test_expert_parallelism_needs_experts():

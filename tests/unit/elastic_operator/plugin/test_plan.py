@@ -101,6 +101,22 @@ def test_what_really_followed_the_loss_is_what_was_foreseen() -> None:
     assert foreseen.reshard.num_bytes == pytest.approx(after.conversion.bytes_read, rel=0.02)
 
 
+def test_a_dcp_job_loads_its_commit_without_a_conversion() -> None:
+    context, status = situation("running")
+    checkpoint = dataclasses.replace(context.spec.checkpoint, format="DCP")
+    context = dataclasses.replace(context, spec=dataclasses.replace(context.spec, checkpoint=checkpoint))
+    history = tuple(dataclasses.replace(item, format="dcp") for item in status.checkpoint.history)
+    status = dataclasses.replace(status, checkpoint=dataclasses.replace(status.checkpoint, history=history))
+    plan = make_forecast(context, status, Change(lose={"gpu-3": None}))
+    assert (plan.outcome, plan.to) == ("Reshards", SMALL)
+    assert plan.reshard is not None
+    assert (plan.reshard.mode, plan.reshard.source) == ("Load", status.checkpoint.uri)
+    assert "Start mode Load: ranks read " in plan.reason
+    assert plan.estimate is not None
+    assert "reshard" not in plan.estimate.parts_seconds
+    assert "none: the training loads another topology by itself: step " in format_plan(plan)
+
+
 def test_steps_since_the_last_commit_are_counted_as_lost() -> None:
     plan = ask("growing", lose={"gpu-1": None})
     assert (plan.resume_step, plan.lost_steps) == (35, 2)

@@ -188,7 +188,7 @@ def test_the_same_shape_restarts_without_a_reshard_job() -> None:
     decision = look(settled(), dataclasses.replace(WORLD, pods=pods))
     assert decision.status.current.topology == BIG  # type: ignore[union-attr]
     assert decision.status.current.resume == Resume(  # type: ignore[union-attr]
-        uri=COMMIT.uri, source=COMMIT.uri, step=10, samples=200, ready=True,
+        uri=COMMIT.uri, source=COMMIT.uri, step=10, samples=200, ready=True, mode="AsIs",
         reason="step 10 of attempt 1 (tp=2,pp=3,dp=1,zero=1), as it is",
     )  # fmt: skip
     assert "Create" not in kinds(decision)

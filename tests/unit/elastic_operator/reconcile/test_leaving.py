@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.status import Phase, Status
-from elastic_operator.observed.observation import LeaseView, Observation, PodView
+from elastic_operator.observed.observation import LeaseView, NodeView, Observation, PodView
 from elastic_operator.reconcile.actions import Decision, DeletePod, RequestDrain, RequestStop
 from reshard.contract import CommitRef, LeaseKey, Request, TrainerPhase
 from tests.unit.elastic_operator.reconcile.test_decide_phases import (
@@ -69,6 +69,50 @@ def test_a_pod_that_has_to_stop_is_asked_for_a_commit_at_once(pods: tuple[PodVie
     assert decision.requeue_seconds <= GRACE + 2
 
 
+def shutting_down(seconds_ago: float, **changes: Any) -> dict[str, NodeView]:
+    """Nodes of which the kubelet of n2 shuts its node down, as it reports from the first moment."""
+    return nodes("n1", "n3") | nodes(
+        "n2", ready="False", ready_since=NOW - seconds_ago, is_shutting_down=True, lease_age_seconds=5.0, **changes
+    )
+
+
+def test_a_node_that_shuts_down_is_no_loss_while_its_pods_have_time_for_a_commit() -> None:
+    decision = look(settled(), world(with_pod(grace_seconds=120.0), nodes=shutting_down(1)))
+    assert decision.status.drain is not None
+    assert (decision.status.drain.cause, decision.status.drain.nodes) == ("PodTerminating", ("n2",))
+    assert [type(action) for action in decision.actions] == [RequestDrain]
+    late = with_pod(grace_seconds=120.0)
+    saving = {1: dataclasses.replace(training(PHASE=TrainerPhase.SAVING)[1], renewed_at=NOW)}
+    assert charged(look(decision.status, world(late, nodes=shutting_down(90), leases=saving))) == []
+    drained = look(decision.status, world(late, nodes=shutting_down(100), leases=DRAINED))
+    assert charged(drained) == [("PodTerminating", True, 0)]
+    assert drained.status.checkpoint.step == 12
+
+
+@pytest.mark.parametrize(
+    ("seconds_ago", "changes"),
+    [
+        pytest.param(123, {}, id="the-time-of-its-pods-is-over"),
+        pytest.param(30, {"lease_age_seconds": 25.0}, id="its-kubelet-has-fallen-silent"),
+        pytest.param(30, {"is_shutting_down": False}, id="it-is-not-ready-for-another-reason"),
+    ],
+)
+def test_a_node_that_shuts_down_is_lost_where_nothing_runs_on_it_any_more(
+    seconds_ago: float, changes: dict[str, Any]
+) -> None:
+    members = shutting_down(seconds_ago)
+    members["n2"] = dataclasses.replace(members["n2"], **changes)
+    ended = look(settled(), world(with_pod(grace_seconds=120.0), nodes=members))
+    assert [(item.cause, item.lost) for item in ended.status.recoveries] == [("NodeNotReady", ("n2",))]
+
+
+def test_a_training_that_drained_itself_on_a_node_that_shuts_down_has_not_failed() -> None:
+    peers = with_pod(1, grace_seconds=120.0)
+    ended = tuple(pod if pod.index == 1 else dataclasses.replace(pod, phase="Failed", exit_code=75) for pod in peers)
+    decision = look(settled(), world(ended, nodes=shutting_down(5), leases=DRAINED))
+    assert charged(decision) == [("PodTerminating", True, 0)]
+
+
 def test_a_commit_within_the_grace_period_costs_no_step_and_no_budget() -> None:
     decision = look(asked(), world(leases=DRAINED), now=NOW + 5)
     assert charged(decision) == [("PodTerminating", True, 0)]
@@ -91,6 +135,13 @@ def test_the_next_attempt_does_not_count_on_a_place_that_has_gone_to_someone_els
 def test_a_training_that_drained_itself_before_the_operator_asked_has_not_failed() -> None:
     ended = with_pod(phase="Failed", exit_code=75, deleted_at=NOW + GRACE, disruption="PreemptionByScheduler")
     decision = look(settled(), world(ended, leases=DRAINED, jobs=(worker_job(failed=True),)))
+    assert charged(decision) == [("PodTerminating", True, 0)]
+    assert decision.status.checkpoint.step == 12
+
+
+def test_a_training_that_drained_itself_has_not_failed_although_the_pod_that_had_to_stop_is_gone() -> None:
+    left = tuple(pod for pod in workers(phase="Failed", exit_code=75) if pod.index != 1)
+    decision = look(settled(), world(left, leases=DRAINED, jobs=(worker_job(failed=True),)))
     assert charged(decision) == [("PodTerminating", True, 0)]
     assert decision.status.checkpoint.step == 12
 

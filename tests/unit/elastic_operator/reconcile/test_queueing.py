@@ -266,6 +266,28 @@ def test_a_suspended_job_deactivates_its_workload_and_activates_it_again() -> No
     assert only(resumed, PatchWorkload).changes["spec"] == {"active": True}
 
 
+@pytest.mark.parametrize(
+    ("suspend", "is_active", "is_paused", "wanted"),
+    [
+        pytest.param(True, True, True, False, id="activated by hand during a suspension, in which it uses no quota"),
+        pytest.param(True, False, False, None, id="deactivated by somebody else before the suspension"),
+        pytest.param(False, False, False, None, id="deactivated by somebody else, and resumed"),
+        pytest.param(False, True, True, True, id="activated by hand and then resumed, so the note is removed"),
+    ],
+)
+def test_a_suspension_undoes_only_what_it_has_done(
+    suspend: bool, is_active: bool, is_paused: bool, wanted: bool | None
+) -> None:
+    view = dataclasses.replace(PENDING, is_active=is_active, is_paused=is_paused)
+    phase = Phase.SUSPENDED if suspend else Phase.WAITING
+    patches = [
+        action.changes["spec"]["active"]
+        for action in look(idle(phase=phase), in_queue(EMPTY, view), suspend=suspend).actions
+        if isinstance(action, PatchWorkload)
+    ]
+    assert patches == ([] if wanted is None else [wanted])
+
+
 def test_a_workload_that_somebody_else_deactivates_stays_so() -> None:
     decision = look(Status(), in_queue(EMPTY, dataclasses.replace(PENDING, is_active=False)))
     assert decision.actions == ()
@@ -344,6 +366,48 @@ def test_other_pods_need_other_quota_so_the_old_one_is_given_back() -> None:
     status = idle()
     patch = only(look(status, in_queue(EMPTY, admitted()), template=template), PatchWorkload)
     assert patch.changes["status"]["admission"] is None
+
+
+def test_quota_for_fewer_nodes_than_the_job_can_use_now_is_given_back() -> None:
+    more = {"min": 2, "max": 3}
+    status, world = small()
+    assert status.current is not None
+    alone = dataclasses.replace(status, current=dataclasses.replace(status.current, num_nodes=1))
+    draining = look(alone, in_queue(dataclasses.replace(world, pods=workers(count=1)), admitted(1)), nodes=more)
+    assert draining.status.phase == Phase.DRAINING
+    waiting = look(idle(), in_queue(EMPTY, admitted(1)), nodes=more)
+    assert (waiting.status.phase, waiting.status.reason) == (Phase.WAITING, "Queued")
+    assert waiting.status.message == (
+        "Workload gpt-q1 is admitted for 1 node, and the job needs 2 or more: asking anew"
+    )
+    patch = only(waiting, PatchWorkload)
+    assert patch.changes["status"]["admission"] is None
+    asked = only(look(waiting.status, in_queue(EMPTY, RELEASED), nodes=more), PatchWorkload).changes["spec"]
+    assert [(item["count"], item["minCount"]) for item in asked["podSets"]] == [(3, 2)]
+
+
+def test_a_workload_that_was_replaced_holds_its_quota_no_longer_than_its_successor_has_some() -> None:
+    status, world = small()
+    asked = held(2, replaces="gpt-q1", count=2)
+    assignment = {"assigned": 3, "cluster_queue": "gpus", "conditions": admitted(3).conditions}
+    both = (admitted(2, PodsReady="True"), dataclasses.replace(asked, **assignment))
+    decision = look(status, in_queue(world, *both))
+    assert only(decision, DeleteWorkload) == DeleteWorkload(name="gpt-q1", uid="w1")
+    reserved = dataclasses.replace(both[1], conditions=held(QuotaReserved="True").conditions)
+    still = look(status, in_queue(world, both[0], reserved))
+    assert not any(isinstance(action, DeleteWorkload) for action in still.actions)
+
+
+def test_an_eviction_is_answered_also_while_a_replacement_waits_for_its_admission_checks() -> None:
+    reserved = dataclasses.replace(admitted(3, 2), conditions=held(QuotaReserved="True").conditions)
+    draining = look(settled(), in_queue(WORLD, evicted(2), reserved))
+    assert draining.status.phase == Phase.DRAINING
+    waiting = look(idle(), in_queue(EMPTY, evicted(2), reserved))
+    assert only(waiting, PatchWorkload).name == "gpt-q1"
+    released = dataclasses.replace(RELEASED, number=1)
+    checked = look(waiting.status, in_queue(EMPTY, released, admitted(3, 2)))
+    assert only(checked, DeleteWorkload).name == "gpt-q1"
+    assert checked.status.attempt == 2
 
 
 def test_a_running_job_without_quota_has_a_minute_to_be_admitted() -> None:

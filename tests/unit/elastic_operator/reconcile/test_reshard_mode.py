@@ -98,6 +98,12 @@ def test_virtual_is_what_the_user_says(loader: Loader | None) -> None:
         ('{"manifests":3,"memory_bytes":1}', None),
         ('{"manifests":["x"],"memory_bytes":1}', None),
         ('{"manifests":[1],"memory_bytes":null}', None),
+        ('{"manifests":[1],"memory_bytes":7,"formats":"dcp"}', None),
+        ('{"manifests":[1],"memory_bytes":7,"formats":[1]}', None),
+        (
+            '{"manifests":[1],"memory_bytes":7,"formats":["dcp"]}',
+            VirtualLoader(manifests=(1,), memory_bytes=7, formats=("dcp",)),
+        ),
         ('{"manifests":[1,3],"memory_bytes":7,"more":true}', VirtualLoader(manifests=(1, 3), memory_bytes=7)),
         (SAID_TEXT := VirtualLoader(manifests=(1, 2), memory_bytes=5).to_json(), VirtualLoader.from_json(SAID_TEXT)),
     ],
@@ -105,7 +111,7 @@ def test_virtual_is_what_the_user_says(loader: Loader | None) -> None:
 def test_what_a_lease_says_of_its_loader_is_read_or_left(text: str, found: VirtualLoader | None) -> None:
     assert LeaseView(name="l", attempt=1, annotations={LeaseKey.LOADER: text}).loader == found
     if text == SAID_TEXT:
-        assert json.loads(text) == {"manifests": [1, 2], "memory_bytes": 5}
+        assert json.loads(text) == {"manifests": [1, 2], "memory_bytes": 5, "formats": []}
 
 
 def test_a_job_whose_training_has_said_so_leaves_the_choice_and_keeps_the_reason() -> None:

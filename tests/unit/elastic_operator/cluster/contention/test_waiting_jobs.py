@@ -15,6 +15,7 @@ from elastic_operator.api.status import Current, Phase, Recovery, Status
 from elastic_operator.cluster.contention.reservations import RESERVATION_SECONDS
 from elastic_operator.cluster.contention.waiting_jobs import (
     PriorityClasses,
+    YieldTimes,
     is_waiting,
     read_priority_classes,
     select_ahead,
@@ -146,3 +147,22 @@ def test_a_small_job_takes_what_is_too_little_for_the_jobs_ahead(crowd: Crowd) -
     large = wire("high", nodes={"min": 2, "max": 2})
     crowd.tell_job(("ns", "high"), spec=large, generation=2, version="9")
     assert look(crowd, "low") == 1
+
+
+def test_a_job_that_has_yielded_long_ago_yields_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    yields = YieldTimes()
+    key = ("ns", "low")
+
+    def ask_for(seconds: int) -> list[bool]:
+        answers = []
+        for _ in range(seconds):
+            answers.append(yields.is_over(key))
+            now[0] += 1.0
+        return answers
+
+    first = ask_for(20)
+    assert first == [False] * 15 + [True] * 5, "jobs ahead may be unable to take the nodes"
+    now[0] += 3600.0
+    assert ask_for(20) == first, "others may be ahead by now, and other nodes free"

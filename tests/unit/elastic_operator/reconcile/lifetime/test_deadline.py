@@ -10,6 +10,7 @@ import pytest
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.observed.observation import Observation
+from elastic_operator.observed.queueing.workloads import QueueView
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Decision
 from elastic_operator.reconcile.decide import decide
@@ -122,6 +123,23 @@ def test_time_spent_suspended_does_not_count() -> None:
     launched = over(active_seconds=100.0)
     assert look(launched, now=NOW, activeDeadlineSeconds=201).status.phase == Phase.RUNNING
     assert look(launched, now=NOW, activeDeadlineSeconds=200).status.phase == Phase.DRAINING
+
+
+def test_time_without_quota_does_not_count() -> None:
+    job = dataclasses.replace(JOB, labels={"kueue.x-k8s.io/queue-name": "team"})
+
+    def look_in_queue(status: Status, world: Observation, now: float) -> Status:
+        unadmitted = dataclasses.replace(world, queue=QueueView())
+        limits = Timeouts()
+        return decide(job, spec(activeDeadlineSeconds=101), status, unadmitted, limits=limits, now=now).status
+
+    running = dataclasses.replace(EMPTY, pods=workers())
+    stopping = look_in_queue(stopped(), running, NOW)
+    assert (stopping.phase, stopping.active_since) == (Phase.STOPPING, NOW - 100), "its pods still run"
+    queued = look_in_queue(stopped(), EMPTY, NOW)
+    assert (queued.phase, queued.reason) == (Phase.WAITING, "Queued")
+    assert (queued.active_since, queued.active_seconds) == (None, 100.0)
+    assert look_in_queue(queued, EMPTY, NOW + 10_000).phase == Phase.WAITING
 
 
 def test_a_suspended_job_whose_time_is_over_fails_when_it_is_resumed() -> None:

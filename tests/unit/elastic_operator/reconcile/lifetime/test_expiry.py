@@ -9,11 +9,20 @@ import pytest
 
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import Phase, Status
-from elastic_operator.observed.observation import Observation
+from elastic_operator.observed.observation import Observation, PodView
 from elastic_operator.observed.timeouts import Timeouts
-from elastic_operator.reconcile.actions import Decision, DeleteResource
+from elastic_operator.reconcile.actions import Decision, DeletePod, DeleteResource
 from elastic_operator.reconcile.decide import decide
-from tests.unit.elastic_operator.reconcile.test_decide_phases import JOB, NOW, WORLD, settled, spec, worker_job, workers
+from tests.unit.elastic_operator.reconcile.test_decide_phases import (
+    JOB,
+    NOW,
+    WORLD,
+    nodes,
+    settled,
+    spec,
+    worker_job,
+    workers,
+)
 
 OVER = Observation(nodes=WORLD.nodes, pods=workers(phase="Succeeded"), jobs=(worker_job(complete=True),))
 
@@ -58,6 +67,36 @@ def test_nothing_else_is_deleted(status: Status, changes: dict[str, Any]) -> Non
 def test_the_deletion_waits_for_pods_that_may_still_run() -> None:
     world = dataclasses.replace(OVER, pods=(*OVER.pods[:2], dataclasses.replace(OVER.pods[2], phase="Running")))
     assert not deletions(look(ended(Phase.FAILED), world, ttlSecondsAfterFinished=0))
+
+
+def left(*pods: PodView, node: str = "n3", seconds: float = 900.0) -> Observation:
+    """What is left of a Complete job whose node `node` was lost so many seconds ago."""
+    silent = nodes(node, ready="Unknown", ready_since=NOW - seconds)
+    return dataclasses.replace(OVER, nodes={**WORLD.nodes, **silent}, pods=pods)
+
+
+def removed(decision: Decision) -> list[tuple[str, int]]:
+    return [(action.name, action.grace_seconds) for action in decision.actions if isinstance(action, DeletePod)]
+
+
+def test_pods_of_a_complete_job_on_a_lost_node_are_stopped_so_that_it_can_be_deleted() -> None:
+    earlier = dataclasses.replace(workers(1)[2], deleted_at=NOW - 61)
+    later = dataclasses.replace(
+        ended(seconds_ago=10), attempt=2, current=dataclasses.replace(settled().current, job_uid="j2")
+    )
+    world = left(earlier, *workers(2, phase="Succeeded", count=2))
+    assert removed(look(later, world, ttlSecondsAfterFinished=0)) == [("gpt-a1-2", 0)]
+    assert deletions(look(later, left(*world.pods[1:]), ttlSecondsAfterFinished=0))
+    own = (*workers(phase="Succeeded")[:2], workers()[2])
+    assert removed(look(ended(seconds_ago=10), left(*own))) == [("gpt-a1-2", 2)]
+
+
+def test_a_process_of_a_complete_job_that_does_not_exit_is_stopped_after_hang_seconds() -> None:
+    hung = dataclasses.replace(OVER, pods=(*OVER.pods[:2], workers()[2]), jobs=(worker_job(),))
+    assert removed(look(ended(seconds_ago=99), hung, recovery={"hangSeconds": 100})) == []
+    assert removed(look(ended(seconds_ago=100), hung, recovery={"hangSeconds": 100})) == [("gpt-a1-2", 2)]
+    busy = left(*workers(phase="Succeeded")[:1], *workers()[1:])
+    assert removed(look(ended(seconds_ago=99), busy, recovery={"hangSeconds": 100})) == [], "its peer still runs"
 
 
 def test_the_next_look_is_at_the_end_of_the_time_or_at_the_usual_one_if_that_is_earlier() -> None:

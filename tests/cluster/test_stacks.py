@@ -1,0 +1,98 @@
+"""Each training stack loses a node, goes on with fewer ranks, and grows back, with the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import ROOT
+from tests.cluster.jobs import Run, committed, resumed, victim
+from tests.engine.rank_client import common_environment
+
+pytestmark = pytest.mark.cluster
+
+_LOSS = re.compile(r"step (\d+) loss (\S+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """An elastic example script.
+
+    Attributes:
+        script: below examples/, with arguments.
+        zero: stage of its DeepSpeed configuration; None for FSDP2, whose commits are of DCP.
+    """
+
+    script: tuple[str, ...]
+    zero: int | None = None
+
+
+STACKS = {
+    "deepspeed-loop": Stack(script=("deepspeed_loop/elastic.py", "--save-every", "10"), zero=2),
+    "fsdp2": Stack(script=("fsdp2/elastic.py", "--save-every", "10")),
+}
+
+
+def losses(path: Path) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in _LOSS.findall(path.read_text(encoding="utf-8"))}
+
+
+def undisturbed(stack: Stack, steps: int, folder: Path) -> dict[int, float]:
+    """Losses of one rank on this machine that trains without a break."""
+    script, *arguments = stack.script
+    command = [sys.executable, str(ROOT / "examples" / script), *arguments, "--steps", str(steps)]
+    environment = common_environment() | {
+        "ETJ_CHECKPOINT_ROOT": str(folder / "checkpoints"), "ETJ_GLOBAL_BATCH": "24", "ETJ_MICRO_BATCH": "2",
+        "ETJ_TOPOLOGY": f"dp=1,zero={3 if stack.zero is None else stack.zero}",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29711", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+    }  # fmt: skip
+    with open(folder / "out.log", "w") as stream:
+        subprocess.run(command, env=environment, cwd=folder, stdout=stream, stderr=stream, check=True, timeout=300)
+    return losses(folder / "out.log")
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_loses_a_node_and_grows_back_with_the_losses_of_an_undisturbed_run(
+    testbed: object, run: Run, checkpoints: Path, tmp_path: Path, name: str
+) -> None:
+    del testbed  # heals the nodes
+    stack = STACKS[name]
+    script, *arguments = stack.script
+    words = ["python", "-m", "elastic_trainer.launch", "tests/cluster/slow_steps.py", f"examples/{script}", *arguments]
+    output = '"$ETJ_CHECKPOINT_ROOT/out-a$ETJ_ATTEMPT-$PET_NODE_RANK.log"'
+    shell = f'mkdir -p "$ETJ_CHECKPOINT_ROOT"; exec {" ".join(words)} --steps 100000 > {output} 2>&1'
+    checkpoint = {"claimName": "ckpt", "path": "gpt", "intervalSeconds": 1000}
+    run.submit(
+        ["sh", "-c", shell],
+        accelerator={"resource": "amd.com/gpu", "perNode": [1]},
+        nodes={"min": 1, "max": 3},
+        batch={"globalSamples": 24, "microSamples": 2},
+        parallelism={} if stack.zero is None else {"zeroStage": stack.zero},
+        checkpoint={**checkpoint, "format": "DCP" if stack.zero is None else "DeepSpeed"},
+        recovery={"scaleUpStableSeconds": 5},
+    )
+    before = run.until("a commit on 3 nodes", committed, 240)
+    lost = victim(run)
+    run.cluster.kill_node(lost)
+    fewer = run.until("the attempt on 2 nodes", resumed(before["attempt"]), 240)
+    fewer = run.until("a commit of its own", committed, 120)
+    run.cluster.heal_node(lost)
+    again = run.until("the attempt on 3 nodes", resumed(fewer["attempt"]), 240)
+    again = run.until("a commit of its own", committed, 120)
+    run.remove()
+
+    assert [now["topology"]["dp"] for now in (before, fewer, again)] == [3, 2, 3]
+    assert [item["cause"] for item in again["recoveries"]][1:] == ["ScaleUp"]
+    assert again["restartBudget"]["used"] == 0
+    found = [losses(checkpoints / "gpt" / f"out-a{now['attempt']}-0.log") for now in (before, fewer, again)]
+    assert all(found)
+    assert min(found[2]) == max(found[1]) + 1, "growth loses no step"
+    reference = undisturbed(stack, max(found[2]), tmp_path)
+    for attempt in found:
+        assert attempt == pytest.approx({step: reference[step] for step in attempt}, rel=1e-4)
+    assert reference[max(found[2])] < reference[1] - 0.1  # what started anew would show
