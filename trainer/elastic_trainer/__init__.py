@@ -4,7 +4,7 @@ It runs inside the training pods and imports `reshard`, but never the operator.
 """
 
 from elastic_trainer.batch import BatchPlan, shuffled
-from elastic_trainer.errors import ConfigurationError, FencedError, SaveError, TrainerError
+from elastic_trainer.errors import ConfigurationError, FencedError, TrainerError
 from elastic_trainer.session import Action, Position, Session
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "ConfigurationError",
     "FencedError",
     "Position",
-    "SaveError",
     "Session",
     "TrainerError",
     "shuffled",
