@@ -25,7 +25,7 @@ WAYS = {
 }
 _MEMORY = Path("/dev/shm")
 _COPIES = 3
-"""The state, what DCP copies of it, and the files on the node."""
+"""The state, what DCP copies of it, and the files on the node; the largest number of these at once."""
 
 
 def stall(_repeat: int) -> str:
@@ -34,9 +34,9 @@ def stall(_repeat: int) -> str:
         "| size | save | stall, first save | stall, later saves | step while it is written / quiet | written after |",
         "|---|---|---|---|---|---|",
     ]
+    _check_memory(max(SIZES))
     before, *_ = os.getloadavg()
     for gigabytes in SIZES:
-        _check_memory(gigabytes)
         for way, name in WAYS.items():
             found = _run(way, gigabytes)
             later = ", ".join(f"{seconds:.2f}" for seconds in found["stalls"][1:])
