@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable
 
-from benchmarks import controlling, converting, loading, many_pods, objects, scale, sharing, virtual
+from benchmarks import controlling, converting, loading, many_pods, objects, scale, sharing, stall, virtual
 from benchmarks.checkpoints import OUTPUT, ROOT
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -20,6 +20,7 @@ SECTIONS: dict[str, Callable[[int], str]] = {
     "dcp": loading.dcp,
     "workers": sharing.workers,
     "objects": objects.objects,
+    "stall": stall.stall,
     "scale": scale.scale,
     "operator": controlling.operator,
     "pods": many_pods.pods,

@@ -114,6 +114,8 @@ class LeaseKey(enum.StrEnum):
     ETJ_CHECKPOINT_ROOT. Rank 0 removes these and no others."""
     REMOVED = f"{GROUP}/removed"
     """Rank 0 writes those commits of RELEASED that do not exist any more, in the same form."""
+    SAVE = f"{GROUP}/save"
+    """Rank 0 writes in words how its newest save went, if the training saves asynchronously."""
     LOADER = f"{GROUP}/loader"
     """Rank 0 writes what `restore()` can load besides files, as JSON: `VirtualLoader.to_json`."""
     REQUEST = f"{GROUP}/request"

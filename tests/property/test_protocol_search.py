@@ -190,7 +190,7 @@ def test_a_process_is_restored_from_all_that_it_remembers(folder: Path) -> None:
     env = {Env.CHECKPOINT_ROOT: str(folder), Env.JOB_UID: "uid", Env.LEASE: "gpt-a1"}
     session = Session(from_env(env), None)  # type: ignore[arg-type]
     remembered = {"position", "_draining"}
-    rest = {"settings", "_collective", "_termination", "_heartbeat", "_publisher", "_last_commit_monotonic"}
+    rest = {"settings", "_collective", "_termination", "_heartbeat", "_publisher", "_saves", "_last_commit_monotonic"}
     assert set(vars(session)) == remembered | rest
     remembered = {"_annotations", "_request", "_released", "_answers"}
     rest = {"_mailbox", "_every_seconds", "_on_fenced", "_pending", "_stopping", "_lock", "_exchanging", "_thread"}

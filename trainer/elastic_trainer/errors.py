@@ -4,7 +4,8 @@
 
     TrainerError
     ├── ConfigurationError     an environment variable or a batch size is invalid
-    └── FencedError            a newer attempt has replaced this one: this process must stop
+    ├── FencedError            a newer attempt has replaced this one: this process must stop
+    └── SaveError              an asynchronous save failed; the commit before it stays the newest
 """
 
 from __future__ import annotations
@@ -20,3 +21,7 @@ class ConfigurationError(TrainerError, ValueError):
 
 class FencedError(TrainerError):
     """A newer attempt has replaced this one: this process must stop."""
+
+
+class SaveError(TrainerError):
+    """An asynchronous save failed; the commit before it stays the newest."""

@@ -30,10 +30,13 @@ from typing import Any, NoReturn
 from elastic_trainer import settings, virtual
 from elastic_trainer.batch import BatchPlan
 from elastic_trainer.collective import Collective
+from elastic_trainer.file_shares import share_of
 from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
 from elastic_trainer.mailbox import FileMailbox, Mailbox, NoMailbox
 from elastic_trainer.publisher import Publisher, commit_name
+from elastic_trainer.saving import futures
+from elastic_trainer.saving.asynchronous import AsynchronousSaves
 from elastic_trainer.termination import Termination
 from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit
 from reshard.contract import DCP, LeaseKey, Request, TrainerExit, TrainerPhase
@@ -103,17 +106,22 @@ class Session:
                 mailbox, every_seconds=settings_.heartbeat_seconds, on_fenced=_stop_fenced_process
             )
             self._publisher = Publisher(settings_, self._heartbeat, keep=keep)
+        publish = self._publisher.publish if self._publisher is not None else None
+        self._saves = AsynchronousSaves(settings_, self._collective, publish)
         self._last_commit_monotonic = time.monotonic()
         self._draining = False
 
     @classmethod
-    def from_env(cls, *, keep: int = 3, tp: int = 1, zero: int | None = None) -> Session:
+    def from_env(
+        cls, *, keep: int = 3, tp: int = 1, zero: int | None = None, asynchronous: bool | None = None
+    ) -> Session:
         """Read the environment and choose the mailbox: the attempt's Lease, a file, or none.
 
         Args:
             keep: see `Session`.
             tp: the script's own tensor parallel degree, used if the environment says no topology.
             zero: the script's own ZeRO stage, used if the environment says no topology.
+            asynchronous: save asynchronously; None for what ETJ_ASYNC_SAVES says.
 
         Raises:
             ConfigurationError: see `settings.from_env`.
@@ -121,6 +129,8 @@ class Session:
         settings_ = settings.from_env()
         if not settings_.has_topology:
             settings_ = settings.with_degrees(settings_, tp=tp, zero=zero)
+        if asynchronous is not None:
+            settings_ = dataclasses.replace(settings_, async_saves=asynchronous)
         mailbox: Mailbox = NoMailbox()
         if settings_.mailbox is not None:
             mailbox = FileMailbox(settings_.mailbox)
@@ -172,6 +182,7 @@ class Session:
         self._collective.connect()
         self._termination.install()
         self._only_as_owner(self._claim)
+        self._saves.connect()
 
     def restore(self, load: Callable[[Path], None], *, virtual_commits: bool = True) -> Position:
         """Check the commit that the operator chose, load it, and return the position from which training goes on.
@@ -205,6 +216,7 @@ class Session:
             self._load_virtual(folder, load)
         else:
             load(folder)
+            self._saves.expect(commit.num_bytes)
         self.position = Position(step=commit.step, samples=commit.samples, data=commit.data)
         self._last_commit_monotonic = time.monotonic()
         _log.info("restored step %d (%d samples) from %s", commit.step, commit.samples, folder)
@@ -253,6 +265,7 @@ class Session:
             self._reported_first = True
         self._tell(annotations, now=is_first)
         self._termination.expect_commit()
+        self._saves.check()
         decision = self._only_as_owner(self._decide)
         self._draining = bool(decision & _STOP)
         return Action(save=bool(decision & _SAVE), stop=bool(decision & _STOP))
@@ -262,16 +275,22 @@ class Session:
     def _decide(self) -> int:
         assert self._heartbeat is not None
         assert self._publisher is not None
-        self._publisher.confirm_when_answered()
+        is_busy = self._saves.is_busy
+        if not is_busy:  # otherwise a thread uses the publisher
+            self._publisher.confirm_when_answered()
         is_leaving = self._termination.is_requested or self._collective.is_anyone_leaving()
         if self._heartbeat.request == Request.DRAIN or is_leaving:
             return _SAVE | _STOP
+        if is_busy:
+            return 0
+        if self._saves.has_failed():
+            return _SAVE
         interval = self.settings.checkpoint_interval_seconds
         return _SAVE if interval and time.monotonic() - self._last_commit_monotonic >= interval else 0
 
     def save(
         self,
-        write: Callable[[Path, str], None],
+        write: Callable[[Path, str], object],
         *,
         format_: str = "deepspeed",
         data: Mapping[str, Any] | None = None,
@@ -291,28 +310,53 @@ class Session:
         While rank 0 cannot reach the attempt's Lease, the save is complete but not published, and no other process
         reads it. It is published, without being written again, as soon as the Lease answers.
 
+        If saves are asynchronous, `write` gets a folder on this node, and the commit is published in the background. A
+        future that `write` returns is awaited.
+
         Returns:
-            The commit's folder.
+            The commit's folder, in which an asynchronous save may not be complete yet.
         """
         self._tell({LeaseKey.PHASE: TrainerPhase.SAVING})
+        started = time.monotonic()
         attempt_folder = self.settings.checkpoint_root / f"a{self.settings.attempt}"
+        self._saves.wait()
+        waited = time.monotonic() - started
+        obstacle = self._saves.find_obstacle(self._only_as_owner(lambda: int(self._saves.has_failed())))
+        if self._draining:
+            obstacle = obstacle or "the training stops"
         number = self._only_as_owner(self._free_number)
-        tag = commit_name(self.position.step, number, self.settings.job_uid)
-        write(attempt_folder, tag)
-        self._collective.gather(None)
-        files = self._describe(attempt_folder / tag)
-        commit = self._commit(files, format_=format_, data=data or {}, model=model or {})
-        self._only_as_owner(lambda: self._publish(attempt_folder / tag, commit))
+        folder = attempt_folder / commit_name(self.position.step, number, self.settings.job_uid)
+        commit = self._commit([], format_=format_, data=data or {}, model=model or {})
+        if obstacle:
+            futures.wait(write(attempt_folder, folder.name))
+            self._collective.gather(None)
+            commit = dataclasses.replace(commit, files=self._describe(folder))
+            self._only_as_owner(lambda: self._publish(folder, commit))
+            self._saves.expect(commit.num_bytes)
+        else:
+            self._saves.begin(write, folder, commit)
         self._last_commit_monotonic = time.monotonic()
-        return attempt_folder / tag
+        if self.settings.async_saves:
+            self._tell_save(obstacle, waited=waited, seconds=self._last_commit_monotonic - started)
+        return folder
+
+    def _tell_save(self, obstacle: str, *, waited: float, seconds: float) -> None:
+        """Tell the log and the operator how a save went in a training that saves asynchronously."""
+        how = f"synchronous, because {obstacle}" if obstacle else "asynchronous"
+        text = f"step {self.position.step}: {how}; waited {seconds:.2f} s, {waited:.2f} s of it for the save before"
+        self._tell({LeaseKey.SAVE: text[:1000]})
+        if self.is_leader:
+            _log.info("save of %s", text)
 
     def finish(self) -> None:
         """Report the end of the training to the operator. After a drain the process exits with code 75.
 
-        If the last save could not be published, because the Lease did not answer for a minute, the process exits with
-        code 78. The next attempt then resumes from the last published commit and repeats the steps since then.
+        If the last save could not be published, because the Lease did not answer for a minute or an asynchronous save
+        failed, the process exits with code 78. The next attempt then resumes from the last published commit and repeats
+        the steps since then.
         """
         phase = TrainerPhase.DRAINED if self._draining else TrainerPhase.COMPLETE
+        self._saves.wait()
         is_published = self._only_as_owner(self._confirm_last)
         if self._heartbeat is not None:
             if is_published:
@@ -370,7 +414,7 @@ class Session:
 
     def _confirm_last(self) -> int:
         assert self._publisher is not None
-        return int(self._publisher.confirm_last())
+        return int(self._publisher.confirm_last() and not self._saves.has_failed())
 
     def _only_as_owner(self, act: Callable[[], int]) -> int:
         """Call `act`, which only the owner of the checkpoint root may do, on rank 0; return its result on every rank.
@@ -393,6 +437,7 @@ class Session:
     def _close(self) -> None:
         """Wait for all ranks, and end this rank's threads; the process keeps its exit code only without them."""
         self._collective.gather(None)
+        self._saves.close()
         self._termination.close()
         self._collective.close()
 
@@ -410,7 +455,9 @@ class Session:
             return str(error), None
         if commit.topology != self.topology and commit.format != DCP:
             return f"it is laid out for {commit.topology}, this attempt runs at {self.topology}: reshard it", None
-        share = dataclasses.replace(commit, files=commit.files[self.settings.rank :: self._collective.world_size])
+        share = dataclasses.replace(
+            commit, files=share_of(commit.files, rank=self.settings.rank, topology=self.topology)
+        )
         try:
             check_files(folder, share, crc=True)
         except (ReshardError, OSError) as error:

@@ -36,6 +36,9 @@ class Settings:
         api_server: host and port of the Kubernetes API server.
         local_world_size: processes of this attempt on this machine; 1 if the launcher does not set it.
         scratch: folder in memory for temporary files while a commit is loaded.
+        async_saves: save asynchronously.
+        staging: folder on this node, in memory or on a local disk, for the files of asynchronous saves.
+        staging_bytes: largest size of one node's part of an asynchronous save; 0 for no bound but the free space.
         job_uid: UID of the ElasticTrainingJob, which owns `checkpoint_root`; empty without a cluster.
         take_over: the job may take `checkpoint_root` over from another job.
     """
@@ -58,6 +61,9 @@ class Settings:
     has_topology: bool = True
     local_world_size: int = 1
     scratch: Path = Path("/dev/shm")
+    async_saves: bool = False
+    staging: Path = Path("/dev/shm")
+    staging_bytes: int = 0
     job_uid: str = ""
     take_over: bool = False
 
@@ -92,6 +98,7 @@ def from_env(environment: Mapping[str, str] | None = None) -> Settings:
             f"{topology.world_size}, but WORLD_SIZE is {world_size}"
         )
     resume, mailbox = env.get(Env.RESUME), env.get(Env.MAILBOX)
+    scratch = Path(env.get("ETJ_SCRATCH") or "/dev/shm")
     settings = Settings(
         job=env.get(Env.JOB, ""),
         namespace=env.get(Env.NAMESPACE, "default"),
@@ -109,7 +116,10 @@ def from_env(environment: Mapping[str, str] | None = None) -> Settings:
         rank=int(number("RANK", 0)),
         local_rank=int(number("LOCAL_RANK", 0)),
         local_world_size=max(1, int(number("LOCAL_WORLD_SIZE", 1))),
-        scratch=Path(env.get("ETJ_SCRATCH") or "/dev/shm"),
+        scratch=scratch,
+        async_saves=env.get("ETJ_ASYNC_SAVES", "") == "true",
+        staging=Path(env.get("ETJ_STAGING") or scratch),
+        staging_bytes=int(number("ETJ_STAGING_BYTES", 0)),
         job_uid=env.get(Env.JOB_UID, ""),
         take_over=env.get(Env.TAKE_OVER, "") == "true",
         # Kubernetes sets these variables in every container, so that no cluster DNS is needed.

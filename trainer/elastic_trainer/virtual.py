@@ -18,8 +18,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from elastic_trainer.scratch import private_folder
 from reshard.contract import DCP, MANIFEST_VERSIONS, VirtualLoader
-from reshard.errors import ReshardError, TargetError
+from reshard.errors import ReshardError
 from reshard.system.limits import default_num_threads, free_memory_bytes
 from reshard.virtual.load import Loaded, Ranges, check_source, prove
 from reshard.virtual.manifest import Manifest, decode
@@ -60,7 +61,7 @@ def open_virtual_commit(commit: Path, *, ranks: range, scratch: Path = Path("/de
         TargetError: the scratch folder cannot be used.
     """
     manifest = decode(commit, num_threads=default_num_threads())
-    base = _private_folder(scratch)
+    base = private_folder(scratch, variable="ETJ_SCRATCH")
     identity = f"{commit.resolve()} {manifest.fingerprint} {ranks}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     _remove_stale(base, name)
@@ -100,25 +101,6 @@ def find_damage(manifest: Manifest, read: Sequence[Ranges]) -> list[str]:
         return [str(error)]
     _log.info("%d checksums of the source hold, %d ranges were read in part only", proof.proved, proof.open)
     return []
-
-
-def _private_folder(scratch: Path) -> Path:
-    """Create a folder that only this user can access; other users may write to the scratch folder.
-
-    Raises:
-        TargetError: the folder cannot be created, or another user has access to it.
-    """
-    folder = scratch / f"elastic-trainer-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError as error:
-        raise TargetError(
-            f"cannot be made: {error.strerror}", path=str(folder), hint="set ETJ_SCRATCH to a folder in memory"
-        ) from error
-    if not folder.is_dir() or folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise TargetError("is not a folder of this user alone", path=str(folder), hint="remove it, or set ETJ_SCRATCH")
-    return folder
 
 
 def _lock(path: Path, ready: Path) -> int:

@@ -67,3 +67,10 @@ def test_accumulation_makes_up_for_replicas(global_batch, micro_batch, dp, steps
 def test_a_batch_that_cannot_be_divided_is_refused(global_batch, micro_batch, dp):
     with pytest.raises(ConfigurationError, match=f"global batch {global_batch} .* micro batch {micro_batch} x {dp}"):
         BatchPlan(global_batch=global_batch, micro_batch=micro_batch, dp=dp)
+
+
+def test_asynchronous_saves_are_off_and_stage_where_temporary_files_go():
+    found = from_env({"ETJ_SCRATCH": "/memory"})
+    assert (found.async_saves, found.staging, found.staging_bytes) == (False, Path("/memory"), 0)
+    found = from_env({"ETJ_ASYNC_SAVES": "true", "ETJ_STAGING": "/disk", "ETJ_STAGING_BYTES": "5e9"})
+    assert (found.async_saves, found.staging, found.staging_bytes) == (True, Path("/disk"), 5_000_000_000)
