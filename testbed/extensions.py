@@ -32,6 +32,14 @@ def folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache_dir() / "torch_extensions")
 
 
+def search_path() -> str:
+    """Return PATH with this virtual environment first, as in the pods of `podenv.host_python`.
+
+    A pod has no compiler, and another version of ninja compiles everything again.
+    """
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+
+
 def compile_all() -> None:
     """Compile what is not there yet, or was compiled for another checkout.
 
@@ -39,7 +47,7 @@ def compile_all() -> None:
         TestbedError: there is no compiler, or it failed, or it took longer than `COMPILE_SECONDS`.
     """
     remove_abandoned_locks(folder())
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder()), "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder()), "DS_ACCELERATOR": "cpu", "PATH": search_path()}
     try:
         command = [sys.executable, "-c", _COMPILE]
         code = subprocess.run(command, check=False, env=environment, timeout=COMPILE_SECONDS).returncode

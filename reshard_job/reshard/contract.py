@@ -216,7 +216,7 @@ class VirtualLoader:
     """The ability of a training script to load more than files of its own topology through `elastic_trainer`.
 
     Attributes:
-        manifests: versions of the manifest of virtual commits that the script's `elastic_trainer` reads; empty for none.
+        manifests: versions of the manifest of virtual commits that its `elastic_trainer` reads; empty for none.
         memory_bytes: free memory for the files on rank 0's node at the time of the restore.
         formats: formats of commits that it accepts in any topology.
     """

@@ -13,10 +13,15 @@ import pytest
 from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import Run, committed, resumed, victim
 from tests.engine.rank_client import common_environment
+from tests.randomness import SOAKING
 
 pytestmark = pytest.mark.cluster
 
 _LOSS = re.compile(r"step (\d+) loss (\S+)")
+
+
+STEPS = 300
+"""Length of the trainings, on which their learning rates depend; the tests end them long before."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,15 +31,24 @@ class Stack:
     Attributes:
         script: below examples/, with arguments.
         zero: stage of its DeepSpeed configuration; None for FSDP2, whose commits are of DCP.
+        in_soak_only: it shares the code that matters here with another one.
     """
 
     script: tuple[str, ...]
     zero: int | None = None
+    in_soak_only: bool = False
 
 
+_OWN_LOOP = ("--steps", str(STEPS), "--save-every", "10")
+_TRAINER = ("huggingface_trainer/elastic.py", *_OWN_LOOP, "--output", "/tmp/output")
+_ACCELERATE = ("accelerate/elastic.py", "--save-every", "10", "--epochs", "3", "--samples", str(STEPS // 3 * 24))
 STACKS = {
-    "deepspeed-loop": Stack(script=("deepspeed_loop/elastic.py", "--save-every", "10"), zero=2),
-    "fsdp2": Stack(script=("fsdp2/elastic.py", "--save-every", "10")),
+    "deepspeed-loop": Stack(script=("deepspeed_loop/elastic.py", *_OWN_LOOP), zero=2),
+    "fsdp2": Stack(script=("fsdp2/elastic.py", *_OWN_LOOP)),
+    "trainer-deepspeed": Stack(script=(*_TRAINER, "--backend", "deepspeed"), zero=1),
+    "trainer-fsdp2": Stack(script=(*_TRAINER, "--backend", "fsdp2"), in_soak_only=True),
+    "accelerate-deepspeed": Stack(script=(*_ACCELERATE, "--backend", "deepspeed"), zero=1, in_soak_only=True),
+    "accelerate-fsdp2": Stack(script=(*_ACCELERATE, "--backend", "fsdp2"), in_soak_only=True),
 }
 
 
@@ -42,10 +56,10 @@ def losses(path: Path) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in _LOSS.findall(path.read_text(encoding="utf-8"))}
 
 
-def undisturbed(stack: Stack, steps: int, folder: Path) -> dict[int, float]:
+def undisturbed(stack: Stack, folder: Path) -> dict[int, float]:
     """Losses of one rank on this machine that trains without a break."""
     script, *arguments = stack.script
-    command = [sys.executable, str(ROOT / "examples" / script), *arguments, "--steps", str(steps)]
+    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
     environment = common_environment() | {
         "ETJ_CHECKPOINT_ROOT": str(folder / "checkpoints"), "ETJ_GLOBAL_BATCH": "24", "ETJ_MICRO_BATCH": "2",
         "ETJ_TOPOLOGY": f"dp=1,zero={3 if stack.zero is None else stack.zero}",
@@ -56,7 +70,7 @@ def undisturbed(stack: Stack, steps: int, folder: Path) -> dict[int, float]:
     return losses(folder / "out.log")
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", [name for name, stack in STACKS.items() if SOAKING or not stack.in_soak_only])
 def test_a_stack_loses_a_node_and_grows_back_with_the_losses_of_an_undisturbed_run(
     testbed: object, run: Run, checkpoints: Path, tmp_path: Path, name: str
 ) -> None:
@@ -65,7 +79,7 @@ def test_a_stack_loses_a_node_and_grows_back_with_the_losses_of_an_undisturbed_r
     script, *arguments = stack.script
     words = ["python", "-m", "elastic_trainer.launch", "tests/cluster/slow_steps.py", f"examples/{script}", *arguments]
     output = '"$ETJ_CHECKPOINT_ROOT/out-a$ETJ_ATTEMPT-$PET_NODE_RANK.log"'
-    shell = f'mkdir -p "$ETJ_CHECKPOINT_ROOT"; exec {" ".join(words)} --steps 100000 > {output} 2>&1'
+    shell = f'mkdir -p "$ETJ_CHECKPOINT_ROOT"; exec {" ".join(words)} > {output} 2>&1'
     checkpoint = {"claimName": "ckpt", "path": "gpt", "intervalSeconds": 1000}
     run.submit(
         ["sh", "-c", shell],
@@ -92,7 +106,7 @@ def test_a_stack_loses_a_node_and_grows_back_with_the_losses_of_an_undisturbed_r
     found = [losses(checkpoints / "gpt" / f"out-a{now['attempt']}-0.log") for now in (before, fewer, again)]
     assert all(found)
     assert min(found[2]) == max(found[1]) + 1, "growth loses no step"
-    reference = undisturbed(stack, max(found[2]), tmp_path)
+    reference = undisturbed(stack, tmp_path)
     for attempt in found:
         assert attempt == pytest.approx({step: reference[step] for step in attempt}, rel=1e-4)
     assert reference[max(found[2])] < reference[1] - 0.1  # what started anew would show

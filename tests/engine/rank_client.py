@@ -20,6 +20,7 @@ def common_environment() -> dict[str, str]:
     """Of every rank, whatever it is."""
     return {
         **os.environ,
+        "PATH": extensions.search_path(),
         "TORCH_EXTENSIONS_DIR": str(extensions.folder()),
         "DS_ACCELERATOR": "cpu",
         "GLOO_SOCKET_IFNAME": "lo",
