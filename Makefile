@@ -86,7 +86,7 @@ test-nodes: comm-op
 
 soak: setup ## other random examples in every run, and more of them; SECONDS=600 for the readers' fuzz targets
 	ETJ_SOAK=1 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
-	ETJ_SOAK=1 $(BIN)/pytest tests/cluster/test_fault_injection.py tests/cluster/test_recreated_jobs.py tests/cluster/test_patience.py
+	ETJ_SOAK=1 $(BIN)/pytest tests/cluster/test_fault_injection.py tests/cluster/test_recreated_jobs.py tests/cluster/test_patience.py tests/cluster/test_stacks.py
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $$(date +%s)
 
 demo: setup ## the whole story on real parts: train, lose a node, reshard, resume, grow back
