@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of a micro batch: [B, S], [B, S] -> []."""
-        mask = nn.Transformer.generate_square_subsequent_mask(SEQUENCE, tokens.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(SEQUENCE, tokens.device, self.place.dtype)
         hidden = self.layers(self.embed(tokens) + self.place, mask=mask, is_causal=True)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
@@ -79,13 +79,15 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--checkpoints", default="checkpoints")
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args()
 
     deepspeed.init_distributed()
     torch.manual_seed(SEED)
     model = LanguageModel(dropout=options.dropout)
     dataset = Windows()
-    engine, run = initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    config = CONFIG | {"bf16": {"enabled": options.bf16}}
+    engine, run = initialize(model=model, model_parameters=model.parameters(), config=config)
     accumulation = engine.gradient_accumulation_steps()
     loader = DataLoader(
         dataset,

@@ -17,7 +17,7 @@ import torch
 from checkpoint import Checkpoints
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -79,16 +79,17 @@ class LanguageModel(nn.Module):
         hidden = self.embed(tokens) + self.place
         for block in self.blocks:
             hidden = block(hidden)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
 
-def shard(model: LanguageModel, mesh: DeviceMesh) -> LanguageModel:
+def shard(model: LanguageModel, mesh: DeviceMesh, *, bf16: bool) -> LanguageModel:
     """Cut the blocks' weights over the ranks of `tp`, and everything over the ranks of `dp`."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     columns = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
     return model
 
 
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16; weights and optimizer stay fp32")
     options = parser.parse_args()
 
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -120,7 +122,7 @@ def main() -> None:
     if distributed.get_rank() == 0:
         print(f"{ranks} ranks on {device.type}, {mesh}", flush=True)
     torch.manual_seed(SEED)
-    model = shard(LanguageModel(options.dropout).to(device), mesh)
+    model = shard(LanguageModel(options.dropout).to(device), mesh, bf16=options.bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20)
     checkpoints = Checkpoints(options.checkpoints, model, optimizer, scheduler)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.engine
 SCRIPT = "deepspeed_loop/elastic.py"
 STEPS = 6
 FP32 = {"rel": 1e-4, "abs": 0}
+BF16 = {"rel": 5e-3, "abs": 0}
 SAME = {"rel": 2e-7, "abs": 0}
 
 
@@ -31,6 +32,11 @@ def kill_a_rank(root, topology, *args, script=SCRIPT):
         ranks[max(ranks)].kill()
         assert pods.wait() == [128 + 9], pods.text[-3000:]
     return newest_commit(root)
+
+
+def make_folder(path):
+    path.mkdir()
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +63,16 @@ def test_it_goes_on_at_another_topology_with_the_same_losses(quiet, killed, tmp_
     losses = train(tmp_path, topology, ETJ_ATTEMPT="2", ETJ_RESUME=str(folder))
     assert losses == pytest.approx({number: quiet[number] for number in range(step + 1, STEPS + 1)}, **FP32)
     assert read_commit(newest_commit(tmp_path)).topology == Topology.parse(topology)
+
+
+def test_bf16_goes_on_at_another_topology_with_the_same_losses(tmp_path):
+    quiet = train(make_folder(tmp_path / "quiet"), "dp=2,zero=1", "--bf16")
+    killed = kill_a_rank(make_folder(tmp_path / "killed"), "dp=2,zero=1", "--bf16")
+    folder = tmp_path / "a2" / killed.name
+    reshard(killed, folder, "dp=1,zero=1")
+    losses = train(tmp_path, "dp=1,zero=1", "--bf16", ETJ_ATTEMPT="2", ETJ_RESUME=str(folder))
+    expected = {number: quiet[number] for number in range(read_commit(killed).step + 1, STEPS + 1)}
+    assert losses == pytest.approx(expected, **BF16)
 
 
 def test_the_operators_batch_sizes_win(tmp_path):

@@ -7,7 +7,7 @@ from reshard.api import reshard
 from reshard.commits.commit import read_commit
 from reshard.topology import Topology
 from tests.engine.stack_run import newest_commit
-from tests.engine.test_stacks_deepspeed import FP32, SAME, STEPS, kill_a_rank, train
+from tests.engine.test_stacks_deepspeed import BF16, FP32, SAME, STEPS, kill_a_rank, make_folder, train
 
 pytestmark = pytest.mark.engine
 
@@ -53,6 +53,15 @@ def test_it_shrinks_from_tensor_parallelism(quiet, tmp_path):
     step = read_commit(commit).step
     losses = train(tmp_path, "dp=1,zero=3", script=SCRIPT, ETJ_ATTEMPT="2", ETJ_RESUME=str(commit))
     assert losses == pytest.approx({number: quiet[number] for number in range(step + 1, STEPS + 1)}, **FP32)
+
+
+def test_bf16_goes_on_at_another_topology_with_the_same_losses(tmp_path):
+    quiet = train(make_folder(tmp_path / "quiet"), "dp=2,zero=3", "--bf16", script=SCRIPT)
+    commit = kill_a_rank(make_folder(tmp_path / "killed"), "dp=2,zero=3", "--bf16", script=SCRIPT)
+    resume = {"ETJ_ATTEMPT": "2", "ETJ_RESUME": str(commit)}
+    losses = train(tmp_path, "dp=1,tp=2,zero=3", "--bf16", script=SCRIPT, **resume)
+    expected = {number: quiet[number] for number in range(read_commit(commit).step + 1, STEPS + 1)}
+    assert losses == pytest.approx(expected, **BF16)
 
 
 def test_dropout_goes_on_as_if_nothing_had_happened_at_the_same_topology(tmp_path):
