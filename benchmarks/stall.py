@@ -1,4 +1,4 @@
-"""How long a training stands still while it saves: synchronously or not, by the session or by torch DCP."""
+"""Measure the time for which a save stops the training: synchronous or not, by the session or by torch DCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank checks which file of a commit before it is loaded; a pure function.
+"""Assigns each file of a commit to the rank that checks it before it is loaded. Pure.
 
 A rank checks the files that it will load itself, as far as their names say so. The framework then reads them from the
 page cache of the node, and each file crosses the network once.

@@ -51,7 +51,7 @@ RESHARD_RESULTS = (
 
 
 STARTS = ("Nothing", *(str(mode) for mode in StartMode))
-"""How launched attempts start: from nothing, or from a commit in one of the start modes."""
+"""Ways in which launched attempts start: from nothing, or from a commit in one of the start modes."""
 
 
 class Result(enum.StrEnum):

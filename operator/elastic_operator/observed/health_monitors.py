@@ -17,7 +17,7 @@ _MESSAGE_LIMIT = 200
 
 
 _SHUTTING_DOWN = "node is shutting down"
-"""What a kubelet writes into the message of the condition Ready, among other problems."""
+"""Text that a kubelet writes into the message of the condition Ready, among other problems."""
 
 
 class RuleError(ValueError):

@@ -1,4 +1,4 @@
-"""What the stacks decide without their frameworks: batch sizes, degrees, DeepSpeed's configuration."""
+"""Decisions of the stacks without their frameworks: batch sizes, degrees, DeepSpeed's configuration."""
 
 from __future__ import annotations
 

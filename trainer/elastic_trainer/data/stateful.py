@@ -22,7 +22,7 @@ Rule = Literal["skip", "repeat"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStart:
-    """Where a stream begins in this attempt.
+    """Position at which a stream begins in this attempt.
 
     Attributes:
         how: `first` at a first start, `exact` with the state of the commit, else the rule: `skip` or `repeat`.

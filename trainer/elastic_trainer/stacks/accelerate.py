@@ -24,9 +24,11 @@ from elastic_trainer.data import random_state
 from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
 from elastic_trainer.stacks import rank_files
+from elastic_trainer.stacks.checks import check_data_parallel, check_zero_stage
 from elastic_trainer.stacks.dcp import load_dcp, save_dcp
 from elastic_trainer.stacks.side_state import pack_files, unpack_files, warn_of_other_batch
 from reshard.commits.commit import read_commit
+from reshard.contract import DCP
 
 _log = logging.getLogger(__name__)
 _DATA = "accelerate"
@@ -126,7 +128,7 @@ class ElasticAccelerator:
 
         ranks = accelerator.num_processes
         data = {"seed": self._seed, _DATA: {"ranks": ranks, "files": _pack_side_state(accelerator)}}
-        self.session.save(write, format_="deepspeed" if self._is_deepspeed else "dcp", data=data)
+        self.session.save(write, format_="deepspeed" if self._is_deepspeed else DCP, data=data)
 
     def _load(self, folder: Path) -> None:
         accelerator, commit = self._accelerator, read_commit(folder)
@@ -191,28 +193,14 @@ def scale_schedule(
 
 def _check_accelerator(accelerator: Any, session: Session) -> None:
     topology = session.topology
-    if accelerator.num_processes != topology.world_size:
-        raise ConfigurationError(
-            f"the Accelerator has {accelerator.num_processes} ranks, this attempt {topology.world_size}: start the "
-            "script with elastic_trainer.launch, torchrun or accelerate launch, which set RANK and WORLD_SIZE"
-        )
-    if topology.dp != topology.world_size or topology.cp * topology.ep > 1:
-        raise ConfigurationError(
-            f"this attempt runs at {topology}; with ElasticAccelerator, only data parallelism is supported: "
-            "set tensor, pipeline, expert and context of spec.parallelism to [1]"
-        )
+    check_data_parallel(topology, accelerator.num_processes, "Accelerator")
     if accelerator.split_batches or accelerator.dispatch_batches:
         raise ConfigurationError(
             "split_batches and dispatch_batches of DataLoaderConfiguration change what a batch is: "
             "expected False, the loader's batch size is that of one device"
         )
     if accelerator.distributed_type == "DEEPSPEED":
-        stage = accelerator.state.deepspeed_plugin.zero_stage
-        if stage != topology.zero:
-            raise ConfigurationError(
-                f"the DeepSpeed configuration has ZeRO stage {stage}, this attempt {topology.zero}: "
-                "set spec.parallelism.zeroStage (or zero in ETJ_TOPOLOGY) to the stage of the configuration"
-            )
+        check_zero_stage(topology, accelerator.state.deepspeed_plugin.zero_stage)
     elif not accelerator.is_fsdp2:
         raise ConfigurationError(
             f"the Accelerator runs with {accelerator.distributed_type}: expected DeepSpeed (deepspeed_plugin) or FSDP2 "

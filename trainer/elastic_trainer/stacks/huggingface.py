@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +20,12 @@ from elastic_trainer.data import random_state
 from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
 from elastic_trainer.stacks import rank_files
+from elastic_trainer.stacks.checks import check_data_parallel, check_zero_stage
 from elastic_trainer.stacks.dcp import save_dcp
+from elastic_trainer.stacks.process_end import destroy_process_group
 from elastic_trainer.stacks.side_state import pack_files, unpack_files, warn_of_other_batch
 from reshard.commits.commit import Commit, read_commit
+from reshard.contract import DCP
 
 _log = logging.getLogger(__name__)
 _DATA = "huggingface"
@@ -49,7 +51,7 @@ class ElasticCallback:
         self.session = Session.from_env(zero=_find_stage(args))
         _check_arguments(args, self.session)
         self.session.start()
-        atexit.register(_destroy_process_group)
+        atexit.register(destroy_process_group)
         self.plan = self.session.batch_plan(
             global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             micro_batch=args.per_device_train_batch_size,
@@ -158,7 +160,7 @@ class ElasticCallback:
         checkpoint.mkdir()
         unpack_files(commit.data[_DATA], checkpoint)
         source = folder.absolute()
-        if self._format == "dcp":
+        if self._format == DCP:
             for name in (_MODEL_FOLDER, _OPTIMIZER_FOLDER):
                 (checkpoint / name).symlink_to(source)
         else:
@@ -184,17 +186,7 @@ class ElasticCallback:
 
 
 def _check_arguments(args: Any, session: Session) -> None:
-    topology = session.topology
-    if args.world_size != topology.world_size:
-        raise ConfigurationError(
-            f"the Trainer runs with {args.world_size} ranks, this attempt has {topology.world_size}: start the script "
-            "with elastic_trainer.launch, torchrun or accelerate launch, which set RANK and WORLD_SIZE"
-        )
-    if topology.dp != topology.world_size or topology.cp * topology.ep > 1:
-        raise ConfigurationError(
-            f"this attempt runs at {topology}; with the Trainer, only data parallelism is supported: "
-            "set tensor, pipeline, expert and context of spec.parallelism to [1]"
-        )
+    check_data_parallel(session.topology, args.world_size, "Trainer")
     if args.auto_find_batch_size:
         raise ConfigurationError("auto_find_batch_size changes the global batch: set it to False")
     if args.load_best_model_at_end:
@@ -236,12 +228,7 @@ def _choose_format(trainer: Any, session: Session) -> tuple[str, Callable[[Path,
     """Return the name of the commits' format, and the function that writes weights and optimizer."""
     state = trainer.accelerator.state
     if trainer.is_deepspeed_enabled:
-        stage = state.deepspeed_plugin.zero_stage
-        if stage != session.topology.zero:
-            raise ConfigurationError(
-                f"the DeepSpeed configuration has ZeRO stage {stage}, this attempt {session.topology.zero}: "
-                "set spec.parallelism.zeroStage (or zero in ETJ_TOPOLOGY) to the stage of the configuration"
-            )
+        check_zero_stage(session.topology, state.deepspeed_plugin.zero_stage)
         return "deepspeed", lambda folder, tag: trainer.model_wrapped.save_checkpoint(str(folder), tag=tag)
     if not trainer.is_fsdp_enabled or not trainer.accelerator.is_fsdp2:
         raise ConfigurationError(
@@ -253,7 +240,7 @@ def _choose_format(trainer: Any, session: Session) -> tuple[str, Callable[[Path,
             f"fsdp_config has state_dict_type {state.fsdp_plugin.state_dict_type}: set it to 'SHARDED_STATE_DICT', "
             "which loads at any number of ranks"
         )
-    return "dcp", lambda folder, tag: save_dcp(trainer.model_wrapped, trainer.optimizer, folder / tag)
+    return DCP, lambda folder, tag: save_dcp(trainer.model_wrapped, trainer.optimizer, folder / tag)
 
 
 def _pack_progress(trainer: Any) -> dict[str, str]:
@@ -280,14 +267,3 @@ def _export_callbacks(trainer: Any) -> dict[str, Any]:
         if isinstance(callback, ExportableState):
             states.setdefault(type(callback).__name__, []).append(callback.state())
     return states
-
-
-def _destroy_process_group() -> None:
-    """End the threads of torch.distributed; without that, the process may lose its exit code to SIGABRT.
-
-    If the script has failed, other ranks may wait for this one for ever, and it must not wait for them.
-    """
-    from torch import distributed
-
-    if getattr(sys, "last_type", None) is None and distributed.is_initialized():
-        distributed.destroy_process_group()

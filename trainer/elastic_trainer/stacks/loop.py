@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from elastic_trainer.data.order import GlobalOrder, PositionedSampler, RowSample
 from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
 from elastic_trainer.stacks import rank_files
+from elastic_trainer.stacks.process_end import destroy_process_group
 
 _log = logging.getLogger(__name__)
 
@@ -225,14 +225,6 @@ class Run:
         self._workers.clear()
 
     def _close(self) -> None:
-        """End what would disturb the end of the process: workers, and threads of torch.distributed.
-
-        A process that ends while a gloo thread still holds a tensor dies of SIGABRT and loses its exit code.
-        """
-        from torch import distributed
-
+        """End what would disturb the end of the process: workers, and threads of torch.distributed."""
         self._shut_down_workers()
-        if getattr(sys, "last_type", None) is not None:
-            return  # the script has failed, and other ranks may wait for this one forever
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
+        destroy_process_group()

@@ -70,7 +70,7 @@ def test_the_deletion_waits_for_pods_that_may_still_run() -> None:
 
 
 def left(*pods: PodView, node: str = "n3", seconds: float = 900.0) -> Observation:
-    """What is left of a Complete job whose node `node` was lost so many seconds ago."""
+    """The rest of a Complete job whose node `node` was lost so many seconds ago."""
     silent = nodes(node, ready="Unknown", ready_since=NOW - seconds)
     return dataclasses.replace(OVER, nodes={**WORLD.nodes, **silent}, pods=pods)
 
