@@ -21,7 +21,7 @@ WAYS = {
     "session-async": "`session.save`, asynchronous (`torch.save`)",
     "dcp": "torch `dcp.save`",
     "dcp-async": "torch `dcp.async_save`",
-    "session-dcp-async": "`session.save`, asynchronous, of `dcp.async_save`",
+    "session-dcp-async": "`session.save`, asynchronous (`dcp.async_save`, as the FSDP2 stack does)",
 }
 _MEMORY = Path("/dev/shm")
 _COPIES = 3

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from elastic_trainer import Session
+from elastic_trainer.stacks.dcp import make_save
 
 SAVES = 3
 STEP_SECONDS = 1.0
@@ -52,9 +53,11 @@ def run(matrix: Tensor, rounds: int) -> float:
 def of_session(session: Session, state: dict[str, Tensor], *, by_dcp: bool) -> Callable[[int], Callable[[], bool]]:
     """Return a function that saves through the session, and returns whether the commit is published."""
 
+    save_by_dcp = make_save(session) if by_dcp else None
+
     def write(folder: Path, tag: str) -> object:
-        if by_dcp:
-            return async_save(state, checkpoint_id=folder / tag)
+        if save_by_dcp is not None:
+            return save_by_dcp(state, folder / tag)
         (folder / tag).mkdir(parents=True, exist_ok=True)
         torch.save(state, folder / tag / f"rank-{session.settings.rank}.pt")
         return None

@@ -1,12 +1,16 @@
 """FSDP2 and tensor parallelism made elastic: killed, and resumed by DCP at other degrees without a reshard."""
 
+import json
+
 import pytest
 
+from elastic_trainer.retention import find_commits
 from elastic_trainer.stacks.rank_files import FOLDER
 from reshard.api import reshard
-from reshard.commits.commit import read_commit
+from reshard.commits.commit import check_files, read_commit
+from reshard.contract import LeaseKey
 from reshard.topology import Topology
-from tests.engine.stack_run import newest_commit
+from tests.engine.stack_run import Pods, newest_commit
 from tests.engine.test_stacks_deepspeed import BF16, FP32, SAME, STEPS, kill_a_rank, make_folder, train
 
 pytestmark = pytest.mark.engine
@@ -73,3 +77,27 @@ def test_dropout_goes_on_as_if_nothing_had_happened_at_the_same_topology(tmp_pat
     resume = {"ETJ_ATTEMPT": "2", "ETJ_RESUME": str(first / "a1" / "step-00000003")}
     losses = train(second, "dp=2", *dropout, script=SCRIPT, **resume)
     assert losses == pytest.approx({step: quiet[step] for step in (4, 5, 6)}, **SAME)
+
+
+def test_asynchronous_saves_hold_the_state_of_their_step_and_load_at_another_topology(quiet, tmp_path):
+    """Every step saves; DCP writes in the background while the next steps change the tensors."""
+    first, second = make_folder(tmp_path / "first"), make_folder(tmp_path / "second")
+    staging = make_folder(tmp_path / "node")
+    box, every_step = tmp_path / "mailbox.json", ("--steps", str(STEPS), "--save-every", "1")
+    extra = {
+        "ETJ_ASYNC_SAVES": "true",
+        "ETJ_STAGING": str(staging),
+        "ETJ_STAGING_BYTES": str(1 << 30),
+        "ETJ_MAILBOX": str(box),
+    }
+    with Pods(SCRIPT, first, "dp=2,zero=3", *every_step, folder=tmp_path, **extra) as pods:
+        assert pods.finish() == pytest.approx(quiet, **SAME)
+    assert "asynchronous" in json.loads(box.read_text())[LeaseKey.SAVE]
+    for attempt, (_, step, folder) in enumerate(sorted(find_commits(first)), 2):
+        check_files(folder, read_commit(folder), crc=True)
+        if step == STEPS:
+            continue
+        resume = {"ETJ_ATTEMPT": str(attempt), "ETJ_RESUME": str(folder)}
+        losses = train(second, "dp=1,tp=2,zero=3", script=SCRIPT, **resume)
+        assert losses == pytest.approx({number: quiet[number] for number in range(step + 1, STEPS + 1)}, **FP32)
+    assert list(staging.glob("*/*")) == []

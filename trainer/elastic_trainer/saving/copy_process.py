@@ -87,7 +87,15 @@ def _copy(order: CopyOrder) -> NodeReport:
         return NodeReport(node=order.node, host=host, files=files, beside=beside, seconds=time.monotonic() - started)
     except OSError as error:
         _log.error("cannot copy %s to %s: %s", order.tag, order.target, error)
+        _remove_copies(order)
         return NodeReport(node=order.node, host=host, error=str(error))
+
+
+def _remove_copies(order: CopyOrder) -> None:
+    """Remove what this node has written of a failed save, so that a full volume has room for the report."""
+    with contextlib.suppress(OSError):
+        for name in _walk(order.staged / FILES / order.tag):
+            (order.target / order.tag / name).unlink(missing_ok=True)
 
 
 def _copy_files(order: CopyOrder) -> tuple[list[CommittedFile], list[str]]:

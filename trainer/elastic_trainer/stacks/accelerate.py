@@ -25,7 +25,7 @@ from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
 from elastic_trainer.stacks import rank_files
 from elastic_trainer.stacks.checks import check_data_parallel, check_zero_stage
-from elastic_trainer.stacks.dcp import load_dcp, save_dcp
+from elastic_trainer.stacks.dcp import load_dcp, make_save, save_dcp
 from elastic_trainer.stacks.side_state import pack_files, unpack_files, warn_of_other_batch
 from reshard.commits.commit import read_commit
 from reshard.contract import DCP
@@ -54,6 +54,7 @@ class ElasticAccelerator:
         self.session = Session.from_env(zero=int(plugin.zero_stage) if plugin is not None else 3)
         _check_accelerator(accelerator, self.session)
         self.session.start()
+        self._save_states = make_save(self.session)
         self.plan = self.session.batch_plan(
             global_batch=batch_size * accelerator.gradient_accumulation_steps * accelerator.num_processes,
             micro_batch=batch_size,
@@ -119,12 +120,14 @@ class ElasticAccelerator:
     def _save(self) -> None:
         accelerator = self._accelerator
 
-        def write(folder: Path, tag: str) -> None:
+        def write(folder: Path, tag: str) -> object:
             if self._is_deepspeed:
-                accelerator._models[0].save_checkpoint(str(folder), tag=tag)
+                result = accelerator._models[0].save_checkpoint(str(folder), tag=tag)
             else:
-                save_dcp(accelerator._models[0], accelerator._optimizers[0], folder / tag)
+                model, optimizer = accelerator._models[0], accelerator._optimizers[0]
+                result = save_dcp(model, optimizer, folder / tag, self._save_states)
             rank_files.write(folder / tag, accelerator.process_index, {"random": random_state.capture()})
+            return result
 
         ranks = accelerator.num_processes
         data = {"seed": self._seed, _DATA: {"ranks": ranks, "files": _pack_side_state(accelerator)}}

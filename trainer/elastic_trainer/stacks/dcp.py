@@ -1,18 +1,61 @@
-"""Model and optimizer in one DCP folder (`torch.distributed.checkpoint`), which loads at any number of ranks."""
+"""Checkpoints of `torch.distributed.checkpoint` (DCP), which load at any number of ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.session import Session
 
-def save_dcp(model: Any, optimizer: Any, folder: Path) -> None:
-    """Write `model` and `optimizer`, the names under which a resharder looks for them; collective."""
+Save = Callable[[Mapping[str, Any], Path], object]
+"""Saves a state dict to a folder; returns a future if the save goes on in the background."""
+
+
+def make_save(session: Session) -> Save:
+    """Return the function with which a stack saves its state dicts; collective.
+
+    If the session saves asynchronously, this is `async_save`: the training waits for a copy of the tensors, and a
+    thread writes that to the node. The copies are kept for the next save, in pinned memory where there is CUDA or ROCm.
+    The ranks coordinate the write through a gloo group of their own, because the training uses the default group.
+    A save that the session wants on the volume at once is synchronous.
+    """
+    import torch
+    from torch import distributed
     from torch.distributed.checkpoint import state_dict_saver
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
-    state_dict_saver.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    def save_now(states: Mapping[str, Any], folder: Path) -> object:
+        state_dict_saver.save(dict(states), checkpoint_id=folder)
+        return None
+
+    if not session.settings.async_saves:
+        return save_now
+    group = distributed.new_group(backend="gloo")
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=torch.cuda.is_available(),
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=torch.accelerator.is_available(),
+        )
+    )
+    volume = session.settings.checkpoint_root
+
+    def save(states: Mapping[str, Any], folder: Path) -> object:
+        if folder.is_relative_to(volume):
+            return save_now(states, folder)
+        return state_dict_saver.async_save(dict(states), checkpoint_id=folder, process_group=group, async_stager=stager)
+
+    return save
+
+
+def save_dcp(model: Any, optimizer: Any, folder: Path, save: Save) -> object:
+    """Write `model` and `optimizer`, the names under which a resharder looks for them; collective."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, states = get_state_dict(model, optimizer)
+    return save({"model": weights, "optimizer": states}, folder)
 
 
 def load_dcp(model: Any, optimizer: Any, folder: Path) -> None:

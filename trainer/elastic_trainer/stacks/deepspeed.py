@@ -69,7 +69,9 @@ def initialize(
 def fill_config(config: Mapping[str, Any], topology: Topology, plan: BatchPlan) -> dict[str, Any]:
     """Return the configuration with everything that depends on the attempt: batch sizes, accumulation, ZeRO stage.
 
-    If the configuration has `tensor_parallel` (AutoTP), its degree is replaced, too.
+    If the configuration has `tensor_parallel` (AutoTP), its degree is replaced, too, and `train_batch_size` is left
+    out if the degree is above 1: DeepSpeed 0.19.8 compares it with a product that counts every rank as a replica
+    (runtime/config.py). `attach` sets it afterwards.
 
     >>> from elastic_trainer import BatchPlan
     >>> filled = fill_config({}, Topology(dp=2, zero=2), BatchPlan(global_batch=8, micro_batch=2, dp=2))
@@ -85,6 +87,8 @@ def fill_config(config: Mapping[str, Any], topology: Topology, plan: BatchPlan) 
     }
     if "tensor_parallel" in config:
         filled["tensor_parallel"] = {**config["tensor_parallel"], "autotp_size": topology.tp}
+        if topology.tp > 1:
+            del filled["train_batch_size"]
     return filled
 
 
@@ -108,6 +112,8 @@ def attach(
         if path is None:  # DeepSpeed only warns
             raise ConfigurationError(f"DeepSpeed found no checkpoint in {folder}: its log says why")
 
+    if engine.train_batch_size() != run.plan.global_batch:  # see `fill_config`
+        engine.set_train_batch_size(run.plan.global_batch)
     run.restore(load=load, save=save, format_="deepspeed", model=commit_model)
     _note_losses(run, engine)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.session import Session
+from elastic_trainer.stacks.dcp import make_save
 from elastic_trainer.stacks.loop import Run
 from reshard.contract import DCP
 from reshard.topology import Topology
@@ -66,7 +67,7 @@ def device_type() -> str:
 
 
 def attach(run: Run, model: Any, optimizer: Any, scheduler: Any = None, **others: Any) -> None:
-    """Load the commit that the operator chose, whatever its topology, and let the run save with DCP.
+    """Load the commit that the operator chose, whatever its topology, and let the run save with DCP; collective.
 
     Args:
         run: from `start`.
@@ -76,14 +77,15 @@ def attach(run: Run, model: Any, optimizer: Any, scheduler: Any = None, **others
         **others: more of such objects, by the name under which they are saved; their state must be the same on all
             ranks, or consist of DTensors.
     """
-    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+    from torch.distributed.checkpoint import state_dict_loader
 
+    save_states = make_save(run.session)
     states = {"train": _TrainState(model, optimizer), **others}
     if scheduler is not None:
         states["scheduler"] = scheduler
 
-    def save(folder: Path, tag: str) -> None:
-        state_dict_saver.save(states, checkpoint_id=folder / tag)
+    def save(folder: Path, tag: str) -> object:
+        return save_states(states, folder / tag)
 
     def load(folder: Path) -> None:
         state_dict_loader.load(states, checkpoint_id=folder)

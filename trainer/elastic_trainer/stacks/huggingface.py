@@ -21,7 +21,7 @@ from elastic_trainer.errors import ConfigurationError
 from elastic_trainer.session import Session
 from elastic_trainer.stacks import rank_files
 from elastic_trainer.stacks.checks import check_data_parallel, check_zero_stage
-from elastic_trainer.stacks.dcp import save_dcp
+from elastic_trainer.stacks.dcp import make_save, save_dcp
 from elastic_trainer.stacks.process_end import destroy_process_group
 from elastic_trainer.stacks.side_state import pack_files, unpack_files, warn_of_other_batch
 from reshard.commits.commit import Commit, read_commit
@@ -63,7 +63,7 @@ class ElasticCallback:
         if args.deepspeed:
             _fill_deepspeed_config(args)
         self._trainer: Any = None
-        self._write: Callable[[Path, str], None] | None = None
+        self._write: Callable[[Path, str], object] | None = None
         self._format = ""
         self._layout: tempfile.TemporaryDirectory[str] | None = None
         self._resume_folder: Path | None = None
@@ -138,9 +138,10 @@ class ElasticCallback:
             return
         trainer.store_flos()
 
-        def write_all(folder: Path, tag: str) -> None:
-            write(folder, tag)
+        def write_all(folder: Path, tag: str) -> object:
+            result = write(folder, tag)
             trainer._save_rng_state(str(folder / tag / rank_files.FOLDER))
+            return result
 
         data = {"seed": trainer.args.seed, _DATA: _pack_progress(trainer)}
         self.session.save(write_all, format_=self._format, data=data)
@@ -224,7 +225,7 @@ def _fill_deepspeed_config(args: Any) -> None:
     args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
 
 
-def _choose_format(trainer: Any, session: Session) -> tuple[str, Callable[[Path, str], None]]:
+def _choose_format(trainer: Any, session: Session) -> tuple[str, Callable[[Path, str], object]]:
     """Return the name of the commits' format, and the function that writes weights and optimizer."""
     state = trainer.accelerator.state
     if trainer.is_deepspeed_enabled:
@@ -240,7 +241,8 @@ def _choose_format(trainer: Any, session: Session) -> tuple[str, Callable[[Path,
             f"fsdp_config has state_dict_type {state.fsdp_plugin.state_dict_type}: set it to 'SHARDED_STATE_DICT', "
             "which loads at any number of ranks"
         )
-    return DCP, lambda folder, tag: save_dcp(trainer.model_wrapped, trainer.optimizer, folder / tag)
+    save = make_save(session)
+    return DCP, lambda folder, tag: save_dcp(trainer.model_wrapped, trainer.optimizer, folder / tag, save)
 
 
 def _pack_progress(trainer: Any) -> dict[str, str]:

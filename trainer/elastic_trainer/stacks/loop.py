@@ -40,7 +40,7 @@ class Run:
         self._order: dict[str, Any] = {}
         self._losses: list[Any] = []
         self._is_save_requested = self._is_stop_requested = False
-        self._write: Callable[[Path, str], None] | None = None
+        self._write: Callable[[Path, str], object] | None = None
         self._save_options: dict[str, Any] = {}
         self._own_states: dict[str, Any] | None = None
         self._replica_states: dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class Run:
         self,
         *,
         load: Callable[[Path], None],
-        save: Callable[[Path, str], None],
+        save: Callable[[Path, str], object],
         format_: str,
         model: Mapping[str, Any] | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class Run:
 
         Args:
             load: loads a folder with the framework's own function.
-            save: saves to `folder / tag` with the framework's own function.
+            save: saves to `folder / tag` with the framework's own function; a future that it returns is awaited.
             format_: name of the format in `reshard`.
             model: see `Session.save`.
         """
@@ -207,13 +207,14 @@ class Run:
         self._is_save_requested = False
         rank = self.session.settings.rank
 
-        def write(folder: Path, tag: str) -> None:
+        def write(folder: Path, tag: str) -> object:
             assert self._write is not None
-            self._write(folder, tag)
+            result = self._write(folder, tag)
             states: dict[str, Any] = {"random": random_state.capture()}
             if self._stream is not None:
                 states["stream"] = self._stream.state_dict()
             rank_files.write(folder / tag, rank, states)
+            return result
 
         self.session.save(write, data=self._order or None, **self._save_options)
 

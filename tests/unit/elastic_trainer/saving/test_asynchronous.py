@@ -2,6 +2,9 @@
 
 import concurrent.futures
 import json
+import os
+import shutil
+import subprocess
 import threading
 import time
 
@@ -208,6 +211,39 @@ def test_a_failed_save_is_told_and_followed_at_once_by_a_synchronous_one(make_se
     assert not broken.exists()
     save(session, 4)
     assert told(session).startswith("step 4: asynchronous;")
+
+
+@pytest.fixture
+def small_volume(tmp_path):
+    """The checkpoint volume, with room for two saves."""
+    (tmp_path / "ckpt").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "ckpt")]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount")
+    yield tmp_path / "ckpt"
+    subprocess.run(["umount", "-l", str(tmp_path / "ckpt")], check=True)
+
+
+def test_a_full_volume_fails_the_save_names_the_cause_and_leaves_the_commit_before(
+    small_volume, make_session, tmp_path, caplog
+):
+    session = make_session()
+    first = save(session, 1)
+    wait_for(lambda: not session._saves.is_busy)
+    (small_volume / "other").write_bytes(b"x" * (shutil.disk_usage(small_volume).free - 4096))
+    second = save(session, 2)
+    wait_for(lambda: not session._saves.is_busy)
+    assert "No space left on device" in caplog.text
+    assert steps_of(tmp_path) == [1]
+    assert not second.exists()
+    check_files(first, read_commit(first), crc=True)
+    assert session.after_step(step=3, samples=30, loss=1.0).save
+    with pytest.raises(OSError, match="No space left on device"):  # a synchronous save shows it to the script
+        session.save(write)
+    (small_volume / "other").unlink()
+    save(session, 4)
+    session.finish()
+    assert steps_of(tmp_path) == [1, 4]
 
 
 def test_a_training_whose_last_save_failed_does_not_end_as_complete(make_session, tmp_path):
