@@ -31,11 +31,13 @@ class Stack:
     Attributes:
         script: below examples/, with arguments.
         zero: stage of its DeepSpeed configuration; None for FSDP2, whose commits are of DCP.
+        reshard_mode: `spec.reshard.mode`.
         in_soak_only: it shares the code that matters here with another one.
     """
 
     script: tuple[str, ...]
     zero: int | None = None
+    reshard_mode: str = "Auto"
     in_soak_only: bool = False
 
 
@@ -45,6 +47,9 @@ _ACCELERATE = ("accelerate/elastic.py", "--save-every", "10", "--epochs", "3", "
 STACKS = {
     "deepspeed-loop": Stack(script=("deepspeed_loop/elastic.py", *_OWN_LOOP), zero=2),
     "fsdp2": Stack(script=("fsdp2/elastic.py", *_OWN_LOOP)),
+    "fsdp2-materialize": Stack(
+        script=("fsdp2/elastic.py", *_OWN_LOOP), reshard_mode="Materialize", in_soak_only=True
+    ),
     "trainer-deepspeed": Stack(script=(*_TRAINER, "--backend", "deepspeed"), zero=1),
     "trainer-fsdp2": Stack(script=(*_TRAINER, "--backend", "fsdp2"), in_soak_only=True),
     "accelerate-deepspeed": Stack(script=(*_ACCELERATE, "--backend", "deepspeed"), zero=1, in_soak_only=True),
@@ -88,6 +93,7 @@ def test_a_stack_loses_a_node_and_grows_back_with_the_losses_of_an_undisturbed_r
         batch={"globalSamples": 24, "microSamples": 2},
         parallelism={} if stack.zero is None else {"zeroStage": stack.zero},
         checkpoint={**checkpoint, "format": "DCP" if stack.zero is None else "DeepSpeed"},
+        reshard={"mode": stack.reshard_mode},
         recovery={"scaleUpStableSeconds": 5},
     )
     before = run.until("a commit on 3 nodes", committed, 240)
@@ -102,6 +108,9 @@ def test_a_stack_loses_a_node_and_grows_back_with_the_losses_of_an_undisturbed_r
 
     assert [now["topology"]["dp"] for now in (before, fewer, again)] == [3, 2, 3]
     assert [(item["planned"], item["lostSteps"]) for item in again["recoveries"]][1:] == [(True, 0)]
+    if stack.zero is None:
+        mode = "Load" if stack.reshard_mode == "Auto" else stack.reshard_mode
+        assert [item["startMode"] for item in again["recoveries"]] == [mode, mode]
     assert again["restartBudget"]["used"] == 0
     found = [losses(checkpoints / "gpt" / f"out-a{now['attempt']}-0.log") for now in (before, fewer, again)]
     assert all(found)
