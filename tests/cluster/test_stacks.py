@@ -32,23 +32,46 @@ class Stack:
         script: below examples/, with arguments.
         zero: stage of its DeepSpeed configuration; None for FSDP2, whose commits are of DCP.
         reshard_mode: `spec.reshard.mode`.
+        launcher: one of LAUNCHERS.
         in_soak_only: it shares the code that matters here with another one.
     """
 
     script: tuple[str, ...]
     zero: int | None = None
     reshard_mode: str = "Auto"
+    launcher: str = "ours"
     in_soak_only: bool = False
 
 
+LAUNCHERS = {  # as docs/trainer.md shows them
+    "ours": "exec python -m elastic_trainer.launch",
+    "torchrun": "exec torchrun",
+    "accelerate": (
+        "exec accelerate launch --multi_gpu --num_machines $PET_NNODES"
+        " --num_processes $((PET_NNODES * PET_NPROC_PER_NODE)) --machine_rank $PET_NODE_RANK"
+        " --main_process_ip $PET_MASTER_ADDR --main_process_port $PET_MASTER_PORT"
+        " --mixed_precision no --dynamo_backend no"
+    ),
+    "deepspeed": (
+        "for node in $(seq 0 $((PET_NNODES - 1)));"
+        ' do echo "pod-$node slots=$PET_NPROC_PER_NODE"; done > /tmp/hosts;'
+        " exec deepspeed --no_ssh --no_local_rank --hostfile /tmp/hosts --node_rank $PET_NODE_RANK"
+        " --master_addr $PET_MASTER_ADDR --master_port $PET_MASTER_PORT"
+    ),
+}
 _OWN_LOOP = ("--steps", str(STEPS), "--save-every", "10")
 _TRAINER = ("huggingface_trainer/elastic.py", *_OWN_LOOP, "--output", "/tmp/output")
 _ACCELERATE = ("accelerate/elastic.py", "--save-every", "10", "--epochs", "3", "--samples", str(STEPS // 3 * 24))
 STACKS = {
     "deepspeed-loop": Stack(script=("deepspeed_loop/elastic.py", *_OWN_LOOP), zero=2),
     "fsdp2": Stack(script=("fsdp2/elastic.py", *_OWN_LOOP)),
-    "fsdp2-materialize": Stack(
-        script=("fsdp2/elastic.py", *_OWN_LOOP), reshard_mode="Materialize", in_soak_only=True
+    "fsdp2-materialize": Stack(script=("fsdp2/elastic.py", *_OWN_LOOP), reshard_mode="Materialize", in_soak_only=True),
+    "fsdp2-torchrun": Stack(script=("fsdp2/elastic.py", *_OWN_LOOP), launcher="torchrun", in_soak_only=True),
+    "deepspeed-loop-deepspeed": Stack(
+        script=("deepspeed_loop/elastic.py", *_OWN_LOOP), zero=2, launcher="deepspeed", in_soak_only=True
+    ),
+    "accelerate-launch": Stack(
+        script=(*_ACCELERATE, "--backend", "deepspeed"), zero=1, launcher="accelerate", in_soak_only=True
     ),
     "trainer-deepspeed": Stack(script=(*_TRAINER, "--backend", "deepspeed"), zero=1),
     "trainer-fsdp2": Stack(script=(*_TRAINER, "--backend", "fsdp2"), in_soak_only=True),
@@ -82,9 +105,9 @@ def test_a_stack_loses_a_node_and_grows_back_with_the_losses_of_an_undisturbed_r
     del testbed  # heals the nodes
     stack = STACKS[name]
     script, *arguments = stack.script
-    words = ["python", "-m", "elastic_trainer.launch", "tests/cluster/slow_steps.py", f"examples/{script}", *arguments]
+    words = [LAUNCHERS[stack.launcher], "tests/cluster/slow_steps.py", f"examples/{script}", *arguments]
     output = '"$ETJ_CHECKPOINT_ROOT/out-a$ETJ_ATTEMPT-$PET_NODE_RANK.log"'
-    shell = f'mkdir -p "$ETJ_CHECKPOINT_ROOT"; exec {" ".join(words)} > {output} 2>&1'
+    shell = f'mkdir -p "$ETJ_CHECKPOINT_ROOT"; exec > {output} 2>&1; {" ".join(words)}'
     checkpoint = {"claimName": "ckpt", "path": "gpt", "intervalSeconds": 1000}
     run.submit(
         ["sh", "-c", shell],
