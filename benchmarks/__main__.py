@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable
 
-from benchmarks import controlling, converting, loading, many_pods, objects, scale, sharing, stall, virtual
+from benchmarks import claims, controlling, converting, loading, many_pods, objects, scale, sharing, stall, virtual
 from benchmarks.checkpoints import OUTPUT, ROOT
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -19,6 +19,7 @@ SECTIONS: dict[str, Callable[[int], str]] = {
     "virtual": virtual.virtual,
     "dcp": loading.dcp,
     "workers": sharing.workers,
+    "claims": claims.claims,
     "objects": objects.objects,
     "stall": stall.stall,
     "scale": scale.scale,

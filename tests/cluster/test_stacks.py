@@ -132,7 +132,7 @@ def test_a_stack_loses_a_node_and_grows_back_with_the_losses_of_an_undisturbed_r
     assert [now["topology"]["dp"] for now in (before, fewer, again)] == [3, 2, 3]
     assert [(item["planned"], item["lostSteps"]) for item in again["recoveries"]][1:] == [(True, 0)]
     if stack.zero is None:
-        mode = "Load" if stack.reshard_mode == "Auto" else stack.reshard_mode
+        mode = "Load" if stack.reshard_mode == "Auto" else "Reshard"
         assert [item["startMode"] for item in again["recoveries"]] == [mode, mode]
     assert again["restartBudget"]["used"] == 0
     found = [losses(checkpoints / "gpt" / f"out-a{now['attempt']}-0.log") for now in (before, fewer, again)]
