@@ -118,7 +118,7 @@ class Journal:
             if not (missing := sorted(set(range(num_units)) - self.done() - own)):
                 return
             listed = time.monotonic()
-            if listed - waited_since >= patience:
+            if listing_since - waited_since >= patience:
                 unit = missing[worker % len(missing)]
                 own.add(unit)
                 yield unit
