@@ -37,7 +37,7 @@ from elastic_operator.api.schema_types import (
     not_expected,
     to_camel_case,
 )
-from reshard.contract import GROUP
+from reshard.contract import COMMIT_NAME, GROUP, MAX_RELEASED
 
 AUTO: Final = "Auto"
 LOAD: Final = "Load"
@@ -288,6 +288,9 @@ class StartOptions:
     """
 
 
+CommitName = Annotated[str, Strict(), Field(max_length=80, pattern=f"^{COMMIT_NAME.pattern}$")]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
     """`spec.checkpoint`."""
@@ -322,6 +325,10 @@ class CheckpointSpec:
     """
     interval_seconds: Annotated[int, Strict(), Field(ge=1, le=1_000_000), WHOLE, INT32] = 900
     """Time between commits in seconds. status.goodput.suggestedIntervalSeconds suggests a value. Default 900."""
+    pinned: Annotated[tuple[CommitName, ...], Field(max_length=MAX_RELEASED), UNIQUE, SET] = ()
+    """Names of commits (a<N>/step-..., the end of their uri in status.checkpoint.history) that stay on the volume while
+    they are listed here, for instance while an evaluation reads them. Pin a commit while it is in the history.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

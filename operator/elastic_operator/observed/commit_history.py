@@ -49,6 +49,7 @@ def release(
     needed: Collection[str],
     read_by_others: bool = False,
     awaited: Collection[str] = (),
+    pinned: Collection[str] = (),
 ) -> Checkpoint:
     """Take the commits that nothing refers to out of the history, and list them for deletion from storage.
 
@@ -59,6 +60,7 @@ def release(
         needed: URIs that are kept in any case: the commit that the current attempt resumes from or is converted from.
         read_by_others: True if another job may read this job's folder; then nothing is released.
         awaited: folders, relative to the checkpoint root, from which jobs that wait will start.
+        pinned: names of commits that the user has pinned.
     """
     valid = [item.uri for item in checkpoint.history if not item.invalid]
     invalid = [item.uri for item in checkpoint.history if item.invalid]
@@ -67,7 +69,8 @@ def release(
     names = [parse_commit_name(item.uri) for item in reversed(checkpoint.history) if item.uri not in kept]
     superseded = [*checkpoint.withheld, *(name for name in names if name)]
     checkpoint = dataclasses.replace(checkpoint, history=history, withheld=tuple(superseded))
-    held = find_withheld(checkpoint, Protection(is_read=read_by_others, folders=frozenset(awaited)))
+    protection = Protection(is_read=read_by_others, folders=frozenset(awaited), pinned=frozenset(pinned))
+    held = find_withheld(checkpoint, protection)
     free = [name for name in superseded if name not in held]
     released = list(checkpoint.released)
     # A commit that cannot be removed must not keep the others from their turn: with each new one, the oldest goes last.
@@ -80,7 +83,7 @@ def release(
 
 
 def find_withheld(checkpoint: Checkpoint, protection: Protection) -> frozenset[str]:
-    """Return the names of commits outside the history that must not be removed while other jobs start from here."""
+    """Return the names of commits outside the history that must stay for other jobs or are pinned."""
     history = {parse_commit_name(item.uri) for item in checkpoint.history}
     return find_held(protection, history, (*checkpoint.released, *checkpoint.withheld))
 

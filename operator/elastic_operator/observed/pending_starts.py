@@ -33,11 +33,13 @@ class Protection:
         is_read: True if a conversion may run, or the starts are not known; then every commit stays.
         folders: folders, relative to the root, from which waiting jobs will start; empty text for the root itself.
         jobs: names of all these jobs, sorted.
+        pinned: names of commits that the user has pinned.
     """
 
     is_read: bool = False
     folders: frozenset[str] = frozenset()
     jobs: tuple[str, ...] = ()
+    pinned: frozenset[str] = frozenset()
 
 
 def find_start(job: str, claim: str, folder: str, status: Status) -> Start | None:
@@ -77,10 +79,12 @@ def _find_reading_time(status: Status) -> float:
     return reshard.retry_time
 
 
-def find_protection(starts: Iterable[Start] | None, claim: str, path: str, now: float) -> Protection:
+def find_protection(
+    starts: Iterable[Start] | None, claim: str, path: str, now: float, pinned: Collection[str] = ()
+) -> Protection:
     """Return what stays in a checkpoint root (claim, path inside it); everything if the starts are not known."""
     if starts is None:
-        return Protection(is_read=True)
+        return Protection(is_read=True, pinned=frozenset(pinned))
     root = f"{path}/" if path else ""
     here = [start for start in starts if start.claim == claim and _overlaps(start.folder, root)]
     return Protection(
@@ -88,6 +92,7 @@ def find_protection(starts: Iterable[Start] | None, claim: str, path: str, now: 
         folders=frozenset(f"{start.folder}/".removeprefix(root).strip("/") if _is_below(start.folder, root) else ""
                           for start in here),
         jobs=tuple(sorted({start.job for start in here})),
+        pinned=frozenset(pinned),
     )  # fmt: skip
 
 
@@ -100,7 +105,7 @@ def _overlaps(folder: str, root: str) -> bool:
 
 
 def find_held(protection: Protection, history: Collection[str], superseded: Sequence[str]) -> frozenset[str]:
-    """Return which superseded commits must stay on storage for other jobs.
+    """Return which superseded commits must stay on storage for other jobs, or because they are pinned.
 
     For jobs that wait these are the commits that they name, and the newest others. A job that names an attempt's folder
     will read the newest commit in it.
@@ -112,8 +117,9 @@ def find_held(protection: Protection, history: Collection[str], superseded: Sequ
     """
     if protection.is_read:
         return frozenset(superseded)
+    pinned = protection.pinned.intersection(superseded)
     if not protection.folders:
-        return frozenset()
+        return pinned
     targets = {"/".join(folder.split("/")[:2]) for folder in protection.folders}
     attempts = {name.partition("/")[0] for name in history}
     named: list[str] = []
@@ -123,4 +129,4 @@ def find_held(protection: Protection, history: Collection[str], superseded: Sequ
         is_named = name in targets or (attempt in targets and attempt not in attempts)
         attempts.add(attempt)
         (named if is_named else others).append(name)
-    return frozenset([*named, *others][:MAX_AWAITED])
+    return pinned.union([*named, *others][:MAX_AWAITED])

@@ -298,6 +298,6 @@ def describe_stuck_pods(pods: Iterable[PodView]) -> str:
 
 
 def find_protection(context: Context) -> Protection:
-    """Return what must stay in this job's checkpoint folder because other jobs start from there."""
+    """Return what must stay in this job's checkpoint folder: other jobs start from there, or the user has pinned it."""
     own = context.spec.checkpoint
-    return pending_starts.find_protection(context.world.starts, own.claim_name, own.path, context.now)
+    return pending_starts.find_protection(context.world.starts, own.claim_name, own.path, context.now, own.pinned)

@@ -75,6 +75,7 @@ def _release_commits(context: Context, status: Status) -> Status:
         needed=commit_history.find_needed(status),
         read_by_others=protection.is_read,
         awaited=protection.folders,
+        pinned=protection.pinned,
     )
     recorded = {*checkpoint.released, *checkpoint.withheld}
     forgotten = [name for name in (*before.released, *before.withheld) if name not in recorded]
@@ -86,28 +87,40 @@ def _release_commits(context: Context, status: Status) -> Status:
 
 
 def _report_readers(context: Context, status: Status, protection: Protection) -> Status:
-    """Report which jobs keep superseded commits on storage because they are about to start from here."""
+    """Report why superseded commits stay on storage: jobs are about to start from here, or the user has pinned them."""
     old = find(status.conditions, Type.COMMITS_RELEASED)
-    num_held = len(commit_history.find_withheld(status.checkpoint, protection)) if protection.jobs else 0
-    if context.world.starts is None or (not num_held and (old is None or old.status == "True")):
+    reason, message = _find_hold(status, protection)
+    if context.world.starts is None or (not reason and (old is None or old.status == "True")):
         return status
-    reason, message = "Released", "no other job keeps commits of this job on storage"
-    if num_held:
-        is_full = num_held >= MAX_AWAITED and not protection.is_read
-        reason = "StartOverdue" if is_full else "StartPending"
-        message = _describe_readers(protection, is_full=is_full)
-        if old is None or old.reason != reason:
-            context.emit(reason, message, warning=is_full)
+    if reason and (old is None or old.reason != reason):
+        context.emit(reason, message, warning=reason in ("StartOverdue", "PinUnknown"))
     conditions = set_condition(
         status.conditions,
         Type.COMMITS_RELEASED,
-        not num_held,
-        reason=reason,
-        message=message,
+        not reason,
+        reason=reason or "Released",
+        message=message or "nothing keeps superseded commits of this job on storage",
         now=context.now,
         generation=context.job.generation,
     )
     return dataclasses.replace(status, conditions=conditions)
+
+
+def _find_hold(status: Status, protection: Protection) -> tuple[str, str]:
+    """Return reason and message of a condition that is False; empty texts if nothing is held."""
+    checkpoint = status.checkpoint
+    held = commit_history.find_withheld(checkpoint, protection)
+    if held and protection.jobs:
+        is_full = len(held) >= MAX_AWAITED and not protection.is_read
+        return "StartOverdue" if is_full else "StartPending", _describe_readers(protection, is_full=is_full)
+    known = {commit_history.parse_commit_name(item.uri) for item in checkpoint.history} | held
+    if unknown := sorted(protection.pinned - known):
+        text = f"spec.checkpoint.pinned names commits that are not there: {', '.join(unknown)}"
+        return "PinUnknown", f"{text}; expected names from status.checkpoint.history, remove the others"
+    if pinned := sorted(protection.pinned & held):
+        text = f"pinned by spec.checkpoint.pinned: {', '.join(pinned)}"
+        return "Pinned", f"{text}; they stay on the volume until they are removed from the list"
+    return "", ""
 
 
 def _describe_readers(protection: Protection, *, is_full: bool) -> str:

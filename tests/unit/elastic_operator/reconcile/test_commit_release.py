@@ -20,6 +20,7 @@ from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef, checkpoint_root, reshard_job, training_job
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import JobView, LeaseView, NodeView, Observation, PodView
+from elastic_operator.observed.pending_starts import Protection
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import DeleteJob, ReleaseCommits, RequestStop
 from elastic_operator.reconcile.decide import decide
@@ -285,3 +286,49 @@ def test_a_job_that_takes_a_folder_over_converts_into_names_that_the_former_owne
     )
     assert resume.uri == "/checkpoint/gpt/a2/step-00000003-5a1dbeef"
     assert commit_history.parse_commit_name(resume.uri) == "a2/step-00000003-5a1dbeef"
+
+
+def test_a_pinned_commit_is_not_released_until_the_pin_is_removed() -> None:
+    pin = frozenset({"a1/step-00000001"})
+    items = history(*map(commit, range(1, 7)))
+    found = commit_history.release(items, needed=(), pinned=pin)
+    assert (list(found.withheld), list(found.released)) == (
+        ["a1/step-00000001"],
+        ["a1/step-00000002", "a1/step-00000003"],
+    )
+    assert "a1/step-00000001" in commit_history.release(found, needed=()).released
+
+
+def test_a_pin_withdraws_a_release_that_the_training_has_not_carried_out() -> None:
+    released = commit_history.release(history(*map(commit, range(1, 5))), needed=())
+    assert list(released.released) == ["a1/step-00000001"]
+    withheld = commit_history.find_withheld(released, Protection(pinned=frozenset({"a1/step-00000001"})))
+    assert withheld == {"a1/step-00000001"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "reason"),
+    [
+        ([], None),
+        (["a1/step-00000004"], None),  # it is in the history, which needs no pin
+        (["a1/step-00000001"], "Pinned"),
+        (["a7/step-00000001"], "PinUnknown"),
+    ],
+)
+def test_a_condition_says_what_is_pinned(pins: list[str], reason: str | None) -> None:
+    status = hashed(running(history(*map(commit, range(1, 5)))))
+    decision = look(status, world(), pinned=pins)
+    found = decision.status
+    assert "a1/step-00000001" in (found.checkpoint.withheld if reason == "Pinned" else found.checkpoint.released)
+    assert ReleaseCommits(lease="gpt-a2", names=found.checkpoint.released) in decision.actions or reason == "Pinned"
+    condition = find(found.conditions, Type.COMMITS_RELEASED)
+    assert (condition.reason if condition is not None else None) == reason
+    assert condition is None or all(name in condition.message for name in pins)
+
+
+@pytest.mark.parametrize(
+    "name", ["step-00000001", "/checkpoint/gpt/a1/step-00000001", "a1/step-1/..", "a1/COMMIT", "a1/step-1\n"]
+)
+def test_a_pin_that_names_no_commit_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match="pinned"):
+        parse_spec({**SPEC, "checkpoint": {**SPEC["checkpoint"], "pinned": [name]}})
