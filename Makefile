@@ -11,7 +11,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CACHE_DIR)/torch_extensions
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster test-servers test-nodes demo bench simulate format lock clean testbed-up testbed-down generate lock-images images images-load
+.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster test-servers test-nodes demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate lock-images images images-load
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -91,6 +91,9 @@ soak: setup ## other random examples in every run, and more of them; SECONDS=600
 
 demo: setup ## the whole story on real parts: train, lose a node, reshard, resume, grow back
 	$(BIN)/python -m demo $(DEMO_ARGS)
+
+demo-lifecycle: setup ## a model from its first step to the text that it writes, over three frameworks (minutes)
+	$(BIN)/python -m demo.lifecycle $(DEMO_ARGS)
 
 bench: setup ## the resharder beside DeepSpeed's converter, on the same files
 	$(BIN)/python -m benchmarks

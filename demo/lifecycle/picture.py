@@ -37,7 +37,7 @@ def draw(path: Path, *, stages: Sequence[Stage], evaluations: Sequence[Evaluatio
 
     figure, axes = plt.subplots(figsize=(11, 5.5), layout="constrained", dpi=130)
     figure.suptitle(
-        "The life of a model: each border is a reshard, verified, with the next framework's loss", fontsize=12
+        "The life of a model: at each border a reshard, after which the next framework has the same loss", fontsize=12
     )
     for number, stage in enumerate(stages):
         colour = ATTEMPT_COLOURS[number]
@@ -52,8 +52,9 @@ def draw(path: Path, *, stages: Sequence[Stage], evaluations: Sequence[Evaluatio
         color="#b2182b",
         label="loss of a commit on held-out documentation (transformers)",
     )
-    for item in evaluations:
-        axes.annotate(item.name, (item.samples, item.loss), xytext=(6, 6), textcoords="offset points", color="#b2182b")
+    for number, item in enumerate(evaluations):
+        side = {"xytext": (-6, -16), "ha": "right"} if number else {"xytext": (6, 12), "ha": "left"}
+        axes.annotate(item.name, (item.samples, item.loss), textcoords="offset points", color="#b2182b", **side)
     axes.set_xlabel(f"samples\nthe fine-tuned model writes: {text!r}")
     axes.set_ylabel("loss")
     axes.legend(frameon=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +19,11 @@ HELD_OUT = 64
 
 
 def documentation() -> Windows:
-    """Return the texts of `help()`: English, in contrast to the sources that the model was pretrained on."""
-    path = Path(sysconfig.get_path("stdlib")) / "pydoc_data/topics.py"
-    return Windows(path.read_bytes(), SEQUENCE)
+    """Return the texts of `help()` as running English, in contrast to the sources that the model was pretrained on."""
+    from pydoc_data.topics import topics
+
+    text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
+    return Windows(text.encode(), SEQUENCE)
 
 
 class Documentation(Dataset[dict[str, Tensor]]):

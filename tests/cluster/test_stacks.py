@@ -63,7 +63,7 @@ _OWN_LOOP = ("--steps", str(STEPS), "--save-every", "10")
 _TRAINER = ("huggingface_trainer/elastic.py", *_OWN_LOOP, "--output", "/tmp/output")
 _ACCELERATE = ("accelerate/elastic.py", "--save-every", "10", "--epochs", "3", "--samples", str(STEPS // 3 * 24))
 STACKS = {
-    "deepspeed-loop": Stack(script=("deepspeed_loop/elastic.py", *_OWN_LOOP), zero=2),
+    "deepspeed-loop": Stack(script=("deepspeed_loop/elastic.py", *_OWN_LOOP), zero=2, in_soak_only=True),
     "fsdp2": Stack(script=("fsdp2/elastic.py", *_OWN_LOOP)),
     "deepspeed-loop-bf16": Stack(script=("deepspeed_loop/elastic.py", *_OWN_LOOP, "--bf16"), zero=2, in_soak_only=True),
     "fsdp2-bf16": Stack(script=("fsdp2/elastic.py", *_OWN_LOOP, "--bf16"), in_soak_only=True),
