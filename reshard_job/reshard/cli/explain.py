@@ -121,7 +121,7 @@ def explain(index: Index, numbers: Sequence[int], plan: Plan | None = None) -> t
 
 def _explain(index: Index, number: int, rows: Int64Array, plan: Plan | None) -> Explanation:
     tensor = index.tensors[number]
-    used = set(plan.source_rows[number].tolist()) if plan is not None else None
+    used = None if plan is None else _used_rows(plan, number)
     places: list[Place] = []
     for row_number in _ordered(index.shards, rows).tolist():
         needed = used is None or row_number in used
@@ -135,6 +135,13 @@ def _explain(index: Index, number: int, rows: Int64Array, plan: Plan | None) -> 
         source=f"{index.format} {index.topology}",
         target="" if plan is None else f"{plan.layout.format} {plan.layout.topology}",
     )
+
+
+def _used_rows(plan: Plan, number: int) -> set[int]:
+    """Return the rows that a tensor is made of: those of one copy, or of all copies that are averaged."""
+    average = plan.averages.get(number)
+    copies = () if average is None else average.ranks
+    return set(np.concatenate([plan.source_rows[number], *copies]).tolist())
 
 
 def _targets(plan: Plan, number: int, sources: Sequence[Place]) -> tuple[TargetTensor, ...]:
