@@ -22,11 +22,11 @@ from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.formats.pt.reader import read
 from reshard.planning import plan as plan_module
-from reshard.tensors.layout import Index
+from reshard.tensors.layout import Index, TensorKey
 from reshard.topology import Topology
 from tests.golden import without_checksums
 from tests.golden.command import Answer
-from tests.golden.files import LAYER, MODEL, PATTERNS, edit, golden
+from tests.golden.files import LAYER, MODEL, OPTIMIZER, PATTERNS, assemble, edit, golden
 from tests.golden.partial import NORMS, declare, diverge, flip, partial
 
 
@@ -227,6 +227,45 @@ def test_a_rank_whose_weights_are_not_its_masters_is_refused(tmp_path):
     held = {key: own[0] for key, own in copies(read_checkpoint(tmp_path / "out", None)).items()}
     assert all(np.array_equal(held[key], value) for key, value in expected.items())
     assert np.array_equal(held["weight/2.ffn_norm"], held["fp32/2.ffn_norm"])
+
+
+def test_a_tied_parameter_is_averaged_over_ranks_and_compared_between_stages(tmp_path):
+    source = partial(tmp_path / "source")
+    for mp in range(4):  # as if every rank had trained an embedding of its own, of the size of its shard
+        edit(source, MODEL.format(mp), lambda value: value["universal_checkpoint_info"].update(
+            vocabulary_parameter_patterns=[], parameter_to_average_patterns=[NORMS, "tied_modules"]))  # fmt: skip
+    key = TensorKey("exp_avg", "tied_modules.embed.weight")
+    index = read_checkpoint(source, None)
+    assert index.averaged[key] == 2
+    number = index.number_of(key)
+    run(source, tmp_path / "out")
+    held = assemble(read_checkpoint(tmp_path / "out", None))[str(key)].view(np.float32)
+    every = {
+        int(index.shards.replica[row]): np.fromfile(
+            source / index.files[index.shards.file[row]].path, np.float32, 64, offset=int(index.shards.byte_offset[row])
+        )
+        for row in index.shards.by_tensor(len(index.tensors))[number]
+    }
+    assert sorted(every) == [0, 1, 2, 3]
+    assert np.array_equal(every[1], every[3])
+    assert not np.array_equal(every[0], every[1])
+    assert np.array_equal(held.reshape(-1), (every[0] + every[1]) / np.float32(2))
+
+    def change(value: dict) -> None:
+        tensor = value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
+        values = np.frombuffer(tensor.storage.data, np.float32).copy()
+        values[5] += 1
+        tensor.storage.data = values.tobytes()
+
+    edit(source, OPTIMIZER.format(3), change)
+    with pytest.raises(CorruptSourceError, match="copies of one tensor differ") as caught:
+        run(source, tmp_path / "refused")
+    (problem,) = caught.value.problems
+    assert OPTIMIZER.format(1) in problem
+    assert OPTIMIZER.format(3) in problem
+    with pytest.raises(CorruptSourceError, match="copies of one tensor differ"):
+        read_digests(read_checkpoint(source, None))
+    assert "means" in run(source, tmp_path / "out-of-the-first", allow_differences=True)
 
 
 def test_sources_without_checksums_are_compared_by_reading(equal, differing, tmp_path):
