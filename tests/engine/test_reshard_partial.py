@@ -4,6 +4,7 @@ DeepSpeed's own `ds_to_universal` says what the mean is, bit by bit; training go
 does from DeepSpeed's universal checkpoint.
 """
 
+import dataclasses
 import types
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard.api import Conversion, RunOptions, convert
+from reshard.api import Conversion, RunOptions, convert, index_of
 from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.topology import Topology
 from tests.engine.reshard_run import folder_of, launch, save_all
+from tests.golden import without_checksums
+from tests.golden.files import assemble
 
 pytestmark = [
     pytest.mark.engine,
@@ -101,3 +104,51 @@ def test_training_goes_on_as_from_deepspeeds_universal_checkpoint(converted):
     theirs = launch([{**run, "name": "universal", "load": str(own)}], UNIVERSAL_RANK)["universal"]
     assert ours == pytest.approx(theirs, abs=1e-6, rel=0)
     assert all(np.isfinite(ours))
+
+
+PATTERNS = r"""
+version: 1
+rules:
+  - {pattern: 'embed\.weight', kind: replicate}
+  - {pattern: 'norm\.(weight|bias)', kind: average}
+  - {pattern: 'up\.(weight|bias)', kind: shard-v}
+  - {pattern: 'down\.weight', kind: shard-h}
+  - {pattern: 'down\.bias', kind: replicate}
+"""
+
+
+def test_zero3_partitions_of_copies_have_a_mean(tmp_path):
+    """AutoTP keeps norms equal, so one rank's copies are changed in its files, which then state no checksums."""
+    saved = tmp_path / "saved" / "step-00000002"
+    run = {"model": "cut", "inner": 46, "topology": "tp=2,dp=2,zero=3", "size": "tiny"}
+    launch([{**run, "name": "zero3", "steps": 2, "save_at": 2, "save": str(saved)}])
+    source = without_checksums.copied(saved, tmp_path)
+    patterns = tmp_path / "patterns.yaml"
+    patterns.write_text(PATTERNS)
+    index = index_of(source, patterns=patterns)
+    expected = {}
+    for number, rows in enumerate(index.shards.by_tensor(len(index.tensors))):
+        tensor = index.tensors[number]
+        if not tensor.key.name.startswith("norm."):
+            continue
+        assert index.averaged[tensor.key] == 2
+        copies = np.zeros((2, *tensor.shape), np.float32)
+        for row in index.shards.iterate_boxes(rows, len(tensor.shape)):
+            path, size = source / index.files[row.file].path, row.box.num_elements
+            values = np.fromfile(path, np.float32, size, offset=row.byte_offset)
+            if row.replica == 1:
+                values = (values * np.float32(1.01) + np.float32(0.003)).astype(np.float32)
+                with open(path, "r+b") as file:
+                    file.seek(row.byte_offset)
+                    file.write(values.tobytes())
+            copies[row.replica, row.box.offset[0] : row.box.end[0]] = values
+        expected[str(tensor.key)] = (copies[0] + copies[1]) / np.float32(2)
+    assert len(expected) == 2 * len(STATES)
+    wanted = Conversion(source=source, target=tmp_path / "out", topology=Topology.parse("tp=1,dp=3,zero=1"))
+    message = convert(dataclasses.replace(wanted, patterns=patterns), RunOptions(reread=True)).message
+    assert "6 tensors are means of copies" in message
+    held = assemble(read_checkpoint(tmp_path / "out", None))
+    for key, mean in expected.items():
+        assert np.array_equal(held[key], mean.view(np.uint32)), key
+        if key.startswith("fp32/"):
+            assert np.array_equal(held[key.replace("fp32", "weight")], mean.view(np.uint32)), key
