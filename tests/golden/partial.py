@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from reshard.formats.pt.reader import read
+from reshard.tensors.cast import cast
 from tests.golden.files import LAYER, MODEL, OPTIMIZER, edit, golden
 
 NORMS = r"^\d+\.(attention_norm|ffn_norm|norm)$"
@@ -79,3 +80,48 @@ def flip(folder: Path, name: str, position: int) -> None:
         (byte,) = struct.unpack("B", file.read(1))
         file.seek(position)
         file.write(struct.pack("B", byte ^ 0x10))
+
+
+def zero0(folder: Path, name: str, *, seed: int = 5) -> Path:
+    """Make the golden checkpoint `name` of ZeRO-0 one of two ranks, each of which has trained all parameters alone.
+
+    The second rank's states and masters are changed; its weights are its masters, rounded, or the changed weights.
+    """
+    shutil.copytree(golden(name), folder)
+    shutil.copyfile(folder / MODEL.format(0), folder / MODEL.format(1))
+    random = np.random.default_rng(seed)
+
+    def disturb(content: bytes) -> bytes:
+        values = np.frombuffer(content, np.float32)
+        return (values + random.normal(size=len(values)).astype(np.float32) * np.float32(0.01)).tobytes()
+
+    def change(value: dict, rank: int) -> None:
+        value["mp_world_size"] = 2
+        value["checkpoint_parallel_dimensions"]["tp_degree"] = 2
+        value["universal_checkpoint_info"] = {
+            "universal_checkpoint_version": 0.2,
+            "parameter_to_average_patterns": [".*"],
+            "parameter_with_row_parallelism_patterns": ["none"],
+        }
+        if not rank:
+            return
+        optimizer = value["optimizer"]
+        inner = optimizer.get("optimizer_state_dict", optimizer)
+        for state in inner["state"].values():
+            for key in STATES[1:]:
+                state[key].storage.data = disturb(state[key].storage.data)
+        names = [key for key in value["module"] if key not in ("scale", "head.weight")]
+        if "fp32_groups" not in optimizer:
+            for key in names:
+                value["module"][key].storage.data = disturb(value["module"][key].storage.data)
+            return
+        masters = [tensor for group in optimizer["fp32_groups"] for tensor in group]
+        matrices = [key for key in names if key in ("embed.weight", "up.weight", "down.weight")]
+        for key, master in zip([*matrices, *(key for key in names if key not in matrices)], masters, strict=True):
+            master.storage.data = disturb(master.storage.data)
+            bits = np.frombuffer(master.storage.data, np.uint32)
+            value["module"][key].storage.data = cast(bits, "float32", "bfloat16").tobytes()
+
+    for rank in range(2):
+        edit(folder, MODEL.format(rank), lambda value, rank=rank: change(value, rank))
+    return folder

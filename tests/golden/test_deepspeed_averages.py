@@ -1,7 +1,9 @@
 """Partial parameters: copies that tensor-parallel ranks have trained by themselves become their mean."""
 
+import dataclasses
 import itertools
 import shutil
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,12 +24,13 @@ from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.formats.pt.reader import read
 from reshard.planning import plan as plan_module
+from reshard.tensors.cast import UNSIGNED, cast
 from reshard.tensors.layout import Index, TensorKey
 from reshard.topology import Topology
 from tests.golden import without_checksums
 from tests.golden.command import Answer
 from tests.golden.files import LAYER, MODEL, OPTIMIZER, PATTERNS, assemble, edit, golden
-from tests.golden.partial import NORMS, declare, diverge, flip, partial
+from tests.golden.partial import NORMS, declare, diverge, flip, partial, zero0
 
 
 def copies(index: Index) -> dict[str, dict[int, np.ndarray]]:
@@ -266,6 +269,60 @@ def test_a_tied_parameter_is_averaged_over_ranks_and_compared_between_stages(tmp
     with pytest.raises(CorruptSourceError, match="copies of one tensor differ"):
         read_digests(read_checkpoint(source, None))
     assert "means" in run(source, tmp_path / "out-of-the-first", allow_differences=True)
+
+
+def bits_of(folder: Path) -> dict[str, list[np.ndarray]]:
+    """Every tensor of a checkpoint of ZeRO-0, from each of its ranks' files."""
+    index = read_checkpoint(folder, None)
+    found: dict[str, list[np.ndarray]] = {}
+    for number, rows in enumerate(index.shards.by_tensor(len(index.tensors))):
+        tensor = index.tensors[number]
+        kind = UNSIGNED[tensor.item_bytes]
+        for row in index.shards.iterate_boxes(rows, len(tensor.shape)):
+            path = index.root / index.files[row.file].path
+            values = np.fromfile(path, kind, tensor.num_elements, offset=row.byte_offset)
+            found.setdefault(str(tensor.key), []).append(values)
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero0-dp2", "zero0-bf16-dp2"])
+@pytest.mark.parametrize("to", ["tp=1,zero=0", "tp=1,dp=3,zero=2", "tp=2,dp=2,zero=1"])
+def test_weights_are_the_masters_mean_rounded_or_their_own(tmp_path, name, to):
+    source = zero0(tmp_path / "source", name)
+    run(source, tmp_path / "out", to)
+    before, held = bits_of(source), read_digests(read_checkpoint(tmp_path / "out", None))
+    means_of = {}
+    for key, ranks in before.items():
+        if ranks[0].dtype == np.uint32 and not key.endswith("scale"):
+            one, other = (bits.view(np.float32) for bits in ranks)
+            means_of[key] = ((one + other) / np.float32(2)).view(np.uint32)
+    for key in [key for key in before if key.startswith("weight/") and key not in means_of and "scale" not in key]:
+        means_of[key] = cast(means_of[key.replace("weight/", "fp32/")], "float32", "bfloat16")
+    assert len(means_of) == 7 * (4 if "bf16" in name else 3)
+    for key, mean in means_of.items():
+        assert held[key] == f"{zlib.crc32(mean.tobytes()):08x}", key
+
+
+def test_weights_whose_masters_cannot_be_read_are_not_averaged(tmp_path):
+    """The optimizer has a state that is neither per weight nor per group: only weights are read."""
+    for name in ("zero0-dp2", "zero0-bf16-dp2"):
+        source = zero0(tmp_path / name, name)
+
+        def change(value: dict) -> None:
+            optimizer = value["optimizer"]
+            state = optimizer.get("optimizer_state_dict", optimizer)["state"]
+            state[0]["exp_avg"] = dataclasses.replace(state[1]["exp_avg"])
+
+        for rank in range(2):
+            edit(source, MODEL.format(rank), change)
+        weights = {"states": ("weight",), "target_format": "safetensors"}
+        with pytest.raises(UnsupportedError):
+            run(source, tmp_path / "refused")
+        if "bf16" in name:
+            with pytest.raises(UnsupportedError, match="master weights that are averaged are left out"):
+                run(source, tmp_path / "refused", "tp=1", **weights)
+        else:
+            assert "7 tensors are means" in run(source, tmp_path / "out", "tp=1", **weights)
 
 
 def test_sources_without_checksums_are_compared_by_reading(equal, differing, tmp_path):

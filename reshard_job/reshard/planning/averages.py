@@ -103,16 +103,16 @@ class _Finder:
             return None
         ranks = tuple(groups[rank] for rank in range(count))
         is_equal = self._are_equal(tensor, ranks)
-        master_key = TensorKey("fp32", tensor.key.name) if tensor.key.state == "weight" else None
-        if master_key not in self._index.averaged:
-            master_key = None
-        master = None if master_key is None else self._find_master(tensor, master_key)
+        key = TensorKey("fp32", tensor.key.name)
+        has_master = tensor.key.state == "weight" and key in self._index.averaged
+        master = self._find_master(tensor, key) if has_master else None
         if is_equal and (master is None or self._are_equal(self._index.tensors[master], self._masters(master, count))):
             return None
-        if master_key is not None and master is None:
+        if has_master and key not in self._numbers:
             raise UnsupportedError(
                 f"{tensor.key}: its copies on the {count} tensor-parallel ranks may differ, and the master weights that"
                 " are averaged are left out",
+                path=str(self._index.root),
                 hint="select the state fp32 too: --states weight,fp32; --format safetensors takes the weights alone",
             )
         is_different = any(self._stated.are_different(self._index.shards, tensor, ranks[0], copy) for copy in ranks[1:])
@@ -130,12 +130,14 @@ class _Finder:
         return all(self._stated.are_equal(self._index.shards, tensor, copies[0], copy) for copy in copies[1:])
 
     def _find_master(self, weight: LogicalTensor, key: TensorKey) -> int | None:
+        """Return the position of a weight's master weight, if the weight can be made of it."""
         number = self._numbers.get(key)
         if number is None:
             return None
-        master = self._index.tensors[number]
+        master, ranks = self._index.tensors[number], set(range(self._index.averaged[key]))
         fits = master.shape == weight.shape and can_average(master.dtype) and can_cast(master.dtype, weight.dtype)
-        return number if fits else None
+        is_complete = group_by_replica(self._index.shards, self._rows[number]).keys() >= ranks
+        return number if fits and is_complete else None
 
     def _masters(self, master: int, count: int) -> tuple[Int64Array, ...]:
         groups = group_by_replica(self._index.shards, self._rows[master])

@@ -185,8 +185,8 @@ def _find_averaged(
     if tp == 1 or not names:
         return {}
     averaged = {tensor.key: tp for tensor in tensors if tensor.key.name.removesuffix(PADDING) in names}
-    if source.unread is not None:  # the masters are there and cannot be read
-        averaged |= {TensorKey("fp32", name): tp for name in names & model.params.keys()}
+    if source.unread is not None and source.half_type:  # there are masters, and they cannot be read
+        averaged |= {TensorKey("fp32", name): tp for name in names}
     return averaged
 
 
