@@ -378,6 +378,10 @@ def test_plan_verify_and_explain_tell_it(differing, equal, tmp_path, capsys):
     answer("verify", differing)
     explained = answer.json("explain", differing, "fp32/1.ffn_norm", "--to", "tp=1")
     assert [place["used"] for place in explained["tensors"][0]["boxes"]] == [True, True]
+    assert explained["tensors"][0]["averaged"] == 2
+    text = answer("explain", differing, "fp32/1.ffn_norm")
+    assert "; where copies differ, the mean of those of 2 tensor-parallel ranks" in text
+    assert "averaged" not in answer.json("explain", differing, "fp32/1.qkv")["tensors"][0]
 
 
 def test_weights_alone_need_the_masters_that_they_are_averaged_of(differing, equal, tmp_path):

@@ -73,6 +73,7 @@ class Explanation:
         targets: tensors that are made of it; empty if there is no target, or if the target does not hold the tensor.
         source: the source's format and topology in words.
         target: the target's format and topology in words; empty without a target.
+        averaged: number of tensor-parallel ranks over whose copies the tensor is averaged; 0 if it is not.
     """
 
     tensor: LogicalTensor
@@ -80,6 +81,7 @@ class Explanation:
     targets: tuple[TargetTensor, ...]
     source: str
     target: str
+    averaged: int = 0
 
 
 def find(index: Index, pattern: str) -> list[int]:
@@ -134,6 +136,7 @@ def _explain(index: Index, number: int, rows: Int64Array, plan: Plan | None) -> 
         targets=() if plan is None else _targets(plan, number, places),
         source=f"{index.format} {index.topology}",
         target="" if plan is None else f"{plan.layout.format} {plan.layout.topology}",
+        averaged=index.averaged.get(tensor.key, 0),
     )
 
 
@@ -187,6 +190,8 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
         "layout": explanation.source,
         "boxes": [_place_dict(place) for place in explanation.places],
     }
+    if explanation.averaged:
+        value["averaged"] = explanation.averaged
     if explanation.target:
         value["target"] = {
             "layout": explanation.target,
@@ -232,7 +237,9 @@ def to_lines(explanation: Explanation, aliases: Mapping[str, str]) -> list[str]:
     """Return lines for people; `aliases` are `Index.aliases`."""
     names = [alias for alias, name in aliases.items() if name == explanation.tensor.key.name]
     also = f"; also called {', '.join(names)}" if names else ""
-    lines = [f"{_describe(explanation.tensor)}{also}", f"  source: {explanation.source}"]
+    ranks = explanation.averaged
+    mean = f"; where copies differ, the mean of those of {ranks} tensor-parallel ranks" if ranks else ""
+    lines = [f"{_describe(explanation.tensor)}{also}{mean}", f"  source: {explanation.source}"]
     lines += _table(explanation.places)
     for item in explanation.targets:
         lines.append(f"  target: {explanation.target}")
