@@ -371,7 +371,7 @@ def test_plan_verify_and_explain_tell_it(differing, equal, tmp_path, capsys):
     assert one["digest"] == other["digest"]
     assert len(one["averaged"]) == 20
     assert all(0 < size < 0.01 for size in one["averaged"].values())
-    assert "averaged" not in other
+    assert other["averaged"] == {}
     both = answer.json("verify", differing, tmp_path / "out")
     assert both["different"] == []
     assert both["averaged"] == one["averaged"]
@@ -381,7 +381,7 @@ def test_plan_verify_and_explain_tell_it(differing, equal, tmp_path, capsys):
     assert explained["tensors"][0]["averaged"] == 2
     text = answer("explain", differing, "fp32/1.ffn_norm")
     assert "; where copies differ, the mean of those of 2 tensor-parallel ranks" in text
-    assert "averaged" not in answer.json("explain", differing, "fp32/1.qkv")["tensors"][0]
+    assert answer.json("explain", differing, "fp32/1.qkv")["tensors"][0]["averaged"] == 0
 
 
 def test_weights_alone_need_the_masters_that_they_are_averaged_of(differing, equal, tmp_path):

@@ -75,9 +75,9 @@ def test_narrow_copies_are_added_in_float32_and_rounded(dtype, data):
 
 @given(st.integers(2, 6), st.integers(1, 30), st.integers(0, 2**32 - 1), st.data())
 def test_tiles_of_any_size_give_the_same_mean(count, size, seed, data):
-    random = np.random.default_rng(seed)
-    bits = random.integers(0, 2**32, size=(count, size), dtype=np.uint32)
-    bits[:, random.random(size) < 0.3] = bits[0, 0]
+    generator = np.random.default_rng(seed)
+    bits = generator.integers(0, 2**32, size=(count, size), dtype=np.uint32)
+    bits[:, generator.random(size) < 0.3] = bits[0, 0]
     border = data.draw(st.integers(1, size))
     whole, largest = mean_of(bits, "float32")
     parts = [mean_of(bits[:, low:high], "float32") for low, high in ((0, border), (border, size)) if low < high]

@@ -276,8 +276,7 @@ def _verify(options: argparse.Namespace) -> Result:
     finally:
         line.close()
     value = {"ok": True, "first": options.first, "tensors": len(digests[0]), "digest": total_digest(digests[0])}
-    if averaged[0]:
-        value["averaged"] = {key: None if math.isinf(size) else size for key, size in averaged[0].items()}
+    value["averaged"] = {key: None if math.isinf(size) else size for key, size in averaged[0].items()}
     _tell_notes(options, [text for text in map(describe_differences, averaged) if text])
     if len(views) > 1:
         return _report_agreement(options, value, _compare(views, digests))

@@ -189,9 +189,8 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
         **_tensor_dict(explanation.tensor),
         "layout": explanation.source,
         "boxes": [_place_dict(place) for place in explanation.places],
+        "averaged": explanation.averaged,
     }
-    if explanation.averaged:
-        value["averaged"] = explanation.averaged
     if explanation.target:
         value["target"] = {
             "layout": explanation.target,
