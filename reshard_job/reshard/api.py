@@ -18,6 +18,7 @@ from reshard.commits.staging import Sharing, hold_finish_lock
 from reshard.contract import COMMIT_FILE, ReshardReport
 from reshard.conversion import PLAN, Conversion, RunOptions
 from reshard.errors import PlanError, ReshardError, SourceError, UncommittedError
+from reshard.execution.averages import describe_differences
 from reshard.execution.executor import Mover, Outcome, Progress
 from reshard.execution.journal import Journal
 from reshard.execution.origin import Origin, add_identities, origin_of, refuse_changed, register_run
@@ -373,10 +374,11 @@ class _Run:
 
     def _done(self, commit: Commit, outcome: Outcome, work: Work) -> Done:
         tensors = "1 tensor" if len(outcome.digests) == 1 else f"{len(outcome.digests)} tensors"
+        averaged = "".join(f"; {text}" for text in (describe_differences(outcome.averaged),) if text)
         moved = Moved(outcome.bytes_read + self._checked_bytes, outcome.bytes_written).less(work.before)
         return Done(
             commit=commit,
-            message=f"converted {_change(self._plan)}, {tensors} verified{work.resumed}",
+            message=f"converted {_change(self._plan)}, {tensors} verified{averaged}{work.resumed}",
             moved=moved,
             is_published_here=True,
         )

@@ -26,7 +26,7 @@ from reshard.topology import Topology
 GLOBAL_BATCH = 12
 OPTIONS = (
     *("topology", "model", "size", "frozen", "zero", "bf16", "fp16", "data_types"),
-    *("optimizer", "configured", "inner", "single"),
+    *("optimizer", "configured", "inner", "single", "partial"),
 )
 SIZES = {
     "small": GptConfig(
@@ -272,10 +272,22 @@ def sequence_mpu(cp):
     return sequences
 
 
+def make_partial(model, info, topology):
+    """Let every tensor-parallel rank begin with norms of its own, and declare them: nothing makes them equal again."""
+    info["parameter_to_average_patterns"] = info["tp_replicated_parameter_patterns"]
+    info["tp_replicated_parameter_patterns"] = []
+    rank = topology.coordinate(int(os.environ["RANK"])).tp
+    for name, parameter in model.named_parameters():
+        if name.endswith("attention_norm"):
+            parameter.data += 0.05 * rank
+
+
 def make_engine(run, config, topology):
     if run["model"] == "pipeline":
         model = build(config, topology)
         info = {**universal_checkpoint_info(config), "original_vocab_size": config.vocabulary}
+        if run.get("partial"):
+            make_partial(model, info, topology)
         client = {"universal_checkpoint_info": info, "pipeline_layout": pipeline_description(config, model)["pipeline"]}
     else:
         model, client = (

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from reshard.tensors.cast import UNSIGNED, can_cast, cast
+from reshard.tensors.mean import CopiesMean
 
 pytestmark = pytest.mark.engine
 
@@ -91,3 +92,13 @@ def test_integers_are_not_cast() -> None:
     assert not can_cast("int64", "float32")
     assert not can_cast("float32", "int32")
     assert not can_cast("float8_e4m3fn", "bfloat16")
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_a_mean_is_deepspeeds(count: int) -> None:
+    """`sum(slices) / len(slices)`, as deepspeed/checkpoint/ds_to_universal.py writes it."""
+    slices = list(torch.randn(count, 10_000, generator=torch.Generator().manual_seed(count)))
+    mean = CopiesMean(slices[0].numpy().view(np.uint32), "float32")
+    for one in slices[1:]:
+        mean.add(one.numpy().view(np.uint32))
+    assert np.array_equal(mean.elements(), (sum(slices) / len(slices)).numpy().view(np.uint32))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.s3_server import Server, program, serve
+from tests.golden.partial import partial
 
 pytestmark = pytest.mark.engine
 GOLDEN = Path(__file__).parents[1] / "golden/deepspeed-0.19.8"
@@ -48,6 +49,18 @@ def test_the_result_is_that_of_the_same_files_on_a_disk(server: Server, tmp_path
     assert done.returncode == 0, done.stderr
     local = str(GOLDEN / name / "step-00000002")
     assert reshard(server, "run", local, str(tmp_path / "local"), "--to", to).returncode == 0
+    names = sorted(path.name for path in (tmp_path / "local").iterdir() if path.suffix == ".pt")
+    assert names
+    assert filecmp.cmpfiles(tmp_path / "local", tmp_path / "remote", names, shallow=False)[0] == names
+
+
+def test_the_mean_of_copies_is_that_of_the_same_files_on_a_disk(server: Server, tmp_path: Path) -> None:
+    local = partial(tmp_path / "source")
+    shutil.copytree(local, server.root / "partial" / "run" / "step-00000002")
+    done = reshard(server, "run", "s3://partial/run/step-00000002", str(tmp_path / "remote"), "--to", "tp=1")
+    assert done.returncode == 0, done.stderr
+    assert "20 tensors are means of copies" in done.stdout
+    assert reshard(server, "run", str(local), str(tmp_path / "local"), "--to", "tp=1").returncode == 0
     names = sorted(path.name for path in (tmp_path / "local").iterdir() if path.suffix == ".pt")
     assert names
     assert filecmp.cmpfiles(tmp_path / "local", tmp_path / "remote", names, shallow=False)[0] == names

@@ -17,11 +17,11 @@ from reshard.contract import ExitCode
 from reshard.errors import VerificationError
 from reshard.execution.executor import Mover, Outcome
 from reshard.execution.journal import from_json, to_json
-from reshard.execution.masters import find_unexplained
 from reshard.execution.verify import read_digests, total_digest
 from reshard.formats import FORMATS, read_checkpoint
 from reshard.planning import plan as plan_module
 from reshard.planning.plan import make_plan
+from reshard.tensors.cast import find_unexplained
 from reshard.tensors.layout import Index, TargetLayout
 from reshard.tensors.shard_table import ShardTable
 from reshard.topology import Topology

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from reshard.errors import (
     UsageError,
     VerificationError,
 )
+from reshard.execution.averages import describe_differences
 from reshard.execution.resume import Resumed
 from reshard.execution.verify import read_digests, total_digest, verify_commit
 from reshard.formats import read_checkpoint
@@ -265,13 +267,17 @@ def _verify(options: argparse.Namespace) -> Result:
     is_first_changed = names is not None or options.patterns is not None
     line = ProgressLine(quiet=options.quiet)
     line.expect(sum(map(_stored_bytes, views)))
+    averaged: list[dict[str, float]] = [{} for _ in views]
     try:
         digests = [
-            _digests(view, line, only_file_checksums=at == 0 and is_first_changed) for at, view in enumerate(views)
+            _digests(view, line, averaged[at], only_file_checksums=at == 0 and is_first_changed)
+            for at, view in enumerate(views)
         ]
     finally:
         line.close()
     value = {"ok": True, "first": options.first, "tensors": len(digests[0]), "digest": total_digest(digests[0])}
+    value["averaged"] = {key: None if math.isinf(size) else size for key, size in averaged[0].items()}
+    _tell_notes(options, [text for text in map(describe_differences, averaged) if text])
     if len(views) > 1:
         return _report_agreement(options, value, _compare(views, digests))
     value["committed"] = (views[0].root / COMMIT_FILE).exists()
@@ -299,20 +305,23 @@ def _compare(views: Sequence[Index], digests: Sequence[dict[str, str]]) -> Agree
     )
 
 
-def _digests(index: Index, line: ProgressLine, *, only_file_checksums: bool) -> dict[str, str]:
+def _digests(
+    index: Index, line: ProgressLine, averaged: dict[str, float], *, only_file_checksums: bool
+) -> dict[str, str]:
     """Read all of a checkpoint, compare it with its commit marker if it has one, and return the tensors' digests.
 
     Args:
         index: the checkpoint.
         line: shows the progress.
+        averaged: gets the tensors that are means of copies that differ, with the largest difference.
         only_file_checksums: compare the marker's checksums of files, not its digests of tensors: the index has other
             names or cuts than the marker.
     """
     if not only_file_checksums:
-        return verify_commit(index, progress=line)
+        return verify_commit(index, progress=line, averaged=averaged)
     with contextlib.suppress(UncommittedError):
-        return read_digests(index, commit=read_commit(index.root), progress=line)
-    return read_digests(index, progress=line)
+        return read_digests(index, commit=read_commit(index.root), progress=line, averaged=averaged)
+    return read_digests(index, progress=line, averaged=averaged)
 
 
 def _stored_bytes(index: Index) -> int:

@@ -73,6 +73,7 @@ class Explanation:
         targets: tensors that are made of it; empty if there is no target, or if the target does not hold the tensor.
         source: the source's format and topology in words.
         target: the target's format and topology in words; empty without a target.
+        averaged: number of tensor-parallel ranks over whose copies the tensor is averaged; 0 if it is not.
     """
 
     tensor: LogicalTensor
@@ -80,6 +81,7 @@ class Explanation:
     targets: tuple[TargetTensor, ...]
     source: str
     target: str
+    averaged: int = 0
 
 
 def find(index: Index, pattern: str) -> list[int]:
@@ -121,7 +123,7 @@ def explain(index: Index, numbers: Sequence[int], plan: Plan | None = None) -> t
 
 def _explain(index: Index, number: int, rows: Int64Array, plan: Plan | None) -> Explanation:
     tensor = index.tensors[number]
-    used = set(plan.source_rows[number].tolist()) if plan is not None else None
+    used = None if plan is None else _used_rows(plan, number)
     places: list[Place] = []
     for row_number in _ordered(index.shards, rows).tolist():
         needed = used is None or row_number in used
@@ -134,7 +136,15 @@ def _explain(index: Index, number: int, rows: Int64Array, plan: Plan | None) -> 
         targets=() if plan is None else _targets(plan, number, places),
         source=f"{index.format} {index.topology}",
         target="" if plan is None else f"{plan.layout.format} {plan.layout.topology}",
+        averaged=index.averaged.get(tensor.key, 0),
     )
+
+
+def _used_rows(plan: Plan, number: int) -> set[int]:
+    """Return the rows that a tensor is made of: those of one copy, or of all copies that are averaged."""
+    average = plan.averages.get(number)
+    copies = () if average is None else average.ranks
+    return set(np.concatenate([plan.source_rows[number], *copies]).tolist())
 
 
 def _targets(plan: Plan, number: int, sources: Sequence[Place]) -> tuple[TargetTensor, ...]:
@@ -179,6 +189,7 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
         **_tensor_dict(explanation.tensor),
         "layout": explanation.source,
         "boxes": [_place_dict(place) for place in explanation.places],
+        "averaged": explanation.averaged,
     }
     if explanation.target:
         value["target"] = {
@@ -225,7 +236,9 @@ def to_lines(explanation: Explanation, aliases: Mapping[str, str]) -> list[str]:
     """Return lines for people; `aliases` are `Index.aliases`."""
     names = [alias for alias, name in aliases.items() if name == explanation.tensor.key.name]
     also = f"; also called {', '.join(names)}" if names else ""
-    lines = [f"{_describe(explanation.tensor)}{also}", f"  source: {explanation.source}"]
+    ranks = explanation.averaged
+    mean = f"; where copies differ, the mean of those of {ranks} tensor-parallel ranks" if ranks else ""
+    lines = [f"{_describe(explanation.tensor)}{also}{mean}", f"  source: {explanation.source}"]
     lines += _table(explanation.places)
     for item in explanation.targets:
         lines.append(f"  target: {explanation.target}")

@@ -9,22 +9,22 @@ of the ranges and digests. The records of all units, from any number of workers,
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-
-import numpy as np
 
 from reshard.checksums import crc
 from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import to_hex
 from reshard.errors import VerificationError
-from reshard.execution import source_checks, unit_records
+from reshard.execution import averages, source_checks, unit_records
 from reshard.execution.masters import check_masters
-from reshard.execution.tile import Carrier, find_touching
+from reshard.execution.scan import find_touching
+from reshard.execution.tile import Carrier
 from reshard.execution.unit_records import UnitRecord
 from reshard.planning.plan import Plan
 from reshard.storage.source_reader import SourceReader, source_changed_error
@@ -53,6 +53,7 @@ class Outcome:
         bytes_written: bytes written to the target.
         content: `source_checks.content_digest` of the ranges that were read.
         touched: source files whose identity changed while the ranges that were read stayed the same.
+        averaged: source tensor whose copies differed and were averaged -> largest difference between two copies.
     """
 
     digests: dict[str, str]
@@ -61,6 +62,7 @@ class Outcome:
     bytes_written: int
     content: str
     touched: frozenset[str]
+    averaged: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def execute(plan: Plan, folder: Path, *, progress: Progress | None = None, sync: bool = True) -> Outcome:
@@ -244,6 +246,7 @@ class Mover:
             bytes_written=unit_records.num_bytes(written) + fixed,
             content=source_checks.content_digest(self.plan.index, read),
             touched=frozenset(touched_now),
+            averaged=unit_records.largest_differences(self.plan, every.values()),
         )
 
     def _check_source(self, read: source_checks.ReadRanges, touched: Collection[str]) -> tuple[int, Collection[str]]:
@@ -276,7 +279,8 @@ class Mover:
             source = self.plan.index.shards.rows_touching(self.plan.source_rows[number], box)
             target = self.plan.layout.shards.rows_touching(self.plan.target_rows[number], box)
             copies = self.plan.index.shards.rows_touching(copy_rows_of(self.plan, number), box)
-            for tile in tiles(box.size, max(1, self.plan.tile_bytes // item_bytes)):
+            tile_bytes = self.plan.tile_bytes // (averages.BUFFERS if number in self.plan.averages else 1)
+            for tile in tiles(box.size, max(1, tile_bytes // item_bytes)):
                 if self._stop.is_set():
                     return record
                 carrier.move(record, number, tile.shift(box.offset), (source, target, copies))
@@ -327,10 +331,10 @@ def read_content_digest(plan: Plan) -> str:
             ranges: dict[int, list[CrcRange]] = defaultdict(list)
             source.prefetch(_source_ranges(plan, unit))
             for number, box in plan.units[unit].boxes:
-                rows = index.shards.rows_touching(plan.source_rows[number], box)
-                for row, common in find_touching(index.shards, rows, box):
-                    positions, num_bytes = row.byte_ranges(common, index.tensors[number].item_bytes)
-                    ranges[row.file] += [source.checksum(row.file, position, num_bytes) for position in positions]
+                for tensor, rows in _rows_read(plan, number, recorded=True):
+                    for row, common in find_touching(index.shards, index.shards.rows_touching(rows, box), box):
+                        positions, num_bytes = row.byte_ranges(common, index.tensors[tensor].item_bytes)
+                        ranges[row.file] += [source.checksum(row.file, position, num_bytes) for position in positions]
             for file, crc_range in source.fetched_gaps():
                 ranges[file].append(crc_range)
             by_unit.append({file: crc.join(every) for file, every in ranges.items()})
@@ -342,12 +346,23 @@ def read_content_digest(plan: Plan) -> str:
 def _source_ranges(plan: Plan, unit: int) -> Iterator[tuple[int, int, int]]:
     """Yield (file, first byte, first byte behind the range) of what a unit reads of every source box."""
     for number, box in plan.units[unit].boxes:
-        item_bytes = plan.index.tensors[number].item_bytes
-        rows = np.concatenate([plan.source_rows[number], copy_rows_of(plan, number)])
-        for row, common in find_touching(plan.index.shards, rows, box):
-            first = sum(
-                (low - base) * s for low, base, s in zip(common.offset, row.box.offset, row.strides, strict=True)
-            )
-            last = first + sum((size - 1) * stride for size, stride in zip(common.size, row.strides, strict=True))
-            start = row.byte_offset + first * item_bytes
-            yield row.file, start, start + (last - first + 1) * item_bytes
+        for tensor, rows in _rows_read(plan, number):
+            item_bytes = plan.index.tensors[tensor].item_bytes
+            for row, common in find_touching(plan.index.shards, rows, box):
+                first = sum(
+                    (low - base) * s for low, base, s in zip(common.offset, row.box.offset, row.strides, strict=True)
+                )
+                last = first + sum((size - 1) * stride for size, stride in zip(common.size, row.strides, strict=True))
+                start = row.byte_offset + first * item_bytes
+                yield row.file, start, start + (last - first + 1) * item_bytes
+
+
+def _rows_read(plan: Plan, number: int, *, recorded: bool = False) -> Iterator[tuple[int, Int64Array]]:
+    """Yield (tensor, rows) of all that is read to move a source tensor, or of what its record says of that."""
+    yield number, plan.source_rows[number]
+    average = plan.averages.get(number)
+    if average is not None:
+        own = average.rows_read(number)
+        yield from itertools.islice(own, 1 if recorded and average.moves_master else None)
+    else:
+        yield number, copy_rows_of(plan, number)

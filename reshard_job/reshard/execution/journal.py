@@ -166,6 +166,7 @@ def to_json(record: UnitRecord) -> str:
             "read": [[file, *crc_range] for file, ranges in record.read.items() for crc_range in ranges],
             "written": [[file, *crc_range] for file, ranges in record.written.items() for crc_range in ranges],
             "rounded": [[number, f"{value:08x}"] for number, value in record.rounded.items()],
+            "averaged": [[number, difference.hex()] for number, difference in record.averaged.items()],
         }
     )
 
@@ -184,6 +185,8 @@ def from_json(text: str) -> UnitRecord:
         record.target[_count(number), _count(replica)] = _term(term)
     for number, term in value.get("rounded", ()):  # absent in records of older versions: masters are then read again
         record.rounded[_count(number)] = _term(term)
+    for number, difference in value.get("averaged", ()):  # absent in records of older versions, which averaged nothing
+        record.averaged[_count(number)] = _difference(difference)
     for name, ranges in (("read", record.read), ("written", record.written)):
         for file, start, num_bytes, crc32 in value[name]:
             ranges[_count(file)].append(CrcRange(_count(start), _count(num_bytes), _count(crc32)))
@@ -194,6 +197,12 @@ def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"expected a number, found {value!r:.60}")
     return value
+
+
+def _difference(value: object) -> float:
+    if not isinstance(value, str) or not (difference := float.fromhex(value)) >= 0:
+        raise ValueError(f"expected a difference, found {value!r:.60}")
+    return difference
 
 
 def _term(value: object) -> int:

@@ -11,17 +11,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.errors import VerificationError
-from reshard.execution.tile import find_touching, gather
+from reshard.execution.averages import read_mean, read_rows
 from reshard.planning.plan import Plan, Rounding
 from reshard.storage.source_reader import SourceReader
-from reshard.tensors.cast import UNSIGNED, Bits, cast
+from reshard.tensors.cast import Bits, find_unexplained
 from reshard.tensors.geometry import Box, tiles
 
 _TILE_BYTES = 4 << 20
-_SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 class Difference(NamedTuple):
@@ -81,27 +79,8 @@ def _find_difference(plan: Plan, source: SourceReader, pair: Rounding) -> Differ
     return None if first is None else Difference(count, first)
 
 
-def find_unexplained(weights: Bits, masters: Bits, weight_type: str, master_type: str) -> npt.NDArray[np.bool_]:
-    """Mark the weights that are not their masters rounded; all arrays have one shape.
-
-    A weight is not marked if it and its master are both NaN, or if it is zero and its master is a tiny number.
-    """
-    unequal: npt.NDArray[np.bool_] = cast(masters, master_type, weight_type) != weights
-    if unequal.any():
-        narrow = cast(weights, weight_type, "float32").view(np.float32)
-        wide = cast(masters, master_type, "float32").view(np.float32)
-        unequal &= ~(np.isnan(narrow) & np.isnan(wide))
-        unequal &= ~((narrow == 0) & (np.abs(wide) < _SMALLEST_NORMAL))
-    return unequal
-
-
 def _read_elements(plan: Plan, source: SourceReader, number: int, tile: Box) -> Bits:
-    """Read a tile of a source tensor."""
-    item_bytes = plan.index.tensors[number].item_bytes
-    tile_elements: Bits = np.empty(tile.size, dtype=UNSIGNED[item_bytes])
-    for row, box in find_touching(plan.index.shards, plan.source_rows[number], tile):
-        elements: Bits = np.empty(box.size, dtype=tile_elements.dtype)
-        gather(source, row, box, elements)
-        low = [at - base for at, base in zip(box.offset, tile.offset, strict=True)]
-        tile_elements[tuple(slice(at, at + size) for at, size in zip(low, box.size, strict=True))] = elements
-    return tile_elements
+    """Read a tile of a source tensor: its first copy, or the mean of its copies."""
+    if number in plan.averages:
+        return read_mean(source, plan.index, number, plan.averages[number], tile).elements
+    return read_rows(source, plan.index, number, plan.source_rows[number], tile).elements

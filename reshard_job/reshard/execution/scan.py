@@ -1,7 +1,8 @@
-"""Read boxes of a source and compute their terms of the tensors' digests."""
+"""Read boxes of a source, and compute their terms of the tensors' digests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,13 +10,77 @@ import numpy as np
 from reshard.checksums import crc
 from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import digest_term
-from reshard.execution.tile import gather, view_elements
+from reshard.storage.files import Bytes
 from reshard.storage.source_reader import SourceReader
 from reshard.tensors.cast import UNSIGNED, Bits, cast
 from reshard.tensors.geometry import Box, tiles
-from reshard.tensors.shard_table import ShardRow
+from reshard.tensors.intervals import Int64Array
+from reshard.tensors.shard_table import ShardRow, ShardTable
+
+GATHER_BYTES = 4 << 20
+"""Bytes of a file that are mapped at a time to copy ranges from the mapping."""
+
+_LARGEST_SPAN = 64
+"""Largest ratio of mapped bytes to copied bytes."""
 
 _TILE_BYTES = 8 << 20
+
+
+def find_touching(shards: ShardTable, rows: Int64Array, tile: Box) -> Iterator[tuple[ShardRow, Box]]:
+    """Yield the boxes of rows that touch a tile, each with the box that it has in common with the tile."""
+    for row in shards.boxes_touching(rows, tile):
+        box = row.box.intersect(tile)
+        if box is not None:
+            yield row, box
+
+
+def split_into_ranges(row: ShardRow, box: Box, elements: Bits) -> Iterator[tuple[int, Bytes]]:
+    """Yield the file's ranges that hold a box of a row: position in the file, and the bytes in `elements`."""
+    flat = elements.reshape(-1).view(np.uint8)
+    positions, length = row.byte_ranges(box, elements.dtype.itemsize)
+    for number, position in enumerate(positions):
+        yield position, flat[number * length : (number + 1) * length]
+
+
+def gather(source: SourceReader, row: ShardRow, box: Box, elements: Bits) -> list[CrcRange]:
+    """Fill `elements` with a box of a row, and return the ranges that were read with their checksums.
+
+    Ranges that are close together in the file are copied from one mapping.
+    """
+    ranges = list(split_into_ranges(row, box, elements))
+    if len(ranges) < 2:
+        return [source.read_into(row.file, position, content) for position, content in ranges]
+    step = max(1, GATHER_BYTES * len(ranges) // _span(ranges)[1])
+    read: list[CrcRange] = []
+    for first in range(0, len(ranges), step):
+        some = ranges[first : first + step]
+        low, num_bytes = _span(some)
+        is_near = len(some) > 1 and num_bytes <= min(2 * GATHER_BYTES, _LARGEST_SPAN * len(some) * len(some[0][1]))
+        window = source.view(row.file, low, num_bytes) if is_near else None
+        for position, content in some:
+            if window is None:
+                read.append(source.read_into(row.file, position, content))
+            else:
+                content[:] = window[position - low : position - low + len(content)]
+                read.append(CrcRange(position, len(content), crc.crc32(content.data)))
+    return read
+
+
+def _span(ranges: Sequence[tuple[int, Bytes]]) -> tuple[int, int]:
+    """Return the first byte of ranges of equal length, and the number of bytes up to the end of the last one."""
+    positions = [position for position, _ in ranges]
+    low = min(positions)
+    return low, max(positions) - low + len(ranges[0][1])
+
+
+def view_elements(source: SourceReader, row: ShardRow, box: Box, item_bytes: int) -> tuple[int, Bits] | None:
+    """Return a box of a row that is one range of its file, without a copy: position in the file, and the elements.
+
+    Return None if the box is several ranges, or if it must be read instead.
+    """
+    positions, num_bytes = row.byte_ranges(box, item_bytes)
+    content = source.view(row.file, positions[0], num_bytes) if len(positions) == 1 else None
+    return None if content is None else (positions[0], content.view(UNSIGNED[item_bytes]).reshape(box.size))
 
 
 class Term(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from reshard.checksums import crc
 from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import Tally, digest_term
 from reshard.errors import CorruptSourceError
+from reshard.execution.averages import read_mean
+from reshard.execution.scan import find_touching, gather, view_elements
 from reshard.execution.unit_records import UnitRecord
 from reshard.planning.plan import Plan
 from reshard.storage.files import Bytes
@@ -27,7 +29,7 @@ from reshard.tensors.cast import UNSIGNED, Bits, cast
 from reshard.tensors.geometry import Box
 from reshard.tensors.intervals import Int64Array
 from reshard.tensors.layout import ITEM_BYTES, LogicalTensor
-from reshard.tensors.shard_table import ShardRow, ShardTable
+from reshard.tensors.shard_table import ShardRow
 
 SLICE_BYTES = 1 << 20
 """Bytes of a tile that are copied and added to the digest at a time, while they are in the processor's cache."""
@@ -35,71 +37,8 @@ SLICE_BYTES = 1 << 20
 SMALLEST_BOX_BYTES = 256 << 10
 """Smallest mean size of boxes that are moved as tiles of their own; smaller boxes are faster to copy into one tile."""
 
-GATHER_BYTES = 4 << 20
-"""Bytes of a file that are mapped at a time to copy ranges from the mapping."""
-
-_LARGEST_SPAN = 64
-"""Largest ratio of mapped bytes to copied bytes."""
-
 _RowBox = tuple[ShardRow, Box]
 """A row of a table, and the box that the row and a tile have in common."""
-
-
-def find_touching(shards: ShardTable, rows: Int64Array, tile: Box) -> Iterator[tuple[ShardRow, Box]]:
-    """Yield the boxes of rows that touch a tile, each with the box that it has in common with the tile."""
-    for row in shards.boxes_touching(rows, tile):
-        box = row.box.intersect(tile)
-        if box is not None:
-            yield row, box
-
-
-def split_into_ranges(row: ShardRow, box: Box, elements: Bits) -> Iterator[tuple[int, Bytes]]:
-    """Yield the file's ranges that hold a box of a row: position in the file, and the bytes in `elements`."""
-    flat = elements.reshape(-1).view(np.uint8)
-    positions, length = row.byte_ranges(box, elements.dtype.itemsize)
-    for number, position in enumerate(positions):
-        yield position, flat[number * length : (number + 1) * length]
-
-
-def gather(source: SourceReader, row: ShardRow, box: Box, elements: Bits) -> list[CrcRange]:
-    """Fill `elements` with a box of a row, and return the ranges that were read with their checksums.
-
-    Ranges that are close together in the file are copied from one mapping.
-    """
-    ranges = list(split_into_ranges(row, box, elements))
-    if len(ranges) < 2:
-        return [source.read_into(row.file, position, content) for position, content in ranges]
-    step = max(1, GATHER_BYTES * len(ranges) // _span(ranges)[1])
-    read: list[CrcRange] = []
-    for first in range(0, len(ranges), step):
-        some = ranges[first : first + step]
-        low, num_bytes = _span(some)
-        is_near = len(some) > 1 and num_bytes <= min(2 * GATHER_BYTES, _LARGEST_SPAN * len(some) * len(some[0][1]))
-        window = source.view(row.file, low, num_bytes) if is_near else None
-        for position, content in some:
-            if window is None:
-                read.append(source.read_into(row.file, position, content))
-            else:
-                content[:] = window[position - low : position - low + len(content)]
-                read.append(CrcRange(position, len(content), crc.crc32(content.data)))
-    return read
-
-
-def _span(ranges: Sequence[tuple[int, Bytes]]) -> tuple[int, int]:
-    """Return the first byte of ranges of equal length, and the number of bytes up to the end of the last one."""
-    positions = [position for position, _ in ranges]
-    low = min(positions)
-    return low, max(positions) - low + len(ranges[0][1])
-
-
-def view_elements(source: SourceReader, row: ShardRow, box: Box, item_bytes: int) -> tuple[int, Bits] | None:
-    """Return a box of a row that is one range of its file, without a copy: position in the file, and the elements.
-
-    Return None if the box is several ranges, or if it must be read instead.
-    """
-    positions, num_bytes = row.byte_ranges(box, item_bytes)
-    content = source.view(row.file, positions[0], num_bytes) if len(positions) == 1 else None
-    return None if content is None else (positions[0], content.view(UNSIGNED[item_bytes]).reshape(box.size))
 
 
 @dataclasses.dataclass(slots=True)
@@ -147,6 +86,9 @@ class Carrier:
         """
         tensor = self._plan.index.tensors[number]
         sources = list(find_touching(self._plan.index.shards, rows[0], tile))
+        if number in self._plan.averages:
+            self._move_from(record, number, tile, sources, rows[1])
+            return
         for box, own in self._split(sources, tile, tensor):
             elements = self._move_from(record, number, box, own, rows[1])
             if elements is not None and len(rows[2]):
@@ -181,8 +123,13 @@ class Carrier:
         if rounded is not None:
             targets[rounded] += ()  # without boxes to write, so that only the term in that type is computed
         row, box = sources[0]
-        mapped = view_elements(self._source, row, tile, tensor.item_bytes) if box == tile else None
-        if mapped is not None:
+        is_averaged = number in self._plan.averages
+        may_view = box == tile and not is_averaged
+        mapped = view_elements(self._source, row, tile, tensor.item_bytes) if may_view else None
+        if is_averaged:
+            elements, terms = self._average(record, number, tile, tuple(targets))
+            self._write(record, elements, tensor.dtype, targets, {})
+        elif mapped is not None:
             position, elements = mapped
             tallies = {dtype: Tally(tile, tensor.shape, ITEM_BYTES[dtype]) for dtype in targets}
             crc32 = self._write(record, elements, tensor.dtype, targets, tallies)
@@ -246,6 +193,19 @@ class Carrier:
             hint="ranks wrote different values, or a file is damaged: use an earlier checkpoint, or convert the first"
             " copies with --allow-differences",
         )
+
+    def _average(
+        self, record: UnitRecord, number: int, tile: Box, dtypes: Sequence[str]
+    ) -> tuple[Bits, dict[str, int]]:
+        """Read all copies of a tile, and return their mean and its terms in each type."""
+        tensor = self._plan.index.tensors[number]
+        mean = read_mean(self._source, self._plan.index, number, self._plan.averages[number], tile)
+        for file, ranges in mean.ranges.items():
+            record.read[file] += ranges
+        if mean.difference is not None:
+            record.averaged[number] = max(mean.difference, record.averaged.get(number, 0.0))
+        terms = {dtype: digest_term(cast(mean.elements, tensor.dtype, dtype), tile, tensor.shape) for dtype in dtypes}
+        return mean.elements, terms
 
     def _collect(
         self,

@@ -31,6 +31,7 @@ class UnitRecord:
         read: source file -> ranges that were read.
         written: target file -> ranges that were written.
         rounded: source tensor of `Plan.rounded_types` -> term of its digest in that type.
+        averaged: source tensor -> largest difference between copies that were averaged; only where copies differ.
     """
 
     unit: int
@@ -39,6 +40,7 @@ class UnitRecord:
     read: dict[int, list[CrcRange]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     written: dict[int, list[CrcRange]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     rounded: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
+    averaged: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 def merge(by_record: Iterable[Mapping[int, list[CrcRange]]]) -> dict[int, list[CrcRange]]:
@@ -53,6 +55,15 @@ def merge(by_record: Iterable[Mapping[int, list[CrcRange]]]) -> dict[int, list[C
 def num_bytes(ranges: Mapping[int, list[CrcRange]]) -> int:
     """Return the bytes of all ranges together."""
     return sum(crc_range.num_bytes for every in ranges.values() for crc_range in every)
+
+
+def largest_differences(plan: Plan, records: Iterable[UnitRecord]) -> dict[str, float]:
+    """Return the source tensors whose copies differed and were averaged, with the largest difference of each."""
+    largest: dict[int, float] = {}
+    for record in records:
+        for number, difference in record.averaged.items():
+            largest[number] = max(difference, largest.get(number, 0.0))
+    return {str(plan.index.tensors[number].key): largest[number] for number in sorted(largest)}
 
 
 def check_written(plan: Plan, written: Mapping[int, list[CrcRange]]) -> None:

@@ -11,8 +11,10 @@ from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import finish_digest, to_hex
 from reshard.commits.commit import Commit, check_files, damaged_files_error, describe_crc32_mismatch, read_commit
 from reshard.errors import CorruptSourceError, UncommittedError, VerificationError
+from reshard.execution.averages import read_mean_digest
 from reshard.execution.executor import Progress, is_worth_forking
 from reshard.execution.scan import Term, read_term
+from reshard.planning.averages import find_averages
 from reshard.storage.durable import file_crc32
 from reshard.storage.object_store import RemotePath
 from reshard.storage.source_reader import SourceReader
@@ -24,13 +26,23 @@ from reshard.tensors.shard_table import ShardRow
 TASK_BYTES = 64 << 20
 
 
-def read_digests(index: Index, *, commit: Commit | None = None, progress: Progress | None = None) -> dict[str, str]:
+def read_digests(
+    index: Index,
+    *,
+    commit: Commit | None = None,
+    progress: Progress | None = None,
+    averaged: dict[str, float] | None = None,
+) -> dict[str, str]:
     """Read every copy of every logical tensor, and return the tensors' digests.
+
+    A tensor that the checkpoint declares to be the mean of its copies has the digest of the mean. Where its copies
+    differ, they are read twice.
 
     Args:
         index: the checkpoint.
         commit: commit of the checkpoint: the checksums of its files are compared too, without reading a byte twice.
         progress: called with the number of bytes read since the last call.
+        averaged: gets the tensors whose copies differ and have a mean, with the largest difference of each.
 
     Raises:
         CorruptSourceError: files are not what was committed, copies of one tensor differ, or bytes do not match the
@@ -54,9 +66,10 @@ def read_digests(index: Index, *, commit: Commit | None = None, progress: Progre
         if commit is not None:
             _check_contents(index, source, commit, read)
         source.check_sums(read)
+        means = _read_means(index, source, terms, {} if averaged is None else averaged)
     finally:
         source.close()
-    return _compare_copies(index, terms)
+    return _compare_copies(index, terms, means)
 
 
 class _BoxTerm(NamedTuple):
@@ -134,8 +147,35 @@ def _check_contents(index: Index, source: SourceReader, commit: Commit, read: Ma
         raise damaged_files_error(index.root, commit, problems)
 
 
-def _compare_copies(index: Index, terms: Mapping[int, Mapping[int, int]]) -> dict[str, str]:
+def _read_means(
+    index: Index, source: SourceReader, terms: Mapping[int, Mapping[int, int]], averaged: dict[str, float]
+) -> dict[int, int]:
+    """Return the digests of the means of declared tensors whose copies differ; add the differences to `averaged`."""
+    differing = {
+        index.tensors[number].key.name
+        for number, by_replica in terms.items()
+        if index.tensors[number].key in index.averaged and len(set(by_replica.values())) > 1
+    }
+    if not differing:
+        return {}
+    means: dict[int, int] = {}
+    rows = index.shards.by_tensor(len(index.tensors))
+    chosen = [own if tensor.key.name in differing else own[:0] for tensor, own in zip(index.tensors, rows, strict=True)]
+    for number, average in find_averages(index, rows, chosen, agreement=False).items():
+        mean = read_mean_digest(source, index, number, average, index.tensors[number].dtype)
+        means[number] = mean.digest
+        if mean.difference is not None:
+            averaged[str(index.tensors[number].key)] = mean.difference
+    return means
+
+
+def _compare_copies(index: Index, terms: Mapping[int, Mapping[int, int]], means: Mapping[int, int]) -> dict[str, str]:
     """Return the digests of all tensors, in the index's order, after comparing all copies of each tensor.
+
+    Args:
+        index: the checkpoint.
+        terms: sums of the terms of each copy, by tensor and copy.
+        means: digests of the tensors that are the mean of their copies.
 
     Raises:
         CorruptSourceError: copies of tensors differ; the error lists the tensors.
@@ -146,11 +186,12 @@ def _compare_copies(index: Index, terms: Mapping[int, Mapping[int, int]]) -> dic
         sums = {
             replica: finish_digest(term, tensor.num_bytes) for replica, term in sorted(terms.get(number, {}).items())
         }
-        if len(set(sums.values())) > 1:
+        ranks = index.averaged[tensor.key] if number in means else 1
+        if any(value != sums[min(sums) + (replica - min(sums)) % ranks] for replica, value in sums.items()):
             copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sums.items())
             problems.append(f"{tensor.key}: its copies differ ({copies})")
         if sums:
-            digests[str(tensor.key)] = to_hex(sums[min(sums)])
+            digests[str(tensor.key)] = to_hex(means.get(number, sums[min(sums)]))
     if problems:
         raise CorruptSourceError(
             "copies of one tensor differ",
@@ -161,8 +202,10 @@ def _compare_copies(index: Index, terms: Mapping[int, Mapping[int, int]]) -> dic
     return digests
 
 
-def verify_commit(index: Index, *, progress: Progress | None = None) -> dict[str, str]:
-    """Compare a checkpoint with its own commit, if it has one, and return the digests.
+def verify_commit(
+    index: Index, *, progress: Progress | None = None, averaged: dict[str, float] | None = None
+) -> dict[str, str]:
+    """Compare a checkpoint with its own commit, if it has one, and return the digests; arguments as `read_digests`.
 
     Raises:
         CorruptSourceError: files or tensors are not what was committed.
@@ -171,8 +214,8 @@ def verify_commit(index: Index, *, progress: Progress | None = None) -> dict[str
     try:
         commit = read_commit(folder)
     except UncommittedError:
-        return read_digests(index, progress=progress)
-    digests = read_digests(index, commit=commit, progress=progress)
+        return read_digests(index, progress=progress, averaged=averaged)
+    digests = read_digests(index, commit=commit, progress=progress, averaged=averaged)
     problems = [
         f"{name}: {commit.digests[name]} was committed, {value} is there"
         for name, value in digests.items()

@@ -37,6 +37,7 @@ def rename(index: Index, name_map: NameMap) -> Index:
     aliases = _aliases(index, name_map, jobs, targets, problems)
     groups = tuple(_group(group, jobs, problems) for group in index.groups)
     tensors, shards, renamed = _tensors(index, jobs, problems)
+    averaged = _averaged(index, jobs, problems)
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         raise UnsupportedError(
@@ -52,6 +53,7 @@ def rename(index: Index, name_map: NameMap) -> Index:
         groups=groups,
         aliases=dict(sorted(aliases.items())),
         extra=None,
+        averaged=averaged,
         renamed=renamed,
     )
 
@@ -94,6 +96,21 @@ def _tensors(
     kept = dataclasses.replace(kept, tensor=number[kept.tensor])
     num_dims = max([1, *(len(tensor.shape) for tensor in tensors)])
     return tuple(tensors), boxes.join([kept, *tables], num_dims), renamed
+
+
+def _averaged(index: Index, jobs: Mapping[str, Job], problems: list[str]) -> dict[TensorKey, int]:
+    """Return `Index.averaged` in the new names; parts of a tensor that is a mean are means."""
+    averaged: dict[TensorKey, int] = {}
+    for key, count in index.averaged.items():
+        name, mark, suffix = key.name.partition(MARK)
+        job = jobs.get(name)
+        if job is None:
+            continue
+        sources = [TensorKey(key.state, source + mark + suffix) for source in job.sources]
+        if apart := [source.name for source in sources if source not in index.averaged]:
+            problems.append(f"{apart[0]} and {name}: only the second is a mean of copies, {job.rule} joins them")
+        averaged |= {TensorKey(key.state, target + mark + suffix): count for target in job.targets}
+    return averaged
 
 
 class _ProblemsByState:

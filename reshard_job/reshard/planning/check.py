@@ -44,9 +44,10 @@ def check_plan(plan: Plan) -> None:
     problems += _family_problems(index.tensors, index.shards, len(index.files), side="source")
     problems += _family_problems(plan.target_tensors, layout.shards, len(layout.files), side="target")
     if not problems:
-        source_rows = [rows for rows in (*plan.source_rows, *plan.copy_rows) if len(rows)]
+        masters = [rows for average in plan.averages.values() for rows in average.masters]
+        source_rows = [rows for rows in (*plan.source_rows, *plan.copy_rows, *masters) if len(rows)]
         if source_rows:
-            rows = np.concatenate(source_rows)
+            rows = np.unique(np.concatenate(source_rows))
             problems += cover_problems(plan.index.tensors, plan.index.shards, rows, side="source")
         target = plan.layout.shards
         problems += cover_problems(plan.target_tensors, target, np.arange(len(target)), side="target")

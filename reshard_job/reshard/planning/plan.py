@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import PlanError
+from reshard.planning.averages import Average, describe_averages, find_averages
 from reshard.planning.constant_bytes import identity_bytes
 from reshard.planning.replicas import copies_to_compare
 from reshard.storage.object_store import RemotePath
@@ -79,8 +80,10 @@ class Plan:
         memory_bytes: memory for the buffers of all threads together.
         num_threads: number of threads that read and write.
         copy_rows: rows of `index.shards` that hold other copies of the elements in `source_rows`, by source tensor.
-            They are read and compared, because no checksum proves them equal. Empty if copies are not compared.
-        bytes_to_compare: tensor bytes of `copy_rows`, which are read in addition to `bytes_to_read`.
+            They are read, because no checksum proves them equal, and compared or averaged. Empty if there are none.
+        bytes_to_compare: tensor bytes of `copy_rows`, which are read in addition to `bytes_to_read`. Master weights
+            that are read again for an averaged weight do not count.
+        averages: source tensors that the target holds the mean of, by position in `Index.tensors`.
         roundings: weights that are compared with their master weights.
         notes: sentences for the user about copies that differ.
     """
@@ -95,6 +98,7 @@ class Plan:
     num_threads: int
     copy_rows: tuple[Int64Array, ...] = ()
     bytes_to_compare: int = 0
+    averages: Mapping[int, Average] = dataclasses.field(default_factory=dict)
     roundings: tuple[Rounding, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -173,6 +177,8 @@ class Plan:
                 sha256.update(content)
         for tensor in self.target_tensors:
             sha256.update(f"{tensor.key} {tensor.shape} {tensor.dtype}".encode())
+        for number, average in self.averages.items():
+            sha256.update(f"average of {self.index.tensors[number].key} over {len(average.ranks)}".encode())
         shards = self.layout.shards
         for name in _PLACES if shards.has_families else _PLACES[:6]:
             sha256.update(np.ascontiguousarray(getattr(shards, name)).data)
@@ -239,7 +245,9 @@ def make_plan(
     ]
     if absent:
         raise PlanError("the source does not hold tensors that the target needs", problems=absent)
-    copies = copies_to_compare(index, all_rows, source_rows) if agreement else None
+    averages = find_averages(index, all_rows, source_rows, agreement=agreement)
+    copies = copies_to_compare(index, all_rows, source_rows, averages) if agreement else None
+    copy_rows = _copy_rows(averages, len(index.tensors), () if copies is None else copies.rows)
     return Plan(
         index=index,
         layout=layout,
@@ -249,10 +257,23 @@ def make_plan(
         bytes_to_write=sum(file.num_bytes for file in layout.files),
         memory_bytes=memory_bytes,
         num_threads=num_threads,
-        copy_rows=() if copies is None else copies.rows,
-        bytes_to_compare=0 if copies is None else _num_bytes(index, copies.rows),
+        copy_rows=copy_rows,
+        bytes_to_compare=_num_bytes(index, copy_rows) if copy_rows else 0,
+        averages=averages,
         roundings=_roundings(index, source_rows) if agreement and index.has_rounded_weights else (),
-        notes=() if copies is None else copies.notes,
+        notes=(*(() if copies is None else copies.notes), *describe_averages(index, averages)),
+    )
+
+
+def _copy_rows(
+    averages: Mapping[int, Average], num_tensors: int, compared: Sequence[Int64Array]
+) -> tuple[Int64Array, ...]:
+    """Return the rows of copies that are compared or averaged, [tensors][rows]; empty if there can be none."""
+    if not averages:
+        return tuple(compared)
+    return tuple(
+        averages[number].copy_rows if number in averages else compared[number] if compared else _NO_ROWS
+        for number in range(num_tensors)
     )
 
 

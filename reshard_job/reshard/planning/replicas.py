@@ -8,7 +8,7 @@ copies are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,22 +35,25 @@ class Copies(NamedTuple):
     notes: tuple[str, ...]
 
 
-def copies_to_compare(index: Index, rows: Sequence[Int64Array], chosen: Sequence[Int64Array]) -> Copies:
+def copies_to_compare(
+    index: Index, rows: Sequence[Int64Array], chosen: Sequence[Int64Array], averaged: Collection[int] = ()
+) -> Copies:
     """Find the copies that must be read.
 
     Args:
         index: the source.
         rows: all rows of each tensor, [tensors][rows].
         chosen: rows of the copy that is converted; no rows if the tensor is not needed, [tensors][rows].
+        averaged: positions of tensors whose copies may differ, because they are averaged.
     """
-    stated = _StatedChecksums(index.files)
+    stated = StatedChecksums(index.files)
     to_compare: list[Int64Array] = []
     differing: list[str] = []
-    for tensor, own, taken in zip(index.tensors, rows, chosen, strict=True):
-        if len(taken) == len(own) or not len(taken):
+    for number, (tensor, own, taken) in enumerate(zip(index.tensors, rows, chosen, strict=True)):
+        if len(taken) == len(own) or not len(taken) or number in averaged:
             to_compare.append(_NO_ROWS)
             continue
-        groups = _by_replica(index.shards, own)
+        groups = group_by_replica(index.shards, own)
         first = groups.pop(int(index.shards.replica[taken[0]]))
         unproved = [other for other in groups.values() if not stated.are_equal(index.shards, tensor, first, other)]
         if tensor.key in index.rank_local:
@@ -63,7 +66,7 @@ def copies_to_compare(index: Index, rows: Sequence[Int64Array], chosen: Sequence
     return Copies(tuple(to_compare), (note,) if differing else ())
 
 
-def _by_replica(shards: ShardTable, rows: Int64Array) -> dict[int, Int64Array]:
+def group_by_replica(shards: ShardTable, rows: Int64Array) -> dict[int, Int64Array]:
     """Group rows of one tensor by the copy that they belong to."""
     order = rows[np.argsort(shards.replica[rows], kind="stable")]
     replica = shards.replica[order]
@@ -72,7 +75,7 @@ def _by_replica(shards: ShardTable, rows: Int64Array) -> dict[int, Int64Array]:
     return {int(shards.replica[group[0]]): group for group in groups}
 
 
-class _StatedChecksums:
+class StatedChecksums:
     """Checksums that containers state, by file and first byte."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:

@@ -17,6 +17,7 @@ UNSIGNED: Mapping[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8:
 """Bytes of an element -> numpy type of that width. A copy as this type keeps all bits."""
 
 _QUIET_NAN = np.uint16(0x7FC0)
+_SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 def _float32_of_bfloat16(bits: Bits) -> npt.NDArray[np.float32]:
@@ -75,3 +76,28 @@ def cast(bits: Bits, source: str, target: str) -> Bits:
         return bits
     with np.errstate(over="ignore", invalid="ignore"):
         return _FROM_WIDE[target](_TO_WIDE[source](np.ascontiguousarray(bits)))
+
+
+def to_numbers(bits: Bits, dtype: str) -> npt.NDArray[Any]:
+    """Return the numbers that the bits of a type in `FLOATS` stand for: float64 of float64, else float32."""
+    return _TO_WIDE[dtype](np.ascontiguousarray(bits))
+
+
+def from_numbers(numbers: npt.NDArray[Any], dtype: str) -> Bits:
+    """Return the bits of a type in `FLOATS` that are nearest to numbers, which are contiguous."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _FROM_WIDE[dtype](numbers)
+
+
+def find_unexplained(weights: Bits, masters: Bits, weight_type: str, master_type: str) -> npt.NDArray[np.bool_]:
+    """Mark the weights that are not their masters rounded; all arrays have one shape.
+
+    A weight is not marked if it and its master are both NaN, or if it is zero and its master is a tiny number.
+    """
+    unequal: npt.NDArray[np.bool_] = cast(masters, master_type, weight_type) != weights
+    if unequal.any():
+        narrow = cast(weights, weight_type, "float32").view(np.float32)
+        wide = cast(masters, master_type, "float32").view(np.float32)
+        unequal &= ~(np.isnan(narrow) & np.isnan(wide))
+        unequal &= ~((narrow == 0) & (np.abs(wide) < _SMALLEST_NORMAL))
+    return unequal

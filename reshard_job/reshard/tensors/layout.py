@@ -215,6 +215,8 @@ class Index:
             other states are requested.
         has_rounded_weights: the framework guarantees that each `weight` is the `fp32` of its name, rounded to its type.
         rank_local: tensors that each data-parallel rank computes for itself (buffers); their copies may differ.
+        averaged: tensors that are the mean of their copies -> number n of tensor-parallel ranks. Copies 0 to n - 1 are
+            those of the ranks; a further copy k equals copy k % n. Tensors that were not selected are listed, too.
         renamed: key of each tensor -> its key in the files, see `own_key`; empty if no name map was applied.
     """
 
@@ -235,6 +237,7 @@ class Index:
     unread: UnsupportedError | None = None
     has_rounded_weights: bool = False
     rank_local: frozenset[TensorKey] = frozenset()
+    averaged: Mapping[TensorKey, int] = dataclasses.field(default_factory=dict)
     renamed: Mapping[TensorKey, TensorKey | None] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ from reshard.errors import SourceError, TargetError, UnsupportedError
 from reshard.execution.origin import check_unread_origin, unread_origin
 from reshard.execution.report import peak_rss_bytes
 from reshard.execution.source_checks import check_settings, find_touched_files
+from reshard.planning.averages import name_few
 from reshard.planning.plan import Plan
 from reshard.storage.durable import sync_folder
 from reshard.storage.target_writer import target_errors
@@ -144,14 +145,21 @@ def ranks_of(plan: Plan) -> tuple[Int64Array, ...]:
     """Return which files of the target each rank opens, [ranks][files].
 
     Raises:
-        UnsupportedError: it is not known which, or the source is a folder of links: a manifest names only files that
-            lie in the source's own folder.
+        UnsupportedError: it is not known which; or the source is a folder of links, and a manifest names only files
+            that lie in the source's own folder; or the target would hold means of copies.
     """
     if linked := [file.path for file in plan.index.files if file.path.startswith("../")]:
         raise UnsupportedError(
             f"--mode virtual needs files of the source's own folder, and {linked[0]} is a blob of a download cache",
             path=str(plan.index.root),
             hint="choose --mode materialize, or copy the folder with what it links to: cp -rL",
+        )
+    if plan.averages:
+        named = name_few([str(plan.index.tensors[number].key) for number in plan.averages])
+        raise UnsupportedError(
+            f"--mode virtual names bytes of the source, and the mean of copies that may differ stands nowhere: {named}",
+            path=str(plan.index.root),
+            hint="choose --mode materialize",
         )
     return files_by_rank(plan.layout)
 

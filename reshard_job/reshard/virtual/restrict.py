@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from reshard.execution.tile import find_touching
+from reshard.execution.scan import find_touching
 from reshard.planning.plan import Plan, make_plan
 from reshard.tensors.geometry import Box, whole
 from reshard.tensors.intervals import Int64Array
@@ -48,6 +48,7 @@ def restrict(plan: Plan, files: Collection[int]) -> Plan:
         groups=(),
         aliases={},
         extra=None,
+        averaged={},
     )
     layout = dataclasses.replace(
         plan.layout,

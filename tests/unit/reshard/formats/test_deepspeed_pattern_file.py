@@ -75,7 +75,7 @@ def test_parts_of_a_view_that_it_does_not_divide_by_tp(patterns):
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        ({"pattern": "x", "kind": "average"}, "no copy"),
+        ({"pattern": "x", "kind": "average", "dim": 0}, "takes no dim"),
         ({"pattern": "x", "kind": "other"}, "expected one of unique"),
         ({"pattern": "x"}, "kind None"),
         ({"kind": "unique"}, "expected a mapping with pattern"),
@@ -116,7 +116,7 @@ def test_errors_name_the_file(tmp_path):
     path.write_text("version: [")
     with pytest.raises(UsageError, match=r"patterns.yaml: is no YAML: .* in line 1, column 11"):
         load(path)
-    path.write_text("version: 1\nrules: [{pattern: x, kind: average}]")
+    path.write_text("version: 1\nrules: [{pattern: x, kind: mean}]")
     with pytest.raises(UsageError, match=r"patterns.yaml: is no file of patterns"):
         load(path)
 
@@ -129,3 +129,9 @@ def test_example_of_the_documentation_is_a_file_of_patterns(tmp_path):
     assert found.padded_rows(4) == 50688
     rule, whole = found.resolve("0.experts.w1", [(8 * 7168, 4096)] * 2)
     assert (whole, rule.repeat) == ((8 * 14336, 4096), 8)
+
+
+def test_an_average_is_a_mean_of_whole_copies():
+    rules = [{"pattern": r".*\.scale", "kind": "average"}]
+    rule = parse(build({"version": 1, "rules": rules})).rule("0.scale", 1)
+    assert (rule.dim, rule.averaged) == (None, True)

@@ -47,7 +47,7 @@ def test_pattern_matches_from_the_start_of_the_name():
     ("change", "name", "text"),
     [
         ({"parameter_with_row_parallelism_patterns": [r".*norm"]}, "0.norm", "all claim it"),
-        ({}, "0.averaged", "average"),
+        ({"parameter_with_row_parallelism_patterns": [r".*\.averaged"]}, "0.averaged", "all claim it"),
         ({"parameter_with_sub_params": [{"patterns": [".*"], "shape": (2, 4, 8), "partition_dim": 0}]}, "0.x", "view"),
         (
             {"parameter_with_sub_params": [{"patterns": [".*"], "shape": (2, 4), "partition_dim": 2}]},
@@ -62,6 +62,21 @@ def test_pattern_matches_from_the_start_of_the_name():
 def test_ambiguous_or_broken_patterns_are_refused(change, name, text):
     with pytest.raises(UnsupportedError, match=text):
         parse({**INFO, **change}).rule(name, 2)
+
+
+def test_an_averaged_parameter_is_whole_on_every_rank():
+    rule = parse(INFO).rule("0.averaged", 2)
+    assert (rule.dim, rule.averaged) == (None, True)
+    assert not parse(INFO).rule("averaged", 2).averaged  # patterns match from the start of the name
+    assert not parse(INFO).rule("0.norm", 1).averaged
+
+
+def test_what_is_declared_equal_too_is_not_averaged():
+    """As in DeepSpeed, which looks at replicated parameters first, and at affine maps before that."""
+    rule = parse({**INFO, "tp_replicated_parameter_patterns": [r".*"]}).rule("0.averaged", 2)
+    assert (rule.dim, rule.averaged) == (None, False)
+    mapped = {**INFO, "affine_map": {"version": 1, "params": {r".*\.averaged": {}}}}
+    assert parse(mapped).rule("0.averaged", 2).averaged is False
 
 
 def test_uneven_parts_need_their_widths():

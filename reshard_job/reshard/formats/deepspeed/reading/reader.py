@@ -28,7 +28,7 @@ from reshard.formats.deepspeed.rows import Rows
 from reshard.formats.deepspeed.states import check_scalars
 from reshard.formats.deepspeed.tensor_parallel import patterns
 from reshard.formats.pt.reader import PtFile
-from reshard.tensors.layout import Checksum, FormatExtra, Index, SourceFile, TensorKey
+from reshard.tensors.layout import PADDING, Checksum, FormatExtra, Index, LogicalTensor, SourceFile, TensorKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +136,7 @@ def _build_index(source: DeepSpeedContents, commit: Commit | None, pattern_info:
         unread=source.unread,
         has_rounded_weights=_has_rounded_weights(source),
         rank_local=_find_rank_local(source),
+        averaged=_find_averaged(source, model, weights, rows.tensors),
         extra=DeepSpeedExtra(
             source=source,
             model=model,
@@ -168,6 +169,25 @@ def _find_rank_local(source: DeepSpeedContents) -> frozenset[TensorKey]:
         return frozenset()
     names = {name for file in source.models.values() for name in file.value.get("buffer_names") or ()}
     return frozenset(TensorKey("weight", name) for name in names)
+
+
+def _find_averaged(
+    source: DeepSpeedContents, model: Model, weights: Mapping[str, Param], tensors: Sequence[LogicalTensor]
+) -> dict[TensorKey, int]:
+    """Return the tensors that are the mean of the tensor-parallel ranks' copies, each with the number of ranks.
+
+    DeepSpeed averages parameters and never buffers.
+    """
+    tp = source.topology.tp
+    buffers = {name for file in source.models.values() for name in file.value.get("buffer_names") or ()}
+    params = {**weights, **model.params}
+    names = {name for name, param in params.items() if param.rule.averaged and name not in buffers}
+    if tp == 1 or not names:
+        return {}
+    averaged = {tensor.key: tp for tensor in tensors if tensor.key.name.removesuffix(PADDING) in names}
+    if source.unread is not None and source.half_type:  # there are masters, and they cannot be read
+        averaged |= {TensorKey("fp32", name): tp for name in names}
+    return averaged
 
 
 def _make_source_files(files: Sequence[PtFile]) -> tuple[SourceFile, ...]:

@@ -89,10 +89,6 @@ def _make_adder(key: str, *fixed: tuple[str, int]) -> Callable[[dict[str, Any], 
     return add
 
 
-def _refuse_average(_info: dict[str, Any], _pattern: str, _rule: Mapping[str, Any]) -> list[str]:
-    return ["average: an average over ranks is no copy, no exact conversion exists"]
-
-
 def _add_view(info: dict[str, Any], pattern: str, rule: Mapping[str, Any]) -> list[str]:
     """Add a rule for fused tensors or for a view with other dims: `shard-nc`, and `shard-hy` for one tensor."""
     dim, parts, view = rule.get("dim"), rule.get("parts"), rule.get("view")
@@ -135,7 +131,7 @@ def _is_size_list(value: Any) -> bool:
 _KINDS: dict[str, Callable[[dict[str, Any], str, Mapping[str, Any]], list[str]]] = {
     "unique": _make_adder("tp_replicated_parameter_patterns"),
     "replicate": _make_adder("tp_replicated_parameter_patterns"),
-    "average": _refuse_average,
+    "average": _make_adder(patterns.AVERAGED),
     "shard-v": _make_adder(patterns.COLUMN, ("dim", 0)),
     "shard-h": _make_adder("parameter_with_row_parallelism_patterns", ("dim", 1)),
     "shard-hy": _add_view,

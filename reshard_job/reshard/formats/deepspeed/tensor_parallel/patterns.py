@@ -19,13 +19,15 @@ from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE, Rule, Shape
 
 _VOCABULARY = "vocabulary_parameter_patterns"
 _REPLICATED = "tp_replicated_parameter_patterns"
-_AVERAGED = "parameter_to_average_patterns"
 _ROW = "parameter_with_row_parallelism_patterns"
 _TWO_SUB = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
 _WIDTHS = "sub_param_shard_widths"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _MAPS = "affine_map"
+AVERAGED = "parameter_to_average_patterns"
+"""Key for parameters of which every tensor-parallel rank trains a copy by itself: the paper's partial parameters."""
+
 COLUMN = "parameter_with_column_parallelism_patterns"
 """Key of pattern files for parameters that are cut along dim 0; a description with this key has no default rule."""
 
@@ -93,7 +95,7 @@ class Patterns:
 
     def names(self, name: str) -> bool:
         """Return whether a pattern says how a tensor is cut; DeepSpeed cuts other parameters along dim 0."""
-        listed = (_REPLICATED, _AVERAGED, COLUMN, _ROW, _TWO_SUB, _VOCABULARY)
+        listed = (_REPLICATED, AVERAGED, COLUMN, _ROW, _TWO_SUB, _VOCABULARY)
         return any(self._find(key, name) for key in (*listed, _SUB))
 
     def is_vocabulary(self, name: str) -> bool:
@@ -140,10 +142,12 @@ class Patterns:
         """Return the rule for a parameter.
 
         Raises:
-            UnsupportedError: several categories match it, or one that cannot be converted exactly.
+            UnsupportedError: several categories match it, or it cannot be converted exactly.
         """
-        categories = [key for key in (_REPLICATED, _AVERAGED, COLUMN, _ROW, _TWO_SUB) if self._find(key, name)]
+        categories = [key for key in (_REPLICATED, AVERAGED, COLUMN, _ROW, _TWO_SUB) if self._find(key, name)]
         subs = [self.info[_SUB][at] for at in self._find(_SUB, name)]
+        if categories[:2] == [_REPLICATED, AVERAGED]:
+            categories.remove(AVERAGED)  # DeepSpeed looks for copies first, and then they must be equal
         if len(categories) + len(subs) > 1:
             claims = [*categories, *[_SUB] * len(subs)]
             raise UnsupportedError(f"{name}: {claims} of universal_checkpoint_info all claim it")
@@ -155,11 +159,9 @@ class Patterns:
             raise UnsupportedError(
                 f"{name}: no pattern matches it", hint="add a rule to the file of patterns: none is assumed"
             )
-        if _AVERAGED in categories:
-            raise UnsupportedError(
-                f"{name}: {_AVERAGED} of universal_checkpoint_info asks for an average over ranks",
-                hint="an average is not a copy: no exact conversion exists",
-            )
+        if AVERAGED in categories:
+            is_mapped = bool(self._find(_MAPS, name))  # DeepSpeed follows a map, which has no mean
+            return Rule(dim=None, vocabulary=vocabulary, averaged=not is_mapped)
         if _REPLICATED in categories or num_dims == 0:
             return Rule(dim=None, vocabulary=vocabulary)
         if _ROW in categories:

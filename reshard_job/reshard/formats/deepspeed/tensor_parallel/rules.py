@@ -39,6 +39,7 @@ class Rule:
             the same.
         view: shape `[view ndim]` that has `dim`, with -1 for sizes that follow from the number of elements; `resolve`
             converts it to `repeat` and `unit`.
+        averaged: every rank holds a copy that it has trained by itself; the parameter is the mean of the copies.
     """
 
     dim: int | None
@@ -49,6 +50,7 @@ class Rule:
     unit: int = 1
     widths: tuple[Shape, ...] = ()
     view: Shape = ()
+    averaged: bool = False
 
     def resolve(self, name: str, shards: Sequence[Shape]) -> tuple[Rule, Shape]:
         """Return the rule without view and with widths, and the whole tensor's shape.

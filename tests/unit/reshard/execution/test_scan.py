@@ -7,7 +7,7 @@ import pytest
 
 from reshard.checksums.crc import CrcRange, crc32
 from reshard.errors import CorruptSourceError
-from reshard.execution import tile
+from reshard.execution import scan
 from reshard.storage.files import LocalFile
 from reshard.storage.source_reader import SourceReader
 from reshard.tensors.geometry import Box
@@ -41,7 +41,7 @@ def stored(tmp_path):
 
 @pytest.fixture
 def window(request, monkeypatch):
-    monkeypatch.setattr(tile, "GATHER_BYTES", request.param)
+    monkeypatch.setattr(scan, "GATHER_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("window")
@@ -55,7 +55,7 @@ def test_every_element_arrives_with_the_checksum_of_its_run(stored, part, maps, 
     array = values.reshape(COLUMNS, ROWS).T if turned else values.reshape(ROWS, COLUMNS)
     row = row_of((1, ROWS) if turned else (COLUMNS, 1))
     elements = np.zeros(part.size, dtype=np.uint32)
-    pieces = tile.gather(source, row, part, elements)
+    pieces = scan.gather(source, row, part, elements)
     content = bytes(BEGIN) + values.tobytes()
     assert pieces == [CrcRange(at, length, crc32(content[at : at + length])) for at, length, _ in pieces]
     assert sum(piece.num_bytes for piece in pieces) == elements.nbytes
@@ -69,7 +69,7 @@ def test_a_file_that_became_shorter_is_told(stored, maps):
     source.may_map = maps
     path.write_bytes(path.read_bytes()[:-900])
     with pytest.raises(CorruptSourceError, match="truncated"):
-        tile.gather(source, row_of((COLUMNS, 1)), Box((0, 0), (ROWS, 7)), np.zeros((ROWS, 7), dtype=np.uint32))
+        scan.gather(source, row_of((COLUMNS, 1)), Box((0, 0), (ROWS, 7)), np.zeros((ROWS, 7), dtype=np.uint32))
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["on-disk", "in-cache"])
