@@ -63,7 +63,9 @@ _REMOTE_THREADS = 8
 """Concurrent requests to an object store, which answers many at a time however few processors this machine has."""
 
 
-def index_of(source: Path, *, require_commit: bool = False, patterns: Path | None = None) -> Index:
+def index_of(
+    source: Path, *, require_commit: bool = False, patterns: Path | None = None, ds_config: Path | None = None
+) -> Index:
     """Index a checkpoint from its metadata.
 
     If the checkpoint has a commit marker, all its files must have their committed sizes and match the marker. A virtual
@@ -73,9 +75,10 @@ def index_of(source: Path, *, require_commit: bool = False, patterns: Path | Non
         source: folder of one checkpoint.
         require_commit: refuse a checkpoint without a marker.
         patterns: file that says how tensor parallelism cut a DeepSpeed checkpoint which does not say it.
+        ds_config: DeepSpeed's configuration of the run that saved an elastic checkpoint.
 
     Raises:
-        UsageError: the patterns cannot be read, or the source takes none.
+        UsageError: a file cannot be read, or the source takes none.
         UncommittedError: there is no marker and `require_commit` asks for one.
         SourceError: damaged, or of no known format.
 
@@ -95,7 +98,7 @@ def index_of(source: Path, *, require_commit: bool = False, patterns: Path | Non
         with contextlib.suppress(OSError):  # a checkpoint without a marker
             opened[f"{source}/{COMMIT_FILE}"] = identity_at(source / COMMIT_FILE)
         commit = _checked_commit(source, require_commit=require_commit)
-        index = read_checkpoint(source, commit, patterns)
+        index = read_checkpoint(source, commit, patterns, ds_config)
     index = add_identities(index, opened, commit)
     if commit is not None:
         check_matches_commit(index, commit, has_patterns=patterns is not None)
@@ -201,7 +204,12 @@ def plan_conversion(conversion: Conversion, *, memory_bytes: int = DEFAULT_MEMOR
     1
     """
     with trusting(conversion.allow_globals), report_damage_first():
-        index = index_of(conversion.source, require_commit=conversion.require_commit, patterns=conversion.patterns)
+        index = index_of(
+            conversion.source,
+            require_commit=conversion.require_commit,
+            patterns=conversion.patterns,
+            ds_config=conversion.ds_config,
+        )
         request = Request(
             topology=_topology(index, conversion),
             weight_dtype=conversion.weight_dtype,

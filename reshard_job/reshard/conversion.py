@@ -32,6 +32,7 @@ class Conversion:
         like: checkpoint of the target's format that says what the source cannot, or None.
         names: file with a name map (`reshard.names`) that the target's names follow, or None.
         patterns: file of patterns for a DeepSpeed source that does not say how it is cut, or None.
+        ds_config: DeepSpeed's configuration for an elastic source, which keeps no settings, or None.
         file_bytes: largest size of a file where the format leaves that open; None for its default.
         attempt: recorded in the commit.
         require_commit: refuse a source without a commit marker.
@@ -50,6 +51,7 @@ class Conversion:
     like: Path | None = None
     names: Path | None = None
     patterns: Path | None = None
+    ds_config: Path | None = None
     file_bytes: int | None = None
     attempt: int = 0
     require_commit: bool = False
@@ -65,7 +67,7 @@ class Conversion:
         return f"{os.fsencode(self.source)!r} {'' if self.like is None else os.fsencode(self.like)!r} {wish}"
 
     def __post_init__(self) -> None:
-        for path in (self.source, self.target, self.like, self.names, self.patterns):
+        for path in (self.source, self.target, self.like, self.names, self.patterns, self.ds_config):
             if path is not None:
                 check_path(str(path))
 
@@ -77,6 +79,7 @@ class Conversion:
             "states": ",".join(self.states),
             "names": _content_hash(self.names),
             "patterns": _content_hash(self.patterns),
+            "ds_config": _content_hash(self.ds_config),
             "allow_globals": ",".join(sorted(set(self.allow_globals))),
         }
         return {key: value for key, value in options.items() if value}

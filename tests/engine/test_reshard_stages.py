@@ -4,6 +4,7 @@ Two steps at dp=2, save, convert, load with unmodified `engine.load_checkpoint` 
 """
 
 import itertools
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +34,14 @@ PAIRS = [
     if "fp32" in name or source != target
 ]
 ELASTIC = "elastic -> fp32 zero=1"
+CONFIGURED = (0, 2, 3)
+OPTIMIZER = {
+    "type": "AdamW",
+    "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.0},
+    "param_groups": [{"weight_decay": 0.1}, {}],
+}
+"""That of `reshard_rank`, with its two groups."""
+
 TOLERANCE = {"fp32": 1e-6, "bf16": 5e-4, "bf16-optimizer": 5e-4}
 
 
@@ -64,6 +73,14 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
     )
     convert(wanted)
     runs.append({"name": ELASTIC, **run_of("fp32", 1, 3), "steps": 3, "load": str(wanted.target)})
+    config = out / "ds.json"
+    config.write_text(json.dumps({"optimizer": OPTIMIZER}))
+    for stage in CONFIGURED:
+        target = folder_of(out, f"configured-{stage}")
+        topology = Topology(dp=3, zero=stage)
+        convert(Conversion(source=wanted.source, target=target, topology=topology, ds_config=config))
+        name = f"configured -> zero={stage}"
+        runs.append({"name": name, **run_of("fp32", stage, 3), "steps": 3, "load": str(target)})
     return launch_all(runs)
 
 
@@ -71,6 +88,12 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
 def test_resumed_run_goes_on_with_the_losses_of_the_uninterrupted_one(name, source, target, uninterrupted, resumed):
     expected = uninterrupted[1][f"{name}-{source}"][2:]
     assert resumed[f"{name} {source} -> {target}"] == pytest.approx(expected, abs=TOLERANCE[name], rel=0)
+
+
+@pytest.mark.parametrize("stage", CONFIGURED)
+def test_elastic_checkpoint_goes_on_with_settings_from_a_configuration(stage, uninterrupted, resumed):
+    found = resumed[f"configured -> zero={stage}"]
+    assert found == pytest.approx(uninterrupted[1]["elastic"][2:], abs=TOLERANCE["fp32"], rel=0)
 
 
 def test_elastic_checkpoint_goes_on_with_settings_from_another(uninterrupted, resumed):

@@ -1,6 +1,7 @@
 """Tensors of another origin, laid out like a DeepSpeed checkpoint of the same model."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from reshard.formats.pt.reader import read
 from reshard.tensors.layout import Index, LogicalTensor, TensorKey
 from reshard.tensors.views import keep_tensors
 from reshard.topology import Topology
+from tests.golden.command import Answer
 from tests.golden.files import MODEL, OPTIMIZER, STEP, assemble, golden
 
 
@@ -139,6 +141,29 @@ def test_template_of_another_format_is_refused():
     request = Request(topology=Topology(dp=2), like=foreign("zero2-dp3"))
     with pytest.raises(UnsupportedError, match="--like names a checkpoint of the format other"):
         plan_of(read_checkpoint(golden("zero2-dp3"), None), request, target_format="deepspeed")
+
+
+def test_elastic_checkpoint_takes_settings_from_a_configuration(tmp_path, capsys):
+    answer, path = Answer(capsys), tmp_path / "ds.json"
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.0}}
+    path.write_text(json.dumps({"optimizer": optimizer}))
+    command = ["run", golden("elastic-dp2"), tmp_path / STEP, "--to", "dp=3,zero=2", "--ds-config", path]
+    assert "optimizer.params says one group, the checkpoint has 2" in answer(*command, code=2)
+    path.write_text(json.dumps({"optimizer": {**optimizer, "param_groups": [{"weight_decay": 0.1}, {}]}}))
+    answer("inspect", golden("elastic-dp2"), "--ds-config", path)
+    assert "settings are those of --ds-config" in answer("plan", *command[1:2], "--to", "dp=3", "--ds-config", path)
+    answer(*command)
+    expected = {**assemble(read_checkpoint(golden("elastic-dp2"), None))}
+    after = read_checkpoint(tmp_path / STEP, None)
+    assert all((value == assemble(after)[key]).all() for key, value in expected.items())
+    twin = read_checkpoint(golden("zero2-dp3"), None)  # the same run without elastic_checkpoint, but for its dp
+    for found, like in zip(after.groups, twin.groups, strict=True):
+        known = found.options.keys() & like.options.keys()
+        assert {"lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"} <= known
+        assert {key: found.options[key] for key in known - {"lr"}} == {key: like.options[key] for key in known - {"lr"}}
+        assert found.options["lr"] == pytest.approx(like.options["lr"], rel=1e-12)
+    refused = answer("plan", golden("zero2-dp3"), "--to", "dp=2", "--ds-config", path, code=2)
+    assert "keeps the settings of its optimizer itself" in refused
 
 
 def test_elastic_checkpoint_is_read_and_needs_settings_from_elsewhere(tmp_path):

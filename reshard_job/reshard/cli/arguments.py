@@ -20,9 +20,9 @@ SMALLEST_MEMORY_BYTES = 1 << 20
 
 _LONGEST_NUMBER = 40
 _FOLDERS = {"path": "the path", "source": "the source", "target": "the target", "first": "A", "second": "B"}
-_FILES = ("like", "names", "patterns", "report", "svg")
+_FILES = ("ds_config", "like", "names", "patterns", "report", "svg")
 _ONLY_FILES = ("resume", "reread", "worker", "limit_rate", "no_sync")
-_ONLY_WITH_TARGET = ("dtype", "like", "file_size")
+_ONLY_WITH_TARGET = ("ds_config", "dtype", "like", "file_size")
 
 
 def check(options: argparse.Namespace) -> None:

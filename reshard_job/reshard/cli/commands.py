@@ -71,7 +71,9 @@ def _inspect(options: argparse.Namespace) -> Result:
     path, virtual_note = _resolve_virtual(path)
     patterns = _path(options.patterns)
     inspection = inspect(
-        path, lambda commit: read_checkpoint(path, commit, patterns), has_patterns=patterns is not None
+        path,
+        lambda commit: read_checkpoint(path, commit, patterns, _path(options.ds_config)),
+        has_patterns=patterns is not None,
     )
     beside = [f"{name} in it holds the state of the training: these are the weights alone"
               for name in find_training_states(path)]  # fmt: skip
@@ -423,13 +425,15 @@ def _conversion(options: argparse.Namespace, target: Path | None, *, is_run: boo
     conversion = api.Conversion(
         source=source,
         target=target if target is not None else source,
-        topology=topology or api.index_of(source, patterns=_path(options.patterns)).topology,
+        topology=topology
+        or api.index_of(source, patterns=_path(options.patterns), ds_config=_path(options.ds_config)).topology,
         target_format=options.format,
         weight_dtype=options.dtype,
         states=arguments.parse_states(options.states),
         like=like,
         names=_path(options.names),
         patterns=_path(options.patterns),
+        ds_config=_path(options.ds_config),
         file_bytes=arguments.parse_size("--file-size", options.file_size),
         attempt=getattr(options, "attempt", 0),
         require_commit=getattr(options, "require_commit", False),

@@ -158,6 +158,7 @@ def _add_inspect(verb: Parser) -> None:
     verb.add_argument("path", metavar="PATH", help="folder of one checkpoint")
     verb.add_argument("--tensors", action="store_true", help="list every tensor: shape, type, copies, boxes")
     _add_patterns(verb)
+    _add_ds_config(verb)
     _add_trust(verb)
 
 
@@ -241,6 +242,7 @@ def _add_conversion(verb: Parser) -> None:
     verb.add_argument("--states", default="", metavar="A,B", help="only these (weight, fp32, exp_avg, ...)")
     verb.add_argument("--names", metavar="FILE", help="name map (YAML): the target's names and parts of tensors")
     _add_patterns(verb)
+    _add_ds_config(verb)
     verb.add_argument(
         "--like", metavar="DIR", help="a checkpoint of the target's format and the same model, as template"
     )
@@ -257,6 +259,15 @@ def _add_conversion(verb: Parser) -> None:
 def _add_patterns(verb: Parser) -> None:
     verb.add_argument(
         "--patterns", metavar="FILE", help="how tensor parallelism cut a DeepSpeed source that does not say it (YAML)"
+    )
+
+
+def _add_ds_config(verb: Parser) -> None:
+    verb.add_argument(
+        "--ds-config",
+        metavar="FILE",
+        help="DeepSpeed's configuration (JSON) of the run that saved an elastic checkpoint, which keeps no settings of"
+        " the optimizer",
     )
 
 

@@ -38,16 +38,20 @@ def recognise(path: Path) -> Iterator[tuple[str, str | None]]:
         yield name, format_of(name).sniff(path)
 
 
-def read_checkpoint(path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+def read_checkpoint(
+    path: Path, commit: Commit | None, patterns: Path | None = None, ds_config: Path | None = None
+) -> Index:
     """Index the checkpoint in folder `path`, whatever its format.
 
     Args:
         path: folder of one checkpoint.
         commit: its commit marker, if it has one.
         patterns: file that says how tensor parallelism cut the checkpoint; only formats that take patterns are tried.
+        ds_config: DeepSpeed's configuration of the run that saved an elastic checkpoint; only formats that take it are
+            tried.
 
     Raises:
-        UsageError: the patterns cannot be read, or no format that takes patterns recognises the folder.
+        UsageError: a file cannot be read, or no format that takes it recognises the folder.
         NotACheckpointError: no format recognises it; says why each said no.
         SourceError: recognised, but damaged.
         UnsupportedError: recognised, but not read by this version.
@@ -55,8 +59,8 @@ def read_checkpoint(path: Path, commit: Commit | None, patterns: Path | None = N
     >>> read_checkpoint(Path("ckpt/global_step2"), None).format
     'deepspeed'
     """
-    if patterns is not None:
-        return _read_with_patterns(path, commit, patterns)
+    if patterns is not None or ds_config is not None:
+        return _read_with_files(path, commit, patterns, ds_config)
     reasons = []
     for name, reason in recognise(path):
         if reason is None:
@@ -65,12 +69,13 @@ def read_checkpoint(path: Path, commit: Commit | None, patterns: Path | None = N
     raise NotACheckpointError("no known checkpoint format", path=str(path), problems=reasons)
 
 
-def _read_with_patterns(path: Path, commit: Commit | None, patterns: Path) -> Index:
+def _read_with_files(path: Path, commit: Commit | None, patterns: Path | None, ds_config: Path | None) -> Index:
     reason: str | None = None
     for candidate in map(format_of, FORMATS):
-        if not candidate.takes_patterns:
+        if (patterns and not candidate.takes_patterns) or (ds_config and not candidate.takes_ds_config):
             continue
         reason = candidate.sniff(path)
         if reason is None:
-            return candidate.read(path, commit, patterns)
-    raise UsageError(f"patterns are for DeepSpeed's checkpoints: {reason}", path=str(path))
+            return candidate.read(path, commit, patterns, ds_config)
+    what = "patterns are for DeepSpeed's" if ds_config is None else "--ds-config is for DeepSpeed's native"
+    raise UsageError(f"{what} checkpoints: {reason}", path=str(path))

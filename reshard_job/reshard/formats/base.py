@@ -63,6 +63,11 @@ class Format(Protocol):
         ...
 
     @property
+    def takes_ds_config(self) -> bool:
+        """True if a checkpoint of this format may lack settings that DeepSpeed's configuration has."""
+        ...
+
+    @property
     def keeps_zero_stage(self) -> bool:
         """True if a checkpoint of this format has a ZeRO stage, which a conversion keeps unless it names another."""
         ...
@@ -71,13 +76,17 @@ class Format(Protocol):
         """Return why `path` is not of this format, or None if it is."""
         ...
 
-    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+    def read(
+        self, path: Path, commit: Commit | None, patterns: Path | None = None, ds_config: Path | None = None
+    ) -> Index:
         """Index the checkpoint in folder `path`.
 
         Args:
             path: folder of one checkpoint (for DeepSpeed: of the tag).
             commit: its commit marker, if it has one.
             patterns: file that says how tensor parallelism cut the checkpoint; None where `takes_patterns` is False.
+            ds_config: DeepSpeed's configuration of the run that saved the checkpoint, for settings that an elastic one
+                does not keep; None where `takes_ds_config` is False.
 
         Raises:
             UsageError: the file of patterns cannot be read.

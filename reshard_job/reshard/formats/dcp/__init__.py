@@ -27,6 +27,7 @@ class DcpFormat:
 
     name = NAME
     takes_patterns = False
+    takes_ds_config = False
     keeps_zero_stage = False
 
     def sniff(self, path: Path) -> str | None:
@@ -39,7 +40,9 @@ class DcpFormat:
             return f"has the {CONFIG_FILE} of Megatron-Core"
         return None
 
-    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+    def read(
+        self, path: Path, commit: Commit | None, patterns: Path | None = None, ds_config: Path | None = None
+    ) -> Index:
         """Index the checkpoint, see `read_index`."""
         with understood_as_torch(path):
             return read_index(path, commit)

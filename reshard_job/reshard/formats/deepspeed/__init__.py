@@ -20,6 +20,7 @@ class DeepSpeedFormat:
 
     name = NAME
     takes_patterns = True
+    takes_ds_config = True
     keeps_zero_stage = True
 
     def sniff(self, path: Path) -> str | None:
@@ -30,14 +31,18 @@ class DeepSpeedFormat:
             return "no file *mp_rank_*_model_states.pt (name the folder of the tag, not its parent)"
         return None
 
-    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+    def read(
+        self, path: Path, commit: Commit | None, patterns: Path | None = None, ds_config: Path | None = None
+    ) -> Index:
         """Index the checkpoint, see `read_index`."""
+        from reshard.formats.deepspeed import configured
         from reshard.formats.deepspeed.reading.reader import read_index  # a sniff needs no reader
         from reshard.formats.deepspeed.tensor_parallel import pattern_file
 
         stated = None if patterns is None else pattern_file.load(patterns)
+        config = None if ds_config is None else configured.load(ds_config)
         with understood(path, "DeepSpeed", instead=_INSTEAD):
-            return read_index(path, commit, stated)
+            return read_index(path, commit, stated, config)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out tensors as a checkpoint of DeepSpeed, see `lay_out`."""

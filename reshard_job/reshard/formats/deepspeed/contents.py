@@ -30,6 +30,7 @@ class DeepSpeedContents:
         expert_files: (layer of experts, expert) -> file with its weights.
         experts: the model's experts, or None.
         named: at ZeRO-0, model-parallel rank -> names and shapes of each parameter group.
+        settings: of each parameter group of an elastic checkpoint, which keeps none, from DeepSpeed's configuration.
         unread: why only the weights are read and not the optimizer (`drop_optimizer`), or None.
     """
 
@@ -44,6 +45,7 @@ class DeepSpeedContents:
     named: Mapping[int, Sequence[Mapping[str, tuple[int, ...]]]]
     expert_files: Mapping[tuple[int, int], PtFile] = dataclasses.field(default_factory=dict)
     experts: Experts | None = None
+    settings: tuple[Mapping[str, Any], ...] = ()
     unread: UnsupportedError | None = None
 
     @property

@@ -100,11 +100,12 @@ def require_settings(source: DeepSpeedContents) -> None:
     """
     if source.unread is not None:
         raise source.unread
-    if not read_base_state(source, 0, 0).get("param_groups"):
+    if not source.settings and not read_base_state(source, 0, 0).get("param_groups"):
         raise UnsupportedError(
             "is an elastic checkpoint, which keeps no settings of the optimizer (learning rate, betas, ...)",
             path=str(source.folder),
-            hint="name with --like a checkpoint of the same model that was saved with elastic_checkpoint false",
+            hint="say them with --ds-config FILE, DeepSpeed's configuration of the run that saved it, or name with"
+            " --like a checkpoint of the same model that was saved with elastic_checkpoint false",
         )
 
 

@@ -202,7 +202,12 @@ def make_param(name: str, shards: Sequence[tuple[int, ...]], patterns: Patterns,
 
 
 def read_param_groups(source: DeepSpeedContents, mp: int) -> list[Mapping[str, Any]]:
-    """Return the optimizer's parameter groups as a rank saved them; empty for elastic checkpoints, which have none."""
+    """Return the optimizer's parameter groups as a rank saved them.
+
+    Elastic checkpoints have none: theirs are those of DeepSpeed's configuration if it was given, else empty.
+    """
+    if source.settings:
+        return [{**settings, "params": [at]} for at, settings in enumerate(source.settings)]
     groups = read_base_state(source, mp, 0).get("param_groups")
     return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
 

@@ -22,6 +22,7 @@ class MegatronFormat:
 
     name = NAME
     takes_patterns = False
+    takes_ds_config = False
     keeps_zero_stage = False
 
     def sniff(self, path: Path) -> str | None:
@@ -32,7 +33,9 @@ class MegatronFormat:
             return f"no {CONFIG_FILE} with a sharded_backend (name the folder iter_*, not its parent)"
         return None
 
-    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+    def read(
+        self, path: Path, commit: Commit | None, patterns: Path | None = None, ds_config: Path | None = None
+    ) -> Index:
         """Index the checkpoint, see `read_index`."""
         with understood_as_torch(path):
             return read_index(path, commit)

@@ -20,6 +20,7 @@ class SafetensorsFormat:
 
     name = NAME
     takes_patterns = False
+    takes_ds_config = False
     keeps_zero_stage = False
 
     def sniff(self, path: Path) -> str | None:
@@ -28,7 +29,9 @@ class SafetensorsFormat:
             return "not a folder (name the folder of the files)"
         return None if list_names(path) else "no file *.safetensors"
 
-    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+    def read(
+        self, path: Path, commit: Commit | None, patterns: Path | None = None, ds_config: Path | None = None
+    ) -> Index:
         """Index the checkpoint, see `read_index`."""
         return read_index(path, commit)
 

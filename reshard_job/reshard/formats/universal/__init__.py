@@ -20,6 +20,7 @@ class UniversalFormat:
 
     name = NAME
     takes_patterns = True
+    takes_ds_config = False
     keeps_zero_stage = False
 
     def sniff(self, path: Path) -> str | None:
@@ -30,7 +31,9 @@ class UniversalFormat:
             return f"no file {OPTIMIZER_FILE}"
         return None
 
-    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+    def read(
+        self, path: Path, commit: Commit | None, patterns: Path | None = None, ds_config: Path | None = None
+    ) -> Index:
         """Index the checkpoint, see `read_index`."""
         from reshard.formats.deepspeed.tensor_parallel import pattern_file
         from reshard.formats.universal.reader import read_index  # a sniff needs no reader

@@ -24,8 +24,10 @@ _NATIVE_EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
 _SUB_GROUP_SIZE = 10**9  # DeepSpeed's default for zero_optimization.sub_group_size
 
 
-def refuse(blueprint: Blueprint, target: Topology) -> None:
+def refuse(blueprint: Blueprint, target: Topology, misfits: tuple[str, ...] = ()) -> None:
     """Refuse targets that DeepSpeed cannot load, or from which training would continue with wrong numbers.
+
+    `misfits` says why no known family tells how the model is split.
 
     Raises:
         UnsupportedError: the message gives the reason.
@@ -56,7 +58,7 @@ def refuse(blueprint: Blueprint, target: Topology) -> None:
                 hint="choose --format deepspeed",
             )
     if target.tp > 1:
-        _refuse_cut(blueprint, target, where)
+        _refuse_cut(blueprint, target, where, misfits)
     if target.zero == 3 and (problems := stage3_problems(blueprint)):
         raise UnsupportedError(
             "DeepSpeed's ZeRO-3 would load this universal checkpoint wrongly",
@@ -70,13 +72,14 @@ def _list_experts(blueprint: Blueprint) -> list[str]:
     return [name for name in blueprint.params if _NATIVE_EXPERT in name]
 
 
-def _refuse_cut(blueprint: Blueprint, target: Topology, where: str) -> None:
+def _refuse_cut(blueprint: Blueprint, target: Topology, where: str, misfits: tuple[str, ...]) -> None:
     if not blueprint.cut_is_known:
         some = ", ".join(list(blueprint.params)[:5])
         raise UnsupportedError(
             f"{target}: it is not said how tensor parallelism cuts {some}, ... (Megatron-DeepSpeed leaves out"
             " row-parallel parameters at tp=1)",
             path=where,
+            problems=misfits,
             hint="say it with --patterns FILE, or save with client_state={'universal_checkpoint_info': ...}, and all"
             " patterns filled in at tp=1 too",
         )

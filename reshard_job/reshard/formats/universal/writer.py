@@ -13,6 +13,8 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
+from reshard.formats.deepspeed.families.choose import Model as ToSplit
+from reshard.formats.deepspeed.families.choose import split_by_family
 from reshard.formats.deepspeed.fields import refuse_small_gradients
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra as NativeExtra
@@ -24,7 +26,7 @@ from reshard.formats.deepspeed.writing.progress import Progress
 from reshard.formats.pt.objects import Size, StatefulDict, Tensor, new_tensor
 from reshard.formats.pt.writer import lay_out_pt
 from reshard.formats.universal.blueprint import Blueprint, Group, blueprint_of
-from reshard.formats.universal.hints import PARAM, Hints
+from reshard.formats.universal.hints import PARAM, Hints, for_param
 from reshard.formats.universal.names import (
     MADE_FOR,
     MASTER,
@@ -88,10 +90,11 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         )
     progress = None if described is index else Progress.of(index, blueprint.aliases)
     blueprint = _apply_progress(blueprint, progress)
+    blueprint, splits, misfits = _split_known_family(blueprint, request.topology)
     check_names((*blueprint.params, *blueprint.weights), str(index.root))
     if isinstance(index.extra, NativeExtra):
         refuse_small_gradients(index.extra.source, request.topology)
-    refuse(blueprint, request.topology)
+    refuse(blueprint, request.topology, misfits)
     params, weights = (
         {name: pad_vocabulary(param, blueprint, request.topology) for name, param in own.items()}
         for own in (blueprint.params, blueprint.weights)
@@ -119,11 +122,46 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         origins=tuple(target.rows.origins),
         model=_make_commit_model(blueprint),
         notes=(
+            *splits,
             *target.rows.zero_notes(),
             *_describe_unused(index, target.rows),
             *list_warnings(blueprint, request.topology, params),
         ),
     )
+
+
+def _split_known_family(blueprint: Blueprint, target: Topology) -> tuple[Blueprint, tuple[str, ...], tuple[str, ...]]:
+    """Split a model for tensor parallelism as its family is split, where nothing else says how.
+
+    Returns:
+        The blueprint with the splits, notes about them, and the reasons why the model is of no known family.
+
+    Raises:
+        UnsupportedError: see `split_by_family`.
+    """
+    if target.tp == 1 or blueprint.tp > 1 or blueprint.cut_is_known:
+        return blueprint, (), ()
+    split = split_by_family(
+        ToSplit(
+            params=blueprint.params,
+            weights=blueprint.weights,
+            aliases=blueprint.aliases,
+            patterns=blueprint.patterns,
+            file=blueprint.model.value,
+        ),
+        target.tp,
+    )
+    if isinstance(split, list):
+        return blueprint, (), tuple(split)
+    known = dataclasses.replace(
+        blueprint,
+        params=split.params,
+        weights=split.weights,
+        patterns=split.patterns,
+        hints={name: for_param(param, cut_is_known=True) for name, param in split.params.items()},
+        cut_is_known=True,
+    )
+    return known, (split.note,), ()
 
 
 def _apply_progress(blueprint: Blueprint, progress: Progress | None) -> Blueprint:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from reshard.commits.commit import Commit
-from reshard.errors import UnsupportedError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import pipeline
+from reshard.formats.deepspeed.configured import COUNT, make_groups
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.logical import Model, Param, describe_model
 from reshard.formats.deepspeed.names import NAME
@@ -25,7 +26,7 @@ from reshard.formats.deepspeed.reading.weights import (
     read_shared_names,
 )
 from reshard.formats.deepspeed.rows import Rows
-from reshard.formats.deepspeed.states import check_scalars
+from reshard.formats.deepspeed.states import check_scalars, read_group_states
 from reshard.formats.deepspeed.tensor_parallel import patterns
 from reshard.formats.pt.reader import PtFile
 from reshard.tensors.layout import PADDING, Checksum, FormatExtra, Index, LogicalTensor, SourceFile, TensorKey
@@ -66,7 +67,12 @@ class NativeConvertible(FormatExtra, Protocol):
         ...
 
 
-def read_index(folder: Path, commit: Commit | None, pattern_info: Mapping[str, Any] | None = None) -> Index:
+def read_index(
+    folder: Path,
+    commit: Commit | None,
+    pattern_info: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Index:
     """Index the checkpoint in `folder`.
 
     Args:
@@ -74,11 +80,15 @@ def read_index(folder: Path, commit: Commit | None, pattern_info: Mapping[str, A
         commit: its commit marker, if it has one.
         pattern_info: how tensors are cut, from a pattern file (`pattern_file.load`); it replaces what the checkpoint
             says about it.
+        config: DeepSpeed's configuration (`configured.load`), for an elastic checkpoint.
 
     Raises:
+        UsageError: the configuration does not fit the checkpoint.
         CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
     source = open_source(folder, dict(commit.model) if commit is not None else {})
+    if config is not None:
+        source = _add_settings(source, config)
     try:
         return _build_index(source, commit, pattern_info)
     except UnsupportedError as error:
@@ -90,6 +100,30 @@ def read_index(folder: Path, commit: Commit | None, pattern_info: Mapping[str, A
             return _build_index(drop_optimizer(source, error), commit, pattern_info)
         except UnsupportedError:
             raise error from None
+
+
+def _add_settings(source: DeepSpeedContents, config: Mapping[str, Any]) -> DeepSpeedContents:
+    """Give an elastic checkpoint the settings of its parameter groups from a configuration.
+
+    Raises:
+        UsageError: the configuration lacks settings, or the checkpoint keeps its own.
+        UnsupportedError: settings of another optimizer or schedule.
+    """
+    where = str(source.folder)
+    state = source.optimizer(0, 0) if source.optimizers else {}
+    if not isinstance(state.get("base_optimizer_state"), list):
+        raise UsageError("keeps the settings of its optimizer itself", path=where, hint="leave --ds-config out")
+    if source.topology.pp > 1:
+        raise UnsupportedError("is an elastic checkpoint of a pipeline: its stages' groups have no names", path=where)
+    states = [{**group.scalars, **group.flat} for group in read_group_states(source, 0, 0)]
+    states = [{key: value for key, value in group.items() if key != "fp32"} for group in states]
+    try:
+        settings = make_groups(config, states, source.models[0, 0].value, state.get(COUNT))
+    except UsageError as error:
+        raise UsageError(
+            f"--ds-config {error.message}", path=where, problems=error.problems, hint=error.hint
+        ) from error
+    return dataclasses.replace(source, settings=settings)
 
 
 def _build_index(source: DeepSpeedContents, commit: Commit | None, pattern_info: Mapping[str, Any] | None) -> Index:

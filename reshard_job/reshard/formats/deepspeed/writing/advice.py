@@ -29,6 +29,12 @@ def collect_advice(target: Target, before: Topology | None) -> tuple[str, ...]:
     `before` is the source's topology, None if its files do not state all of it.
     """
     source, zero, notes = target.source, target.source.zero_config, []
+    if source.settings:
+        stated = "; ".join(
+            f"lr {group['lr']:g}, betas {group['betas']}, eps {group['eps']:g}, weight_decay {group['weight_decay']:g}"
+            for group in source.settings
+        )
+        notes.append(f"the optimizer's settings are those of --ds-config, as the checkpoint keeps none: {stated}")
     if target.round_robin:
         notes.append("resume with round_robin_gradients on, as the source ran: DeepSpeed loads other values without it")
     scaled = target.kind is Kind.ZERO3 and source.half_type == "float16"  # an offloaded optimizer has no loss scale

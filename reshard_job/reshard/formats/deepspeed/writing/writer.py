@@ -11,6 +11,8 @@ from reshard.formats.base import Request
 from reshard.formats.deepspeed import pipeline
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.experts import Experts
+from reshard.formats.deepspeed.families.choose import Model as ToSplit
+from reshard.formats.deepspeed.families.choose import split_by_family
 from reshard.formats.deepspeed.fields import (
     choose_kind,
     detect_kind,
@@ -45,8 +47,9 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     Raises:
         UnsupportedError: the conversion would need a guess or is not implemented.
     """
-    extra, target = _find_extra(index, request), request.topology
-    _refuse(extra, target)
+    target = request.topology
+    extra, splits, misfits = _split_known_family(_find_extra(index, request), target)
+    _refuse(extra, target, misfits)
     if isinstance(index.extra, DeepSpeedExtra):
         refuse_small_gradients(index.extra.source, target)
         _refuse_muon(index.extra.source, extra.source, target)
@@ -81,7 +84,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         tensors=tuple(rows.tensors),
         origins=tuple(rows.origins),
         model=_make_commit_model(extra, target, bounds),
-        notes=(*rows.notes(), *collect_advice(result, _find_topology(index))),
+        notes=(*splits, *rows.notes(), *collect_advice(result, _find_topology(index))),
         aliases=extra.aliases,
         zeros=ranges_of(rows.zeros),
     )
@@ -115,6 +118,36 @@ def _find_extra(index: Index, request: Request) -> DeepSpeedExtra:
     )
 
 
+def _split_known_family(
+    extra: DeepSpeedExtra, target: Topology
+) -> tuple[DeepSpeedExtra, tuple[str, ...], tuple[str, ...]]:
+    """Split a model for tensor parallelism as its family is split, where nothing else says how.
+
+    Returns:
+        The checkpoint with the splits, notes about them, and the reasons why the model is of no known family.
+
+    Raises:
+        UnsupportedError: see `split_by_family`.
+    """
+    model, source = extra.model, extra.source
+    if target.tp == 1 or source.topology.tp > 1 or model.patterns.tells_rows or source.experts is not None:
+        return extra, (), ()
+    split = split_by_family(
+        ToSplit(
+            params=model.params,
+            weights=extra.weights,
+            aliases=extra.aliases,
+            patterns=model.patterns,
+            file=source.models[0, 0].value,
+        ),
+        target.tp,
+    )
+    if isinstance(split, list):
+        return extra, (), tuple(split)
+    model = dataclasses.replace(model, params=split.params, patterns=split.patterns)
+    return dataclasses.replace(extra, model=model, weights=split.weights), (split.note,), ()
+
+
 def _write_rank(target: Target, pp: int, tp: int) -> None:
     if target.topology.zero == 3:
         write_zero3(target, tp)
@@ -143,8 +176,8 @@ def _set_parts(described: Any, target: Topology, bounds: tuple[int, ...]) -> dic
     return {**described, "parts": list(parts)}
 
 
-def _refuse(extra: DeepSpeedExtra, target: Topology) -> None:
-    """Refuse conversions that need facts which the checkpoint lacks.
+def _refuse(extra: DeepSpeedExtra, target: Topology, misfits: tuple[str, ...]) -> None:
+    """Refuse conversions that need facts which the checkpoint lacks; `misfits` says why no known family helps.
 
     Raises:
         UnsupportedError: the message says what is lacking.
@@ -163,6 +196,7 @@ def _refuse(extra: DeepSpeedExtra, target: Topology) -> None:
         raise UnsupportedError(
             f"{target}: nothing is said about how tensor parallelism cuts {some}, ...",
             path=where,
+            problems=misfits,
             hint="say it with --patterns FILE, or save with client_state={'universal_checkpoint_info': ...}",
         )
     _refuse_buffers(extra, target, where)
@@ -171,6 +205,7 @@ def _refuse(extra: DeepSpeedExtra, target: Topology) -> None:
             f"{target}: universal_checkpoint_info declares no row-parallel parameter, so those would be cut along the"
             " wrong dim (Megatron-DeepSpeed leaves them out at tp=1)",
             path=where,
+            problems=misfits,
             hint="save with parameter_with_row_parallelism_patterns filled in at tp=1 too",
         )
 

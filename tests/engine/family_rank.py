@@ -1,0 +1,165 @@
+"""One rank that trains a tiny model of transformers with DeepSpeed's AutoTP. Started by `reshard_run.launch`.
+
+Reads a JSON task from argv, as `reshard_rank` does. Each run has a `family`, and may have a `preset` of AutoTP.
+"""
+
+import functools
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import deepspeed
+import torch
+import transformers
+
+from reshard.topology import Topology
+
+GLOBAL_BATCH = 4
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS = {
+    "llama": ("Llama", {}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-one-kv-head": ("Llama", {"num_key_value_heads": 1}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "phi": ("Phi", {}),
+    "phi3": ("Phi3", {"num_key_value_heads": 4}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+}
+
+
+class Megatron(torch.nn.Module):
+    """Parameters with the names and shapes that Megatron-DeepSpeed's GPT has without a pipeline."""
+
+    def __init__(self, hidden=32, inner=48, layers=2):
+        super().__init__()
+        self.head_size = 8
+        self.language_model = torch.nn.Module()
+        self.language_model.embedding = torch.nn.Module()
+        self.language_model.embedding.word_embeddings = torch.nn.Embedding(64, hidden)
+        self.language_model.embedding.position_embeddings = torch.nn.Embedding(16, hidden)
+        self.language_model.encoder = torch.nn.Module()
+        self.language_model.encoder.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(layers))
+        for layer in self.language_model.encoder.layers:
+            layer.input_layernorm, layer.post_attention_layernorm = (torch.nn.LayerNorm(hidden) for _ in range(2))
+            layer.self_attention, layer.mlp = torch.nn.Module(), torch.nn.Module()
+            layer.self_attention.query_key_value = torch.nn.Linear(hidden, 3 * hidden)
+            layer.self_attention.dense = torch.nn.Linear(hidden, hidden)
+            layer.mlp.dense_h_to_4h, layer.mlp.dense_4h_to_h = (
+                torch.nn.Linear(hidden, inner),
+                torch.nn.Linear(inner, hidden),
+            )
+        self.language_model.encoder.final_layernorm = torch.nn.LayerNorm(hidden)
+
+    def forward(self, input_ids, labels):
+        model = self.language_model
+        hidden = model.embedding.word_embeddings(input_ids)
+        hidden = hidden + model.embedding.position_embeddings.weight[: input_ids.shape[1]]
+        for layer in model.encoder.layers:
+            fused = layer.self_attention.query_key_value(layer.input_layernorm(hidden))
+            fused = fused.unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2)
+            query, key, value = fused.unbind(-2)
+            mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            hidden = hidden + layer.self_attention.dense(mixed.transpose(1, 2).flatten(-2))
+            inner = layer.mlp.dense_h_to_4h(layer.post_attention_layernorm(hidden))
+            hidden = hidden + layer.mlp.dense_4h_to_h(torch.nn.functional.gelu(inner))
+        logits = model.encoder.final_layernorm(hidden) @ model.embedding.word_embeddings.weight.T
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return types.SimpleNamespace(loss=loss)
+
+
+def build(family):
+    if family == "megatron":
+        torch.manual_seed(3)
+        return Megatron()
+    name, changes = MODELS[family]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes}, attn_implementation="eager")
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms of a new model are all zero or one
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    return model
+
+
+def make_engine(run, topology):
+    model = build(run["family"])
+    preset = {"preset_model": run["preset"]} if run.get("preset") else {}
+    cut = {"autotp_size": topology.tp, **preset}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": GLOBAL_BATCH // topology.dp,
+        "zero_optimization": {"stage": topology.zero},
+        "bf16": {"enabled": bool(run.get("bf16"))},
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": bool(run.get("universal"))},
+        **({"tensor_parallel": cut} if topology.tp > 1 or preset else {}),
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+@functools.cache
+def batch(step, sample):
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(3, SIZES["vocab_size"], (GLOBAL_BATCH, 12), generator=generator)[sample : sample + 1]
+
+
+def step_once(engine, topology, rank):
+    replica, micro = topology.coordinate(rank).dp, GLOBAL_BATCH // topology.dp
+    total = torch.zeros((), dtype=torch.float64)
+    for at in range(micro):
+        tokens = batch(engine.global_steps, replica * micro + at)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().double() / micro
+    torch.distributed.all_reduce(total)
+    return float(total) / topology.world_size
+
+
+def main():
+    task = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for run in task["runs"]:
+        topology = Topology.parse(run["topology"])
+        engine = make_engine(run, topology)
+        losses = []
+        error = ""
+        if run.get("load"):
+            folder = Path(run["load"])
+            try:
+                path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+                assert path is not None, folder
+            except RuntimeError as failure:
+                if not run.get("refused"):
+                    raise
+                error = str(failure)
+        for _ in range(0 if error else run["steps"]):
+            losses.append(step_once(engine, topology, rank))
+            if run.get("save") and engine.global_steps == run["save_at"]:
+                engine.save_checkpoint(str(Path(run["save"]).parent), tag=Path(run["save"]).name)
+        engine.destroy()
+        if rank == 0:
+            with open(task["results"], "a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"name": run["name"], "losses": error or losses}) + "\n")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
