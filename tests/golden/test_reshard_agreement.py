@@ -321,7 +321,7 @@ def test_weights_that_the_reader_takes_for_each_other_are_not_published(
     monkeypatch.setattr(
         api,
         "read_checkpoint",
-        lambda path, commit, _patterns: swap_weights(real(path, commit)) if path == PIPELINE else real(path, commit),
+        lambda path, commit, *_options: swap_weights(real(path, commit)) if path == PIPELINE else real(path, commit),
     )
     monkeypatch.setattr(api, "check_digests", lambda *_arguments, **_options: None)  # of the source's commit
     assert run(PIPELINE, "tp=1,pp=2,dp=3", "", tmp_path) is ExitCode.VERIFICATION_FAILED
