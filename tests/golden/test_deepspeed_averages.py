@@ -30,7 +30,7 @@ from reshard.topology import Topology
 from tests.golden import without_checksums
 from tests.golden.command import Answer
 from tests.golden.files import LAYER, MODEL, OPTIMIZER, PATTERNS, assemble, edit, golden
-from tests.golden.partial import NORMS, declare, diverge, flip, partial, zero0
+from tests.golden.partial import NORMS, STATES, declare, diverge, flip, partial, zero0
 
 
 def copies(index: Index) -> dict[str, dict[int, np.ndarray]]:
@@ -402,6 +402,29 @@ def test_a_name_map_keeps_the_mean(differing, tmp_path):
     whole = read_digests(read_checkpoint(differing, None))
     assert {key.replace("model.", ""): value for key, value in held.items()}.items() <= whole.items()
     assert "weight/model.1.ffn_norm" in held
+
+
+def test_parts_of_means_are_means(differing, tmp_path):
+    """Two norms put together, in all their states; and not one of them with a tensor that is no mean."""
+    leaves = ("qkv", "out", "gate_up", "down", "norm")
+    rules = [f"  - {{from: '{{layer}}.{leaf}', to: 'model.{{layer}}.{leaf}'}}" for leaf in leaves]
+    rules.append("  - {from: tied_modules.embed.weight, to: model.embed.weight}")
+    joined = "  - {from: ['{layer}.attention_norm', '{layer}.ffn_norm'], to: 'model.{layer}.norms', dim: 0}"
+    names = tmp_path / "names.yaml"
+    names.write_text("\n".join(["version: 1", "rules:", *rules, joined]))
+    run(differing, tmp_path / "out", target_format="dcp", names=names)
+    held, expected = read_digests(read_checkpoint(tmp_path / "out", None)), means(differing)
+    for state in ("weight", *STATES[1:]):
+        both = [expected[f"{state}/1.{leaf}"] for leaf in ("attention_norm", "ffn_norm")]
+        assert held[f"{state}/model.1.norms"] == f"{zlib.crc32(np.concatenate(both).tobytes()):08x}", state
+    source = Path(shutil.copytree(golden("pipeline-tp2-pp2"), tmp_path / "source"))
+    declare(source)
+    for mp in range(4):
+        edit(source, MODEL.format(mp), lambda value: value["universal_checkpoint_info"].update(
+            tp_replicated_parameter_patterns=[".*attention_norm"]))  # fmt: skip
+    with pytest.raises(UnsupportedError, match="does not fit") as caught:
+        run(source, tmp_path / "refused", target_format="dcp", names=names)
+    assert any("only the second is a mean of copies" in problem for problem in caught.value.problems)
 
 
 def test_a_result_of_a_restored_source_is_recognised(differing, tmp_path):
