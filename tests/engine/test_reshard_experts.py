@@ -16,9 +16,13 @@ pytestmark = [
 
 SOURCES = ["dp=4,ep=2,zero=1", "dp=4,ep=1,zero=2"]
 TARGETS = ["dp=2,ep=1,zero=1", "dp=2,ep=2,zero=2", "dp=4,ep=2,zero=2"]
+ZERO3 = "dp=4,ep=2,zero=3"
 PAIRS = [
     *(("moe", source, target) for source, target in itertools.product(SOURCES, TARGETS)),
     *(("autoep", SOURCES[0], target) for target in ("dp=2,ep=1,zero=1", "dp=2,ep=2,zero=2", "dp=4,ep=4,zero=1")),
+    ("autoep", SOURCES[0], "dp=2,ep=2,zero=3"),
+    *(("autoep", ZERO3, target) for target in ("dp=2,ep=2,zero=3", "dp=4,ep=4,zero=3", "dp=2,ep=1,zero=3")),
+    *(("autoep", ZERO3, target) for target in ("dp=2,ep=2,zero=1", "dp=4,ep=2,zero=2")),
 ]
 TOLERANCE = 1e-6
 

@@ -56,6 +56,41 @@ def test_layout_that_experts_have_not_is_refused(target, text):
         plan_of(read_checkpoint(golden(NAME), None), Topology.parse(target))
 
 
+ZERO3_MODEL, ZERO3_OPTIMIZER = (f"zero_pp_rank_{{}}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim"))
+
+
+def test_stage_3_of_autoep_has_experts_on_the_ranks_of_their_part_and_goes_back_unchanged(tmp_path):
+    """`tests/engine/test_reshard_experts.py` lets DeepSpeed load and save such files."""
+    there, back = tmp_path / "there" / STEP, tmp_path / "back" / STEP
+    reshard(golden(AUTOEP), there, Topology.parse("dp=6,ep=2,zero=3"))
+    assert not list(there.glob("layer_*"))
+    layer = read(there / ZERO3_MODEL.format(3)).value["ds_autoep_layers"][0]
+    assert (layer["checkpoint_format"], layer["checkpoint_format_version"]) == ("zero3_partitioned", 1)
+    assert (layer["ep_rank"], layer["expert_data_parallel_rank"], layer["global_expert_start"]) == (1, 1, 2)
+    state = read(there / ZERO3_OPTIMIZER.format(3)).value["optimizer_state_dict"]
+    dense, experts = state["ds_zero_partition_groups"]
+    assert (dense["partition_ranks"], experts["partition_ranks"]) == ([0, 1, 2, 3, 4, 5], [1, 3, 5])
+    assert experts["partition_rank"] == 1
+    assert read_checkpoint(there, None).topology == Topology.parse("dp=6,ep=2,zero=3")
+    reshard(there, back, Topology.parse("dp=2,ep=2,zero=1"))
+    assert read_digests(read_checkpoint(back, None)) == read_digests(read_checkpoint(golden(AUTOEP), None))
+    with pytest.raises(UnsupportedError, match="convert it to zero=1 first"):
+        plan_of(read_checkpoint(there, None), Topology(dp=2), target_format="universal")
+
+
+def test_partitions_of_other_ranks_are_refused(tmp_path):
+    folder = tmp_path / STEP
+    reshard(golden(AUTOEP), folder, Topology.parse("dp=4,ep=2,zero=3"))
+    (folder / "COMMIT.json").unlink()
+
+    def swap(value):
+        value["optimizer_state_dict"]["ds_zero_partition_groups"][1]["partition_ranks"] = [0, 1]
+
+    edit(folder, ZERO3_OPTIMIZER.format(2), swap)
+    with pytest.raises(CorruptSourceError, match="ds_zero_partition_groups"):
+        read_checkpoint(folder, None)
+
+
 def test_missing_file_of_an_expert_is_named(tmp_path):
     folder = Path(shutil.copytree(golden(NAME), tmp_path / "source"))
     (folder / "layer_0_expert_1_mp_rank_00_model_states.pt").unlink()

@@ -7,14 +7,17 @@ Sources: deepspeed/runtime/engine.py (`_save_moe_checkpoint`), checkpoint/autoep
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.tensors.geometry import strides_of
+from reshard.topology import Topology
 
 KEYS = ("ds_autoep_layers", "autoep_layers")
 WEIGHTS = ("w1", "w2", "w3")
+PARTITIONED, PER_EXPERT = "zero3_partitioned", "per_expert_files"
+"""Values of `checkpoint_format`: at ZeRO-3 experts are in the optimizer's files only; else each has a file."""
 
 
 def read_layers(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -23,8 +26,10 @@ def read_layers(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return layers if isinstance(layers, list) else ()
 
 
-def find_stacks(layers: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[str, int], dict[int, str], int]:
-    """Find the parameters that are stacks of experts.
+def find_stacks(
+    layers: Sequence[Mapping[str, Any]], path: str, *, zero: int = 1
+) -> tuple[dict[str, int], dict[int, str], int]:
+    """Find the parameters that are stacks of experts, in files of a ZeRO stage.
 
     Returns:
         Name of a parameter -> experts in it; number of a layer in the names of its files -> prefix of its parameters;
@@ -43,8 +48,13 @@ def find_stacks(layers: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[st
             raise UnsupportedError(
                 f"{prefix}: its {count} experts are not spread evenly and in order over ep={ep}", path=path
             )
-        if layer.get("checkpoint_format", "per_expert_files") != "per_expert_files":
-            raise UnsupportedError(f"{prefix}: experts in the format {layer['checkpoint_format']!r}", path=path)
+        saved, expected = layer.get("checkpoint_format", PER_EXPERT), PARTITIONED if zero == 3 else PER_EXPERT
+        if saved != expected or layer.get("checkpoint_format_version") not in (None, 1):
+            raise UnsupportedError(
+                f"{prefix}: experts in the format {saved!r} of version {layer.get('checkpoint_format_version')} at ZeRO"
+                f" stage {zero}, expected {expected!r} of version 1",
+                path=path,
+            )
         counts |= {f"{prefix}.{weight}": count for weight in WEIGHTS}
         prefixes[int(layer["moe_layer_id"])] = prefix
         degrees.add(ep)
@@ -66,9 +76,17 @@ def find_stack(name: str, expert: int, path: str) -> str:
 
 
 def convert_layers(
-    layers: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]], ep: int, dp: int
+    layers: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]], topology: Topology, rank: int = 0
 ) -> list[dict[str, Any]]:
-    """Return the descriptions for another degree as the first rank saves them; `shapes` are those of whole tensors."""
+    """Return the descriptions for another topology as a data-parallel rank saves them.
+
+    Args:
+        layers: descriptions of the source.
+        shapes: of whole tensors, by name.
+        topology: of the target.
+        rank: below ZeRO-3 only the first rank saves descriptions.
+    """
+    ep, zero3 = topology.ep, topology.zero == 3
     described = []
     for layer in layers:
         count, prefix = int(layer["num_experts"]), layer["expert_key_prefix"]
@@ -79,14 +97,45 @@ def convert_layers(
             "expert_placement": _make_placement(count, ep),
             "affine_maps": {"version": 1, "params": maps},
             "ep_group_name": f"ep_size_{ep}",
-            "ep_rank": 0,
-            "expert_data_parallel_rank": 0,
-            "expert_data_parallel_world_size": dp // ep,
-            "global_expert_start": 0,
-            "global_expert_end": count // ep,
+            "ep_rank": rank % ep,
+            "expert_data_parallel_rank": rank // ep,
+            "expert_data_parallel_world_size": topology.dp // ep,
+            "global_expert_start": rank % ep * (count // ep),
+            "global_expert_end": (rank % ep + 1) * (count // ep),
+            "checkpoint_format": PARTITIONED if zero3 else PER_EXPERT,
+            "checkpoint_format_version": 1 if zero3 else None,
         }
-        described.append({**layer, **{key: value for key, value in replaced.items() if key in layer}})
+        known = layer.keys() | ({"checkpoint_format", "checkpoint_format_version"} if zero3 else set())
+        described.append({**layer, **{key: value for key, value in replaced.items() if key in known}})
     return described
+
+
+def make_partition_groups(
+    groups: Sequence[Sequence[str]], stacked: Iterable[str], topology: Topology, rank: int
+) -> list[dict[str, Any]]:
+    """Make `ds_zero_partition_groups`, which says over which ranks each sub-group of ZeRO-3 is partitioned.
+
+    Args:
+        groups: names of the parameters of each sub-group.
+        stacked: names of the stacks of experts.
+        topology: of the files.
+        rank: data-parallel rank that saves it.
+    """
+    stacks, made = {*stacked}, []
+    for at, names in enumerate(groups):
+        is_expert = bool(names) and names[0] in stacks
+        ep = topology.ep if is_expert else 1
+        made.append(
+            {
+                "sub_group": at,
+                "partition_count": topology.dp // ep,
+                "partition_rank": rank // ep,
+                "partition_ranks": list(range(rank % ep, topology.dp, ep)),
+                "families": ["autoep_expert" if is_expert else "replicated"],
+                "group_names": [f"ep_size_{topology.ep}" if is_expert else "replicated"],
+            }
+        )
+    return made
 
 
 def _make_placement(count: int, ep: int) -> dict[str, Any]:

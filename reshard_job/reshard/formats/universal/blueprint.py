@@ -94,6 +94,12 @@ def blueprint_of(index: Index) -> Blueprint | None:
 def _read_native(extra: NativeExtra) -> Blueprint:
     source, model = extra.source, extra.model
     require_settings(source)
+    if source.experts is not None and source.topology.zero == 3:
+        raise UnsupportedError(
+            "has AutoEP's experts at ZeRO stage 3, which say nothing about files of experts for a universal checkpoint",
+            path=str(source.folder),
+            hint="convert it to zero=1 first, and that result to --format universal",
+        )
     tp = source.topology.tp
     known = model.patterns.declared and (tp > 1 or model.patterns.tells_rows)
     stacks = {} if source.experts is None else {name: for_stack(n) for name, n in source.experts.stacked.items()}

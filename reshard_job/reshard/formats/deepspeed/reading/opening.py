@@ -107,15 +107,17 @@ def _add_experts(source: DeepSpeedContents) -> DeepSpeedContents:
     if not source.expert_files and not layers and not any(map(is_native, local)):
         return source
     topology = source.topology
-    if topology.tp * topology.pp * topology.cp > 1 or topology.zero not in (1, 2):
+    stages = (1, 2, 3) if layers else (1, 2)
+    if topology.tp * topology.pp * topology.cp > 1 or topology.zero not in stages:
         raise UnsupportedError(
-            f"has experts in the layout {topology}: experts are converted at tp=1, pp=1, cp=1 and ZeRO stages 1 and 2",
+            f"has experts in the layout {topology}: experts are converted at tp=1, pp=1, cp=1 and ZeRO stages 1 and 2,"
+            " and those of AutoEP at stage 3",
             path=where,
         )
     if source.config.get("use_data_before_expert_parallelism"):
         raise UnsupportedError("use_data_before_expert_parallelism orders ranks otherwise than is read", path=where)
     if layers:
-        counts, _, ep = autoep.find_stacks(layers, where)
+        counts, _, ep = autoep.find_stacks(layers, where, zero=topology.zero)
         experts = Experts(stacked=counts)
     else:
         experts, ep = find_experts({key: file.value for key, file in source.expert_files.items()}, local, where)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CorruptSourceError
-from reshard.formats.deepspeed import flat, muon
+from reshard.formats.deepspeed import autoep, flat, muon
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import Kind, detect_kind
 from reshard.formats.deepspeed.logical import Model, read_param_groups, read_param_shapes
 from reshard.formats.deepspeed.rows import Place, Rows, add_span
-from reshard.formats.deepspeed.slots import locate_tensor
+from reshard.formats.deepspeed.slots import RankRange, locate_tensor
 from reshard.formats.deepspeed.states import read_group_states
 from reshard.formats.deepspeed.unpartitioned import read_param_states
 from reshard.formats.pt.objects import Inert
@@ -117,20 +117,54 @@ def add_zero3(rows: Rows, source: DeepSpeedContents, model: Model, files: Mappin
             if len(rank_states) != len(shapes):
                 count = len(rank_states)
                 raise CorruptSourceError(f"{count} sub-groups, param_shapes has {len(shapes)}", path=file.path)
+        _check_partition_groups(source, mp, [tuple(group) for group in shapes])
         for at, group in enumerate(shapes):
-            slots, length = flat.zero3_slots([math.prod(shape) for shape in group.values()], topology.dp)
-            rank_tensors = [(file, state[at].flat) for file, state in zip(own, states, strict=True)]
-            keys = dict.fromkeys(key for _, tensors in rank_tensors for key in tensors)
-            located = {
-                key: locate_tensor(rank_tensors, key, files, length=length, what=f"sub-group {at}: partition {key!r}")
-                for key in keys
-            }
-            place = Place(topology.tp, mp, 0, 0, 0)
-            for name, slot in zip(group, slots, strict=True):
-                for key, (dtype, ranges) in located.items():
-                    rows.add_slots(
-                        key, model.params[name], place, ranges, dtype=dtype, offset=slot.offset, size=slot.size
-                    )
+            count, _ = source.partition(tuple(group), 0)
+            slots, length = flat.zero3_slots([math.prod(shape) for shape in group.values()], count)
+            every = [(file, state[at].flat) for file, state in zip(own, states, strict=True)]
+            num_parts = topology.dp // count  # more than one for experts: each part is on every ep-th rank
+            for part in range(num_parts):
+                rank_tensors = every[part::num_parts]
+                keys = dict.fromkeys(key for _, tensors in rank_tensors for key in tensors)
+                what = f"sub-group {at}: partition"
+                located = {
+                    key: locate_tensor(rank_tensors, key, files, length=length, what=f"{what} {key!r}") for key in keys
+                }
+                is_cut = num_parts > 1
+                place = Place(topology.ep if is_cut else topology.tp, part if is_cut else mp, 0, 0, 0)
+                _add_slots(rows, model, group, slots, located, place)
+
+
+def _add_slots(  # noqa: PLR0917
+    rows: Rows,
+    model: Model,
+    names: Iterable[str],
+    slots: Sequence[flat.Slot],
+    located: Mapping[str, tuple[str, tuple[RankRange, ...]]],
+    place: Place,
+) -> None:
+    """Add the slots of a sub-group's parameters; `located` has type and place of each state."""
+    for name, slot in zip(names, slots, strict=True):
+        for key, (dtype, ranges) in located.items():
+            rows.add_slots(key, model.params[name], place, ranges, dtype=dtype, offset=slot.offset, size=slot.size)
+
+
+def _check_partition_groups(source: DeepSpeedContents, mp: int, groups: Sequence[tuple[str, ...]]) -> None:
+    """Compare what each rank says about its partitions with the layout of experts.
+
+    Raises:
+        CorruptSourceError: a rank has partitions of other ranks.
+    """
+    if source.experts is None:
+        return
+    for dp in range(source.topology.dp):
+        expected = autoep.make_partition_groups(groups, source.experts.stacked, source.topology, dp)
+        stated = source.optimizer(mp, dp).get("ds_zero_partition_groups")
+        if stated != expected:
+            raise CorruptSourceError(
+                f"ds_zero_partition_groups is {stated!r:.300}, expected {expected!r:.300}",
+                path=source.optimizers[mp, dp].path,
+            )
 
 
 def _map_stages(model: Model) -> dict[str, list[int]]:

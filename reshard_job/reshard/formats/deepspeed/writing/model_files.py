@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import CorruptSourceError
-from reshard.formats.deepspeed import names
+from reshard.formats.deepspeed import autoep, names
 from reshard.formats.deepspeed.logical import Param, read_layer_weights
 from reshard.formats.deepspeed.writing.carried_objects import Template
 from reshard.formats.deepspeed.writing.optimizer_files import Buffer
@@ -70,7 +70,14 @@ def write_layers(target: Target) -> None:
 
 
 def write_experts(target: Target) -> None:
-    """Write a file for each expert with the whole model's names; it does not depend on the degree of parallelism."""
+    """Write a file for each expert with the whole model's names; it does not depend on the degree of parallelism.
+
+    ZeRO-3 has no such files: its experts are in the optimizer's files.
+    """
+    if target.topology.zero == 3:
+        return
+    if target.source.experts is not None and target.source.topology.zero == 3:
+        _write_partitioned_experts(target)
     for (layer, expert), like in target.source.expert_files.items():
         value = StatefulDict() if isinstance(like.value, StatefulDict) else {}
         for name, tensor in like.value.items():
@@ -82,6 +89,19 @@ def write_experts(target: Target) -> None:
                 file.add_expert(target.params[stack], tensor, expert)
             else:
                 file.add_weight(target.params.get(name) or target.weights[name], tensor, 0, 0)
+
+
+def _write_partitioned_experts(target: Target) -> None:
+    """Write the files of the experts of a ZeRO-3 source, which has none: the weights are its rounded master weights."""
+    layers = autoep.read_layers(target.source.models[0, 0].value)
+    dtype = target.source.half_type or "float32"
+    for layer in layers:
+        stacks = [f"{layer['expert_key_prefix']}.{weight}" for weight in autoep.WEIGHTS]
+        for expert in range(int(layer["num_experts"])):
+            value = {f"{stack}.{expert}": new_tensor(dtype, target.params[stack].shape[1:]) for stack in stacks}
+            file = target.add_file(names.expert_file(int(layer["moe_layer_id"]), expert), value)
+            for stack in stacks:
+                file.add_expert(target.params[stack], value[f"{stack}.{expert}"], expert)
 
 
 def _make_param_shapes(target: Target, buffer: Buffer, tp: int) -> StatefulDict:

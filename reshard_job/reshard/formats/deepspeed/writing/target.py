@@ -145,8 +145,11 @@ class Target:
         """Return the data-parallel rank of the source whose scalars a target rank inherits."""
         return min(dp, self.source.topology.dp - 1)
 
-    def common(self, like: Mapping[str, Any], *, first: bool) -> dict[str, Any]:
-        """Return the fields of a model file that follow from the topology; `first` marks the file of rank 0."""
+    def common(self, like: Mapping[str, Any], *, first: bool, dp: int = 0) -> dict[str, Any]:
+        """Return the fields of a data-parallel rank's model file that follow from the topology.
+
+        `first` marks the file of rank 0.
+        """
         topology = self.topology
         fields: dict[str, Any] = {} if self.layout_note is None else {"pipeline_layout": self.layout_note}
         if topology.zero == 0:
@@ -163,7 +166,7 @@ class Target:
             fields["universal_checkpoint_info"] = patterns.info_at(topology.tp, self.source.topology.tp)
         if layers := autoep.read_layers(like):
             shapes = {name: param.shape for name, param in self.params.items()}
-            described = autoep.convert_layers(layers, shapes, topology.ep, topology.dp)
+            described = autoep.convert_layers(layers, shapes, topology, dp)
             fields |= dict.fromkeys(autoep.KEYS, described)
             fields["universal_checkpoint_info"] = {
                 **fields.get("universal_checkpoint_info", {}),

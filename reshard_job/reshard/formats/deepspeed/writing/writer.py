@@ -231,10 +231,10 @@ def _refuse_buffers(extra: DeepSpeedExtra, target: Topology, where: str) -> None
 
 
 def _refuse_experts(experts: Experts, target: Topology, where: str) -> None:
-    if target.tp * target.cp > 1 or target.zero not in (1, 2):
+    if target.tp * target.cp > 1 or target.zero not in ((1, 2, 3) if experts.stacked else (1, 2)):
         raise UnsupportedError(
-            f"{target}: a model with experts is laid out at tp=1, cp=1 and ZeRO stages 1 and 2 (DeepSpeed has no other"
-            " for native experts than stage 0)",
+            f"{target}: a model with experts is laid out at tp=1, cp=1 and ZeRO stages 1 and 2, and AutoEP's at stage 3"
+            " (DeepSpeed does not train native experts at stage 3)",
             path=where,
             hint="choose zero=1 or 2 without tp and cp, such as --to dp=4,ep=2,zero=1",
         )

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from reshard.formats.deepspeed import flat, names
+from reshard.formats.deepspeed import autoep, flat, names
+from reshard.formats.deepspeed.contents import find_partition
 from reshard.formats.deepspeed.fields import convert_fields, read_base_state
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.rows import Place
@@ -32,6 +33,9 @@ _FROM_TARGET = frozenset(
         "fp32_flat_groups",
         "state",
         "param_groups",
+        "ds_zero_partition_groups",
+        *autoep.KEYS,
+        "universal_checkpoint_info",
     ]
 )
 """Entries of a rank's files that are not copied from the source."""
@@ -50,10 +54,15 @@ def list_sub_groups(target: Target, tp: int) -> list[list[tuple[str, ...]]]:
     return [
         [
             group[start:stop]
-            for start, stop in flat.zero3_sub_groups(target.elements(group, tp), target.topology.dp, size)
+            for start, stop in flat.zero3_sub_groups(target.elements(group, tp), _count_partitions(target, group), size)
         ]
         for group in target.stages[0].groups
     ]
+
+
+def _count_partitions(target: Target, names_: tuple[str, ...]) -> int:
+    """Return over how many ranks the parameters of a group are partitioned; experts over those that hold them."""
+    return find_partition(names_, target.source.experts, target.topology, 0)[0]
 
 
 def _write_models(target: Target, tp: int, sub_groups: list[tuple[str, ...]]) -> None:
@@ -67,7 +76,8 @@ def _write_models(target: Target, tp: int, sub_groups: list[tuple[str, ...]]) ->
             return value, value
 
         copied = [item for key, item in like.value.items() if key not in _FROM_TARGET]
-        file, value = rank_copies.add(names.model_file(tp, dp=dp), (tp == dp == 0, *like.value, *copied), make)
+        own = dp if target.source.experts is not None else None  # descriptions of experts differ between ranks
+        file, value = rank_copies.add(names.model_file(tp, dp=dp), (tp == dp == 0, own, *like.value, *copied), make)
         files.append((file, value))
         for name in like.value.get("buffer_names") or ():
             if name in target.weights:
@@ -76,14 +86,15 @@ def _write_models(target: Target, tp: int, sub_groups: list[tuple[str, ...]]) ->
         fragments = [(file, value["frozen_param_fragments"][name]) for file, value in files]
         (slot,), _ = flat.zero3_slots(target.elements((name,), tp), target.topology.dp)
         rank_tensors = _RankTensors(fragments[0][1].dtype, _locate(fragments, tp))
-        _add_slots(target, tp, "weight", target.weights[name], rank_tensors, slot)
+        place = Place(target.topology.tp, tp, 0, 0, 0)
+        _add_slots(target, place, "weight", target.weights[name], rank_tensors, slot)
 
 
 def _build_model(target: Target, like: PtFile, tp: int, dp: int, sub_groups: list[tuple[str, ...]]) -> dict[str, Any]:
     template = Template(like, target.budget)
     frozen = {name: _make_fragment(target, name, tp) for name in _list_frozen(target, like.value)}
     replaced: dict[str, Any] = {
-        **target.common(like.value, first=tp == dp == 0),
+        **target.common(like.value, first=tp == dp == 0, dp=dp),
         **target.config(template, like.value),
         "module": _make_module(target, like.value, template, tp),
         "param_shapes": [target.shapes(names_, tp) for names_ in sub_groups],
@@ -127,11 +138,11 @@ def _locate(tensors: list[tuple[File, Tensor]], tp: int) -> tuple[RankRange, ...
 
 
 def _add_slots(  # noqa: PLR0917
-    target: Target, tp: int, state: str, param: Param, tensors: _RankTensors, slot: flat.Slot
+    target: Target, place: Place, state: str, param: Param, tensors: _RankTensors, slot: flat.Slot
 ) -> None:
-    place = Place(target.topology.tp, tp, 0, 0, 0)
     target.rows.add_slots(state, param, place, tensors.ranges, dtype=tensors.dtype, offset=slot.offset, size=slot.size)
-    num_elements, item_bytes = math.prod(target.shard(param.name, tp)), ITEM_BYTES[tensors.dtype]
+    shard = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
+    num_elements, item_bytes = math.prod(shard), ITEM_BYTES[tensors.dtype]
     if not slot.size:
         return
     full = num_elements // slot.size  # ranks whose slots have no padding; the next slot has some or is all padding
@@ -166,20 +177,31 @@ def _write_optimizers(target: Target, tp: int, sub_groups: list[list[tuple[str, 
     for dp in range(target.topology.dp):
         like = (target.like(0, tp), target.like_dp(dp))
 
-        def make(like: tuple[int, int] = like) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
-            return _build_optimizer(target, like, tp, sub_groups)
+        def make(like: tuple[int, int] = like, dp: int = dp) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+            return _build_optimizer(target, like, tp, dp, sub_groups)
 
-        files.append(rank_copies.add(names.optimizer_file(prefix, dp, tp), _list_copied(target, like), make))
+        differs = dp if target.source.experts is not None else None
+        sources = (differs, *_list_copied(target, like))
+        files.append(rank_copies.add(names.optimizer_file(prefix, dp, tp), sources, make))
     for at, names_ in enumerate(itertools.chain.from_iterable(sub_groups)):
-        slots, _ = flat.zero3_slots(target.elements(names_, tp), target.topology.dp)
-        states = files[0][1][at]
-        rank_tensors = {
-            state: _RankTensors(states[state].dtype, _locate([(file, own[at][state]) for file, own in files], tp))
-            for state in states
-        }
+        count = _count_partitions(target, names_)
+        num_parts = target.topology.dp // count
+        for part in range(num_parts):
+            place = Place(num_parts, part, 0, 0, 0) if num_parts > 1 else Place(target.topology.tp, tp, 0, 0, 0)
+            _add_sub_group(target, place, names_, [(file, own[at]) for file, own in files[part::num_parts]])
+
+
+def _add_sub_group(
+    target: Target, place: Place, names_: tuple[str, ...], files: list[tuple[File, dict[str, Tensor]]]
+) -> None:
+    """Add the slots of a sub-group's parameters, which lie in the files of all ranks that share them."""
+    tp = 0 if place.tp != target.topology.tp else place.rank
+    slots, _ = flat.zero3_slots(target.elements(names_, tp), len(files))
+    states = files[0][1]
+    for state, tensor in states.items():
+        rank_tensors = _RankTensors(tensor.dtype, _locate([(file, own[state]) for file, own in files], tp))
         for name, slot in zip(names_, slots, strict=True):
-            for state in states:
-                _add_slots(target, tp, state, target.params[name], rank_tensors[state], slot)
+            _add_slots(target, place, state, target.params[name], rank_tensors, slot)
 
 
 def _list_copied(target: Target, like: tuple[int, int]) -> tuple[Any, ...]:
@@ -193,7 +215,7 @@ def _list_copied(target: Target, like: tuple[int, int]) -> tuple[Any, ...]:
 
 
 def _build_optimizer(
-    target: Target, like: tuple[int, int], tp: int, sub_groups: list[list[tuple[str, ...]]]
+    target: Target, like: tuple[int, int], tp: int, dp: int, sub_groups: list[list[tuple[str, ...]]]
 ) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
     """Return the value of an optimizer file, and its partitions by sub-group and state."""
     file = target.source.optimizer_file(*like)
@@ -205,7 +227,7 @@ def _build_optimizer(
         first = len(partitions)
         for names_ in group_sub_groups:
             own_states = target.group_template(group, tp)
-            _, length = flat.zero3_slots(target.elements(names_, tp), target.topology.dp)
+            _, length = flat.zero3_slots(target.elements(names_, tp), _count_partitions(target, names_))
             own = {key: new_tensor(dtype, (length,)) for key, dtype in own_states.dtypes.items()}
             if own_states.order:
                 states[len(partitions)] = own_states.state(own)
@@ -218,5 +240,9 @@ def _build_optimizer(
         "optimizer_state_dict": inner,
         "fp32_flat_groups": [own["fp32"] for own in partitions],
     }
+    if target.source.experts is not None:
+        groups_ = [*itertools.chain.from_iterable(sub_groups)]
+        stacked = target.source.experts.stacked
+        replaced["ds_zero_partition_groups"] = autoep.make_partition_groups(groups_, stacked, target.topology, dp)
     state = template.copy_except(convert_fields(target.kind, target.source, *like), replaced)
     return build_optimizer_file(target, template, file.value, state), partitions
