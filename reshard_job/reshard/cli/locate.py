@@ -14,6 +14,7 @@ from reshard.commits.latest import read_names
 from reshard.commits.staging import is_unfinished, unfinished_folder
 from reshard.contract import COMMIT_FILE
 from reshard.errors import NotACheckpointError, ReshardError, SourceError, TargetError, UsageError
+from reshard.folders import find_training_folder, is_checkpoint
 from reshard.formats import FORMATS, format_of, known_formats, recognise
 
 _MOST_TAGS = 20
@@ -39,8 +40,8 @@ def check_source(path: Path) -> None:
 
 
 def find_training_states(path: Path) -> list[str]:
-    """Find checkpoints in a folder of safetensors: trainers save weights and training state side by side."""
-    if (path / COMMIT_FILE).exists() or not _is_of(path, weights=True):
+    """Find checkpoints in a folder of safetensors that is no known training folder, where both would be one unit."""
+    if (path / COMMIT_FILE).exists() or not _is_of(path, weights=True) or find_training_folder(path) is not None:
         return []
     try:
         return [name for name in find_checkpoints(path) if _is_of(path / name, weights=False)]
@@ -86,7 +87,7 @@ def _check_source(path: Path) -> None:
         )
     if not any(path.iterdir()):
         raise NotACheckpointError("is empty", path=str(path))
-    if (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
+    if (path / COMMIT_FILE).exists() or is_checkpoint(path):
         return
     tags = find_checkpoints(path)
     if tags:
@@ -120,7 +121,7 @@ def find_checkpoints(path: Path) -> list[str]:
     for child in path.iterdir():
         if child.name.startswith(".") or not child.is_dir():
             continue
-        if (child / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(child)):
+        if (child / COMMIT_FILE).exists() or is_checkpoint(child):
             names.append(child.name)
     return sorted(names, key=_natural)
 
@@ -138,12 +139,14 @@ def find_newest(path: Path) -> Path:
 
     For a training with DeepSpeed or Megatron-LM, it is the checkpoint that the framework would load. For a job, whose
     folder holds `a<attempt>/step-<step>`, it is the commit of the latest step, and among those the one of the latest
-    attempt.
+    attempt. For the folder of a training stack, it is the checkpoint inside alone.
 
     Raises:
         NotACheckpointError: the framework's file names no checkpoint, or the folder cannot be read.
     """
     try:
+        if path.is_dir() and (known := find_training_folder(path)) is not None:
+            return path / known[1]
         if not path.is_dir() or (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
             return path
         name = next(read_names(path), None)

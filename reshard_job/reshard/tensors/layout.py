@@ -193,6 +193,21 @@ class FormatExtra(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFolder:
+    """The folder of a training stack, which holds a checkpoint in a subfolder and files of its own beside it.
+
+    Attributes:
+        stack: name of the stack, see `reshard.folders.stacks`.
+        inner: name of the subfolder.
+        side_files: the files beside it, without the one that names the subfolder and without a commit marker.
+    """
+
+    stack: str
+    inner: str
+    side_files: tuple[SourceFile, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
     """Description of a source checkpoint, made from its metadata alone.
 
@@ -216,6 +231,7 @@ class Index:
         has_rounded_weights: the framework guarantees that each `weight` is the `fp32` of its name, rounded to its type.
         rank_local: tensors that each data-parallel rank computes for itself (buffers); their copies may differ.
         renamed: key of each tensor -> its key in the files, see `own_key`; empty if no name map was applied.
+        folder: the training folder that `root` is, whose subfolder holds the checkpoint; None for a plain checkpoint.
     """
 
     root: Path
@@ -236,6 +252,7 @@ class Index:
     has_rounded_weights: bool = False
     rank_local: frozenset[TensorKey] = frozenset()
     renamed: Mapping[TensorKey, TensorKey | None] = dataclasses.field(default_factory=dict)
+    folder: TrainingFolder | None = None
 
     def __post_init__(self) -> None:
         """Refuse facts that another format's reader collected: a writer would take them for its own.
@@ -304,6 +321,7 @@ class TargetLayout:
         aliases: second name of a tied weight -> its first name, where only the target knows it.
         zeros: ranges that stay zero on purpose (padding, alignment). Together with the fixed bytes and the shards they
             account for every byte of every file once. None if they are not known, as in a virtual commit.
+        folder: name of the subfolder with the checkpoint, where the target is a training folder; empty otherwise.
     """
 
     format: str
@@ -316,3 +334,4 @@ class TargetLayout:
     notes: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     zeros: Ranges | None = None
+    folder: str = ""

@@ -1,0 +1,141 @@
+"""Find the checkpoint in the folder of a training stack, and index it together with the files beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard import formats
+from reshard.commits.commit import Commit, check_files, read_commit
+from reshard.commits.latest import FILES, read_name
+from reshard.commits.staging import is_unfinished
+from reshard.contract import COMMIT_FILE
+from reshard.errors import NotACheckpointError, UncommittedError
+from reshard.folders.stacks import STACKS, Stack
+from reshard.folders.writing import wrap
+from reshard.storage.files import open_file
+from reshard.storage.object_store import RemotePath
+from reshard.tensors.layout import Index, SourceFile, TrainingFolder
+
+_MOST_FILES = 10_000
+_MOST_DEPTH = 8
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return True if a folder is a checkpoint of a known format, or a folder of a training stack with one inside."""
+    return any(reason is None for _, reason in formats.recognise(path)) or find_training_folder(path) is not None
+
+
+def find_training_folder(path: Path) -> tuple[Stack, str] | None:
+    """Find out if a folder is one of a training stack with one checkpoint inside.
+
+    Returns:
+        The stack, and the name of the checkpoint's folder; None if the folder is something else, or if it holds
+        several checkpoints, so that the files beside them belong to none of them alone.
+    """
+    for stack in STACKS:
+        with contextlib.suppress(OSError, NotACheckpointError):
+            name = read_name(path, stack.format)
+            if name is None or not stack.tag.fullmatch(name) or (stack.mark and not (path / stack.mark).is_file()):
+                continue
+            if [child.name for child in _list_checkpoints(path, stack)] == [name]:
+                return stack, name
+    return None
+
+
+def _list_checkpoints(path: Path, stack: Stack) -> Iterator[Path]:
+    sniff = formats.format_of(stack.format).sniff
+    yield from (
+        child for child in path.iterdir() if not child.name.startswith(".") and child.is_dir() and sniff(child) is None
+    )
+
+
+def read_checkpoint(path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+    """Index the checkpoint in folder `path`, whatever its format, or the one inside the folder of a training stack.
+
+    Args:
+        path: folder of one checkpoint, or of a training stack.
+        commit: its commit marker, if it has one.
+        patterns: see `reshard.formats.read_checkpoint`.
+
+    Raises:
+        NotACheckpointError: also for a file beside the checkpoint that cannot be carried: a link, a pipe.
+        ReshardError: see `reshard.formats.read_checkpoint`.
+    """
+    known = find_training_folder(path)
+    if known is None:
+        return formats.read_checkpoint(path, commit, patterns)
+    stack, inner = known
+    index = formats.read_checkpoint(path / inner, _commit_inside(path / inner, commit), patterns)
+    side_files = tuple(_list_side_files(path, stack, inner, commit))
+    return wrap(index, path, TrainingFolder(stack=stack.name, inner=inner, side_files=side_files))
+
+
+def _commit_inside(inner: Path, commit: Commit | None) -> Commit | None:
+    """Return the commit of the checkpoint inside: the folder's, as seen from there, or its own."""
+    if commit is not None:
+        prefix = f"{inner.name}/"
+        own = [file for file in commit.files if file.path.startswith(prefix)]
+        files = [dataclasses.replace(file, path=file.path.removeprefix(prefix)) for file in own]
+        return dataclasses.replace(commit, files=files)
+    try:
+        own_commit = read_commit(inner)
+    except UncommittedError:
+        return None
+    check_files(inner, own_commit)
+    return own_commit
+
+
+def _list_side_files(root: Path, stack: Stack, inner: str, commit: Commit | None) -> Iterator[SourceFile]:
+    """Yield the files beside the checkpoint that a conversion carries; where there is a commit, only those it lists.
+
+    Raises:
+        NotACheckpointError: a file cannot be carried, or there are too many.
+    """
+    listed = None if commit is None else {file.path for file in commit.files}
+    own = {FILES[stack.format], COMMIT_FILE}
+    count = 0
+    for path in _walk(root, inner, 0):
+        name = path.relative_to(root).as_posix()
+        if name in own or name.startswith(f".{COMMIT_FILE}.") or (listed is not None and name not in listed):
+            continue
+        count += 1
+        if count > _MOST_FILES:
+            raise NotACheckpointError(
+                f"holds more than {_MOST_FILES} files beside {inner}",
+                path=str(root),
+                hint=f"move away what does not belong to the checkpoint, or convert {root / inner} alone",
+            )
+        yield SourceFile(path=name, num_bytes=_open_to_carry(path, root))
+
+
+def _walk(folder: Path, inner: str, depth: int) -> Iterator[Path]:
+    for child in sorted(folder.iterdir(), key=lambda path: path.name):
+        if (depth == 0 and child.name == inner) or is_unfinished(child):
+            continue
+        if not child.is_symlink() and child.is_dir():
+            if depth == _MOST_DEPTH:
+                raise NotACheckpointError(f"lies more than {_MOST_DEPTH} folders deep", path=str(child))
+            yield from _walk(child, inner, depth + 1)
+        else:
+            yield child
+
+
+def _open_to_carry(path: Path, root: Path) -> int:
+    """Return the size of a file that a conversion carries; its identity is recorded.
+
+    Raises:
+        NotACheckpointError: it is no regular file, or cannot be read.
+    """
+    hint = "copy what it links to into its place: cp --remove-destination; or move it away"
+    try:
+        if not isinstance(path, RemotePath) and not stat.S_ISREG(mode := path.lstat().st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(mode) else "a pipe or device"
+            raise NotACheckpointError(f"is {kind}: only regular files are carried", path=str(path), hint=hint)
+        with open_file(path, root=root) as file:
+            return file.num_bytes
+    except OSError as error:
+        raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
