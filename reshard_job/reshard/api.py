@@ -144,7 +144,7 @@ def plan_of(
     if index.unread is not None:
         raise index.unread
     request = Request(topology=target) if isinstance(target, Topology) else target
-    layout = lay_out(index, request, target_format or index.format)
+    layout = lay_out(index, request, target_format)
     if request.like is not None and layout.format == index.format:
         note = f"settings, schedule and all that is not tensors are those of {request.like.root}, not of the source"
         layout = dataclasses.replace(layout, notes=(*layout.notes, note))

@@ -14,7 +14,7 @@ from reshard.commits.latest import read_names
 from reshard.commits.staging import is_unfinished, unfinished_folder
 from reshard.contract import COMMIT_FILE
 from reshard.errors import NotACheckpointError, ReshardError, SourceError, TargetError, UsageError
-from reshard.folders import find_training_folder, is_checkpoint
+from reshard.folders import find_inner, find_training_folder, is_checkpoint
 from reshard.formats import FORMATS, format_of, known_formats, recognise
 
 _MOST_TAGS = 20
@@ -145,9 +145,9 @@ def find_newest(path: Path) -> Path:
         NotACheckpointError: the framework's file names no checkpoint, or the folder cannot be read.
     """
     try:
-        if path.is_dir() and (known := find_training_folder(path)) is not None:
-            return path / known[1]
-        if not path.is_dir() or (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
+        if path.is_dir() and (inner := find_inner(path)) is not None:
+            return inner
+        if not path.is_dir() or (path / COMMIT_FILE).exists() or is_checkpoint(path):
             return path
         name = next(read_names(path), None)
         if name is None:

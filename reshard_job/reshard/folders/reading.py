@@ -13,7 +13,7 @@ from reshard.commits.commit import Commit, check_files, read_commit
 from reshard.commits.latest import FILES, read_name
 from reshard.commits.staging import is_unfinished
 from reshard.contract import COMMIT_FILE
-from reshard.errors import NotACheckpointError, UncommittedError
+from reshard.errors import NotACheckpointError, UncommittedError, UsageError
 from reshard.folders.stacks import STACKS, Stack
 from reshard.folders.writing import wrap
 from reshard.storage.files import open_file
@@ -29,21 +29,39 @@ def is_checkpoint(path: Path) -> bool:
     return any(reason is None for _, reason in formats.recognise(path)) or find_training_folder(path) is not None
 
 
-def find_training_folder(path: Path) -> tuple[Stack, str] | None:
+def find_training_folder(path: Path) -> tuple[Stack, tuple[str, ...]] | None:
     """Find out if a folder is one of a training stack with one checkpoint inside.
 
     Returns:
-        The stack, and the name of the checkpoint's folder; None if the folder is something else, or if it holds
-        several checkpoints, so that the files beside them belong to none of them alone.
+        The stack, and the names of the folders that hold the checkpoint; None if the folder is something else, or if
+        it holds several checkpoints, so that the files beside them belong to none of them alone.
     """
     for stack in STACKS:
         with contextlib.suppress(OSError, NotACheckpointError):
-            name = read_name(path, stack.format)
-            if name is None or not stack.tag.fullmatch(name) or (stack.mark and not (path / stack.mark).is_file()):
-                continue
-            if [child.name for child in _list_checkpoints(path, stack)] == [name]:
-                return stack, name
+            if (parts := _find_parts(path, stack)) and not (stack.mark and not (path / stack.mark).is_file()):
+                return stack, parts
     return None
+
+
+def find_inner(path: Path) -> Path | None:
+    """Return the one folder with the checkpoint in a training folder; None if there is none, or if several hold it."""
+    known = find_training_folder(path)
+    return path / known[1][0] if known is not None and known[0].tag is not None else None
+
+
+def _find_parts(path: Path, stack: Stack) -> tuple[str, ...]:
+    """Return the names of the folders that hold the checkpoint; empty if the folder is not of this stack."""
+    if stack.tag is None:
+        expected = tuple(name for name in stack.parts if (path / name).is_dir())
+        if expected[:1] != stack.parts[:1]:
+            return ()
+    else:
+        name = read_name(path, stack.format)
+        if name is None or not stack.tag.fullmatch(name):
+            return ()
+        expected = (name,)
+    inside = {child.name for child in _list_checkpoints(path, stack)}
+    return expected if inside == set(expected) else ()
 
 
 def _list_checkpoints(path: Path, stack: Stack) -> Iterator[Path]:
@@ -68,10 +86,20 @@ def read_checkpoint(path: Path, commit: Commit | None, patterns: Path | None = N
     known = find_training_folder(path)
     if known is None:
         return formats.read_checkpoint(path, commit, patterns)
-    stack, inner = known
-    index = formats.read_checkpoint(path / inner, _commit_inside(path / inner, commit), patterns)
-    side_files = tuple(_list_side_files(path, stack, inner, commit))
-    return wrap(index, path, TrainingFolder(stack=stack.name, inner=inner, side_files=side_files))
+    stack, parts = known
+    if stack.tag is None:
+        if patterns is not None:
+            raise UsageError(
+                f"patterns are for DeepSpeed's checkpoints: this is a folder of {stack.name}", path=str(path)
+            )
+        from reshard.formats.dcp import read_parts  # only such folders pay for this import
+
+        index = read_parts(path, parts, commit)
+    else:
+        inner = path / parts[0]
+        index = formats.read_checkpoint(inner, _commit_inside(inner, commit), patterns)
+    side_files = tuple(_list_side_files(path, stack, parts, commit))
+    return wrap(index, path, TrainingFolder(stack=stack.name, parts=parts, side_files=side_files))
 
 
 def _commit_inside(inner: Path, commit: Commit | None) -> Commit | None:
@@ -89,37 +117,37 @@ def _commit_inside(inner: Path, commit: Commit | None) -> Commit | None:
     return own_commit
 
 
-def _list_side_files(root: Path, stack: Stack, inner: str, commit: Commit | None) -> Iterator[SourceFile]:
+def _list_side_files(root: Path, stack: Stack, parts: tuple[str, ...], commit: Commit | None) -> Iterator[SourceFile]:
     """Yield the files beside the checkpoint that a conversion carries; where there is a commit, only those it lists.
 
     Raises:
         NotACheckpointError: a file cannot be carried, or there are too many.
     """
     listed = None if commit is None else {file.path for file in commit.files}
-    own = {FILES[stack.format], COMMIT_FILE}
+    own = {FILES.get(stack.format, ""), COMMIT_FILE}
     count = 0
-    for path in _walk(root, inner, 0):
+    for path in _walk(root, parts, 0):
         name = path.relative_to(root).as_posix()
         if name in own or name.startswith(f".{COMMIT_FILE}.") or (listed is not None and name not in listed):
             continue
         count += 1
         if count > _MOST_FILES:
             raise NotACheckpointError(
-                f"holds more than {_MOST_FILES} files beside {inner}",
+                f"holds more than {_MOST_FILES} files beside {' and '.join(parts)}",
                 path=str(root),
-                hint=f"move away what does not belong to the checkpoint, or convert {root / inner} alone",
+                hint=f"move away what does not belong to the checkpoint, or convert {root / parts[0]} alone",
             )
         yield SourceFile(path=name, num_bytes=_open_to_carry(path, root))
 
 
-def _walk(folder: Path, inner: str, depth: int) -> Iterator[Path]:
+def _walk(folder: Path, parts: tuple[str, ...], depth: int) -> Iterator[Path]:
     for child in sorted(folder.iterdir(), key=lambda path: path.name):
-        if (depth == 0 and child.name == inner) or is_unfinished(child):
+        if (depth == 0 and child.name in parts) or is_unfinished(child):
             continue
         if not child.is_symlink() and child.is_dir():
             if depth == _MOST_DEPTH:
                 raise NotACheckpointError(f"lies more than {_MOST_DEPTH} folders deep", path=str(child))
-            yield from _walk(child, inner, depth + 1)
+            yield from _walk(child, parts, depth + 1)
         else:
             yield child
 

@@ -2,7 +2,8 @@
 
 Sources: transformers 5.23 (`Trainer._save_checkpoint`, `_save_rng_state`, `_load_rng_state`), accelerate 1.15
 (`Accelerator.save_state`, `checkpointing.py`), Lightning 2.6 (`DeepSpeedStrategy.save_checkpoint`, whose tag is the
-word `checkpoint`; Lightning keeps its own state inside DeepSpeed's files).
+word `checkpoint`; Lightning keeps its own state inside DeepSpeed's files). accelerate's `fsdp_utils.py`
+(`save_fsdp_model`, `save_fsdp_optimizer`), which the Trainer calls, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class Stack:
     Attributes:
         name: name for people.
         format: format of the checkpoint inside.
-        tag: pattern of the name of the checkpoint's folder.
+        tag: pattern of the name of the checkpoint's folder, which the format's own file names; None if `parts` are.
+        parts: folders that hold one checkpoint together, the weights first; all but the first may be missing.
         mark: file that every folder of this stack holds; empty if the tag tells enough.
         rank_file: pattern of the files that hold the random state of one rank each; None if there are none.
         without_rank_files: what the stack does without them.
@@ -27,7 +29,8 @@ class Stack:
 
     name: str
     format: str
-    tag: re.Pattern[str]
+    tag: re.Pattern[str] | None = None
+    parts: tuple[str, ...] = ()
     mark: str = ""
     rank_file: re.Pattern[str] | None = None
     without_rank_files: str = ""
@@ -52,6 +55,7 @@ STACKS = (
         per_rank_files=re.compile(r"scheduler(_\d+)?\.bin", re.ASCII),
     ),
     Stack(name="Lightning", format="deepspeed", tag=re.compile(r"checkpoint", re.ASCII)),
+    Stack(name="Accelerate's FSDP", format="dcp", parts=("pytorch_model_fsdp_0", "optimizer_0")),
 )
 """In the order in which they are asked about a folder."""
 

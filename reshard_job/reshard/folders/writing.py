@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reshard.commits.latest import FILES
+from reshard.errors import UnsupportedError
 from reshard.folders.stacks import Stack, stack_of
 from reshard.formats import format_of
 from reshard.formats.base import Request
@@ -23,57 +24,74 @@ _MOST_NAMES = 6
 
 def wrap(index: Index, root: Path, folder: TrainingFolder) -> Index:
     """Return the index of a training folder, from that of the checkpoint inside."""
-    files = tuple(dataclasses.replace(file, path=f"{folder.inner}/{file.path}") for file in index.files)
-    notes = index.notes
-    if folder.side_files:
-        names = _list_names([file.path for file in folder.side_files])
-        notes = (*notes, f"the files beside {folder.inner} are not carried, for they belong to its format: {names}")
-    return dataclasses.replace(index, root=root, files=files, folder=folder, notes=notes)
+    if index.root == root:  # several parts, whose names the files have already
+        return dataclasses.replace(index, folder=folder)
+    files = tuple(dataclasses.replace(file, path=f"{folder.parts[0]}/{file.path}") for file in index.files)
+    return dataclasses.replace(index, root=root, files=files, folder=folder)
 
 
 def unwrap(index: Index) -> Index:
     """Return the index of the checkpoint inside a training folder; other indexes are returned as they are."""
     if index.folder is None:
         return index
-    prefix = f"{index.folder.inner}/"
+    if stack_of(index.folder.stack).tag is None:
+        return dataclasses.replace(index, folder=None)
+    prefix = f"{index.folder.parts[0]}/"
     files = tuple(dataclasses.replace(file, path=file.path.removeprefix(prefix)) for file in index.files)
-    return dataclasses.replace(index, root=index.root / index.folder.inner, files=files, folder=None)
+    return dataclasses.replace(index, root=index.root / index.folder.parts[0], files=files, folder=None)
 
 
-def lay_out(index: Index, request: Request, target_format: str) -> TargetLayout:
+def lay_out(index: Index, request: Request, target_format: str = "") -> TargetLayout:
     """Lay out the tensors of `index` in a format, and around them the training folder that they come from, if any.
 
     A target of another format is a plain checkpoint, and so is one with some states only or other names: the stack
     would not load it.
 
+    Args:
+        index: the source.
+        request: what it shall become.
+        target_format: name of a format; empty for the source's, and for the whole training folder.
+
     Raises:
+        UnsupportedError: the folder is one that torch loads at any number of ranks, and no format is named.
         ReshardError: see `reshard.formats.base.Format.layout`.
     """
+    if index.folder is not None and stack_of(index.folder.stack).tag is None and not target_format:
+        raise UnsupportedError(
+            f"a folder of {index.folder.stack} needs no conversion to another number of ranks: torch loads it as it is",
+            path=str(index.root),
+            hint="resume from it; --format says another format, and --format dcp puts model and optimizer in one folder",
+        )
     if request.like is not None:
         request = dataclasses.replace(request, like=unwrap(request.like))
-    layout = format_of(target_format).layout(unwrap(index), request)
-    if index.folder is None or layout.format != index.format:
+    layout = format_of(target_format or index.format).layout(unwrap(index), request)
+    folder = index.folder
+    if folder is None:
         return layout
-    if index.left_out or index.renamed:
-        note = (
-            f"only {index.folder.inner} is converted: with some states only, or other names, {index.folder.stack} would"
-            " not load the whole, so the files beside it are not carried"
-        )
-        return dataclasses.replace(layout, notes=(*layout.notes, note))
-    return _lay_out_folder(layout, index, index.folder)
+    is_whole = layout.format == index.format and not index.left_out and not index.renamed
+    if is_whole and stack_of(folder.stack).tag is not None:
+        return _lay_out_folder(layout, index, folder)
+    if not folder.side_files:
+        return layout
+    note = (
+        f"the files beside {' and '.join(folder.parts)} are not carried, because {folder.stack} would not load the"
+        f" result as a whole: {_list_names([file.path for file in folder.side_files])}"
+    )
+    return dataclasses.replace(layout, notes=(*layout.notes, note))
 
 
 def _lay_out_folder(layout: TargetLayout, index: Index, folder: TrainingFolder) -> TargetLayout:
     stack = stack_of(folder.stack)
     has_same_ranks = _has_same_ranks(index.topology, layout.topology)
     side_files, notes = _choose_side_files(folder, stack, index.topology.world_size, has_same_ranks=has_same_ranks)
-    latest = folder.inner.encode()
+    inner = folder.parts[0]
+    latest = inner.encode()
     files = (
-        *(dataclasses.replace(file, path=f"{folder.inner}/{file.path}") for file in layout.files),
+        *(dataclasses.replace(file, path=f"{inner}/{file.path}") for file in layout.files),
         TargetFile(path=FILES[stack.format], num_bytes=len(latest), fixed=((0, latest),)),
         *(_carry(index.root, file) for file in side_files),
     )
-    return dataclasses.replace(layout, files=files, notes=(*layout.notes, *notes), folder=folder.inner)
+    return dataclasses.replace(layout, files=files, notes=(*layout.notes, *notes), folder=inner)
 
 
 def _has_same_ranks(source: Topology, target: Topology) -> bool:
@@ -116,7 +134,7 @@ def _carry(root: Path, file: SourceFile) -> TargetFile:
 def describe(folder: TrainingFolder) -> str:
     """Say what a training folder is, for people."""
     beside = _list_names([file.path for file in folder.side_files]) or "nothing"
-    return f"a folder of {folder.stack}, converted as one unit: the checkpoint {folder.inner}, and beside it {beside}"
+    return f"a folder of {folder.stack}: the checkpoint {' and '.join(folder.parts)}, and beside it {beside}"
 
 
 def _list_names(names: Sequence[str]) -> str:

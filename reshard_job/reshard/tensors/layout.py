@@ -194,16 +194,16 @@ class FormatExtra(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFolder:
-    """The folder of a training stack, which holds a checkpoint in a subfolder and files of its own beside it.
+    """The folder of a training stack, which holds a checkpoint in subfolders and files of its own beside them.
 
     Attributes:
         stack: name of the stack, see `reshard.folders.stacks`.
-        inner: name of the subfolder.
-        side_files: the files beside it, without the one that names the subfolder and without a commit marker.
+        parts: names of the subfolders: one with a whole checkpoint, or several that hold one together.
+        side_files: the files beside them, without the one that names the subfolder and without a commit marker.
     """
 
     stack: str
-    inner: str
+    parts: tuple[str, ...]
     side_files: tuple[SourceFile, ...]
 
 
