@@ -91,7 +91,7 @@ def test_another_number_of_ranks_needs_no_conversion(trained, tmp_path, capsys):
     _, _, folder = trained
     error = say(capsys, "run", folder, tmp_path / "out", "--to", "dp=3", code=ExitCode.UNSUPPORTED)["error"]
     assert "needs no conversion" in error["message"]
-    assert "--format dcp" in error["hint"]
+    assert "dcp puts model and optimizer in one folder" in error["hint"]
 
 
 def test_the_model_part_alone_is_read_as_before(trained):

@@ -15,10 +15,9 @@ from reshard.commits.staging import is_unfinished, unfinished_folder
 from reshard.contract import COMMIT_FILE
 from reshard.errors import NotACheckpointError, ReshardError, SourceError, TargetError, UsageError
 from reshard.folders import find_inner, find_training_folder, is_checkpoint
-from reshard.formats import FORMATS, format_of, known_formats, recognise
+from reshard.formats import FORMATS, WEIGHT_FORMATS, format_of, known_formats, recognise
 
 _MOST_TAGS = 20
-_WEIGHTS = "safetensors"
 _ATTEMPT = re.compile(r"^a(\d+)$", re.ASCII)
 _RESUME = "the command that made it, with --resume, goes on with what is done, and without it begins again"
 _MOST_NAME_BYTES = 255  # of Linux' file systems
@@ -40,7 +39,7 @@ def check_source(path: Path) -> None:
 
 
 def find_training_states(path: Path) -> list[str]:
-    """Find checkpoints in a folder of safetensors that is no known training folder, where both would be one unit."""
+    """Find checkpoints in a folder of weights that is no known training folder, where both would be one unit."""
     if (path / COMMIT_FILE).exists() or not _is_of(path, weights=True) or find_training_folder(path) is not None:
         return []
     try:
@@ -66,7 +65,7 @@ def refuse_weights_beside(path: Path) -> None:
 
 def _is_of(path: Path, *, weights: bool) -> bool:
     # Only the formats in question are imported, so that a conversion starts sooner.
-    names = [name for name in FORMATS if (name == _WEIGHTS) is weights]
+    names = [name for name in FORMATS if (name in WEIGHT_FORMATS) is weights]
     return any(format_of(name).sniff(path) is None for name in names)
 
 

@@ -10,7 +10,7 @@ from typing import Never
 from reshard.cli.output import write_data
 from reshard.contract import ExitCode
 from reshard.errors import UsageError
-from reshard.formats import known_formats
+from reshard.formats import known_target_formats
 from reshard.tensors.cast import FLOATS
 
 VERBS = ("inspect", "plan", "run", "verify", "explain")
@@ -225,7 +225,7 @@ def _add_conversion(verb: Parser) -> None:
         " may be left out where a --format is given",
     )
     verb.add_argument(
-        "--format", default="", metavar="NAME", help=f"of the target, by default the source's: {known_formats()}"
+        "--format", default="", metavar="NAME", help=f"of the target, by default the source's: {known_target_formats()}"
     )
     verb.add_argument(
         "--mode",

@@ -60,7 +60,7 @@ def lay_out(index: Index, request: Request, target_format: str = "") -> TargetLa
         raise UnsupportedError(
             f"a folder of {index.folder.stack} needs no conversion to another number of ranks: torch loads it as it is",
             path=str(index.root),
-            hint="resume from it; --format says another format, and --format dcp puts model and optimizer in one folder",
+            hint="resume from it; for another format say --format; dcp puts model and optimizer in one folder",
         )
     if request.like is not None:
         request = dataclasses.replace(request, like=unwrap(request.like))
