@@ -2,10 +2,11 @@
 
 import functools
 import re
+import shutil
 
 import pytest
 
-from reshard.api import reshard
+from reshard.api import index_of, reshard
 from tests.engine.stack_run import Pods
 from tests.randomness import SOAKING
 
@@ -84,3 +85,16 @@ def test_accelerate_resumes_from_a_converted_state_and_its_schedule_needs_care(t
     assert again[SAVED + 1][0] == pytest.approx(quiet[SAVED + 1][0], **FP32)
     # As the note of `reshard` says: scheduler.bin counts a step of two ranks twice, and the script of one rank once.
     assert again[SAVED + 1][1] != pytest.approx(quiet[SAVED + 1][1], rel=1e-3)
+
+
+@slow
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_trainer_resumes_from_a_folder_of_fsdp_as_it_is(tmp_path, ranks):
+    args = ("--steps", str(STEPS), "--backend", "fsdp2")
+    quiet = train(tmp_path / "first", "huggingface_trainer", 2, *args, zero=3)
+    name = f"output/checkpoint-{SAVED}"
+    shutil.copytree(tmp_path / "first" / name, tmp_path / "second" / name)
+    again = train(tmp_path / "second", "huggingface_trainer", ranks, *args, zero=3)
+    assert losses(again) == pytest.approx({step: quiet[step][0] for step in again}, **FP32)
+    index = index_of(tmp_path / "first" / name)
+    assert (index.step, {tensor.key.state for tensor in index.tensors}) == (SAVED, {"weight", "exp_avg", "exp_avg_sq"})
