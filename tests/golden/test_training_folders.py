@@ -9,8 +9,11 @@ import pytest
 from reshard import api
 from reshard.cli.locate import find_newest
 from reshard.commits.commit import read_commit
+from reshard.commits.staging import Sharing
 from reshard.contract import ExitCode
+from reshard.errors import SourceChangedError
 from reshard.execution.verify import read_digests
+from reshard.topology import Topology
 from tests.golden.command import HERE, ZERO2, Answer
 
 SIDE_FILES = {
@@ -109,9 +112,6 @@ def test_a_changed_side_file_is_not_taken_for_what_was_converted(
 
 
 def test_a_side_file_that_changes_during_the_run_is_noticed(tmp_path: Path, trainer: Path) -> None:
-    from reshard.errors import SourceChangedError
-    from reshard.topology import Topology
-
     def change(_plan: object) -> None:
         (trainer / "scheduler.pt").write_bytes(b"another schedule")
 
@@ -127,9 +127,6 @@ def test_a_killed_run_is_resumed(tmp_path: Path, trainer: Path, say: Answer) -> 
 
     def die(_bytes: int) -> None:
         raise Killed
-
-    from reshard.commits.staging import Sharing
-    from reshard.topology import Topology
 
     conversion = api.Conversion(source=trainer, target=tmp_path / "out", topology=Topology(dp=2, zero=2))
     options = api.RunOptions(sharing=Sharing.RESUMABLE, num_threads=1)
@@ -218,3 +215,34 @@ def test_a_damaged_latest_names_no_checkpoint(tmp_path: Path, trainer: Path, say
         (trainer / "latest").write_bytes(text.encode("latin-1"))
         found = say.json("run", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
         assert "holds 1 checkpoint, and is none itself" in found["message"]
+
+
+def test_a_link_to_the_checkpoint_inside_is_not_followed(tmp_path: Path, trainer: Path, say: Answer) -> None:
+    (trainer / "model.safetensors").unlink()
+    (trainer / "global_step2").rename(tmp_path / "elsewhere")
+    (trainer / "global_step2").symlink_to(tmp_path / "elsewhere")
+    say.json("run", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)
+
+
+def test_files_of_an_unfinished_run_are_not_carried(tmp_path: Path, trainer: Path, say: Answer) -> None:
+    for name in (".finish", ".COMMIT.json.12", ".hidden"):
+        (trainer / name).write_bytes(b"1")
+    for folder in (".x.partial-12ab", ".journal"):
+        (trainer / folder).mkdir()
+        (trainer / folder / "file").write_bytes(b"1")
+    say("run", trainer, tmp_path / "out", "--to", "dp=2")
+    say("verify", tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")} == {".hidden"}
+
+
+def test_workers_make_one_unit_together(tmp_path: Path, trainer: Path, say: Answer) -> None:
+    for worker in ("0/2", "1/2"):
+        say("run", trainer, tmp_path / "out", "--to", "dp=2", "--worker", worker)
+    say("verify", tmp_path / "out", trainer)
+    assert (tmp_path / "out" / "trainer_state.json").exists()
+
+
+def test_memory_does_not_grow_with_the_files_beside(trainer: Path) -> None:
+    layout = api.plan_of(api.index_of(trainer), Topology(dp=2, zero=2)).layout
+    vocabulary = next(file for file in layout.files if file.path == "tokenizer/vocab.txt")
+    assert [len(content) for _, content in vocabulary.fixed] == [4 << 20, 4 << 20, 12_000_000 - (8 << 20)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from reshard import formats
 from reshard.commits.commit import Commit, check_files, read_commit
 from reshard.commits.latest import FILES, read_name
-from reshard.commits.staging import is_unfinished
+from reshard.commits.staging import FINISH_FILE, is_unfinished
 from reshard.contract import COMMIT_FILE
 from reshard.errors import NotACheckpointError, UncommittedError, UsageError
 from reshard.folders.stacks import STACKS, Stack
@@ -20,6 +20,7 @@ from reshard.storage.files import open_file
 from reshard.storage.object_store import RemotePath
 from reshard.tensors.layout import Index, SourceFile, TrainingFolder
 
+_NAMED_FORMATS = frozenset(stack.format for stack in STACKS if stack.tag is not None)
 _MOST_FILES = 10_000
 _MOST_DEPTH = 8
 
@@ -36,9 +37,10 @@ def find_training_folder(path: Path) -> tuple[Stack, tuple[str, ...]] | None:
         The stack, and the names of the folders that hold the checkpoint; None if the folder is something else, or if
         it holds several checkpoints, so that the files beside them belong to none of them alone.
     """
-    for stack in STACKS:
-        with contextlib.suppress(OSError, NotACheckpointError):
-            if (parts := _find_parts(path, stack)) and not (stack.mark and not (path / stack.mark).is_file()):
+    with contextlib.suppress(OSError, NotACheckpointError):
+        named = {target_format: read_name(path, target_format) for target_format in _NAMED_FORMATS}
+        for stack in STACKS:
+            if (parts := _find_parts(path, stack, named)) and (not stack.mark or (path / stack.mark).is_file()):
                 return stack, parts
     return None
 
@@ -49,14 +51,20 @@ def find_inner(path: Path) -> Path | None:
     return path / known[1][0] if known is not None and known[0].tag is not None else None
 
 
-def _find_parts(path: Path, stack: Stack) -> tuple[str, ...]:
-    """Return the names of the folders that hold the checkpoint; empty if the folder is not of this stack."""
+def _find_parts(path: Path, stack: Stack, named: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Return the names of the folders that hold the checkpoint; empty if the folder is not of this stack.
+
+    Args:
+        path: the folder.
+        stack: the stack.
+        named: format -> name of the checkpoint that the format's own file in the folder states.
+    """
     if stack.tag is None:
         expected = tuple(name for name in stack.parts if (path / name).is_dir())
         if expected[:1] != stack.parts[:1]:
             return ()
     else:
-        name = read_name(path, stack.format)
+        name = named[stack.format]
         if name is None or not stack.tag.fullmatch(name):
             return ()
         expected = (name,)
@@ -65,10 +73,12 @@ def _find_parts(path: Path, stack: Stack) -> tuple[str, ...]:
 
 
 def _list_checkpoints(path: Path, stack: Stack) -> Iterator[Path]:
+    """Yield the folders below that hold a checkpoint of the stack's format; a link could lead out of the folder."""
     sniff = formats.format_of(stack.format).sniff
-    yield from (
-        child for child in path.iterdir() if not child.name.startswith(".") and child.is_dir() and sniff(child) is None
-    )
+    for child in path.iterdir():
+        is_folder = not child.name.startswith(".") and not child.is_symlink() and child.is_dir()
+        if is_folder and sniff(child) is None:
+            yield child
 
 
 def read_checkpoint(path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
@@ -124,7 +134,7 @@ def _list_side_files(root: Path, stack: Stack, parts: tuple[str, ...], commit: C
         NotACheckpointError: a file cannot be carried, or there are too many.
     """
     listed = None if commit is None else {file.path for file in commit.files}
-    own = {FILES.get(stack.format, ""), COMMIT_FILE}
+    own = {FILES.get(stack.format, ""), COMMIT_FILE, FINISH_FILE}
     count = 0
     for path in _walk(root, parts, 0):
         name = path.relative_to(root).as_posix()
@@ -145,6 +155,8 @@ def _walk(folder: Path, parts: tuple[str, ...], depth: int) -> Iterator[Path]:
         if (depth == 0 and child.name in parts) or is_unfinished(child):
             continue
         if not child.is_symlink() and child.is_dir():
+            if child.name.startswith("."):  # of tools, such as .git, or of a run that works on the folder
+                continue
             if depth == _MOST_DEPTH:
                 raise NotACheckpointError(f"lies more than {_MOST_DEPTH} folders deep", path=str(child))
             yield from _walk(child, parts, depth + 1)

@@ -60,10 +60,13 @@ STACKS = (
 """In the order in which they are asked about a folder."""
 
 
+_BY_NAME = {stack.name: stack for stack in STACKS}
+
+
 def stack_of(name: str) -> Stack:
     """Return the stack called `name`.
 
     Raises:
-        StopIteration: this version does not know it.
+        KeyError: this version does not know it.
     """
-    return next(stack for stack in STACKS if stack.name == name)
+    return _BY_NAME[name]
