@@ -62,8 +62,9 @@ def test_files_with_other_content_are_no_weights(tmp_path: Path) -> None:
         shutil.copy(ROOT / "single" / "pytorch_model.bin", tmp_path / name)
     shutil.copy(ROOT / "single" / "pytorch_model.bin", tmp_path)
     assert len(index_of(tmp_path).files) == 1
-    (tmp_path / "pytorch_model.bin").rename(tmp_path / "weights.pt")
-    assert [file.path for file in index_of(tmp_path).files] == ["weights.pt"]
+    for old, new in (("pytorch_model.bin", "pytorch_model_fsdp.bin"), ("pytorch_model_fsdp.bin", "weights.pt")):
+        (tmp_path / old).rename(tmp_path / new)
+        assert [file.path for file in index_of(tmp_path).files] == [new]
 
 
 def test_a_file_among_checkpoints_is_not_taken_for_weights(tmp_path: Path, say: Answer) -> None:

@@ -1,8 +1,8 @@
 """Find the files of torch.save that hold a model's weights, among others that trainers write beside them.
 
 Sources: transformers (`WEIGHTS_NAME`, `WEIGHTS_INDEX_NAME`: `pytorch_model.bin`, `pytorch_model.bin.index.json`), PEFT
-(`adapter_model.bin`), diffusers (`diffusion_pytorch_model.bin`), and DeepSpeed's `zero_to_fp32.py`, which writes the
-names of transformers.
+(`adapter_model.bin`), accelerate (`pytorch_model_fsdp.bin`, of a full state dict), diffusers
+(`diffusion_pytorch_model.bin`), and DeepSpeed's `zero_to_fp32.py`, which writes the names of transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reshard.errors import CorruptSourceError
 from reshard.storage.files import open_file
 
 INDEX_SUFFIX = ".bin.index.json"
-_KNOWN = ("pytorch_model.bin", "adapter_model.bin", "diffusion_pytorch_model.bin")
+_KNOWN = ("pytorch_model.bin", "adapter_model.bin", "diffusion_pytorch_model.bin", "pytorch_model_fsdp.bin")
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _SHARD = re.compile(r"^.+-\d+-of-\d+\.bin$", re.ASCII)
 _OTHERS = re.compile(
