@@ -1,17 +1,21 @@
 """Files of torch.save in forms that scripts write: read as torch reads them, or refused."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from reshard.api import Conversion, convert, index_of
+from reshard.api import Conversion, convert, index_of, reshard
 from reshard.errors import SourceError, UnsafePickleError, UnsupportedError
+from reshard.execution.verify import read_digests
+from reshard.tensors.views import select_states
 from reshard.topology import Topology
 
 pytestmark = pytest.mark.engine
+GOLDEN = Path(__file__).parents[1] / "golden/deepspeed-0.19.8/zero2-dp3/step-00000002"
 
 
 def save(folder, value, name="pytorch_model.bin"):
@@ -24,6 +28,18 @@ def to(target_format, source, target):
     zero = 3 if target_format == "dcp" else 0
     convert(Conversion(source=source, target=target, topology=Topology(dp=1, zero=zero), target_format=target_format))
     return target
+
+
+def test_what_deepspeeds_own_script_makes_of_a_converted_checkpoint_has_the_same_weights(tmp_path):
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    reshard(GOLDEN, tmp_path / "run" / "global_step2", "dp=2,zero=3")
+    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "run"), str(tmp_path / "bin"), tag="global_step2")
+    assert (tmp_path / "bin" / "pytorch_model.bin").exists()
+    found = read_digests(index_of(tmp_path / "bin"))
+    masters = read_digests(select_states(index_of(GOLDEN), ("fp32",)))
+    assert masters
+    assert masters.items() <= {key.replace("weight/", "fp32/", 1): digest for key, digest in found.items()}.items()
 
 
 def model():

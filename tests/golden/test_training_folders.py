@@ -246,3 +246,10 @@ def test_memory_does_not_grow_with_the_files_beside(trainer: Path) -> None:
     layout = api.plan_of(api.index_of(trainer), Topology(dp=2, zero=2)).layout
     vocabulary = next(file for file in layout.files if file.path == "tokenizer/vocab.txt")
     assert [len(content) for _, content in vocabulary.fixed] == [4 << 20, 4 << 20, 12_000_000 - (8 << 20)]
+
+
+@pytest.mark.parametrize("name", [b"\xff.txt", b"a\nb.txt"])
+def test_a_name_that_no_commit_can_state_is_refused(tmp_path: Path, trainer: Path, say: Answer, name: bytes) -> None:
+    (trainer / os.fsdecode(name)).write_bytes(b"1")
+    found = say.json("plan", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
+    assert "no plain text" in found["message"]

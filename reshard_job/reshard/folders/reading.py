@@ -140,6 +140,12 @@ def _list_side_files(root: Path, stack: Stack, parts: tuple[str, ...], commit: C
         name = path.relative_to(root).as_posix()
         if name in own or name.startswith(f".{COMMIT_FILE}.") or (listed is not None and name not in listed):
             continue
+        if not name.isprintable():
+            raise NotACheckpointError(
+                f"holds a file whose name is no plain text: {name!a:.100}",
+                path=str(root),
+                hint="give it another name, or move it away",
+            )
         count += 1
         if count > _MOST_FILES:
             raise NotACheckpointError(
