@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, path_to_text, read_commit, source_of
-from reshard.commits.latest import latest_file
+from reshard.commits.latest import is_training_folder, latest_file
 from reshard.commits.staging import Sharing, hold_finish_lock
 from reshard.contract import COMMIT_FILE, ReshardReport
 from reshard.conversion import PLAN, Conversion, RunOptions
-from reshard.errors import PlanError, ReshardError, SourceError, UncommittedError
+from reshard.errors import PlanError, ReshardError, SourceError, UncommittedError, UsageError
 from reshard.execution.averages import describe_differences
 from reshard.execution.executor import Mover, Outcome, Progress
 from reshard.execution.journal import Journal
@@ -33,7 +33,8 @@ from reshard.execution.source_checks import (
     places_digest,
     report_damage_first,
 )
-from reshard.formats import format_of, read_checkpoint
+from reshard.folders import lay_out, read_checkpoint
+from reshard.formats import format_of
 from reshard.formats.base import Request
 from reshard.formats.pt.trust import trusting
 from reshard.planning.check import check_plan
@@ -147,7 +148,7 @@ def plan_of(
     if index.unread is not None:
         raise index.unread
     request = Request(topology=target) if isinstance(target, Topology) else target
-    layout = format_of(target_format or index.format).layout(index, request)
+    layout = lay_out(index, request, target_format)
     if request.like is not None and layout.format == index.format:
         note = f"settings, schedule and all that is not tensors are those of {request.like.root}, not of the source"
         layout = dataclasses.replace(layout, notes=(*layout.notes, note))
@@ -286,7 +287,8 @@ def convert(
         done_report, source=conversion.source, target=conversion.target, started=time.monotonic()
     )
     if (commit := find_commit_without_source(conversion)) is not None:
-        latest = name_latest(_pointer(conversion, options, commit.format), conversion.target, options.sharing)
+        pointer = _pointer(conversion, options, commit.format, is_training_folder=is_training_folder(commit))
+        latest = name_latest(pointer, conversion.target, options.sharing)
         return report(commit, message="already converted and committed; the source is gone", latest=latest)
     if plan is None:
         plan = plan_conversion(conversion, memory_bytes=options.memory_bytes, num_threads=options.num_threads)
@@ -309,7 +311,7 @@ class _Run:
 
     def __init__(self, conversion: Conversion, options: RunOptions, hooks: Hooks, plan: Plan) -> None:
         self._conversion, self._options, self._hooks, self._plan = conversion, options, hooks, plan
-        self._pointer = _pointer(conversion, options, plan.layout.format)
+        self._pointer = _pointer(conversion, options, plan.layout.format, is_training_folder=bool(plan.layout.folder))
         self._origin = Origin.of(plan.index, conversion.request)
         self._checked_bytes = 0
 
@@ -392,8 +394,20 @@ class _Run:
         )
 
 
-def _pointer(conversion: Conversion, options: RunOptions, target_format: str) -> Path | None:
-    """Return the file that shall name the target as the latest checkpoint, or None if none shall."""
+def _pointer(
+    conversion: Conversion, options: RunOptions, target_format: str, *, is_training_folder: bool
+) -> Path | None:
+    """Return the file that shall name the target as the latest checkpoint, or None if none shall.
+
+    Raises:
+        UsageError: the target cannot be named, see `latest_file`; or it is a training folder, which nobody looks for.
+    """
+    if options.latest and is_training_folder:
+        raise UsageError(
+            "--latest: the result is a whole training folder, whose own file names the checkpoint inside",
+            path=str(conversion.target),
+            hint="leave --latest out",
+        )
     return latest_file(conversion.target, target_format) if options.latest else None
 
 

@@ -119,3 +119,17 @@ def test_a_store_that_wants_credentials_is_named_with_what_to_do(server: Server)
     assert "s3://requests" in done.stderr
     assert "AWS_ACCESS_KEY_ID" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_training_folder_is_one_unit_there_too(server: Server, tmp_path: Path) -> None:
+    folder = server.root / "trainers" / "checkpoint-2"
+    shutil.copytree(GOLDEN / "zero2-dp3" / "step-00000002", folder / "global_step2")
+    files = {"latest": b"global_step2", "trainer_state.json": b"{}", "tokenizer/vocab.txt": b"a\nb\n"}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    done = reshard(server, "run", "s3://trainers/checkpoint-2", str(tmp_path / "out"), "--to", "dp=2")
+    assert done.returncode == 0, done.stderr
+    assert all((tmp_path / "out" / name).read_bytes() == content for name, content in files.items())
+    done = reshard(server, "verify", "s3://trainers/checkpoint-2", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr

@@ -86,6 +86,7 @@ def _sources() -> dict[str, Source]:
     for path in sorted((HERE / "safetensors").iterdir()):
         if path.is_dir() and any(path.glob("*.safetensors")):
             found[f"safetensors/{path.name}"] = Source(path=path)
+    found |= {f"pytorch/{name}": Source(path=HERE / "pytorch-2.13" / name) for name in ("sharded", "single")}
     zero2, elastic = found["deepspeed/zero2-dp3"].path, found["deepspeed/elastic-dp2"]
     found["deepspeed/elastic-dp2 `--like` deepspeed/zero2-dp3"] = dataclasses.replace(elastic, like=zero2)
     for name in [name for name in found if name.startswith("universal/")]:

@@ -18,6 +18,7 @@ from reshard.errors import VerificationError
 from reshard.execution.executor import Mover, Outcome
 from reshard.execution.journal import from_json, to_json
 from reshard.execution.verify import read_digests, total_digest
+from reshard.folders import writing
 from reshard.formats import FORMATS, read_checkpoint
 from reshard.planning import plan as plan_module
 from reshard.planning.plan import make_plan
@@ -197,13 +198,13 @@ def test_every_byte_of_a_target_is_of_a_tensor_or_constant_or_padding(name: str)
 
 
 def test_a_format_that_does_not_say_what_is_padding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = api.format_of
+    real = writing.format_of
 
     class Silent:
         def layout(self, index, request):
             return dataclasses.replace(real(index.format).layout(index, request), zeros=None)
 
-    monkeypatch.setattr(api, "format_of", lambda _name: Silent())
+    monkeypatch.setattr(writing, "format_of", lambda _name: Silent())
     with pytest.raises(api.PlanError, match="which bytes of its files are padding"):
         api.plan_of(read_checkpoint(ZERO2, None), Topology.parse("dp=2,zero=2"))
     assert FORMATS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reshard.commits.latest import check_format
 from reshard.errors import UsageError
-from reshard.formats import FORMATS, known_formats
+from reshard.formats import TARGET_FORMATS, known_target_formats
 from reshard.storage.object_store import check_path, local
 from reshard.system.limits import buffer_bytes, format_bytes, parse_bytes
 from reshard.tensors.cast import FLOATS
@@ -47,8 +47,8 @@ def check(options: argparse.Namespace) -> None:
 
 def _check_conversion(options: argparse.Namespace) -> None:
     parse_topology(options.to)
-    if options.format and options.format not in FORMATS:
-        raise UsageError(f"--format {options.format}: expected one of {known_formats()}")
+    if options.format and options.format not in TARGET_FORMATS:
+        raise UsageError(f"--format {options.format}: expected one of {known_target_formats()}")
     if options.dtype is not None and options.dtype not in FLOATS:
         raise UsageError(f"--dtype {options.dtype}: expected one of {', '.join(FLOATS)}")
     parse_size("--file-size", options.file_size)

@@ -37,7 +37,7 @@ from reshard.errors import (
 from reshard.execution.averages import describe_differences
 from reshard.execution.resume import Resumed
 from reshard.execution.verify import read_digests, total_digest, verify_commit
-from reshard.formats import read_checkpoint
+from reshard.folders import read_checkpoint
 from reshard.planning.plan import Plan
 from reshard.storage.object_store import location
 from reshard.storage.target_writer import free_bytes, target_errors

@@ -13,6 +13,7 @@ from reshard.contract import COMMIT_FILE, ExitCode
 from reshard.errors import ReshardError, UncommittedError, UnsafePickleError
 from reshard.execution.origin import add_identities
 from reshard.execution.source_checks import mismatches
+from reshard.folders import describe
 from reshard.formats import recognise
 from reshard.formats.pt.trust import trusting
 from reshard.planning.check import cover_problems
@@ -96,6 +97,7 @@ def inspect(path: Path, read: Callable[[Commit | None], Index], *, has_patterns:
     if index is not None:
         problems += [_problem(index.unread)] if index.unread is not None else []
         problems += [_corrupt(message) for message in _cover(index)]
+        notes += [describe(index.folder)] if index.folder is not None else []
         if commit is not None:
             problems += [_corrupt(message) for message in disagreements(index, commit, has_patterns=has_patterns)]
     files = {str(item.relative_to(path)): item.lstat().st_size for item in path.rglob("*") if item.is_file()}

@@ -14,10 +14,10 @@ from reshard.commits.latest import read_names
 from reshard.commits.staging import is_unfinished, unfinished_folder
 from reshard.contract import COMMIT_FILE
 from reshard.errors import NotACheckpointError, ReshardError, SourceError, TargetError, UsageError
-from reshard.formats import FORMATS, format_of, known_formats, recognise
+from reshard.folders import find_inner, find_training_folder, is_checkpoint
+from reshard.formats import FORMATS, WEIGHT_FORMATS, format_of, known_formats, recognise
 
 _MOST_TAGS = 20
-_WEIGHTS = "safetensors"
 _ATTEMPT = re.compile(r"^a(\d+)$", re.ASCII)
 _RESUME = "the command that made it, with --resume, goes on with what is done, and without it begins again"
 _MOST_NAME_BYTES = 255  # of Linux' file systems
@@ -39,8 +39,8 @@ def check_source(path: Path) -> None:
 
 
 def find_training_states(path: Path) -> list[str]:
-    """Find checkpoints in a folder of safetensors: trainers save weights and training state side by side."""
-    if (path / COMMIT_FILE).exists() or not _is_of(path, weights=True):
+    """Find checkpoints in a folder of weights that is no known training folder, where both would be one unit."""
+    if (path / COMMIT_FILE).exists() or not _is_of(path, weights=True) or find_training_folder(path) is not None:
         return []
     try:
         return [name for name in find_checkpoints(path) if _is_of(path / name, weights=False)]
@@ -65,7 +65,7 @@ def refuse_weights_beside(path: Path) -> None:
 
 def _is_of(path: Path, *, weights: bool) -> bool:
     # Only the formats in question are imported, so that a conversion starts sooner.
-    names = [name for name in FORMATS if (name == _WEIGHTS) is weights]
+    names = [name for name in FORMATS if (name in WEIGHT_FORMATS) is weights]
     return any(format_of(name).sniff(path) is None for name in names)
 
 
@@ -86,7 +86,7 @@ def _check_source(path: Path) -> None:
         )
     if not any(path.iterdir()):
         raise NotACheckpointError("is empty", path=str(path))
-    if (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
+    if (path / COMMIT_FILE).exists() or is_checkpoint(path):
         return
     tags = find_checkpoints(path)
     if tags:
@@ -120,7 +120,7 @@ def find_checkpoints(path: Path) -> list[str]:
     for child in path.iterdir():
         if child.name.startswith(".") or not child.is_dir():
             continue
-        if (child / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(child)):
+        if (child / COMMIT_FILE).exists() or is_checkpoint(child):
             names.append(child.name)
     return sorted(names, key=_natural)
 
@@ -138,13 +138,15 @@ def find_newest(path: Path) -> Path:
 
     For a training with DeepSpeed or Megatron-LM, it is the checkpoint that the framework would load. For a job, whose
     folder holds `a<attempt>/step-<step>`, it is the commit of the latest step, and among those the one of the latest
-    attempt.
+    attempt. For the folder of a training stack, it is the checkpoint inside alone.
 
     Raises:
         NotACheckpointError: the framework's file names no checkpoint, or the folder cannot be read.
     """
     try:
-        if not path.is_dir() or (path / COMMIT_FILE).exists() or any(reason is None for _, reason in recognise(path)):
+        if path.is_dir() and (inner := find_inner(path)) is not None:
+            return inner
+        if not path.is_dir() or (path / COMMIT_FILE).exists() or is_checkpoint(path):
             return path
         name = next(read_names(path), None)
         if name is None:

@@ -10,7 +10,7 @@ from typing import Never
 from reshard.cli.output import write_data
 from reshard.contract import ExitCode
 from reshard.errors import UsageError
-from reshard.formats import known_formats
+from reshard.formats import known_target_formats
 from reshard.tensors.cast import FLOATS
 
 VERBS = ("inspect", "plan", "run", "verify", "explain")
@@ -24,7 +24,8 @@ examples:
   reshard verify ckpt/global_step1000 out/global_step1000
   reshard explain ckpt/global_step1000 'fp32/*.weight' --to dp=6 --svg boxes.svg
 
-A checkpoint is the folder of one tag, not the folder above it. Data goes to stdout, log and progress to stderr.""",
+A checkpoint is the folder of one tag, not the folder above it, unless that is a training folder
+(checkpoint-500 of Hugging Face's Trainer). Data goes to stdout, log and progress to stderr.""",
     "inspect": """\
 examples:
   reshard inspect ckpt/global_step1000
@@ -43,6 +44,7 @@ written beside it and removed.""",
     "run": """\
 examples:
   reshard run ckpt/global_step1000 out/global_step1000 --to dp=6,zero=1
+  reshard run output/checkpoint-500 new/checkpoint-500 --to dp=6      (of Hugging Face's Trainer, with all its files)
   reshard run ckpt/global_step1000 hf --format safetensors --dtype bfloat16 --names llama.yaml
   reshard run ckpt/global_step1000 out/global_step1000 --to dp=6 --worker 0/4      (and 1/4, 2/4, 3/4 elsewhere)
 
@@ -155,7 +157,7 @@ def _verb(verbs: argparse._SubParsersAction[Parser], name: str, text: str) -> Pa
 
 
 def _add_inspect(verb: Parser) -> None:
-    verb.add_argument("path", metavar="PATH", help="folder of one checkpoint")
+    verb.add_argument("path", metavar="PATH", help="folder of one checkpoint, or a training folder with one inside")
     verb.add_argument("--tensors", action="store_true", help="list every tensor: shape, type, copies, boxes")
     _add_patterns(verb)
     _add_ds_config(verb)
@@ -163,7 +165,7 @@ def _add_inspect(verb: Parser) -> None:
 
 
 def _add_plan(verb: Parser) -> None:
-    verb.add_argument("source", metavar="SRC", help="folder of one checkpoint")
+    verb.add_argument("source", metavar="SRC", help="folder of one checkpoint, or a training folder with one inside")
     verb.add_argument("target", metavar="DST", nargs="?", help="folder that `run` would make: its storage is measured")
     verb.add_argument("--files", action="store_true", help="list the files that would be written")
     verb.add_argument("--no-measure", action="store_true", help="assume the speed of storage instead of measuring it")
@@ -172,7 +174,7 @@ def _add_plan(verb: Parser) -> None:
 
 
 def _add_run(verb: Parser) -> None:
-    verb.add_argument("source", metavar="SRC", help="folder of one checkpoint")
+    verb.add_argument("source", metavar="SRC", help="folder of one checkpoint, or a training folder with one inside")
     verb.add_argument(
         "target", metavar="DST", help="folder to make; must not exist, unless empty or as this conversion's result"
     )
@@ -202,7 +204,7 @@ def _add_run(verb: Parser) -> None:
 
 
 def _add_verify(verb: Parser) -> None:
-    verb.add_argument("first", metavar="A", help="folder of one checkpoint")
+    verb.add_argument("first", metavar="A", help="folder of one checkpoint, or a training folder with one inside")
     verb.add_argument("second", metavar="B", nargs="?", help="another, in any layout or format")
     verb.add_argument("--states", default="", metavar="A,B", help="compare only these (weight, fp32, exp_avg, ...)")
     verb.add_argument("--names", metavar="FILE", help="name map: A is compared under the names that it gives")
@@ -212,7 +214,7 @@ def _add_verify(verb: Parser) -> None:
 
 
 def _add_explain(verb: Parser) -> None:
-    verb.add_argument("source", metavar="SRC", help="folder of one checkpoint")
+    verb.add_argument("source", metavar="SRC", help="folder of one checkpoint, or a training folder with one inside")
     verb.add_argument("tensor", metavar="TENSOR", help="a name (all its states), state/name, or a glob of either")
     verb.add_argument("--svg", metavar="FILE", help="draw a picture into this file")
     _add_conversion(verb)
@@ -226,7 +228,7 @@ def _add_conversion(verb: Parser) -> None:
         " may be left out where a --format is given",
     )
     verb.add_argument(
-        "--format", default="", metavar="NAME", help=f"of the target, by default the source's: {known_formats()}"
+        "--format", default="", metavar="NAME", help=f"of the target, by default the source's: {known_target_formats()}"
     )
     verb.add_argument(
         "--mode",

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from reshard.commits.commit import Commit
 from reshard.errors import NotACheckpointError, TargetError, UsageError
 from reshard.storage.durable import replace_file
 from reshard.storage.files import open_file
@@ -76,15 +77,25 @@ def read_names(folder: Path) -> Iterator[str]:
     Raises:
         NotACheckpointError: a file is a link that leads out of the folder.
     """
-    for target_format, file in FILES.items():
-        path = folder / file
-        if path.is_file() and path.stat().st_size < _MOST_BYTES:
-            with open_file(_resolve_link(path)) as content:
-                text = content.read(_MOST_BYTES, 0).decode("utf-8", "replace").strip()
-            if target_format != _MEGATRON:
-                yield text
-            elif text == _RELEASE or (text.isascii() and text.isdigit()):
-                yield text if text == _RELEASE else f"iter_{text:0>7}"
+    yield from (name for name in (read_name(folder, target_format) for target_format in FILES) if name is not None)
+
+
+def read_name(folder: Path, target_format: str) -> str | None:
+    """Return the folder name that one format's file in `folder` states; None if there is no such file.
+
+    Raises:
+        NotACheckpointError: the file is a link that leads out of the folder.
+    """
+    path = folder / FILES[target_format]
+    if not path.is_file() or path.stat().st_size >= _MOST_BYTES:
+        return None
+    with open_file(_resolve_link(path)) as content:
+        text = content.read(_MOST_BYTES, 0).decode("utf-8", "replace").strip()
+    if target_format != _MEGATRON:
+        return text
+    if text == _RELEASE or (text.isascii() and text.isdigit()):
+        return text if text == _RELEASE else f"iter_{text:0>7}"
+    return None
 
 
 def _resolve_link(path: Path) -> Path:
@@ -103,6 +114,11 @@ def _resolve_link(path: Path) -> Path:
             hint="copy what it links to into its place: cp --remove-destination",
         )
     return file
+
+
+def is_training_folder(commit: Commit) -> bool:
+    """Return True if a commit is of a folder that names the checkpoint inside by itself."""
+    return any(file.path in FILES.values() for file in commit.files)
 
 
 def check_format(target_format: str) -> None:

@@ -9,7 +9,7 @@ from reshard.commits.commit import Commit
 from reshard.errors import SourceError, VerificationError
 from reshard.execution.placement import check_placement
 from reshard.execution.verify import compare_digests, read_digests
-from reshard.formats import read_checkpoint
+from reshard.folders import read_checkpoint
 from reshard.planning.plan import Plan
 from reshard.tensors.layout import PADDING
 

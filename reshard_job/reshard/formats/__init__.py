@@ -11,13 +11,24 @@ from reshard.errors import NotACheckpointError, UnsupportedError, UsageError
 from reshard.formats.base import Format
 from reshard.tensors.layout import Index
 
-FORMATS = ("universal", "deepspeed", "dcp", "megatron", "safetensors")
+TARGET_FORMATS = ("universal", "deepspeed", "dcp", "megatron", "safetensors")
+"""Names of the formats that are read and written."""
+
+FORMATS = (*TARGET_FORMATS, "pytorch")
 """Names, in the order in which they are asked about a folder; each is a package here, imported when it is needed."""
+
+WEIGHT_FORMATS = ("safetensors", "pytorch")
+"""Names of the formats that hold weights alone, and that trainers write beside the state of a training."""
 
 
 def known_formats() -> str:
     """Their names, for people."""
     return ", ".join(FORMATS)
+
+
+def known_target_formats() -> str:
+    """Names of the formats that can be written, for people."""
+    return ", ".join(TARGET_FORMATS)
 
 
 def format_of(name: str) -> Format:

@@ -2,7 +2,8 @@
 
 The ranks of ZeRO-3 write model files of a hundred kilobytes each that are equal except for the name of their archive.
 Such files share a `BytesTemplate`, and their bytes are made on access. The files of a DCP checkpoint's ranks hold no
-names: they share the same bytes as `SharedRanges`.
+names: they share the same bytes as `SharedRanges`. Files that are carried unchanged from the source have
+`CarriedRanges`, whose bytes are read on access, one block at a time.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import overload
 
 import numpy as np
 
+from reshard.errors import CorruptSourceError
+from reshard.storage.files import open_file
 from reshard.tensors.intervals import Int64Array
+
+_BLOCK_BYTES = 4 << 20
+_SMALL_BYTES = 16 << 20
 
 FixedRange = tuple[int, bytes]
 """Position in the file, and the bytes from there."""
@@ -101,6 +108,62 @@ class SharedRanges(tuple[FixedRange, ...]):
         return _digest(b"", self)
 
 
+class CarriedRanges(Sequence[FixedRange]):
+    """The content of a file of the source in blocks; each is read when it is accessed, so that memory stays bounded.
+
+    Args:
+        root: folder of the source.
+        path: path of the file, relative to it.
+        num_bytes: size of the file when it was indexed.
+    """
+
+    __slots__ = ("num_bytes", "path", "positions", "root")
+
+    def __init__(self, root: Path, path: str, num_bytes: int) -> None:
+        self.root, self.path, self.num_bytes = root, path, num_bytes
+        starts = range(0, num_bytes, _BLOCK_BYTES)
+        self.positions = tuple((start, min(_BLOCK_BYTES, num_bytes - start)) for start in starts)
+
+    @overload
+    def __getitem__(self, at: int) -> FixedRange: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[FixedRange, ...]: ...
+    def __getitem__(self, at: int | slice) -> FixedRange | tuple[FixedRange, ...]:
+        if isinstance(at, slice):
+            return tuple(map(self._read, self.positions[at]))
+        return self._read(self.positions[at])
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def identity_bytes(self) -> bytes:
+        """Return bytes that tell the file from others: the digest of its content, of a large file its size only."""
+        if self.num_bytes > _SMALL_BYTES:
+            return self.num_bytes.to_bytes(8, "little")
+        return _digest(b"", self)
+
+    def _read(self, place: tuple[int, int]) -> FixedRange:
+        """Read a block.
+
+        Raises:
+            CorruptSourceError: the file cannot be read, or is shorter than it was.
+        """
+        start, length = place
+        try:
+            with open_file(self.root / self.path, root=self.root) as file:
+                content = file.read(length, start)
+        except OSError as error:
+            raise CorruptSourceError(
+                f"cannot be read: {error.strerror or error}", path=str(self.root / self.path)
+            ) from error
+        if len(content) != length:
+            raise CorruptSourceError(
+                f"has fewer than the {self.num_bytes} bytes that it had when it was indexed",
+                path=str(self.root / self.path),
+            )
+        return start, content
+
+
 def _digest(head: bytes, ranges: Sequence[FixedRange]) -> bytes:
     sha256 = hashlib.sha256(head)
     for position, content in ranges:
@@ -113,6 +176,9 @@ def identity_bytes(fixed: Sequence[FixedRange]) -> Iterator[bytes]:
     if isinstance(fixed, SharedRanges):
         yield fixed.digest
         return
+    if isinstance(fixed, CarriedRanges):
+        yield fixed.identity_bytes()
+        return
     if isinstance(fixed, FilledTemplate):
         yield fixed.template.digest + fixed.text
         return
@@ -124,6 +190,8 @@ def list_positions(fixed: Sequence[FixedRange]) -> tuple[tuple[int, int], ...]:
     """Return position and length of every range."""
     if isinstance(fixed, FilledTemplate):
         return fixed.template.positions
+    if isinstance(fixed, CarriedRanges):
+        return fixed.positions
     return tuple((position, len(content)) for position, content in fixed)
 
 

@@ -10,7 +10,7 @@ import ctypes
 import errno
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -126,13 +126,7 @@ class TargetWriter:
         count = 0
         for number, file in enumerate(self._files):
             ranges = sorted(set(written.get(number, ())))
-            fixed = [(position, bytearray(content)) for position, content in sorted(file.fixed)]
-            for field in file.checksums:
-                inside = crc.select_starting_in(ranges, field.start, field.start + field.num_bytes)
-                value = crc.assemble(inside, start=field.start, num_bytes=field.num_bytes).to_bytes(4, "little")
-                for position in field.positions:
-                    _patch(fixed, position, value)
-            for position, content in fixed:
+            for position, content in _constant_ranges(file, ranges):
                 ranges.append(self.write(number, position, np.frombuffer(content, dtype=np.uint8)))
                 count += len(content)
             sums.append(crc.assemble(ranges, start=0, num_bytes=file.num_bytes))
@@ -236,6 +230,22 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(code, os.strerror(code))
     os.ftruncate(descriptor, num_bytes)
+
+
+def _constant_ranges(file: TargetFile, written: Sequence[CrcRange]) -> Iterable[tuple[int, bytes | bytearray]]:
+    """Return the bytes of a file that are not tensor data, with the checksums of those that are filled in.
+
+    Without checksums, the ranges are not held in memory together: they may be a large file that is carried unchanged.
+    """
+    if not file.checksums:
+        return file.fixed
+    fixed = [(position, bytearray(content)) for position, content in sorted(file.fixed)]
+    for field in file.checksums:
+        inside = crc.select_starting_in(written, field.start, field.start + field.num_bytes)
+        value = crc.assemble(inside, start=field.start, num_bytes=field.num_bytes).to_bytes(4, "little")
+        for position in field.positions:
+            _patch(fixed, position, value)
+    return fixed
 
 
 def _patch(fixed: Sequence[tuple[int, bytearray]], position: int, value: bytes) -> None:

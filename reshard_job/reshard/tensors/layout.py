@@ -193,6 +193,21 @@ class FormatExtra(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFolder:
+    """The folder of a training stack, which holds a checkpoint in subfolders and files of its own beside them.
+
+    Attributes:
+        stack: name of the stack, see `reshard.folders.stacks`.
+        parts: names of the subfolders: one with a whole checkpoint, or several that hold one together.
+        side_files: the files beside them, without the one that names the subfolder and without a commit marker.
+    """
+
+    stack: str
+    parts: tuple[str, ...]
+    side_files: tuple[SourceFile, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
     """Description of a source checkpoint, made from its metadata alone.
 
@@ -218,6 +233,7 @@ class Index:
         averaged: tensors that are the mean of their copies -> number n of tensor-parallel ranks. Copies 0 to n - 1 are
             those of the ranks; a further copy k equals copy k % n. Tensors that were not selected are listed, too.
         renamed: key of each tensor -> its key in the files, see `own_key`; empty if no name map was applied.
+        folder: the training folder that `root` is, whose subfolder holds the checkpoint; None for a plain checkpoint.
     """
 
     root: Path
@@ -239,6 +255,7 @@ class Index:
     rank_local: frozenset[TensorKey] = frozenset()
     averaged: Mapping[TensorKey, int] = dataclasses.field(default_factory=dict)
     renamed: Mapping[TensorKey, TensorKey | None] = dataclasses.field(default_factory=dict)
+    folder: TrainingFolder | None = None
 
     def __post_init__(self) -> None:
         """Refuse facts that another format's reader collected: a writer would take them for its own.
@@ -307,6 +324,7 @@ class TargetLayout:
         aliases: second name of a tied weight -> its first name, where only the target knows it.
         zeros: ranges that stay zero on purpose (padding, alignment). Together with the fixed bytes and the shards they
             account for every byte of every file once. None if they are not known, as in a virtual commit.
+        folder: name of the subfolder with the checkpoint, where the target is a training folder; empty otherwise.
     """
 
     format: str
@@ -319,3 +337,4 @@ class TargetLayout:
     notes: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     zeros: Ranges | None = None
+    folder: str = ""

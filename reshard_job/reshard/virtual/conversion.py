@@ -148,6 +148,13 @@ def ranks_of(plan: Plan) -> tuple[Int64Array, ...]:
         UnsupportedError: it is not known which; or the source is a folder of links, and a manifest names only files
             that lie in the source's own folder; or the target would hold means of copies.
     """
+    if plan.layout.folder:
+        raise UnsupportedError(
+            f"--mode virtual makes a commit of one checkpoint, and not of a whole training folder with the files beside"
+            f" {plan.layout.folder}",
+            path=str(plan.index.root),
+            hint=f"choose --mode materialize, or name the checkpoint inside: {plan.index.root / plan.layout.folder}",
+        )
     if linked := [file.path for file in plan.index.files if file.path.startswith("../")]:
         raise UnsupportedError(
             f"--mode virtual needs files of the source's own folder, and {linked[0]} is a blob of a download cache",

@@ -20,6 +20,7 @@ KINDS = {
     "torch DCP": r"dcp/",
     "Megatron-Core": r"megatron/",
     "safetensors": r"safetensors/",
+    "files of torch.save": r"pytorch/",
 }
 """Sources of the table, and how their rows of the matrix begin."""
 

@@ -6,6 +6,7 @@ What is read, written and refused: docs/dcp-format.md.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from reshard.commits.commit import Commit
@@ -20,6 +21,16 @@ from reshard.tensors.layout import Index, TargetLayout
 def understood_as_torch(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Report errors of the block as those of a checkpoint that torch saved, see `base.understood`."""
     return understood(folder, "torch", instead="use an earlier checkpoint", also=(OverflowError, OSError))
+
+
+def read_parts(path: Path, parts: Sequence[str], commit: Commit | None) -> Index:
+    """Index a checkpoint that several DCP folders below `path` hold together; file names begin with those of `parts`.
+
+    Raises:
+        ReshardError: see `reshard.formats.base.Format.read`.
+    """
+    with understood_as_torch(path):
+        return read_index(path, commit, parts)
 
 
 class DcpFormat:

@@ -150,8 +150,8 @@ def _find_model(entries: Sequence[Entry], states: Sequence[tuple[str, ...]], whe
         raise UnsupportedError(
             "holds no tensor outside of an optimizer: there are no weights",
             path=where,
-            hint="name the folder with the weights (pytorch_model_fsdp_0 beside accelerate's optimizer_0); torch loads"
-            " this one at any number of ranks as it is"
+            hint="name the folder above that holds the weights too, or the one with the weights (accelerate's"
+            " pytorch_model_fsdp_0 beside optimizer_0); torch loads this one at any number of ranks as it is"
             if states
             else "a model saved as one object (flatten_state_dict=False) holds no tensors that could be cut",
         )

@@ -15,9 +15,10 @@ from reshard.formats.base import stated_topology
 from reshard.formats.dcp.chunks import stack_chunks
 from reshard.formats.dcp.groups import find_groups
 from reshard.formats.dcp.items import Items
-from reshard.formats.dcp.metadata import Entry, StatePath, read_metadata
+from reshard.formats.dcp.metadata import Entry, StatePath
 from reshard.formats.dcp.naming import Naming, find_names, find_weights
-from reshard.formats.dcp.tables import TensorChunks, check_files, count_ranks, list_files, make_table
+from reshard.formats.dcp.several import read_entries
+from reshard.formats.dcp.tables import TensorChunks, count_ranks, list_files, make_table
 from reshard.tensors.layout import (
     Index,
     LogicalTensor,
@@ -48,22 +49,26 @@ class DcpExtra:
     naming: Naming
 
 
-def read_index(folder: Path, commit: Commit | None) -> Index:
+def read_index(folder: Path, commit: Commit | None, parts: Sequence[str] = ()) -> Index:
     """Index the checkpoint in `folder`.
+
+    Args:
+        folder: folder of the checkpoint.
+        commit: its commit marker, if it has one.
+        parts: folders in it that hold the checkpoint together, each saved by itself; empty for `folder` alone.
 
     Raises:
         CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
-    entries = read_metadata(folder)
-    check_files(folder, entries)
+    entries = read_entries(folder, parts)
     names = list_files(entries)
     naming, entries, unread = _find_names(entries, str(folder))
     with Items(folder) as items:
         scalars = _read_scalars(items, entries, naming)
         groups = _read_groups(items, entries, naming, scalars)
         moved = _find_logical_keys(entries, naming, scalars, groups)
-        tensors, parts = _build_logical(entries, moved)
-        files, shards = make_table(items, names, tensors, parts)
+        tensors, chunks = _build_logical(entries, moved)
+        files, shards = make_table(items, names, tensors, chunks)
     carried = _select_carried(entries, set(moved), naming, folder)
     return Index(
         root=folder,

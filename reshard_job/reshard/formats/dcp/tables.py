@@ -27,7 +27,7 @@ CONFIG_FILE = "metadata.json"
 """File that Megatron-Core writes beside `.metadata`."""
 
 _MAX_CONFIG_BYTES = 1 << 20  # torch_dist's has a hundred
-_RANK = re.compile(r"^__(\d+)_\d+\.distcp$")
+_RANK = re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -201,10 +201,10 @@ def list_files(entries: Iterable[Entry]) -> tuple[str, ...]:
 
 def count_ranks(names: Iterable[str]) -> int:
     """Count the ranks that wrote a file; at least 1."""
-    ranks = [int(match[1]) for name in names if (match := _RANK.match(name))]
+    ranks = [int(match[1]) for name in names if (match := _RANK.search(name))]
     return max(ranks, default=0) + 1
 
 
 def _rank_and_name(name: str) -> tuple[int, str]:
-    match = _RANK.match(name)
+    match = _RANK.search(name)
     return (int(match[1]) if match else -1, name)

@@ -9,7 +9,7 @@ import pytest
 from reshard.cli.options import VERBS, build, parse
 from reshard.contract import ExitCode
 from reshard.errors import UsageError
-from reshard.formats import FORMATS
+from reshard.formats import TARGET_FORMATS
 from reshard.formats.base import DEFAULT_FILE_BYTES
 from reshard.system.limits import format_bytes, parse_bytes
 from reshard.tensors.cast import FLOATS
@@ -62,7 +62,7 @@ def test_the_defaults_on_the_page_are_those_of_the_program() -> None:
 
 def test_the_page_lists_the_values_of_options() -> None:
     rows = {row.split("`")[1].split()[0]: row for row in section("run").splitlines() if row.startswith("| `--")}
-    for option, values in (("--format", FORMATS), ("--dtype", FLOATS), ("--to", DEGREES)):
+    for option, values in (("--format", TARGET_FORMATS), ("--dtype", FLOATS), ("--to", DEGREES)):
         assert set(values) <= set(re.findall(r"`(\w+)`", rows[option]))
     units = re.search(r"Sizes are (.*?) without a space", section("run"), flags=re.DOTALL)
     assert units is not None

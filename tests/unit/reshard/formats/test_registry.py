@@ -16,6 +16,7 @@ ONE_OF_EACH = {
     "dcp": GOLDEN / "dcp-2.13/single-nested/step-00000002",
     "megatron": GOLDEN / "megatron-0.16.1/iter_0000003",
     "safetensors": GOLDEN / "safetensors/llama",
+    "pytorch": GOLDEN / "pytorch-2.13/single",
 }
 
 
