@@ -56,7 +56,8 @@ def test_a_slow_workers_units_are_taken_over_with_few_tries(tmp_path, creates):
 
 
 def test_the_units_of_a_dead_worker_are_done_by_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.0)
+    for name in ("_PATIENCE_SECONDS", "_PATIENCE_UNITS", "_PAUSE_AFTER_LISTING"):
+        monkeypatch.setattr(module, name, 0.0)
     shares = [Journal(tmp_path).share(30, at, 3) for at in range(3)]
     take_turns(shares, Journal(tmp_path), dead={1})
     assert Journal(tmp_path).done() == set(range(30))
