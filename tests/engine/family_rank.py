@@ -13,6 +13,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import transformers
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from reshard.topology import Topology
 
@@ -37,27 +38,100 @@ MODELS = {
 }
 
 
+class MegatronLayer(torch.nn.Module):
+    """A layer with Megatron's names and fused heads of size 8; gated feed-forward network if asked for (SwiGLU)."""
+
+    def __init__(self, hidden, inner, *, gated=False):
+        super().__init__()
+        self.gated = gated
+        self.input_layernorm, self.post_attention_layernorm = (torch.nn.LayerNorm(hidden) for _ in range(2))
+        self.self_attention, self.mlp = torch.nn.Module(), torch.nn.Module()
+        self.self_attention.query_key_value = torch.nn.Linear(hidden, 3 * hidden)
+        self.self_attention.dense = torch.nn.Linear(hidden, hidden)
+        self.mlp.dense_h_to_4h = torch.nn.Linear(hidden, (1 + gated) * inner)
+        self.mlp.dense_4h_to_h = torch.nn.Linear(inner, hidden)
+
+    def forward(self, hidden):
+        fused = self.self_attention.query_key_value(self.input_layernorm(hidden))
+        query, key, value = fused.unflatten(-1, (-1, 3, 8)).transpose(1, 2).unbind(-2)
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.self_attention.dense(mixed.transpose(1, 2).flatten(-2))
+        inner = self.mlp.dense_h_to_4h(self.post_attention_layernorm(hidden))
+        if self.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            return hidden + self.mlp.dense_4h_to_h(torch.nn.functional.silu(gate) * up)
+        return hidden + self.mlp.dense_4h_to_h(torch.nn.functional.gelu(inner))
+
+
+class MegatronEmbedding(torch.nn.Module):
+    """The embedding of Megatron-DeepSpeed's pipelines."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.word_embeddings = torch.nn.Embedding(64, hidden)
+        self.position_embeddings = torch.nn.Embedding(16, hidden)
+
+    def forward(self, tokens):
+        return self.word_embeddings(tokens) + self.position_embeddings.weight[: tokens.shape[1]]
+
+
+def make_logits(embedding, hidden):
+    """Return the logits of the tied output head."""
+    return hidden @ embedding.word_embeddings.weight.T
+
+
+def drop_nothing(hidden):
+    """Stand for the functions in Megatron-DeepSpeed's list of layers, which have a number and no parameters."""
+    return hidden
+
+
+def make_megatron_pipeline(hidden=32, inner=48, layers=2):
+    """Build a PipelineModule with the names of Megatron-DeepSpeed's: layers count from 3, the last norm is `6`."""
+    return PipelineModule(
+        [
+            drop_nothing,
+            TiedLayerSpec("embed", MegatronEmbedding, hidden, tied_weight_attr="word_embeddings.weight"),
+            drop_nothing,
+            *[LayerSpec(MegatronLayer, hidden, inner, gated=True) for _ in range(layers)],
+            drop_nothing,
+            LayerSpec(torch.nn.LayerNorm, hidden),
+            TiedLayerSpec(
+                "embed", MegatronEmbedding, hidden, forward_fn=make_logits, tied_weight_attr="word_embeddings.weight"
+            ),
+        ],
+        num_stages=1,
+        loss_fn=lambda logits, labels: torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        ),
+    )
+
+
+MEGATRON_INFO = {
+    "universal_checkpoint_version": 0.2,
+    "vocabulary_parameter_patterns": ["tied_modules.embed.word_embeddings.weight"],
+    "tp_replicated_parameter_patterns": [
+        "tied_modules.embed.position_embeddings.weight", r"\d+.input_layernorm.weight", r"\d+.input_layernorm.bias",
+        r"\d+.post_attention_layernorm.weight", r"\d+.post_attention_layernorm.bias",
+        r"\d+.self_attention.dense.bias", r"\d+.mlp.dense_4h_to_h.bias", r"\d+.weight", r"\d+.bias",
+    ],
+    "parameter_with_2_sub_params_cat_dim_0": [r"\d+.mlp.dense_h_to_4h.weight"],
+    "original_vocab_size": 61,
+    "padded_vocab_size": 64,
+}  # fmt: skip
+"""What Megatron-DeepSpeed says at tp=1: no row-parallel parameter."""
+
+
 class Megatron(torch.nn.Module):
     """Parameters with the names and shapes that Megatron-DeepSpeed's GPT has without a pipeline."""
 
     def __init__(self, hidden=32, inner=48, layers=2):
         super().__init__()
-        self.head_size = 8
         self.language_model = torch.nn.Module()
         self.language_model.embedding = torch.nn.Module()
         self.language_model.embedding.word_embeddings = torch.nn.Embedding(64, hidden)
         self.language_model.embedding.position_embeddings = torch.nn.Embedding(16, hidden)
         self.language_model.encoder = torch.nn.Module()
-        self.language_model.encoder.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(layers))
-        for layer in self.language_model.encoder.layers:
-            layer.input_layernorm, layer.post_attention_layernorm = (torch.nn.LayerNorm(hidden) for _ in range(2))
-            layer.self_attention, layer.mlp = torch.nn.Module(), torch.nn.Module()
-            layer.self_attention.query_key_value = torch.nn.Linear(hidden, 3 * hidden)
-            layer.self_attention.dense = torch.nn.Linear(hidden, hidden)
-            layer.mlp.dense_h_to_4h, layer.mlp.dense_4h_to_h = (
-                torch.nn.Linear(hidden, inner),
-                torch.nn.Linear(inner, hidden),
-            )
+        self.language_model.encoder.layers = torch.nn.ModuleList(MegatronLayer(hidden, inner) for _ in range(layers))
         self.language_model.encoder.final_layernorm = torch.nn.LayerNorm(hidden)
 
     def forward(self, input_ids, labels):
@@ -65,19 +139,16 @@ class Megatron(torch.nn.Module):
         hidden = model.embedding.word_embeddings(input_ids)
         hidden = hidden + model.embedding.position_embeddings.weight[: input_ids.shape[1]]
         for layer in model.encoder.layers:
-            fused = layer.self_attention.query_key_value(layer.input_layernorm(hidden))
-            fused = fused.unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2)
-            query, key, value = fused.unbind(-2)
-            mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-            hidden = hidden + layer.self_attention.dense(mixed.transpose(1, 2).flatten(-2))
-            inner = layer.mlp.dense_h_to_4h(layer.post_attention_layernorm(hidden))
-            hidden = hidden + layer.mlp.dense_4h_to_h(torch.nn.functional.gelu(inner))
+            hidden = layer(hidden)
         logits = model.encoder.final_layernorm(hidden) @ model.embedding.word_embeddings.weight.T
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return types.SimpleNamespace(loss=loss)
 
 
 def build(family):
+    if family == "megatron-pipeline":
+        torch.manual_seed(3)
+        return make_megatron_pipeline()
     if family == "megatron":
         torch.manual_seed(3)
         return Megatron()
@@ -119,6 +190,9 @@ def batch(step, sample):
 
 def step_once(engine, topology, rank):
     replica, micro = topology.coordinate(rank).dp, GLOBAL_BATCH // topology.dp
+    if isinstance(engine.module, PipelineModule):
+        batches = [batch(engine.global_steps, replica * micro + at) for at in range(micro)]
+        return float(engine.train_batch(data_iter=iter([(tokens, tokens) for tokens in batches])))
     total = torch.zeros((), dtype=torch.float64)
     for at in range(micro):
         tokens = batch(engine.global_steps, replica * micro + at)
@@ -152,7 +226,9 @@ def main():
         for _ in range(0 if error else run["steps"]):
             losses.append(step_once(engine, topology, rank))
             if run.get("save") and engine.global_steps == run["save_at"]:
-                engine.save_checkpoint(str(Path(run["save"]).parent), tag=Path(run["save"]).name)
+                is_pipeline = isinstance(engine.module, PipelineModule)
+                client = {"universal_checkpoint_info": MEGATRON_INFO} if is_pipeline else {}
+                engine.save_checkpoint(str(Path(run["save"]).parent), tag=Path(run["save"]).name, client_state=client)
         engine.destroy()
         if rank == 0:
             with open(task["results"], "a", encoding="utf-8") as stream:

@@ -41,7 +41,8 @@ TOLERANCE = 1e-5
 def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     root = tmp_path_factory.mktemp("sources")
     sources = {name: (family, source) for name, (family, source, _) in CASES.items()}
-    sources |= {"odd": ODD[:2], "megatron": ("megatron", "tp=1,dp=2,zero=1")}
+    sources |= {"odd": ODD[:2]}
+    sources |= {name: (name, "tp=1,dp=2,zero=1") for name in ("megatron", "megatron-pipeline")}
     runs = [
         {"name": name, "family": family, "topology": source, "steps": 4, "save_at": 2,
          "preset": "llama" if name == "llama-preset" else None, "save": str(root / name / STEP)}
@@ -106,8 +107,29 @@ def test_megatrons_names_are_split_by_heads(uninterrupted, tmp_path):
     assert len(info["parameter_with_row_parallelism_patterns"]) == 2
 
 
-def load(folder: Path, rank: int):
+def test_megatrons_pipeline_gets_the_row_patterns_that_it_leaves_out(uninterrupted, tmp_path):
+    source = uninterrupted[0] / "megatron-pipeline" / STEP
+    wanted = Conversion(source=source, target=tmp_path / STEP, topology=Topology.parse("tp=2,dp=1,zero=1"))
+    (note,) = [note for note in plan_conversion(wanted).layout.notes if "split as" in note]
+    assert "Megatron-DeepSpeed with a pipeline and SwiGLU" in note
+    convert(wanted)
+    whole = load(source, None, "layer_04-model_states.pt")
+    for rank in (0, 1):
+        shard = load(tmp_path / STEP, None, f"layer_04-model_{rank:02d}-model_states.pt")
+        for name, part in (("self_attention.dense", 16), ("mlp.dense_4h_to_h", 24)):
+            assert (shard[f"{name}.weight"] == whole[f"{name}.weight"][:, part * rank : part * rank + part]).all()
+        gate_up = whole["mlp.dense_h_to_4h.weight"].reshape(2, 48, 32)[:, 24 * rank : 24 * rank + 24].reshape(48, 32)
+        assert (shard["mlp.dense_h_to_4h.weight"] == gate_up).all()
+        gate_up = whole["mlp.dense_h_to_4h.bias"].reshape(2, 48)[:, 24 * rank : 24 * rank + 24].flatten()
+        assert (shard["mlp.dense_h_to_4h.bias"] == gate_up).all()
+        words = load(tmp_path / STEP, None, f"layer_01-model_{rank:02d}-model_states.pt")["word_embeddings.weight"]
+        assert words.shape == (32, 32)
+    info = read(tmp_path / STEP / "mp_rank_00_model_states.pt").value["universal_checkpoint_info"]
+    assert (info["original_vocab_size"], len(info["parameter_with_row_parallelism_patterns"])) == (61, 2)
+
+
+def load(folder: Path, rank: int | None, name: str = ""):
     import torch
 
-    file = folder / f"mp_rank_{rank:02d}_model_states.pt"
-    return torch.load(file, weights_only=False)["module"]
+    value = torch.load(folder / (name or f"mp_rank_{rank:02d}_model_states.pt"), weights_only=False)
+    return value if name else value["module"]

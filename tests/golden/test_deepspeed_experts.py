@@ -78,6 +78,16 @@ def test_stage_3_of_autoep_has_experts_on_the_ranks_of_their_part_and_goes_back_
         plan_of(read_checkpoint(there, None), Topology(dp=2), target_format="universal")
 
 
+def test_autoep_with_tensor_parallelism_is_refused_and_not_called_damaged(tmp_path):
+    """DeepSpeed 0.19.8 trains it: ranks with a tensor-parallel number name the files of their experts by it."""
+    folder = Path(shutil.copytree(golden(AUTOEP), tmp_path / STEP))
+    (folder / "layer_0_expert_3_mp_rank_00_model_states.pt").rename(
+        folder / "layer_0_expert_3_mp_rank_01_model_states.pt"
+    )
+    with pytest.raises(UnsupportedError, match="has experts in the layout"):
+        read_checkpoint(folder, None)
+
+
 def test_partitions_of_other_ranks_are_refused(tmp_path):
     folder = tmp_path / STEP
     reshard(golden(AUTOEP), folder, Topology.parse("dp=4,ep=2,zero=3"))

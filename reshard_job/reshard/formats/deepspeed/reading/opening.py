@@ -44,6 +44,8 @@ def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> 
         raise CorruptSourceError("misses the model file of rank 0", path=str(folder))
     first = read(folder / models[0, 0])
     topology = _read_topology(first, file_names, folder)
+    if any(parsed.kind == "expert" and parsed.mp for parsed in file_names.values()):  # AutoEP with AutoTP
+        raise _make_layout_error(topology, str(folder))
     prefix = next(iter(prefixes), "")
     _check_names(folder, topology, file_names, prefix)
     twins = EqualFileReader()
@@ -109,11 +111,7 @@ def _add_experts(source: DeepSpeedContents) -> DeepSpeedContents:
     topology = source.topology
     stages = (1, 2, 3) if layers else (1, 2)
     if topology.tp * topology.pp * topology.cp > 1 or topology.zero not in stages:
-        raise UnsupportedError(
-            f"has experts in the layout {topology}: experts are converted at tp=1, pp=1, cp=1 and ZeRO stages 1 and 2,"
-            " and those of AutoEP at stage 3",
-            path=where,
-        )
+        raise _make_layout_error(topology, where)
     if source.config.get("use_data_before_expert_parallelism"):
         raise UnsupportedError("use_data_before_expert_parallelism orders ranks otherwise than is read", path=where)
     if layers:
@@ -124,6 +122,14 @@ def _add_experts(source: DeepSpeedContents) -> DeepSpeedContents:
     if topology.dp % ep:
         raise CorruptSourceError(f"has dp={topology.dp} and ep={ep}, which does not divide it", path=where)
     return dataclasses.replace(source, experts=experts, topology=dataclasses.replace(topology, ep=ep))
+
+
+def _make_layout_error(topology: Topology, where: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"has experts in the layout {topology}: experts are converted at tp=1, pp=1, cp=1 and ZeRO stages 1 and 2, and"
+        " those of AutoEP at stage 3",
+        path=where,
+    )
 
 
 def _add_names(source: DeepSpeedContents, commit_model: Mapping[str, Any]) -> DeepSpeedContents:
