@@ -1,0 +1,251 @@
+"""Compare a finished target with its source: names, shapes and types of all tensors, every byte, and samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import ReshardError, VerificationError
+from reshard.storage.object_store import RemotePath
+from reshard.witness import dcp, deepspeed, safetensors, universal
+from reshard.witness.cover import find_byte_problems, find_cover_problems
+from reshard.witness.matching import Match, Pair, Wanted, match
+from reshard.witness.names import NameMap, Origin
+from reshard.witness.pickles import ITEM_BYTES
+from reshard.witness.samples import Bytes, ElementReader, convert, draw, widen
+from reshard.witness.table import Ints, Table, Tensor, select
+from reshard.witness.tensor_parallel import NotWitnessedError, read_pattern_file
+
+_ALL_ELEMENTS = 1 << 18
+"""A target with no more elements is compared whole."""
+
+_SAMPLES = 1 << 14
+_LEAST_SAMPLES, _MOST_SAMPLES = 16, 1024
+_REMOTE_TENSORS = 64
+"""Tensors of a source in an object store of which elements are compared; each costs a few requests."""
+
+_MOST_PROBLEMS = 20
+_HINT = "this is a bug of reshard, or the source changed while it was read: please report it with the command"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A conversion as a stranger knows it.
+
+    Attributes:
+        source: folder of the source's files.
+        source_format: name of its format.
+        target: folder of the finished files.
+        target_format: name of its format.
+        files: paths of all files of the target.
+        states: states that were selected; empty for all.
+        weight_dtype: type that was asked for, or None.
+        allow_differences: copies of the source may differ, and weights from their masters.
+        names: file of the name map, or None.
+        patterns: file that says how tensor parallelism cut the source, or None.
+        source_model: description of the model in the source's commit.
+        target_model: description of the model in the target's commit.
+    """
+
+    source: Path
+    source_format: str
+    target: Path
+    target_format: str
+    files: Sequence[str]
+    states: Sequence[str] = ()
+    weight_dtype: str | None = None
+    allow_differences: bool = False
+    names: Path | None = None
+    patterns: Path | None = None
+    source_model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    target_model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Testimony:
+    """What was witnessed.
+
+    Attributes:
+        tensors: tensors of the target whose names, shapes, types and places were compared.
+        samples: elements that were compared.
+        not_witnessed: reason -> number of tensors about which the stranger cannot say anything.
+    """
+
+    tensors: int = 0
+    samples: int = 0
+    not_witnessed: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as COMMIT.json states them."""
+        return dataclasses.asdict(self)
+
+
+def testify(case: Case) -> Testimony:
+    """Compare a target with its source as a stranger would.
+
+    Raises:
+        VerificationError: they differ; the error names tensors, and what was expected and found.
+    """
+    try:
+        source = _read_source(case)
+        target = _read(case.target_format, case.target, case.target_model, None, is_target=True)
+    except NotWitnessedError as error:
+        return Testimony(not_witnessed={str(error): 1})
+    problems = [problem for key, tensor in target.tensors.items() for problem in find_cover_problems(key, tensor)]
+    problems += find_byte_problems(target, case.files)
+    _refuse(case, problems)
+    wanted = Wanted(
+        names=NameMap(case.names),
+        weight_dtype=case.weight_dtype,
+        only_weights=case.target_format == "safetensors",
+        prefers_masters=case.target_format == "dcp",
+    )
+    found = match(select(source, case.states), source, target, wanted)
+    _refuse(case, found.problems)
+    with ElementReader(source) as source_reader, ElementReader(target) as target_reader:
+        comparison = _Comparison(case, source, source_reader, target, target_reader)
+        problems = list(comparison.find_problems(found))
+    _refuse(case, problems)
+    return Testimony(
+        tensors=len(found.pairs), samples=comparison.num_samples, not_witnessed={**found.unknown, **comparison.unknown}
+    )
+
+
+def _read_source(case: Case) -> Table:
+    """Return the table of the source, which the strict reader has accepted.
+
+    Raises:
+        NotWitnessedError: the strict reader knows more forms of the format than the stranger.
+    """
+    try:
+        return _read(
+            case.source_format, case.source, case.source_model, read_pattern_file(case.patterns), is_target=False
+        )
+    except (ReshardError, OSError, NotWitnessedError):
+        raise
+    except Exception as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise NotWitnessedError(
+            f"a form of {case.source_format} that the stranger does not know ({kind:.80})"
+        ) from error
+
+
+def _read(name: str, root: Path, model: Mapping[str, Any], info: Any, *, is_target: bool) -> Table:
+    """Read a checkpoint with the stranger of its format.
+
+    Raises:
+        NotWitnessedError: no stranger knows the format, or the stranger does not know the form.
+    """
+    if name == "deepspeed":
+        return deepspeed.read(root, info=info, pipeline=model.get("pipeline"), is_target=is_target)
+    if name == "universal":
+        return universal.read(root, info=info, is_target=is_target)
+    if name in ("dcp", "megatron"):
+        return dcp.read(root, is_megatron=name == "megatron", is_target=is_target)
+    if name == "safetensors":
+        return safetensors.read(root, is_target=is_target)
+    raise NotWitnessedError(f"no stranger knows the format {name}")
+
+
+def _refuse(case: Case, problems: Sequence[str]) -> None:
+    if problems:
+        more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
+        raise VerificationError(
+            f"read as a stranger, the result is not the source: {len(problems)} differences; nothing was published",
+            path=str(case.target),
+            problems=[*problems[:_MOST_PROBLEMS], *more],
+            hint=_HINT,
+        )
+
+
+class _Comparison:
+    """Compares elements of a target's tensors with those of their origins."""
+
+    def __init__(
+        self, case: Case, source: Table, source_reader: ElementReader, target: Table, target_reader: ElementReader
+    ) -> None:
+        self._case, self._source, self._target = case, source, target
+        self._source_reader, self._target_reader = source_reader, target_reader
+        self.num_samples = 0
+        self.unknown: dict[str, int] = {}
+
+    def find_problems(self, found: Match) -> Iterator[str]:
+        """Describe tensors of which a sampled element is not that of the source."""
+        pairs = found.pairs
+        total = sum(pair.target.num_elements for pair in pairs)
+        count = max(_LEAST_SAMPLES, min(_MOST_SAMPLES, _SAMPLES // max(1, len(pairs))))
+        count = total if total <= _ALL_ELEMENTS else count
+        if isinstance(self._case.source, RemotePath) and len(pairs) > _REMOTE_TENSORS:
+            chosen = np.random.default_rng().choice(len(pairs), _REMOTE_TENSORS, replace=False)
+            self.unknown["elements of a source in an object store"] = len(pairs) - _REMOTE_TENSORS
+            pairs = [pairs[at] for at in sorted(chosen)]
+        for pair in pairs:
+            if pair.target.num_elements:
+                yield from self._compare(pair, draw(pair.target.num_elements, count, _corners(pair.target)))
+
+    def _compare(self, pair: Pair, element: Ints) -> Iterator[str]:
+        key, target, origin = pair
+        self.num_samples += len(element)
+        if origin is None:
+            expected = np.zeros((len(element), ITEM_BYTES[target.dtype]), dtype=np.uint8)
+        else:
+            values = [self._read(self._source_reader, origin, copy, element) for copy in range(origin.num_copies)]
+            bits = _mean(values, origin.dtype) if origin.is_average else values[0]
+            expected = convert(bits, origin.dtype, target.dtype)
+        for copy in range(len(target.copies)):
+            actual = self._read(self._target_reader, target, copy, element)
+            unequal = (actual != expected).any(axis=1)
+            if unequal.any() and origin is not None and origin.dtype != target.dtype:
+                unequal &= ~(np.isnan(widen(actual, target.dtype)) & np.isnan(widen(expected, target.dtype)))
+            if unequal.any():
+                yield self._describe(
+                    pair, copy, int(element[unequal.argmax()]), expected, actual, int(unequal.argmax())
+                )
+                return
+
+    def _read(self, reader: ElementReader, tensor: Tensor | Origin, copy: int, element: Ints) -> Bytes:
+        files, positions = tensor.find(copy, element)
+        if (files < 0).any():
+            raise NotWitnessedError("a tensor has elements that no piece holds")
+        return reader.read(files, positions, ITEM_BYTES[tensor.dtype])
+
+    def _describe(self, pair: Pair, copy: int, element: int, expected: Bytes, actual: Bytes, at: int) -> str:
+        index = [int(part) for part in np.unravel_index(element, pair.target.shape or (1,))]
+        files, positions = pair.target.find(copy, np.array([element]))
+        place = f"{self._target.files[int(files[0])]}, byte {int(positions[0])}" if files[0] >= 0 else "nowhere"
+        return (
+            f"{pair.key}: element {index} of copy {copy} ({place}): expected"
+            f" 0x{expected[at][::-1].tobytes().hex()} as in the source, found 0x{actual[at][::-1].tobytes().hex()}"
+        )
+
+
+def _mean(copies: Sequence[Bytes], dtype: str) -> Bytes:
+    """Return the mean of copies: the sum in float32, in the order of the ranks, divided by their number."""
+    total = widen(copies[0], dtype).astype(np.float32)
+    for copy in copies[1:]:
+        total = total + widen(copy, dtype).astype(np.float32)
+    mean = (total / np.float32(len(copies))).astype("<f4")
+    return convert(np.ascontiguousarray(mean).view(np.uint8).reshape(-1, 4), "float32", dtype)
+
+
+def _corners(tensor: Tensor) -> Ints:
+    """Return the first and the last element of each piece, and of each partition that it is cut into."""
+    corners: list[int] = []
+    for piece in (piece for copy in tensor.copies for piece in copy[:256]):
+        if not piece.num_elements:
+            continue
+        steps = np.array([0, piece.num_elements - 1])
+        partition = getattr(piece.holder, "partition", 0) or getattr(piece.holder, "chunk", 0)
+        if partition and piece.num_elements > 1:
+            borders = (
+                np.arange(piece.start // partition + 1, -(-piece.last // partition) + 1)[:256] * partition - piece.start
+            )
+            steps = np.concatenate((steps, borders - 1, borders))
+            steps = steps[(steps >= 0) & (steps < piece.num_elements)]
+        inside = np.array(np.unravel_index(steps, piece.size or (1,))).T + np.array(piece.low or (0,))
+        corners += np.ravel_multi_index(tuple(inside.T), piece.whole or (1,)).tolist()
+    return np.unique(np.array(corners, dtype=np.int64))
