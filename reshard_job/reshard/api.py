@@ -371,7 +371,7 @@ class _Run:
             target=folder,
             target_format=commit.format,
             target_model=commit.model,
-            files=[file.path for file in commit.files],
+            files={file.path: file.crc32 for file in commit.files},
             states=conversion.states,
             names=conversion.names,
             patterns=conversion.patterns,

@@ -1,8 +1,8 @@
 """A witness of a conversion: it reads source and target as a stranger would, and compares them by name.
 
-Imports `contract`, `errors`, `topology`, `storage` and `file_identity`, and of the formats only the matcher of regular
-expressions. It does not import the plan, the execution, the tables of tensors, or the readers and writers of any format,
-so that a defect in one of those is not in the witness too. Only `api` imports this package.
+Imports `errors`, `storage` and `system`, and of the formats only the matcher of regular expressions. It does not import
+the plan, the execution, the tables of tensors, or the readers and writers of any format, so that a defect in one of
+those is not in the witness too. Only `api` imports this package.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reshard.errors import VerificationError
 from reshard.storage.files import File, open_file
-from reshard.witness import pickles
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -42,8 +41,8 @@ class Archive:
         with open_file(path, follow=True) as file:
             self.num_bytes = file.num_bytes - start if num_bytes is None else num_bytes
             self._read_directory(file)
-            at = self._content_of(file, self._find("data.pkl"))
-            self.value: Any = pickles.load(file.read(self._find("data.pkl").num_bytes, start + at))
+            entry = self._find("data.pkl")
+            self.pickle = file.read(entry.num_bytes, start + self._content_of(file, entry))
 
     def _fail(self, what: str) -> VerificationError:
         return VerificationError(f"a witness cannot read it: {what}", path=str(self.path))

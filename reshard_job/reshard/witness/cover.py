@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from reshard.storage.files import open_file
+from reshard.storage.files import open_file, read_all
 from reshard.witness.table import Ints, Key, Piece, Storage, Table, Tensor
 
 _MOST_CARRIED_BYTES = 16 << 20
@@ -31,7 +32,8 @@ def find_cover_problems(key: Key, tensor: Tensor) -> Iterator[str]:
                 for low, size, end in zip(piece.low, piece.size, piece.whole, strict=True)
             )
             if not inside or math.prod(piece.whole) != tensor.num_elements:
-                yield f"{where}: the box at {list(piece.low)} of {list(piece.size)} is not inside of {list(piece.whole)}"
+                box = f"the box at {list(piece.low)} of {list(piece.size)}"
+                yield f"{where}: {box} is not inside of {list(piece.whole)}"
             elif piece.num_elements and not (piece.start >= 0 and piece.last < piece.holder.num_elements):
                 yield (f"{where}: elements {piece.start} to {piece.last} of a storage of {piece.holder.num_elements}")
         if len({piece.whole for piece in pieces}) == 1 and not _is_exact(pieces):
@@ -63,13 +65,14 @@ def _is_exact(pieces: list[Piece]) -> bool:
     return True
 
 
-def find_byte_problems(table: Table, files: Collection[str]) -> Iterator[str]:
+def find_byte_problems(table: Table, files: Mapping[str, int | None]) -> Iterator[str]:
     """Describe bytes of files that are neither tensor, nor container, nor zero.
 
     Args:
         table: of the checkpoint.
-        files: paths of all files of the checkpoint.
+        files: path of every file of the checkpoint -> its CRC-32 as it was written, or None.
     """
+    yield from _find_changed(table, files)
     for path in sorted(set(files) - set(table.files)):
         yield f"{path}: is no file that a reader of this format opens"
     filler = [(number, *gap) for number, gaps in table.filler.items() for gap in gaps]
@@ -84,6 +87,9 @@ def find_byte_problems(table: Table, files: Collection[str]) -> Iterator[str]:
         if (runs[1:, 0] < runs[:-1, 1]).any():
             at = int(runs[1:, 0][runs[1:, 0] < runs[:-1, 1]][0])
             yield f"{table.files[storage.file]}: two tensors, or two copies, hold element {at} of one storage"
+        if len(runs) and int(runs[:, 1].max()) * storage.item_bytes > storage.range[1]:
+            yield f"{table.files[storage.file]}: a tensor needs {runs[:, 1].max()} elements of a storage that has fewer"
+            continue
         stops = np.concatenate(([0], runs[:, 1])) * storage.item_bytes
         starts = np.append(runs[:, 0] * storage.item_bytes, storage.range[1])
         filler += [
@@ -93,6 +99,16 @@ def find_byte_problems(table: Table, files: Collection[str]) -> Iterator[str]:
     for number, start, stop in filler:
         if not _is_zero(table, number, start, stop):
             yield f"{table.files[number]}: bytes {start} to {stop} belong to no tensor and are not zero"
+
+
+def _find_changed(table: Table, files: Mapping[str, int | None]) -> Iterator[str]:
+    """Describe small files that are not what was written: they hold more settings than tensors."""
+    for path, crc32 in files.items():
+        if crc32 is None or path not in table.files:
+            continue
+        with open_file(table.root / path, follow=True) as file:
+            if file.num_bytes <= _BLOCK_BYTES and (found := zlib.crc32(read_all(file))) != crc32:
+                yield f"{path}: CRC-32 {crc32:08x} was written, the content has {found:08x}"
 
 
 def _find_used(table: Table) -> dict[Storage, list[Ints]]:

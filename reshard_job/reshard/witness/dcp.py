@@ -1,7 +1,7 @@
 """A stranger to torch's distributed checkpoints (DCP), and to Megatron-Core's, which are of the same form.
 
-`.metadata` lists the tensors, the chunks of each, and the item of a file that holds each chunk. An item is an archive of
-torch.save. Sources: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.13,
+`.metadata` lists the tensors, the chunks of each, and the item of a file that holds each chunk. An item is an archive
+of torch.save. Sources: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.13,
 megatron/core/dist_checkpointing of Megatron-Core 0.16.1.
 """
 
@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from reshard.storage.files import open_file, read_all
 from reshard.witness import pickles
 from reshard.witness.opened import OpenedFile
-from reshard.witness.pickles import Inert, StoredTensor
+from reshard.witness.pickles import Inert, NotWitnessedError, StoredTensor
 from reshard.witness.table import Key, Piece, Table, Tensor
-from reshard.witness.tensor_parallel import NotWitnessedError
 
 _METADATA = ".metadata"
 _MOST_METADATA_BYTES = 32 << 20

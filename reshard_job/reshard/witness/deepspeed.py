@@ -15,9 +15,9 @@ from typing import Any
 
 from reshard.witness import unpartitioned
 from reshard.witness.opened import OpenedFile
-from reshard.witness.pickles import Inert, StoredTensor
-from reshard.witness.table import Holder, Key, Parts, Piece, Slots, Stream, Table, Tensor, row_major
-from reshard.witness.tensor_parallel import NotWitnessedError, Patterns, Shard
+from reshard.witness.pickles import Inert, NotWitnessedError, StoredTensor
+from reshard.witness.table import OPTIMIZER, Holder, Key, Parts, Piece, Slots, Stream, Table, Tensor, row_major
+from reshard.witness.tensor_parallel import Patterns, Shard
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -140,14 +140,14 @@ class _Stranger:
                 "weight", target, [[_shard(file, module[name]) for file, module in zip(files, modules, strict=True)]]
             )
             fragments = [file.find("frozen_param_fragments", name) for file in files]
-            if all(
-                isinstance(item, StoredTensor) and item[:4] != module[name][:4]
-                for item, module in zip(fragments, modules, strict=True)
+            if (
+                all(
+                    isinstance(item, StoredTensor) and item[:4] != module[name][:4]
+                    for item, module in zip(fragments, modules, strict=True)
+                )
+                and fragments[0].shape == tensor.shape
             ):
-                if fragments[0].shape == tensor.shape:
-                    self._put(
-                        "weight", name, [[_shard(file, item) for file, item in zip(files, fragments, strict=True)]]
-                    )
+                self._put("weight", name, [[_shard(file, item) for file, item in zip(files, fragments, strict=True)]])
 
     def _add_experts(self) -> None:
         """Add the weights of experts: a file for each, with names of the whole model, or with slices of stacks."""
@@ -252,7 +252,7 @@ class _Stranger:
             try:
                 found = list(unpartitioned.read_states(optimizer, shapes))
             except NotWitnessedError as error:
-                self._table.unknown["optimizer"] = str(error)
+                self._table.unknown[OPTIMIZER] = str(error)
                 return
             for state, name, tensor, start, shape in found:
                 storage = file.storage_of(tensor)
@@ -340,10 +340,9 @@ class _Stranger:
         states = [self._states((mp, dp))[at] for dp in ranks]
         partition = self._partition(files, states, at)
         for state in states[0]:
-            if state == "momentum_buffer" and options.get("use_muon"):
-                if self._keeps_whole_momentum(files[0]):
-                    self._add_whole_momentum(mp, at, files, states, partition)
-                    continue
+            if state == "momentum_buffer" and options.get("use_muon") and self._keeps_whole_momentum(files[0]):
+                self._add_whole_momentum(mp, at, files, states, partition)
+                continue
             own = [each[state] for each in states if state in each]
             if len(own) < len(files) or any(tensor.offset for tensor in own):
                 raise NotWitnessedError(f"ranks without the state {state}, or states that share a storage")
@@ -379,12 +378,12 @@ class _Stranger:
 
     def _partition(self, files: Sequence[OpenedFile], states: Sequence[Mapping[str, Any]], at: int) -> int:
         """Return the elements of a partition: those of the master weights, with the padding that was stripped."""
-        lengths = []
+        lengths: list[int] = []
         for file, own in zip(files, states, strict=True):
             inner = file.value["optimizer_state_dict"]
             stripped = "zero_stage" in inner  # BF16_Optimizer keeps the padding
             lengths.append(own["fp32"].shape[0] + (int(inner["group_paddings"][at]) if stripped else 0))
-        return max(lengths)
+        return max(lengths, default=0)
 
     def _add_slots(self) -> None:
         """Add the sub-groups of ZeRO-3: each parameter has a slot of the same size in each rank's buffer."""

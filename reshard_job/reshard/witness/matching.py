@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from reshard.witness.names import NameMap, Origin
-from reshard.witness.table import PADDING, Key, Table, Tensor
+from reshard.witness.table import OPTIMIZER, PADDING, Key, Table, Tensor
 
 _TWINS = {"weight": "fp32", "fp32": "weight"}
+_HALVES = {"float16", "bfloat16"}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -56,108 +57,111 @@ class Wanted:
 
 def match(source: Mapping[Key, Tensor], source_table: Table, target: Table, wanted: Wanted) -> Match:
     """Compare names, shapes and types of a target's tensors with those of the source."""
-    result = Match()
-    origins, aliases = wanted.names.apply(source, source_table.aliases)
-    used: set[Key] = set()
-    for key, tensor in target.tensors.items():
-        reason = _why_unknown(key, source_table, target, wanted.names)
-        found = _find_origin(key, tensor, origins, aliases, target, wanted)
-        if found is None:
-            if reason:
-                result.unknown[reason] += 1
+    matcher = _Matcher(source, source_table, target, wanted)
+    matcher.match_targets()
+    matcher.add_missing()
+    return matcher.result
+
+
+class _Matcher:
+    def __init__(self, source: Mapping[Key, Tensor], source_table: Table, target: Table, wanted: Wanted) -> None:
+        self._origins, self._aliases = wanted.names.apply(source, source_table.aliases)
+        self._source, self._target, self._wanted = source_table, target, wanted
+        self._holds_masters = any(key.state == "fp32" for key in target.tensors)
+        self._second_names: dict[str, list[str]] = {}
+        for second, first in (*target.aliases.items(), *self._aliases.items()):
+            self._second_names.setdefault(first, []).append(second)
+        self._used: set[Key] = set()
+        self.result = Match()
+
+    def match_targets(self) -> None:
+        """Find what each tensor of the target is made of."""
+        for key, tensor in self._target.tensors.items():
+            found = self._find_origin(key, tensor)
+            if found is not None:
+                self._used.add(found)
+                if problem := self._find_type_problem(key, tensor, found):
+                    self.result.problems.append(problem)
+                else:
+                    self.result.pairs.append(Pair(key, tensor, self._origins[found]))
+            elif reason := self._why_unknown(key):
+                self.result.unknown[reason] += 1
             elif key.name.endswith(PADDING):
-                result.pairs.append(Pair(key, tensor, None))
+                self.result.pairs.append(Pair(key, tensor, None))
             elif tensor.num_elements:
-                result.problems.append(f"{key} {list(tensor.shape)}: is in the target, and not in the source")
-            continue
-        used.add(found)
-        origin = origins[found]
-        if problem := _find_type_problem(key, tensor, found, origin, target, wanted):
-            result.problems.append(problem)
-        else:
-            result.pairs.append(Pair(key, tensor, origin))
-    _add_missing(result, origins, used, source_table, target, wanted)
-    return result
+                self.result.problems.append(f"{key} {list(tensor.shape)}: is in the target, and not in the source")
 
+    def add_missing(self) -> None:
+        """Add a problem for each tensor of the source that the target lacks."""
+        names = {key.name for key in self._used}
+        for key, origin in self._origins.items():
+            if key in self._used or key.name.endswith(PADDING) or not origin.num_elements:
+                continue
+            first = self._target.aliases.get(key.name, "")
+            held = [at for state in _states_like(key.state) if (at := Key(state, first)) in self._target.tensors]
+            is_other_half = key.state in _TWINS and key.name in names
+            if held:  # the target holds both names as one tensor
+                self.result.pairs.append(Pair(held[0], self._target.tensors[held[0]], origin))
+            elif reason := self._why_unknown(key):
+                self.result.unknown[reason] += 1
+            elif is_other_half and (key.state == "weight" or not self._holds_masters):
+                pass  # the target's format holds either weights or masters
+            elif key.state in _TWINS or not self._wanted.only_weights:
+                self.result.problems.append(f"{key} {list(origin.shape)}: is in the source, and not in the target")
 
-def _why_unknown(key: Key, source: Table, target: Table, names: NameMap) -> str:
-    for table in (source, target):
-        for name in (str(key), key.name, *names.sources_of(key.name), "*"):
-            if name in table.unknown:
-                return table.unknown[name]
-    return ""
+    def _why_unknown(self, key: Key) -> str:
+        names = [str(key), key.name, *self._wanted.names.sources_of(key.name)]
+        if key.state != "weight":
+            names.append(OPTIMIZER)
+        for table in (self._source, self._target):
+            for name in names:
+                if name in table.unknown:
+                    return table.unknown[name]
+        return ""
 
-
-def _find_origin(
-    key: Key, tensor: Tensor, origins: Mapping[Key, Origin], aliases: Mapping[str, str], target: Table,
-    wanted: Wanted,
-) -> Key | None:  # fmt: skip
-    """Return the key of what a tensor of the target is made of."""
-    base, mark, _ = key.name.partition(PADDING)
-    seconds = [second for second, first in (*target.aliases.items(), *aliases.items()) if first == base]
-    own = [base, *([aliases[base]] if base in aliases else []), *seconds]
-    states = [key.state, _TWINS[key.state]] if key.state in _TWINS else [key.state]
-    found = [at for state in states for name in own if (at := Key(state, name + mark)) in origins]
-    if not found:
-        return None
-    if mark:  # padding of another size was not converted
-        found = [at for at in found if origins[at].shape == tensor.shape]
-    masters = [at for at in found if at.state == "fp32"]
-    if key.state == "weight" and masters and origins[found[0]].dtype in _FLOATS and not _holds_masters(target):
-        if wanted.prefers_masters or origins[found[0]].dtype != tensor.dtype:  # rounded once, not twice
-            return masters[0]
-    return found[0] if found else None
-
-
-def _find_type_problem(key: Key, tensor: Tensor, found: Key, origin: Origin, target: Table, wanted: Wanted) -> str:
-    """Describe a shape or a type that is not the expected one."""
-    if tensor.shape != origin.shape:
-        return f"{key}: expected the shape {list(origin.shape)} of {found} in the source, found {list(tensor.shape)}"
-    allowed = {origin.dtype}
-    if key.state == "weight" and origin.dtype in _FLOATS:
-        if wanted.weight_dtype is not None:
-            allowed = {wanted.weight_dtype}
-        elif found.state == "fp32" and target.model_dtype:
-            allowed = {target.model_dtype}
-        elif target.model_dtype and Key("fp32", key.name) in target.tensors:
-            allowed.add(target.model_dtype)  # a source without masters, whose weights become the target's masters
-    elif key.state == "fp32" and found.state == "weight":
-        allowed = {"float32"}
-    if tensor.dtype not in allowed:
-        return f"{key}: expected the type {' or '.join(sorted(allowed))}, found {tensor.dtype}"
-    return ""
-
-
-def _add_missing(
-    result: Match, origins: Mapping[Key, Origin], used: set[Key], source: Table, target: Table, wanted: Wanted
-) -> None:
-    """Add a problem for each tensor of the source that the target lacks."""
-    has_masters = _holds_masters(target)
-    names = {key.name for key in used}
-    for key in _unused(origins, used):
-        first = target.aliases.get(key.name)
-        held = [
-            at for state in (key.state, _TWINS.get(key.state, "")) if (at := Key(state, first or "")) in target.tensors
+    def _find_origin(self, key: Key, tensor: Tensor) -> Key | None:
+        """Return the key of what a tensor of the target is made of."""
+        base, mark, _ = key.name.partition(PADDING)
+        first_name = [self._aliases[base]] if base in self._aliases else []
+        names = [base, *first_name, *self._second_names.get(base, ())]
+        found = [
+            at
+            for state in _states_like(key.state)
+            for name in names
+            if (at := Key(state, name + mark)) in self._origins
         ]
-        if held:  # the target holds both names as one tensor
-            result.pairs.append(Pair(held[0], target.tensors[held[0]], origins[key]))
-            continue
-        reason = _why_unknown(key, source, target, wanted.names)
-        if reason:
-            result.unknown[reason] += 1
-        elif key.state in _TWINS:
-            is_dropped = key.state == "weight" or not has_masters
-            if not (is_dropped and key.name in names):
-                result.problems.append(f"{key} {list(origins[key].shape)}: is in the source, and not in the target")
-        elif not wanted.only_weights:
-            result.problems.append(f"{key} {list(origins[key].shape)}: is in the source, and not in the target")
+        if mark:  # padding of another size was not converted
+            found = [at for at in found if self._origins[at].shape == tensor.shape]
+        if not found:
+            return None
+        masters = [at for at in found if at.state == "fp32"]
+        first = self._origins[found[0]]
+        rounds_once = first.dtype in _FLOATS and (self._wanted.prefers_masters or first.dtype != tensor.dtype)
+        if key.state == "weight" and masters and rounds_once and not self._holds_masters:
+            return masters[0]
+        return found[0]
+
+    def _find_type_problem(self, key: Key, tensor: Tensor, found: Key) -> str:
+        """Describe a shape or a type that is not the expected one."""
+        origin, target = self._origins[found], self._target
+        if tensor.shape != origin.shape:
+            expected = f"the shape {list(origin.shape)} of {found} in the source"
+            return f"{key}: expected {expected}, found {list(tensor.shape)}"
+        allowed = {origin.dtype}
+        if key.state == "weight" and origin.dtype in _FLOATS:
+            if self._wanted.weight_dtype is not None:
+                allowed = {self._wanted.weight_dtype}
+            elif found.state == "fp32" and target.model_dtype:
+                allowed = {target.model_dtype}
+            elif Key("fp32", key.name) in target.tensors:  # a source without masters: its weights become them
+                allowed |= {target.model_dtype} if target.model_dtype else _HALVES
+        elif key.state == "fp32" and found.state == "weight":
+            allowed = {"float32"}
+        if tensor.dtype in allowed:
+            return ""
+        return f"{key}: expected the type {' or '.join(sorted(allowed))}, found {tensor.dtype}"
 
 
-def _holds_masters(table: Table) -> bool:
-    return any(key.state == "fp32" for key in table.tensors)
-
-
-def _unused(origins: Mapping[Key, Origin], used: set[Key]) -> Iterator[Key]:
-    for key, origin in origins.items():
-        if key not in used and not key.name.endswith(PADDING) and origin.num_elements:
-            yield key
+def _states_like(state: str) -> tuple[str, ...]:
+    """Return a state, and the one that stands in for it where a format does not hold it."""
+    return (state, _TWINS[state]) if state in _TWINS else (state,)

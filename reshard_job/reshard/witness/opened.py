@@ -28,7 +28,7 @@ class OpenedFile:
     ) -> None:  # fmt: skip
         self.name = name
         self._archive = Archive(table.root / name, start=start, num_bytes=num_bytes)
-        self.value: Any = self._archive.value
+        self.value: Any = table.pickles.load(self._archive.pickle)
         self._number = table.add_file(name) if number is None else number
         self._table = table
         self._storages: dict[str, Storage] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from pathlib import Path
@@ -25,15 +26,11 @@ def read(root: Path, *, is_target: bool = False) -> Table:
     names = {item.name for item in root.iterdir()}
     files = sorted(name for name in names if name.endswith(".safetensors"))
     if _INDEX in names:
-        number = table.add_file(_INDEX)
+        table.add_file(_INDEX)
         with open_file(root / _INDEX, follow=True) as file:
             placed: dict[str, str] = json.loads(file.read(file.num_bytes, 0))["weight_map"]
         files = sorted(set(placed.values()))
-        del number
-    texts: list[dict[str, str]] = []
-    for name in files:
-        texts.append(_read_file(table, name, is_target=is_target))
-    for text in texts:
+    for text in [_read_file(table, name, is_target=is_target) for name in files]:
         for second, first in text.items():
             if Key("weight", first) in table.tensors and Key("weight", second) not in table.tensors:
                 table.aliases[second] = first
@@ -52,7 +49,7 @@ def _read_file(table: Table, name: str, *, is_target: bool) -> dict[str, str]:
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
         shape, first, count = tuple(entry["shape"]), 8 + length + start, stop - start
-        storage = Storage(number, lambda first=first, count=count: (first, count), _DTYPES[entry["dtype"]])
+        storage = Storage(number, functools.partial(_pair, first, count), _DTYPES[entry["dtype"]])
         zero = (0,) * len(shape)
         piece = Piece(zero, shape, storage, 0, row_major(shape), shape)
         table.tensors[Key("weight", key)] = Tensor(shape, storage.dtype, [[piece]])
@@ -63,3 +60,7 @@ def _read_file(table: Table, name: str, *, is_target: bool) -> dict[str, str]:
     if is_target and 8 + length + end < num_bytes:
         table.filler.setdefault(number, []).append((8 + length + end, num_bytes))
     return metadata
+
+
+def _pair(first: int, count: int) -> tuple[int, int]:
+    return first, count

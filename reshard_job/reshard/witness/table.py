@@ -1,4 +1,4 @@
-"""What a stranger finds in a checkpoint: for each tensor its shape, its type, and where each element of each copy is."""
+"""What a stranger finds in a checkpoint: shape and type of each tensor, and where each element of each copy is."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from reshard.witness.pickles import ITEM_BYTES
+from reshard.witness.pickles import ITEM_BYTES, Pickles
 
 Ints = npt.NDArray[np.int64]
+
+OPTIMIZER = "optimizer"
+"""Key of `Table.unknown` for all states of the optimizer."""
 
 PADDING = "#padding"
 """Ends the name under which the padding rows of a vocabulary are listed."""
@@ -43,8 +46,15 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 class Holder(Protocol):
     """Numbered elements, and where each of them is in a file."""
 
-    num_elements: int
-    item_bytes: int
+    @property
+    def num_elements(self) -> int:
+        """Return how many elements it holds."""
+        ...
+
+    @property
+    def border(self) -> int:
+        """Return how many elements are in one storage before the next one begins; 0 if all are in one."""
+        ...
 
     def find(self, element: Ints) -> tuple[Ints, Ints]:
         """Return file number and byte of each element, [elements] each."""
@@ -62,13 +72,13 @@ class Place(NamedTuple):
         storage: that holds them.
         offset: position of the first one in the storage, in elements.
         first: number of the first one.
-        count: number of elements.
+        num_elements: number of elements.
     """
 
     storage: Storage
     offset: int
     first: int
-    count: int
+    num_elements: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,6 +107,10 @@ class Storage:
     @property
     def num_elements(self) -> int:
         return self.range[1] // self.item_bytes
+
+    @property
+    def border(self) -> int:
+        return 0
 
     def find(self, element: Ints) -> tuple[Ints, Ints]:
         return np.full(len(element), self.file), self.range[0] + element * self.item_bytes
@@ -140,13 +154,13 @@ class Stream:
         return self.partition * len(self.parts.storages)
 
     @property
-    def item_bytes(self) -> int:
-        return self.parts.item_bytes
+    def border(self) -> int:
+        return self.partition
 
     def find(self, element: Ints) -> tuple[Ints, Ints]:
         rank, inside = np.divmod(element, self.partition)
         files, bases = self.parts.columns
-        return files[rank], bases[rank] + inside * self.item_bytes
+        return files[rank], bases[rank] + inside * self.parts.item_bytes
 
     def places(self) -> list[Place]:
         return [
@@ -171,13 +185,13 @@ class Slots:
     num_elements: int
 
     @property
-    def item_bytes(self) -> int:
-        return self.parts.item_bytes
+    def border(self) -> int:
+        return self.chunk
 
     def find(self, element: Ints) -> tuple[Ints, Ints]:
         rank, inside = np.divmod(element, self.chunk)
         files, bases = self.parts.columns
-        return files[rank], bases[rank] + (self.slot + inside) * self.item_bytes
+        return files[rank], bases[rank] + (self.slot + inside) * self.parts.item_bytes
 
     def places(self) -> list[Place]:
         firsts = range(0, self.num_elements, self.chunk)
@@ -293,8 +307,8 @@ class Table:
         files: paths of the files, by number.
         filler: ranges of files that are neither container nor tensor, by file: (start, stop).
         storages: all storages of all files.
-        weights_are_masters: the framework rounds each weight from its master.
         model_dtype: type that the framework gives to the weights of this model; empty if it is not stated.
+        pickles: loads the pickles of all files.
     """
 
     root: Path
@@ -304,8 +318,8 @@ class Table:
     files: list[str] = dataclasses.field(default_factory=list)
     filler: dict[int, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     storages: list[Storage] = dataclasses.field(default_factory=list)
-    weights_are_masters: bool = False
     model_dtype: str = ""
+    pickles: Pickles = dataclasses.field(default_factory=Pickles)
 
     def add_file(self, path: str) -> int:
         """Return the number of a new file."""

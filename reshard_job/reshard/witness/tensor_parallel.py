@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from reshard.formats.deepspeed.tensor_parallel.regex import Matcher
 from reshard.storage.yaml_file import read_yaml
+from reshard.witness.pickles import NotWitnessedError
 from reshard.witness.table import Holder, Piece, Tensor, row_major
 
 Shape = tuple[int, ...]
@@ -33,10 +34,6 @@ class Shard(NamedTuple):
     start: int
     strides: tuple[int, ...]
     dtype: str
-
-
-class NotWitnessedError(Exception):
-    """The stranger does not know how a tensor was cut; the text says why."""
 
 
 class Patterns:

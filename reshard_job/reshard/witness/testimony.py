@@ -15,10 +15,10 @@ from reshard.witness import dcp, deepspeed, safetensors, universal
 from reshard.witness.cover import find_byte_problems, find_cover_problems
 from reshard.witness.matching import Match, Pair, Wanted, match
 from reshard.witness.names import NameMap, Origin
-from reshard.witness.pickles import ITEM_BYTES
+from reshard.witness.pickles import ITEM_BYTES, NotWitnessedError
 from reshard.witness.samples import Bytes, ElementReader, convert, draw, widen
 from reshard.witness.table import Ints, Table, Tensor, select
-from reshard.witness.tensor_parallel import NotWitnessedError, read_pattern_file
+from reshard.witness.tensor_parallel import read_pattern_file
 
 _ALL_ELEMENTS = 1 << 18
 """A target with no more elements is compared whole."""
@@ -41,7 +41,7 @@ class Case:
         source_format: name of its format.
         target: folder of the finished files.
         target_format: name of its format.
-        files: paths of all files of the target.
+        files: path of every file of the target -> its CRC-32 as it was written, or None.
         states: states that were selected; empty for all.
         weight_dtype: type that was asked for, or None.
         allow_differences: copies of the source may differ, and weights from their masters.
@@ -55,7 +55,7 @@ class Case:
     source_format: str
     target: Path
     target_format: str
-    files: Sequence[str]
+    files: Mapping[str, int | None]
     states: Sequence[str] = ()
     weight_dtype: str | None = None
     allow_differences: bool = False
@@ -102,7 +102,7 @@ def testify(case: Case) -> Testimony:
         names=NameMap(case.names),
         weight_dtype=case.weight_dtype,
         only_weights=case.target_format == "safetensors",
-        prefers_masters=case.target_format == "dcp",
+        prefers_masters=case.target_format in ("dcp", "megatron") and case.weight_dtype is None,
     )
     found = match(select(source, case.states), source, target, wanted)
     _refuse(case, found.problems)
@@ -188,7 +188,7 @@ class _Comparison:
                 yield from self._compare(pair, draw(pair.target.num_elements, count, _corners(pair.target)))
 
     def _compare(self, pair: Pair, element: Ints) -> Iterator[str]:
-        key, target, origin = pair
+        _, target, origin = pair
         self.num_samples += len(element)
         if origin is None:
             expected = np.zeros((len(element), ITEM_BYTES[target.dtype]), dtype=np.uint8)
@@ -202,9 +202,9 @@ class _Comparison:
             if unequal.any() and origin is not None and origin.dtype != target.dtype:
                 unequal &= ~(np.isnan(widen(actual, target.dtype)) & np.isnan(widen(expected, target.dtype)))
             if unequal.any():
-                yield self._describe(
-                    pair, copy, int(element[unequal.argmax()]), expected, actual, int(unequal.argmax())
-                )
+                at = int(unequal.argmax())
+                wanted, found = (f"0x{bits[at][::-1].tobytes().hex()}" for bits in (expected, actual))
+                yield f"{self._describe(pair, copy, int(element[at]))}: expected {wanted}, found {found}"
                 return
 
     def _read(self, reader: ElementReader, tensor: Tensor | Origin, copy: int, element: Ints) -> Bytes:
@@ -213,14 +213,11 @@ class _Comparison:
             raise NotWitnessedError("a tensor has elements that no piece holds")
         return reader.read(files, positions, ITEM_BYTES[tensor.dtype])
 
-    def _describe(self, pair: Pair, copy: int, element: int, expected: Bytes, actual: Bytes, at: int) -> str:
+    def _describe(self, pair: Pair, copy: int, element: int) -> str:
         index = [int(part) for part in np.unravel_index(element, pair.target.shape or (1,))]
         files, positions = pair.target.find(copy, np.array([element]))
         place = f"{self._target.files[int(files[0])]}, byte {int(positions[0])}" if files[0] >= 0 else "nowhere"
-        return (
-            f"{pair.key}: element {index} of copy {copy} ({place}): expected"
-            f" 0x{expected[at][::-1].tobytes().hex()} as in the source, found 0x{actual[at][::-1].tobytes().hex()}"
-        )
+        return f"{pair.key}: element {index} of copy {copy} ({place})"
 
 
 def _mean(copies: Sequence[Bytes], dtype: str) -> Bytes:
@@ -239,7 +236,7 @@ def _corners(tensor: Tensor) -> Ints:
         if not piece.num_elements:
             continue
         steps = np.array([0, piece.num_elements - 1])
-        partition = getattr(piece.holder, "partition", 0) or getattr(piece.holder, "chunk", 0)
+        partition = piece.holder.border
         if partition and piece.num_elements > 1:
             borders = (
                 np.arange(piece.start // partition + 1, -(-piece.last // partition) + 1)[:256] * partition - piece.start

@@ -9,9 +9,9 @@ from typing import Any
 
 from reshard.witness import deepspeed
 from reshard.witness.opened import OpenedFile
-from reshard.witness.pickles import StoredTensor
+from reshard.witness.pickles import NotWitnessedError, StoredTensor
 from reshard.witness.table import Key, Piece, Table, Tensor, row_major
-from reshard.witness.tensor_parallel import NotWitnessedError, Patterns
+from reshard.witness.tensor_parallel import Patterns
 
 _ZERO = "zero"
 _MASTER = "fp32"
@@ -49,13 +49,13 @@ def _add_parameter(
     for path in sorted(folder.glob("*.pt")):
         file = OpenedFile(table, f"{_ZERO}/{name}/{path.name}", is_target=is_target)
         atom = file.value
-        stored = atom if isinstance(atom, StoredTensor) else atom.get("param") if isinstance(atom, Mapping) else None
+        stored: Any = atom.get("param") if isinstance(atom, Mapping) else atom
         if not isinstance(stored, StoredTensor) or path.stem == "step":
             continue
         state = path.stem if name in shapes or path.stem != _MASTER else "weight"
         rows = patterns.vocabulary_rows(name)
         known = shapes.get(name)
-        shape = stored.shape
+        shape: tuple[int, ...] = stored.shape
         if known is not None and len(known) == 1 and math.prod(known[0]) == math.prod(shape):
             shape = known[0]  # the bare tensor of ZeRO-3 is flat, and a view of fused parts has more dims
         if shape != stored.shape and stored.stride != row_major(stored.shape):
@@ -88,7 +88,7 @@ def _add_rest(table: Table, models: list[OpenedFile]) -> None:
     if isinstance(module, Mapping):  # DeepSpeed's converter copies model files of ZeRO-1 and 2 with their weights
         seen: dict[tuple[Any, ...], str] = {}
         for name, stored in module.items():
-            if isinstance(stored, StoredTensor) and math.prod(stored.shape):
+            if isinstance(stored, StoredTensor) and stored.shape and 0 not in stored.shape:
                 twin = seen.setdefault((stored.storage.key, stored.offset, stored.shape, stored.stride), name)
                 if twin != name:
                     table.aliases[name] = twin

@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.witness.pickles import StoredTensor
-from reshard.witness.tensor_parallel import NotWitnessedError
+from reshard.witness.pickles import NotWitnessedError, StoredTensor
 
 Shape = tuple[int, ...]
 State = tuple[str, str, StoredTensor, int, Shape]
@@ -35,11 +34,11 @@ def read_states(optimizer: Mapping[str, Any], shapes: Mapping[str, Shape]) -> It
     named = [group.get("param_names") for group in groups]
     if _FLAT in optimizer:
         names = _flat_names(named, optimizer[_FLAT], shapes)
-        for group, own, master in zip(groups, names, optimizer[_FLAT], strict=True):
+        for group, group_names, master in zip(groups, names, optimizer[_FLAT], strict=True):
             tensors = {"fp32": master, **_tensors(states.get(group["params"][0]))}
             for state, tensor in tensors.items():
                 start = 0
-                for name in own:
+                for name in group_names:
                     yield state, name, tensor, start, shapes[name]
                     start += math.prod(shapes[name])
         return
@@ -91,8 +90,8 @@ def assign_names(groups: Sequence[Sequence[Shape | None]], shapes: Mapping[str, 
                 if place < lengths[group] and groups[group][place] in (None, shape):
                     steps.append(((*at[:group], place + 1, *at[group + 1 :]), group))
             for target, group in steps:
-                before = reached.get(target, (0, None, -1))[0]
-                reached[target] = (before + ways, at, group)
+                known = reached.get(target, (0, None, -1))[0]
+                reached[target] = (known + ways, at, group)
         if len(reached) > _MOST_WAYS:
             raise NotWitnessedError("the optimizer of ZeRO-0 does not name its parameters")
         layers.append(reached)
