@@ -65,6 +65,7 @@ class _Stranger:
         }
         first = self._models[0, 0]
         self._patterns = Patterns(first.find("universal_checkpoint_info") if info is None else info)
+        self._table.kind_of = self._patterns.kind_of
         self._pipeline = first.find("pipeline_layout") if pipeline is None else pipeline
         num_mp = 1 + max(mp for mp, _ in self._models)
         self._dp = 1 + max((dp for _, dp in self._optimizers), default=0)

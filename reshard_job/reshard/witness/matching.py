@@ -144,6 +144,9 @@ class _Matcher:
     def _find_type_problem(self, key: Key, tensor: Tensor, found: Key) -> str:
         """Describe a shape or a type that is not the expected one."""
         origin, target = self._origins[found], self._target
+        stated, kind = self._source.kind_of(found.name), target.kind_of(key.name)
+        if stated and kind and stated != kind and self._wanted.names.is_identity:
+            return f"{key}: the source says that tensor parallelism cuts it {stated}, the target {kind}"
         if tensor.shape != origin.shape:
             expected = f"the shape {list(origin.shape)} of {found} in the source"
             return f"{key}: expected {expected}, found {list(tensor.shape)}"

@@ -138,7 +138,7 @@ class NameMap:
 
     def __init__(self, path: Path | None) -> None:
         content: Mapping[str, Any] = {} if path is None else read_yaml(path)
-        self._is_identity = path is None
+        self.is_identity = path is None
         known: dict[str, int] = {}
         for name, text in (content.get("constants") or {}).items():
             known[name] = _evaluate(text, known)
@@ -151,7 +151,7 @@ class NameMap:
         self, source: Mapping[Key, Tensor], aliases: Mapping[str, str]
     ) -> tuple[dict[Key, Origin], dict[str, str]]:
         """Return what each tensor after the map is made of, and second names after the map."""
-        if self._is_identity:
+        if self.is_identity:
             return {key: same(tensor) for key, tensor in source.items()}, dict(aliases)
         origins: dict[Key, Origin] = {}
         renamed: dict[str, str] = {}
@@ -186,7 +186,7 @@ class NameMap:
     def sources_of(self, name: str) -> list[str]:
         """Return the names before the map that may belong to a name after it."""
         base = name.partition(PADDING)[0]
-        if self._is_identity:
+        if self.is_identity:
             return [base]
         return [
             source.render(values)

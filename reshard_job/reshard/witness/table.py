@@ -295,6 +295,10 @@ class Tensor:
         return files, positions
 
 
+def _not_stated(_name: str) -> str:
+    return ""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Table:
     """What a stranger finds in a checkpoint.
@@ -308,6 +312,7 @@ class Table:
         filler: ranges of files that are neither container nor tensor, by file: (start, stop).
         storages: all storages of all files.
         model_dtype: type that the framework gives to the weights of this model; empty if it is not stated.
+        kind_of: returns how tensor parallelism cuts a parameter, in words; empty if the checkpoint does not say it.
         pickles: loads the pickles of all files.
     """
 
@@ -319,6 +324,7 @@ class Table:
     filler: dict[int, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     storages: list[Storage] = dataclasses.field(default_factory=list)
     model_dtype: str = ""
+    kind_of: Callable[[str], str] = _not_stated
     pickles: Pickles = dataclasses.field(default_factory=Pickles)
 
     def add_file(self, path: str) -> int:

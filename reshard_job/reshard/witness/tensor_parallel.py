@@ -36,6 +36,14 @@ class Shard(NamedTuple):
     dtype: str
 
 
+_KINDS = (
+    ("tp_replicated_parameter_patterns", "not at all"),
+    ("parameter_to_average_patterns", "not at all, and is a mean"),
+    ("parameter_with_2_sub_params_cat_dim_0", "as fused parts along dim 0"),
+    ("parameter_with_row_parallelism_patterns", "along dim 1"),
+)
+
+
 class Patterns:
     """The patterns of a checkpoint.
 
@@ -65,6 +73,18 @@ class Patterns:
     def is_replicated(self, name: str) -> bool:
         """Return True if every rank holds the whole parameter."""
         return self._matches(self._info.get("tp_replicated_parameter_patterns"), name)
+
+    def kind_of(self, name: str) -> str:
+        """Return how the parameter is cut, in words; empty if the checkpoint does not say it."""
+        if not self._is_stated:
+            return ""
+        for key, words in _KINDS:
+            if self._matches(self._info.get(key), name):
+                return words
+        for rule in self._info.get("parameter_with_sub_params") or ():
+            if self._matches(_field(rule, "patterns"), name):
+                return f"as fused parts along dim {_field(rule, 'partition_dim')}"
+        return "along dim 0"
 
     def join(self, name: str, shards: Sequence[Shard]) -> Tensor:
         """Return the tensor that shards of one rank after the other are parts of.

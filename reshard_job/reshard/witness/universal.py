@@ -29,6 +29,7 @@ def read(root: Path, *, info: Any = None, is_target: bool = False) -> Table:
     names = sorted(item.name for item in root.iterdir() if item.name.endswith("_model_states.pt"))
     models = [OpenedFile(table, name, is_target=is_target) for name in names]
     patterns = Patterns(models[0].find("universal_checkpoint_info") if info is None else info)
+    table.kind_of = patterns.kind_of
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for model in models if not models[0].name.startswith("zero_pp") else models[:1]:
         for group in model.find("param_shapes") or ():
