@@ -14,6 +14,7 @@ from reshard.witness.table import Ints, Key, Piece, Storage, Table, Tensor
 _MOST_CARRIED_BYTES = 16 << 20
 """Largest object that is no tensor of the model; larger ones are refused in client states."""
 
+_RANDOM = np.random.default_rng()  # seeded by the system
 _PRIME = (1 << 31) - 1
 _BLOCK_BYTES = 1 << 20
 
@@ -50,13 +51,12 @@ def _is_exact(pieces: list[Piece]) -> bool:
         return True
     low = np.array([piece.low for piece in pieces], dtype=np.int64)
     high = low + np.array([piece.size for piece in pieces], dtype=np.int64)
-    random = np.random.default_rng()
     for _ in range(2):
         values = np.ones(len(pieces), dtype=np.int64)
         total = 1
         for dim, size in enumerate(pieces[0].whole):
             points, at = np.unique(np.concatenate((low[:, dim], high[:, dim], [0, size])), return_inverse=True)
-            drawn = random.integers(0, _PRIME, len(points), dtype=np.int64)[at]
+            drawn = _RANDOM.integers(0, _PRIME, len(points), dtype=np.int64)[at]
             count = len(pieces)
             values = values * ((drawn[count : 2 * count] - drawn[:count]) % _PRIME) % _PRIME
             total = total * int((drawn[-1] - drawn[-2]) % _PRIME) % _PRIME
@@ -141,4 +141,5 @@ def _runs(piece: Piece) -> Ints:
 
 def _is_zero(table: Table, number: int, start: int, stop: int) -> bool:
     with open_file(table.root / table.files[number], follow=True) as file:
-        return all(not any(file.read(min(_BLOCK_BYTES, stop - at), at)) for at in range(start, stop, _BLOCK_BYTES))
+        blocks = (file.read(min(_BLOCK_BYTES, stop - at), at) for at in range(start, stop, _BLOCK_BYTES))
+        return all(block == bytes(len(block)) for block in blocks)

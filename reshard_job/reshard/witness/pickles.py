@@ -7,6 +7,8 @@ a pickle names is imported or called here: every class is replaced by a subclass
 from __future__ import annotations
 
 import collections
+import functools
+import gc
 import hashlib
 import io
 import pickle
@@ -128,6 +130,11 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
+@functools.lru_cache(maxsize=1024)
+def _make_class(name: str) -> type[Inert]:
+    return type("Inert", (Inert,), {"qualified_name": name})
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))
@@ -140,7 +147,7 @@ class _Unpickler(pickle.Unpickler):
                 return DTYPES[name]
             if name == "UntypedStorage":
                 return "uint8"
-        return type("Inert", (Inert,), {"qualified_name": f"{module}.{name}"})
+        return _make_class(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> StorageId:
         _, dtype, key, _, num_elements, *_ = pid
@@ -178,4 +185,10 @@ class Pickles:
 
 def load(data: bytes) -> Any:
     """Return the object that a pickle describes, with inert objects in the place of all classes."""
-    return _Unpickler(io.BytesIO(data)).load()
+    collects = gc.isenabled()
+    gc.disable()  # thousands of new objects make it look for garbage, which a pickle does not produce
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    finally:
+        if collects:
+            gc.enable()

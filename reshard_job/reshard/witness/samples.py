@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-
 import numpy as np
 import numpy.typing as npt
 
+from reshard.errors import VerificationError
 from reshard.storage.files import File, open_file
 from reshard.system.file_handles import Handles
 from reshard.witness.table import Ints, Table
@@ -17,6 +15,13 @@ Bytes = npt.NDArray[np.uint8]
 _WHOLE_BYTES = 1 << 20
 """A file that is not larger is read at once."""
 
+_NEIGHBOURS = np.arange(-4, 12)
+"""Elements around a place that are compared, too; they cost no further read."""
+
+_RANDOM = np.random.default_rng()  # seeded by the system, so that no two runs compare the same elements
+
+_MOST_MAPPINGS = 256
+
 _KEPT_BYTES = 64 << 20
 """Content of small files that is kept in memory."""
 
@@ -25,10 +30,16 @@ _GAP_BYTES = 4096
 
 
 class ElementReader:
-    """Reads elements of a checkpoint's files, of which a bounded number stays open until `close`."""
+    """Reads elements of a checkpoint's files, of which a bounded number stays open until `close`.
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
+    Args:
+        table: of the checkpoint.
+        may_map: files may be read through mappings; a file that becomes shorter then ends the process by SIGBUS, so
+            this is for files of our own.
+    """
+
+    def __init__(self, table: Table, *, may_map: bool = False) -> None:
+        self._table, self._may_map = table, may_map
         self._files = Handles(self._open, lambda file: file.close())
         self._contents: dict[int, Bytes] = {}
         self._kept_bytes = 0
@@ -44,8 +55,12 @@ class ElementReader:
             positions: first byte of each element, [elements].
             item_bytes: bytes of an element.
         """
+        if len(files) and int(files.min()) < 0:
+            raise VerificationError("a witness finds a tensor with elements that no piece holds")
+        if len(files) and int(files.min()) == int(files.max()):
+            return self._read_file(int(files[0]), positions, item_bytes)
         found = np.zeros((len(files), item_bytes), dtype=np.uint8)
-        for number in np.unique(files).tolist():
+        for number in set(files.tolist()):
             own = np.flatnonzero(files == number)
             found[own] = self._read_file(number, positions[own], item_bytes)
         return found
@@ -53,11 +68,20 @@ class ElementReader:
     def _read_file(self, number: int, positions: Ints, item_bytes: int) -> Bytes:
         if number not in self._contents:
             with self._files.borrow(number) as file:
+                if self._may_map and file.num_bytes:
+                    if len(self._contents) >= _MOST_MAPPINGS:
+                        self._contents.clear()
+                    path = self._table.root / self._table.files[number]
+                    self._contents[number] = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+                    return self._read_file(number, positions, item_bytes)
                 if file.is_remote or file.num_bytes > _WHOLE_BYTES or self._kept_bytes > _KEPT_BYTES:
                     return _read_ranges(file, positions, item_bytes)
                 self._contents[number] = np.frombuffer(file.read(file.num_bytes, 0), dtype=np.uint8)
                 self._kept_bytes += file.num_bytes
-        found: Bytes = self._contents[number][positions[:, None] + np.arange(item_bytes)]
+        content = self._contents[number]
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) <= len(content) - item_bytes:
+            raise VerificationError(f"a witness finds that {self._table.files[number]} is shorter than its tensors")
+        found: Bytes = content[positions[:, None] + np.arange(item_bytes)]
         return found
 
     def close(self) -> None:
@@ -75,25 +99,38 @@ def _read_ranges(file: File, positions: Ints, item_bytes: int) -> Bytes:
     """Read elements; those that are near each other at once."""
     order = np.argsort(positions, kind="stable")
     ordered = positions[order]
-    found = np.zeros((len(positions), item_bytes), dtype=np.uint8)
-    breaks = np.flatnonzero(np.diff(ordered) > _GAP_BYTES) + 1
-    bounds = [0, *breaks.tolist(), len(ordered)]
-    for first, stop in itertools.pairwise(bounds):
-        start = int(ordered[first])
-        block = np.frombuffer(file.read(int(ordered[stop - 1]) + item_bytes - start, start), dtype=np.uint8)
-        found[order[first:stop]] = block[(ordered[first:stop] - start)[:, None] + np.arange(item_bytes)]
+    breaks = np.flatnonzero(ordered[1:] - ordered[:-1] > _GAP_BYTES) + 1
+    firsts = np.concatenate(([0], breaks))
+    starts, stops = ordered[firsts], ordered[np.concatenate((breaks - 1, [len(ordered) - 1]))] + item_bytes
+    blocks = b"".join(
+        file.read(stop - start, start) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+    )
+    lengths = stops - starts
+    if len(blocks) != int(lengths.sum()):
+        raise VerificationError("a witness finds a file that is shorter than its tensors")
+    run = np.searchsorted(firsts, np.arange(len(ordered)), side="right") - 1
+    inside = ordered - starts[run] + (np.cumsum(lengths) - lengths)[run]
+    found = np.empty((len(positions), item_bytes), dtype=np.uint8)
+    found[order] = np.frombuffer(blocks, dtype=np.uint8)[inside[:, None] + np.arange(item_bytes)]
     return found
 
 
-def draw(num_elements: int, count: int, corners: Ints) -> Ints:
-    """Return elements to compare: all if there are few, else corners of pieces and others at random."""
-    if num_elements <= count:
+def draw(num_elements: int, num_places: int, corners: Ints) -> Ints:
+    """Return elements to compare: runs of neighbours at corners of pieces, and at random places.
+
+    Args:
+        num_elements: of the tensor.
+        num_places: about as many places are drawn; a tensor that is hardly larger is compared whole.
+        corners: first and last elements of pieces.
+    """
+    if num_elements <= num_places * len(_NEIGHBOURS):
         return np.arange(num_elements)
-    random = np.random.default_rng(int.from_bytes(os.urandom(8), "little"))
-    if len(corners) > count:
-        corners = random.choice(corners, count, replace=False)
-    rest = max(4, count - len(corners))
-    return np.unique(np.concatenate((corners, random.integers(0, num_elements, rest))))
+    if len(corners) > num_places // 2:
+        corners = _RANDOM.choice(corners, num_places // 2, replace=False)
+    places = np.concatenate((corners, _RANDOM.integers(0, num_elements, num_places - len(corners))))
+    places.sort()
+    elements: Ints = (places[:, None] + _NEIGHBOURS).reshape(-1)
+    return elements[(elements >= 0) & (elements < num_elements)]
 
 
 def convert(elements: Bytes, source: str, target: str) -> Bytes:

@@ -274,6 +274,9 @@ class Tensor:
 
     def find(self, copy: int, element: Ints) -> tuple[Ints, Ints]:
         """Return file number and byte of elements, numbered in row-major order; -1 for elements that nothing holds."""
+        only = self.copies[copy][0] if len(self.copies[copy]) == 1 else None
+        if only is not None and only.size == only.whole and only.strides == row_major(only.size):
+            return only.holder.find(element + only.start)
         files, positions = np.full(len(element), -1), np.full(len(element), -1)
         by_whole: dict[tuple[int, ...], list[Piece]] = {}
         for piece in self.copies[copy]:
@@ -287,7 +290,7 @@ class Tensor:
                 some = index[first : first + step]
                 inside = (some[:, None] >= low).all(axis=2) & (some[:, None] < high).all(axis=2)
                 where, number = np.nonzero(inside)
-                for at in np.unique(number):
+                for at in sorted(set(number.tolist())):
                     own = where[number == at]
                     piece = pieces[at]
                     local = (some[own] - low[at]) @ np.array(piece.strides or (0,), dtype=np.int64) + piece.start

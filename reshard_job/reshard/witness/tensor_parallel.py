@@ -55,14 +55,17 @@ class Patterns:
         self._info: Mapping[str, Any] = info if isinstance(info, Mapping) else {}
         self._is_stated = bool(self._info)
         self._matchers: dict[str, Matcher] = {}
+        self._results: dict[tuple[str, str], bool] = {}
 
     def _matches(self, patterns: Any, name: str) -> bool:
-        return any(self._find(str(pattern)).match(name) for pattern in patterns or ())
+        return any(self._is_match(str(pattern), name) for pattern in patterns or ())
 
-    def _find(self, pattern: str) -> Matcher:
-        if pattern not in self._matchers:
-            self._matchers[pattern] = Matcher(pattern)
-        return self._matchers[pattern]
+    def _is_match(self, pattern: str, name: str) -> bool:
+        if (pattern, name) not in self._results:
+            if pattern not in self._matchers:
+                self._matchers[pattern] = Matcher(pattern)
+            self._results[pattern, name] = self._matchers[pattern].match(name)
+        return self._results[pattern, name]
 
     def vocabulary_rows(self, name: str) -> int | None:
         """Return the rows of a vocabulary without its padding; None if the parameter is no vocabulary."""
@@ -100,7 +103,7 @@ class Patterns:
         if not self._is_stated:
             raise NotWitnessedError("the checkpoint does not say how tensor parallelism cut it")
         for rule in self._info.get("parameter_with_sub_params") or ():
-            matched = [pattern for pattern in _field(rule, "patterns") or () if self._find(str(pattern)).match(name)]
+            matched = [pattern for pattern in _field(rule, "patterns") or () if self._is_match(str(pattern), name)]
             if matched:
                 return self._join_parts(rule, str(matched[0]), shards)
         if self._matches(self._info.get("parameter_with_2_sub_params_cat_dim_0"), name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,14 +17,18 @@ from reshard.witness.matching import Match, Pair, Wanted, match
 from reshard.witness.names import NameMap, Origin
 from reshard.witness.pickles import ITEM_BYTES, NotWitnessedError
 from reshard.witness.samples import Bytes, ElementReader, convert, draw, widen
-from reshard.witness.table import Ints, Table, Tensor, select
+from reshard.witness.table import Ints, Piece, Table, Tensor, row_major, select
 from reshard.witness.tensor_parallel import read_pattern_file
 
 _ALL_ELEMENTS = 1 << 18
 """A target with no more elements is compared whole."""
 
-_SAMPLES = 1 << 14
-_LEAST_SAMPLES, _MOST_SAMPLES = 16, 1024
+_PLACES = 1 << 12
+_LEAST_PLACES, _MOST_PLACES = 6, 16
+"""Places in each tensor where elements are compared: about as many as make `_PLACES` in all."""
+
+_MOST_CORNERS = 8
+_BATCH_ELEMENTS = 1 << 18
 _REMOTE_TENSORS = 64
 """Tensors of a source in an object store of which elements are compared; each costs a few requests."""
 
@@ -106,7 +110,7 @@ def testify(case: Case) -> Testimony:
     )
     found = match(select(source, case.states), source, target, wanted)
     _refuse(case, found.problems)
-    with ElementReader(source) as source_reader, ElementReader(target) as target_reader:
+    with ElementReader(source) as source_reader, ElementReader(target, may_map=True) as target_reader:
         comparison = _Comparison(case, source, source_reader, target, target_reader)
         problems = list(comparison.find_problems(found))
     _refuse(case, problems)
@@ -162,6 +166,21 @@ def _refuse(case: Case, problems: Sequence[str]) -> None:
         )
 
 
+class _Sample(NamedTuple):
+    """Elements of a tensor that are compared, by their number in the tensor."""
+
+    pair: Pair
+    element: Ints
+
+
+class _Request(NamedTuple):
+    """Elements of a copy of a tensor that are read."""
+
+    tensor: Tensor | Origin
+    copy: int
+    element: Ints
+
+
 class _Comparison:
     """Compares elements of a target's tensors with those of their origins."""
 
@@ -177,41 +196,61 @@ class _Comparison:
         """Describe tensors of which a sampled element is not that of the source."""
         pairs = found.pairs
         total = sum(pair.target.num_elements for pair in pairs)
-        count = max(_LEAST_SAMPLES, min(_MOST_SAMPLES, _SAMPLES // max(1, len(pairs))))
+        count = max(_LEAST_PLACES, min(_MOST_PLACES, _PLACES // max(1, len(pairs))))
         count = total if total <= _ALL_ELEMENTS else count
         if isinstance(self._case.source, RemotePath) and len(pairs) > _REMOTE_TENSORS:
             chosen = np.random.default_rng().choice(len(pairs), _REMOTE_TENSORS, replace=False)
             self.unknown["elements of a source in an object store"] = len(pairs) - _REMOTE_TENSORS
             pairs = [pairs[at] for at in sorted(chosen)]
+        batch: list[_Sample] = []
+        size = 0
         for pair in pairs:
             if pair.target.num_elements:
-                yield from self._compare(pair, draw(pair.target.num_elements, count, _corners(pair.target)))
+                element = draw(pair.target.num_elements, count, _corners(pair.target))
+                batch.append(_Sample(pair, element))
+                size += len(element) * (1 + len(pair.target.copies))
+            if size > _BATCH_ELEMENTS:
+                yield from self._compare(batch)
+                batch, size = [], 0
+        yield from self._compare(batch)
 
-    def _compare(self, pair: Pair, element: Ints) -> Iterator[str]:
+    def _compare(self, batch: Sequence[_Sample]) -> Iterator[str]:
+        """Compare the samples of some tensors, which are read together in the order of the files."""
+        self.num_samples += sum(len(sample.element) for sample in batch)
+        sources: list[_Request] = []
+        targets: list[_Request] = []
+        for (_, target, origin), element in batch:
+            if origin is not None:
+                sources += [_Request(origin, copy, element) for copy in range(origin.num_copies)]
+            targets += [_Request(target, copy, element) for copy in range(len(target.copies))]
+        stored = iter(_read_elements(self._source_reader, sources))
+        written = iter(_read_elements(self._target_reader, targets))
+        for pair, element in batch:
+            _, target, origin = pair
+            if origin is None:
+                expected = np.zeros((len(element), ITEM_BYTES[target.dtype]), dtype=np.uint8)
+            else:
+                values = [next(stored) for _ in range(origin.num_copies)]
+                bits = _mean(values, origin.dtype) if origin.is_average else values[0]
+                expected = convert(bits, origin.dtype, target.dtype)
+            for copy in range(len(target.copies)):
+                if problem := self._find_difference(pair, copy, element, (expected, next(written))):
+                    yield problem
+
+    def _find_difference(self, pair: Pair, copy: int, element: Ints, values: tuple[Bytes, Bytes]) -> str:
+        """Describe the first element that is not the expected one; empty if there is none."""
         _, target, origin = pair
-        self.num_samples += len(element)
-        if origin is None:
-            expected = np.zeros((len(element), ITEM_BYTES[target.dtype]), dtype=np.uint8)
-        else:
-            values = [self._read(self._source_reader, origin, copy, element) for copy in range(origin.num_copies)]
-            bits = _mean(values, origin.dtype) if origin.is_average else values[0]
-            expected = convert(bits, origin.dtype, target.dtype)
-        for copy in range(len(target.copies)):
-            actual = self._read(self._target_reader, target, copy, element)
-            unequal = (actual != expected).any(axis=1)
-            if unequal.any() and origin is not None and origin.dtype != target.dtype:
-                unequal &= ~(np.isnan(widen(actual, target.dtype)) & np.isnan(widen(expected, target.dtype)))
-            if unequal.any():
-                at = int(unequal.argmax())
-                wanted, found = (f"0x{bits[at][::-1].tobytes().hex()}" for bits in (expected, actual))
-                yield f"{self._describe(pair, copy, int(element[at]))}: expected {wanted}, found {found}"
-                return
-
-    def _read(self, reader: ElementReader, tensor: Tensor | Origin, copy: int, element: Ints) -> Bytes:
-        files, positions = tensor.find(copy, element)
-        if (files < 0).any():
-            raise NotWitnessedError("a tensor has elements that no piece holds")
-        return reader.read(files, positions, ITEM_BYTES[tensor.dtype])
+        expected, actual = values
+        if np.array_equal(expected, actual):
+            return ""
+        unequal = (actual != expected).any(axis=1)
+        if origin is not None and origin.dtype != target.dtype:  # any NaN is as good as another
+            unequal &= ~(np.isnan(widen(actual, target.dtype)) & np.isnan(widen(expected, target.dtype)))
+        if not unequal.any():
+            return ""
+        at = int(unequal.argmax())
+        wanted, found = (f"0x{bits[at][::-1].tobytes().hex()}" for bits in values)
+        return f"{self._describe(pair, copy, int(element[at]))}: expected {wanted}, found {found}"
 
     def _describe(self, pair: Pair, copy: int, element: int) -> str:
         index = [int(part) for part in np.unravel_index(element, pair.target.shape or (1,))]
@@ -229,20 +268,40 @@ def _mean(copies: Sequence[Bytes], dtype: str) -> Bytes:
     return convert(np.ascontiguousarray(mean).view(np.uint8).reshape(-1, 4), "float32", dtype)
 
 
+def _read_elements(reader: ElementReader, requests: Sequence[_Request]) -> list[Bytes]:
+    """Read the elements of several requests together."""
+    found: list[Bytes] = [np.zeros((0, 0), dtype=np.uint8)] * len(requests)
+    for item_bytes in {ITEM_BYTES[request.tensor.dtype] for request in requests}:
+        own = [at for at, request in enumerate(requests) if ITEM_BYTES[request.tensor.dtype] == item_bytes]
+        places = [requests[at].tensor.find(requests[at].copy, requests[at].element) for at in own]
+        files, positions = (np.concatenate(column) for column in zip(*places, strict=True))
+        content = reader.read(files, positions, item_bytes)
+        ends = np.cumsum([len(requests[at].element) for at in own]).tolist()
+        for at, start, stop in zip(own, [0, *ends], ends, strict=False):
+            found[at] = content[start:stop]
+    return found
+
+
 def _corners(tensor: Tensor) -> Ints:
-    """Return the first and the last element of each piece, and of each partition that it is cut into."""
+    """Return the first and the last element of pieces, and of partitions that they are cut into."""
     corners: list[int] = []
-    for piece in (piece for copy in tensor.copies for piece in copy[:256]):
-        if not piece.num_elements:
-            continue
-        steps = np.array([0, piece.num_elements - 1])
-        partition = piece.holder.border
-        if partition and piece.num_elements > 1:
-            borders = (
-                np.arange(piece.start // partition + 1, -(-piece.last // partition) + 1)[:256] * partition - piece.start
-            )
-            steps = np.concatenate((steps, borders - 1, borders))
-            steps = steps[(steps >= 0) & (steps < piece.num_elements)]
-        inside = np.array(np.unravel_index(steps, piece.size or (1,))).T + np.array(piece.low or (0,))
-        corners += np.ravel_multi_index(tuple(inside.T), piece.whole or (1,)).tolist()
-    return np.unique(np.array(corners, dtype=np.int64))
+    for copy in tensor.copies[:_MOST_CORNERS]:
+        for piece in copy if len(copy) <= _MOST_CORNERS else [copy[0], copy[len(copy) // 2], copy[-1]]:
+            corners += [_number_in(piece, 0), _number_in(piece, piece.num_elements - 1)]
+            border = piece.holder.border
+            if border and piece.strides == row_major(piece.size):
+                borders = range(border - piece.start % border, piece.num_elements, border)
+                step = max(1, len(borders) // _MOST_CORNERS)
+                corners += [_number_in(piece, at + beside) for at in borders[::step] for beside in (-1, 0)]
+    return np.array(sorted(set(corners)), dtype=np.int64)
+
+
+def _number_in(piece: Piece, element: int) -> int:
+    """Return the number in the whole tensor of an element of a piece; both count in row-major order."""
+    if piece.size == piece.whole:
+        return element
+    number = 0
+    for low, size, step in reversed(list(zip(piece.low, piece.size, row_major(piece.whole), strict=True))):
+        element, index = divmod(element, size)
+        number += (low + index) * step
+    return number
