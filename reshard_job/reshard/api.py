@@ -45,7 +45,7 @@ from reshard.target import Done, claim_target, find_commit, find_commit_without_
 from reshard.tensors.layout import Index
 from reshard.tensors.views import select_states
 from reshard.topology import Topology
-from reshard.witness import Case, testify
+from reshard.witness import Case, compare_with_source
 
 __all__ = (
     "Conversion",
@@ -355,9 +355,9 @@ class _Run:
         with ThreadPoolExecutor(1) as pool, trusting(self._conversion.allow_globals):
             synced = pool.submit(mover.sync)  # the storage works while the result is read back
             read_back(folder, self._plan, commit, reread=self._options.reread)
-            testimony = testify(self._case(folder, commit))
+            witnessed = compare_with_source(self._case(folder, commit))
             synced.result()
-        return dataclasses.replace(commit, witness=testimony.to_dict())
+        return dataclasses.replace(commit, witness=witnessed.to_dict())
 
     def _case(self, folder: Path, commit: Commit) -> Case:
         """Describe the conversion to a witness that knows nothing of the plan."""

@@ -263,8 +263,7 @@ class ReshardReport:
             unless names or types change.
         verified: the target was checked against the source.
         latest: file that names the target to its framework, if this run wrote it.
-        witness: number of `tensors` that were compared with the source by name, of `samples` (elements compared), and
-            of tensors that were `not_witnessed`; empty if there was no comparison.
+        witness: numbers of `tensors` and `samples` compared by name, and of tensors `not_witnessed`; empty for none.
         contract_version: `CONTRACT_VERSION` of the writer.
     """
 

@@ -47,9 +47,7 @@ _ACCELERATE = ("accelerate/elastic.py", "--save-every", "10", "--epochs", "3", "
 STACKS = {
     "deepspeed-loop": Stack(script=("deepspeed_loop/elastic.py", *_OWN_LOOP), zero=2),
     "fsdp2": Stack(script=("fsdp2/elastic.py", *_OWN_LOOP)),
-    "fsdp2-materialize": Stack(
-        script=("fsdp2/elastic.py", *_OWN_LOOP), reshard_mode="Materialize", in_soak_only=True
-    ),
+    "fsdp2-materialize": Stack(script=("fsdp2/elastic.py", *_OWN_LOOP), reshard_mode="Materialize", in_soak_only=True),
     "trainer-deepspeed": Stack(script=(*_TRAINER, "--backend", "deepspeed"), zero=1),
     "trainer-fsdp2": Stack(script=(*_TRAINER, "--backend", "fsdp2"), in_soak_only=True),
     "accelerate-deepspeed": Stack(script=(*_ACCELERATE, "--backend", "deepspeed"), zero=1, in_soak_only=True),

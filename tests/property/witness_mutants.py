@@ -1,9 +1,9 @@
-"""Seeded defects of planner, layouts, readers, writers, execution and sources: `python -m tests.property.witness_mutants`.
+"""Seeded defects of a conversion: `python -m tests.property.witness_mutants`.
 
-A mutant is a conversion of a golden checkpoint in which one function is replaced by one that has a plausible defect. Each
-must end in one of our errors and publish nothing. A defect of a reader or of a shared function concerns source and
-target alike, as it would in the code. A mutant that publishes the same bytes as the conversion without it is none, and
-another one is drawn.
+A mutant is a conversion of a golden checkpoint in which one function of planner, layout, reader, writer, execution or
+storage is replaced by one with a plausible defect, or in which the source changes. Each must end in one of our errors
+and publish nothing. A defect of a reader or of a shared function concerns source and target alike, as it would in the
+code. A mutant that publishes the same bytes as the conversion without it is none, and another one is drawn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import math
 import os
 import random
 import sys
@@ -36,7 +35,7 @@ from reshard.storage.target_writer import TargetWriter
 from reshard.tensors.layout import Index, LogicalTensor, TargetLayout
 from reshard.tensors.shard_table import ShardTable
 from reshard.topology import Topology
-from reshard.witness import Testimony
+from reshard.witness import WitnessReport
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAME_MAPS = Path(__file__).parents[2] / "examples" / "name_maps"
@@ -61,7 +60,9 @@ class Case:
         path = target.with_suffix(".yaml") if name_map else None
         if path is not None:
             text = (NAME_MAPS / name_map).read_text(encoding="utf-8")
-            lines = [f"constants: {{{constants}}}" if line.startswith("constants") else line for line in text.splitlines()]
+            lines = [
+                f"constants: {{{constants}}}" if line.startswith("constants") else line for line in text.splitlines()
+            ]
             path.write_text("\n".join(lines), encoding="utf-8")
         return Conversion(
             source=self.source,
@@ -105,7 +106,12 @@ CASES = (
         "dcp",
         names=("bloom-separate-qkv.yaml", "hidden: 8, heads: 4, head: 2"),
     ),
-    Case(GOLDEN / "safetensors" / "phi3", "dp=1", "safetensors", names=("phi3.yaml", "hidden: 8, heads: 4, kv_heads: 2, head: 2")),
+    Case(
+        GOLDEN / "safetensors" / "phi3",
+        "dp=1",
+        "safetensors",
+        names=("phi3.yaml", "hidden: 8, heads: 4, kv_heads: 2, head: 2"),
+    ),
 )
 
 Mutate = Callable[[random.Random, Case], contextlib.AbstractContextManager[Any]]
@@ -262,7 +268,9 @@ def layout(kind: str) -> Mutate:
             again = random.Random(seed)
             tensors = made.tensors or index.tensors
             if kind == "dtype":
-                return dataclasses.replace(made, tensors=_relabelled(again, tensors), origins=made.origins or tuple(range(len(tensors))))
+                return dataclasses.replace(
+                    made, tensors=_relabelled(again, tensors), origins=made.origins or tuple(range(len(tensors)))
+                )
             return dataclasses.replace(made, shards=_TABLES[kind](again, tensors, made.shards))
 
         class Mutated:
@@ -301,7 +309,13 @@ def planner(rng: random.Random, _case: Case) -> Iterator[None]:
         rows = list(getattr(found, name))
         if name == "source_rows":
             # The tables refer to tensors, too: rows of the one are rows of the other from here on.
-            return dataclasses.replace(found, index=dataclasses.replace(index, shards=_swapped(index.shards, first, second)), source_rows=tuple(_exchange(rows, first, second)), copy_rows=(), roundings=())
+            return dataclasses.replace(
+                found,
+                index=dataclasses.replace(index, shards=_swapped(index.shards, first, second)),
+                source_rows=tuple(_exchange(rows, first, second)),
+                copy_rows=(),
+                roundings=(),
+            )
         return dataclasses.replace(found, target_rows=tuple(_exchange(rows, first, second)), roundings=())
 
     with mock.patch.object(api, "make_plan", plan):
@@ -362,7 +376,13 @@ def cut_rules(rng: random.Random, case: Case) -> Iterator[None]:
     if "pipeline" not in str(case.source):
         raise NoMutantError
     real = tp_patterns.parse
-    key = rng.choice(["parameter_with_row_parallelism_patterns", "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params"])
+    key = rng.choice(
+        [
+            "parameter_with_row_parallelism_patterns",
+            "parameter_with_2_sub_params_cat_dim_0",
+            "parameter_with_sub_params",
+        ]
+    )
 
     def parse(info: Any) -> Any:
         return real({**info, key: []} if isinstance(info, dict) and key in info else info)
@@ -426,7 +446,11 @@ def wrong_write(rng: random.Random, _case: Case) -> Iterator[None]:
         return report
 
     def once(self: TargetWriter, file: int, position: int, content: Any, crc32: int | None = None) -> Any:
-        return real(self, file, position, content, crc32) if getattr(write, "done", False) else write(self, file, position, content, crc32)
+        return (
+            real(self, file, position, content, crc32)
+            if getattr(write, "done", False)
+            else write(self, file, position, content, crc32)
+        )
 
     def _write_over(self: TargetWriter, file: int, position: int, content: Any) -> None:
         real(self, file, position, content)
@@ -564,7 +588,10 @@ def run_mutant(seed: int, *, also_without: bool = False) -> Outcome:
             if also_without:
                 if kind.startswith("source"):
                     _copy_tree(case.source, source)
-                with mock.patch.object(api, "testify", lambda _: Testimony()), contextlib.suppress(Exception):
+                with (
+                    mock.patch.object(api, "compare_with_source", lambda _: WitnessReport()),
+                    contextlib.suppress(Exception),
+                ):
                     without = _run(own_case.conversion(folder / "without"), KINDS[kind], own, own_case)
                 published = (folder / "without").exists()
                 without = None if published else without or RuntimeError("failed")

@@ -14,6 +14,7 @@ from reshard.witness.table import Ints, Key, Piece, Storage, Table, Tensor
 _MOST_CARRIED_BYTES = 16 << 20
 """Largest object that is no tensor of the model; larger ones are refused in client states."""
 
+_FEW = 12
 _RANDOM = np.random.default_rng()  # seeded by the system
 _PRIME = (1 << 31) - 1
 _BLOCK_BYTES = 1 << 20
@@ -47,8 +48,8 @@ def _is_exact(pieces: list[Piece]) -> bool:
     The value of a box is a product of differences of random numbers, one for each coordinate, so that values of
     disjoint boxes add up to that of the whole, and those of others do so by chance only (Schwartz 1980, Zippel 1979).
     """
-    if len(pieces) == 1:
-        return True
+    if len(pieces) <= _FEW:
+        return not any(_overlap(one, other) for at, one in enumerate(pieces) for other in pieces[:at])
     low = np.array([piece.low for piece in pieces], dtype=np.int64)
     high = low + np.array([piece.size for piece in pieces], dtype=np.int64)
     for _ in range(2):
@@ -63,6 +64,13 @@ def _is_exact(pieces: list[Piece]) -> bool:
         if int(values.sum() % _PRIME) != total:
             return False
     return True
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    return all(
+        low < other_low + other_size and other_low < low + size
+        for low, size, other_low, other_size in zip(one.low, one.size, other.low, other.size, strict=True)
+    )
 
 
 def find_byte_problems(table: Table, files: Mapping[str, int | None]) -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import gc
 import hashlib
 import io
 import pickle
@@ -185,10 +184,4 @@ class Pickles:
 
 def load(data: bytes) -> Any:
     """Return the object that a pickle describes, with inert objects in the place of all classes."""
-    collects = gc.isenabled()
-    gc.disable()  # thousands of new objects make it look for garbage, which a pickle does not produce
-    try:
-        return _Unpickler(io.BytesIO(data)).load()
-    finally:
-        if collects:
-            gc.enable()
+    return _Unpickler(io.BytesIO(data)).load()

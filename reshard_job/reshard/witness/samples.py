@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from reshard.errors import VerificationError
 from reshard.storage.files import File, open_file
-from reshard.system.file_handles import Handles
 from reshard.witness.table import Ints, Table
 
 Bytes = npt.NDArray[np.uint8]
@@ -20,7 +19,6 @@ _NEIGHBOURS = np.arange(-4, 12)
 
 _RANDOM = np.random.default_rng()  # seeded by the system, so that no two runs compare the same elements
 
-_MOST_MAPPINGS = 256
 
 _KEPT_BYTES = 64 << 20
 """Content of small files that is kept in memory."""
@@ -30,22 +28,12 @@ _GAP_BYTES = 4096
 
 
 class ElementReader:
-    """Reads elements of a checkpoint's files, of which a bounded number stays open until `close`.
+    """Reads elements of a checkpoint's files, one file after the other; the content of small ones is kept."""
 
-    Args:
-        table: of the checkpoint.
-        may_map: files may be read through mappings; a file that becomes shorter then ends the process by SIGBUS, so
-            this is for files of our own.
-    """
-
-    def __init__(self, table: Table, *, may_map: bool = False) -> None:
-        self._table, self._may_map = table, may_map
-        self._files = Handles(self._open, lambda file: file.close())
+    def __init__(self, table: Table) -> None:
+        self._table = table
         self._contents: dict[int, Bytes] = {}
         self._kept_bytes = 0
-
-    def _open(self, number: int) -> File:
-        return open_file(self._table.root / self._table.files[number], follow=True)
 
     def read(self, files: Ints, positions: Ints, item_bytes: int) -> Bytes:
         """Return the bytes of elements, [elements, item_bytes].
@@ -60,20 +48,16 @@ class ElementReader:
         if len(files) and int(files.min()) == int(files.max()):
             return self._read_file(int(files[0]), positions, item_bytes)
         found = np.zeros((len(files), item_bytes), dtype=np.uint8)
-        for number in set(files.tolist()):
-            own = np.flatnonzero(files == number)
-            found[own] = self._read_file(number, positions[own], item_bytes)
+        order = np.argsort(files, kind="stable")
+        borders = np.flatnonzero(np.diff(files[order])) + 1
+        for own in np.split(order, borders):
+            if len(own):
+                found[own] = self._read_file(int(files[own[0]]), positions[own], item_bytes)
         return found
 
     def _read_file(self, number: int, positions: Ints, item_bytes: int) -> Bytes:
         if number not in self._contents:
-            with self._files.borrow(number) as file:
-                if self._may_map and file.num_bytes:
-                    if len(self._contents) >= _MOST_MAPPINGS:
-                        self._contents.clear()
-                    path = self._table.root / self._table.files[number]
-                    self._contents[number] = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-                    return self._read_file(number, positions, item_bytes)
+            with open_file(self._table.root / self._table.files[number], follow=True) as file:
                 if file.is_remote or file.num_bytes > _WHOLE_BYTES or self._kept_bytes > _KEPT_BYTES:
                     return _read_ranges(file, positions, item_bytes)
                 self._contents[number] = np.frombuffer(file.read(file.num_bytes, 0), dtype=np.uint8)
@@ -83,16 +67,6 @@ class ElementReader:
             raise VerificationError(f"a witness finds that {self._table.files[number]} is shorter than its tensors")
         found: Bytes = content[positions[:, None] + np.arange(item_bytes)]
         return found
-
-    def close(self) -> None:
-        """Close all files."""
-        self._files.close()
-
-    def __enter__(self) -> ElementReader:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
 
 def _read_ranges(file: File, positions: Ints, item_bytes: int) -> Bytes:

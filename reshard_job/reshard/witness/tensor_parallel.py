@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,21 @@ _KINDS = (
 )
 
 
+_FEW_REPEATS = re.compile(r"[^*+?{]{0,200}(?:[*+?][^*+?{]{0,200}){0,2}")
+_COSTLY = re.compile(r"\)[*+?{]|\(\?|\\[1-9]")
+
+
+def _compile(pattern: str) -> Callable[[str], bool]:
+    """Return a function that matches a pattern from the start of a name, whatever the pattern in bounded time.
+
+    Python's engine is the faster one, and backtracks: it gets patterns with at most two repeats of single characters.
+    """
+    if _FEW_REPEATS.fullmatch(pattern) and not _COSTLY.search(pattern):
+        compiled = re.compile(pattern)
+        return lambda name: compiled.match(name) is not None
+    return Matcher(pattern).match
+
+
 class Patterns:
     """The patterns of a checkpoint.
 
@@ -54,7 +70,7 @@ class Patterns:
     def __init__(self, info: Any) -> None:
         self._info: Mapping[str, Any] = info if isinstance(info, Mapping) else {}
         self._is_stated = bool(self._info)
-        self._matchers: dict[str, Matcher] = {}
+        self._matchers: dict[str, Callable[[str], bool]] = {}
         self._results: dict[tuple[str, str], bool] = {}
 
     def _matches(self, patterns: Any, name: str) -> bool:
@@ -63,8 +79,8 @@ class Patterns:
     def _is_match(self, pattern: str, name: str) -> bool:
         if (pattern, name) not in self._results:
             if pattern not in self._matchers:
-                self._matchers[pattern] = Matcher(pattern)
-            self._results[pattern, name] = self._matchers[pattern].match(name)
+                self._matchers[pattern] = _compile(pattern)
+            self._results[pattern, name] = self._matchers[pattern](name)
         return self._results[pattern, name]
 
     def vocabulary_rows(self, name: str) -> int | None:
