@@ -119,6 +119,12 @@ def _find_changed(table: Table, files: Mapping[str, int | None]) -> Iterator[str
                 yield f"{path}: CRC-32 {crc32:08x} was written, the content has {found:08x}"
 
 
+def count_places(table: Table) -> int:
+    """Return how many pieces of files all tensors are in."""
+    pieces = (piece for tensor in table.tensors.values() for copy in tensor.copies for piece in copy)
+    return sum(piece.holder.num_places for piece in pieces)
+
+
 def _find_used(table: Table) -> dict[Storage, list[Ints]]:
     """Return the intervals of elements that tensors use of each storage: arrays of (start, stop), [intervals, 2]."""
     by_holder: dict[int, list[Piece]] = {}

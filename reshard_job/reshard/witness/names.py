@@ -61,8 +61,13 @@ class Origin:
 
     @property
     def num_copies(self) -> int:
-        """Return how many copies are to be read."""
-        return len(self.tensors[0].copies) if self.is_average else 1
+        """Return how many copies there are; the tensors of a part that was fused or cut count as one copy."""
+        return len(self.tensors[0].copies) if len(self.tensors) == 1 else 1
+
+    @property
+    def is_rank_local(self) -> bool:
+        """Return True if the framework lets the copies differ."""
+        return any(tensor.is_rank_local for tensor in self.tensors)
 
     def find(self, copy: int, element: Ints) -> tuple[Ints, Ints]:
         """Return file number and byte of elements, see `Tensor.find`."""

@@ -56,6 +56,11 @@ class Holder(Protocol):
         """Return how many elements are in one storage before the next one begins; 0 if all are in one."""
         ...
 
+    @property
+    def num_places(self) -> int:
+        """Return the number of storages."""
+        ...
+
     def find(self, element: Ints) -> tuple[Ints, Ints]:
         """Return file number and byte of each element, [elements] each."""
         ...
@@ -112,6 +117,10 @@ class Storage:
     def border(self) -> int:
         return 0
 
+    @property
+    def num_places(self) -> int:
+        return 1
+
     def find(self, element: Ints) -> tuple[Ints, Ints]:
         return np.full(len(element), self.file), self.range[0] + element * self.item_bytes
 
@@ -157,6 +166,10 @@ class Stream:
     def border(self) -> int:
         return self.partition
 
+    @property
+    def num_places(self) -> int:
+        return 1  # the parameters of a group share its buffer, which is looked at once
+
     def find(self, element: Ints) -> tuple[Ints, Ints]:
         rank, inside = np.divmod(element, self.partition)
         files, bases = self.parts.columns
@@ -187,6 +200,10 @@ class Slots:
     @property
     def border(self) -> int:
         return self.chunk
+
+    @property
+    def num_places(self) -> int:
+        return len(self.parts.storages)
 
     def find(self, element: Ints) -> tuple[Ints, Ints]:
         rank, inside = np.divmod(element, self.chunk)

@@ -35,10 +35,11 @@ def read(root: Path, *, info: Any = None, is_target: bool = False) -> Table:
         for group in model.find("param_shapes") or ():
             for name, shape in group.items():
                 shapes.setdefault(name, []).append(tuple(shape))
-    for folder in sorted(item.parent for item in (root / _ZERO).glob("**/fp32.pt")):
-        _add_parameter(table, folder, shapes, patterns, is_target=is_target)
-    for item in sorted((root / _ZERO).glob("*.pt")):
-        OpenedFile(table, f"{_ZERO}/{item.name}", is_target=is_target)
+    for item in sorted((root / _ZERO).iterdir()):
+        if item.name.endswith(".pt"):
+            OpenedFile(table, f"{_ZERO}/{item.name}", is_target=is_target)
+        else:
+            _add_parameter(table, item, shapes, patterns, is_target=is_target)
     _add_rest(table, models)
     return table
 
@@ -46,8 +47,8 @@ def read(root: Path, *, info: Any = None, is_target: bool = False) -> Table:
 def _add_parameter(
     table: Table, folder: Path, shapes: Mapping[str, list[tuple[int, ...]]], patterns: Patterns, *, is_target: bool
 ) -> None:
-    name = folder.relative_to(table.root / _ZERO).as_posix()
-    for path in sorted(folder.glob("*.pt")):
+    name = folder.name
+    for path in sorted(folder.iterdir()):
         file = OpenedFile(table, f"{_ZERO}/{name}/{path.name}", is_target=is_target)
         atom = file.value
         stored: Any = atom.get("param") if isinstance(atom, Mapping) else atom
