@@ -47,6 +47,7 @@ from reshard.target import Done, claim_target, find_commit, find_commit_without_
 from reshard.tensors.layout import Index
 from reshard.tensors.views import select_states
 from reshard.topology import Topology
+from reshard.witness import Case, compare_with_source
 
 __all__ = (
     "Conversion",
@@ -365,8 +366,29 @@ class _Run:
         with ThreadPoolExecutor(1) as pool, trusting(self._conversion.allow_globals):
             synced = pool.submit(mover.sync)  # the storage works while the result is read back
             read_back(folder, self._plan, commit, reread=self._options.reread)
+            witnessed = compare_with_source(self._case(folder, commit))
             synced.result()
-        return commit
+        return dataclasses.replace(commit, witness=witnessed.to_dict())
+
+    def _case(self, folder: Path, commit: Commit) -> Case:
+        """Describe the conversion to a witness that knows nothing of the plan."""
+        conversion, source_model = self._conversion, {}
+        with contextlib.suppress(SourceError):
+            source_model = dict(read_commit(self._plan.index.root).model)
+        return Case(
+            source=self._plan.index.root,
+            source_format=self._plan.index.format,
+            source_model=source_model,
+            target=folder,
+            target_format=commit.format,
+            target_model=commit.model,
+            files={file.path: file.crc32 for file in commit.files},
+            states=conversion.states,
+            names=conversion.names,
+            patterns=conversion.patterns,
+            weight_dtype=conversion.weight_dtype,
+            allow_differences=conversion.allow_differences,
+        )
 
     def _check_touched(self, outcome: Outcome) -> None:
         """Index the source again: files that were touched during the run must still hold the same tensors in place.

@@ -263,6 +263,7 @@ class ReshardReport:
             unless names or types change.
         verified: the target was checked against the source.
         latest: file that names the target to its framework, if this run wrote it.
+        witness: numbers of `tensors` and `samples` compared by name, and of tensors `not_witnessed`; empty for none.
         contract_version: `CONTRACT_VERSION` of the writer.
     """
 
@@ -284,6 +285,7 @@ class ReshardReport:
     digest: str = ""
     verified: bool = False
     latest: str = ""
+    witness: Mapping[str, int] = dataclasses.field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 
     def to_json(self) -> str:
@@ -376,6 +378,12 @@ def _topology(path: str, value: object) -> dict[str, int]:
     return {_text(path, key, 16): _whole(f"{path}.{key[:16]}", item, _MAX_DEGREE) for key, item in value.items()}
 
 
+def _counts(path: str, value: object) -> dict[str, int]:
+    if not isinstance(value, dict) or len(value) > _MAX_VERSIONS:
+        raise ValueError(f"{path}: expected an object of at most {_MAX_VERSIONS} numbers, found {_brief(value)}")
+    return {_text(path, key, 64): _whole(f"{path}.{key[:16]}", item, MAX_COUNT) for key, item in value.items()}
+
+
 def _versions(path: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or len(value) > _MAX_VERSIONS:
         raise ValueError(f"{path}: expected a list of at most {_MAX_VERSIONS} integers, found {_brief(value)}")
@@ -427,6 +435,7 @@ _READERS: Mapping[type, Mapping[str, _Reader]] = {
         "digest": functools.partial(_text, most=128),
         "verified": _flag,
         "latest": functools.partial(_text, most=MAX_URI),
+        "witness": _counts,
         "contract_version": functools.partial(_whole, most=MAX_ATTEMPT),
     },
 }

@@ -84,6 +84,8 @@ class Commit:
         created: RFC 3339 time, UTC.
         owner: UID of the job that wrote it; empty without a cluster, and in commits of older versions.
         origin: digests of the source: `identity` of its files, `content` of the ranges that were read.
+        witness: what was compared with the source by name: numbers of `tensors` and `samples`, and `not_witnessed`
+            (reason -> number of tensors); empty in commits of trainers and of older versions.
     """
 
     format: str
@@ -101,6 +103,7 @@ class Commit:
     created: str = ""
     owner: str = ""
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    witness: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -221,6 +224,7 @@ def _parse(value: Any, path: Path) -> Commit:
         created=_of(str, value, "created", ""),
         owner=_of(str, value, "owner", ""),
         origin=origin,
+        witness=_of(dict, value, "witness", {}),
     )
 
 

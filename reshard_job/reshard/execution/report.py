@@ -50,7 +50,16 @@ def done_report(
         digest=total_digest(commit.digests),
         verified=True,
         latest=latest,
+        witness=_count_witnessed(commit),
     )
+
+
+def _count_witnessed(commit: Commit) -> dict[str, int]:
+    """Return how much of a result was witnessed; the commit says why the rest was not."""
+    if not commit.witness:
+        return {}
+    missing = sum(commit.witness.get("not_witnessed", {}).values())
+    return {**{key: commit.witness.get(key, 0) for key in ("tensors", "samples")}, "not_witnessed": missing}
 
 
 def failure_report(exit_code: ExitCode, message: str, source: Path, target: Path, seconds: float) -> ReshardReport:
