@@ -277,8 +277,9 @@ class _Comparison:
 
     def _count_copies(self, origin: Origin) -> int:
         """Return how many copies of a source's tensor are read: all if they may differ, else the first."""
-        may_differ = origin.is_average or origin.is_rank_local or self._case.allow_differences
-        return origin.num_copies if may_differ else 1
+        if origin.is_average:
+            return origin.num_averaged
+        return origin.num_copies if origin.is_rank_local or self._case.allow_differences else 1
 
     def _find_difference(self, pair: Pair, copy: int, element: Ints, values: tuple[Bytes, Bytes]) -> str:
         """Describe the first element that is not the expected one; empty if there is none."""

@@ -137,7 +137,8 @@ class _Matcher:
         masters = [at for at in found if at.state == "fp32"]
         first = self._origins[found[0]]
         rounds_once = first.dtype in _FLOATS and (self._wanted.prefers_masters or first.dtype != tensor.dtype)
-        if key.state == "weight" and masters and rounds_once and not self._holds_masters:
+        is_rounded_mean = first.is_average and first.dtype in _FLOATS
+        if key.state == "weight" and masters and (is_rounded_mean or (rounds_once and not self._holds_masters)):
             return masters[0]
         return found[0]
 

@@ -57,12 +57,18 @@ class Origin:
     @property
     def is_average(self) -> bool:
         """Return True if the tensor is the mean of its copies."""
-        return len(self.tensors) == 1 and self.tensors[0].is_average
+        return self.num_averaged > 0
+
+    @property
+    def num_averaged(self) -> int:
+        """Return over how many copies, from the first on, the tensor is a mean; 0 if it is none."""
+        numbers = {tensor.num_averaged for tensor in self.tensors}
+        return numbers.pop() if len(numbers) == 1 else 0
 
     @property
     def num_copies(self) -> int:
         """Return how many copies there are; the tensors of a part that was fused or cut count as one copy."""
-        return len(self.tensors[0].copies) if len(self.tensors) == 1 else 1
+        return len(self.tensors[0].copies) if len(self.tensors) == 1 else max(1, self.num_averaged)
 
     @property
     def is_rank_local(self) -> bool:

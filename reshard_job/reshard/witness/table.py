@@ -275,14 +275,14 @@ class Tensor:
         shape: of the whole tensor.
         dtype: type of its elements.
         copies: pieces of each copy; every copy holds the whole tensor.
-        is_average: the framework declares that the copies differ, and that the tensor is their mean.
+        num_averaged: the framework declares that the tensor is the mean of so many copies, from the first on; 0 if not.
         is_rank_local: the framework lets the copies differ, and takes the first one.
     """
 
     shape: tuple[int, ...]
     dtype: str
     copies: list[list[Piece]]
-    is_average: bool = False
+    num_averaged: int = 0
     is_rank_local: bool = False
 
     @property

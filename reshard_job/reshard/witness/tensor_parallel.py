@@ -115,7 +115,7 @@ class Patterns:
         is_average = self._matches(self._info.get("parameter_to_average_patterns"), name)
         if len(shards) == 1 or is_average or self.is_replicated(name):
             copies = [[_whole_piece(shard)] for shard in shards]
-            return Tensor(first.shape, first.dtype, copies, is_average=is_average)
+            return Tensor(first.shape, first.dtype, copies, num_averaged=len(shards) if is_average else 0)
         if not self._is_stated:
             raise NotWitnessedError("the checkpoint does not say how tensor parallelism cut it")
         for rule in self._info.get("parameter_with_sub_params") or ():

@@ -155,7 +155,7 @@ def test_shards_are_joined_as_their_patterns_say():
     assert [row[0] for row in row_of("up")] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [row[0] for row in row_of("qkv")] == [0, 0, 1, 1, 0, 1, 0, 1]
     assert len(patterns.join("norm", shards).copies) == 2
-    assert patterns.join("mean", shards).is_average
+    assert patterns.join("mean", shards).num_averaged == len(shards)
     assert [patterns.kind_of(name) for name in ("norm", "down", "x")] == ["not at all", "along dim 1", "along dim 0"]
     with pytest.raises(NotWitnessedError, match="does not say how"):
         Patterns(None).join("x", shards)
