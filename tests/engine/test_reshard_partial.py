@@ -97,13 +97,17 @@ def test_weights_are_the_masters_mean_rounded(name, converted):
                 assert torch.equal(master.to(weight.dtype), weight), leaf
 
 
-def test_training_goes_on_as_from_deepspeeds_universal_checkpoint(converted):
-    _, native, own, _ = converted["fp32"]
+def test_training_goes_on_as_from_deepspeeds_universal_checkpoint(converted, tmp_path):
+    source, native, own, _ = converted["fp32"]
     run = {**CASE, "topology": "tp=1,zero=1", "steps": 3}
     ours = launch([{**run, "name": "native", "load": str(native)}])["native"]
     theirs = launch([{**run, "name": "universal", "load": str(own)}], UNIVERSAL_RANK)["universal"]
     assert ours == pytest.approx(theirs, abs=1e-6, rel=0)
     assert all(np.isfinite(ours))
+    cut = tmp_path / "step-00000002"
+    convert(Conversion(source=source, target=cut, topology=Topology.parse("tp=2,dp=2,zero=1")), RunOptions())
+    again = launch([{**CASE, "topology": "tp=2,dp=2,zero=1", "steps": 3, "name": "cut", "load": str(cut)}])["cut"]
+    assert again == pytest.approx(ours, abs=1e-6, rel=0)
 
 
 PATTERNS = r"""
