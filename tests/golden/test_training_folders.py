@@ -11,7 +11,7 @@ from reshard.cli.locate import find_newest
 from reshard.commits.commit import read_commit
 from reshard.commits.staging import Sharing
 from reshard.contract import ExitCode
-from reshard.errors import SourceChangedError
+from reshard.errors import CorruptSourceError, SourceChangedError
 from reshard.execution.verify import read_digests
 from reshard.topology import Topology
 from tests.golden.command import HERE, ZERO2, Answer
@@ -253,3 +253,15 @@ def test_a_name_that_no_commit_can_state_is_refused(tmp_path: Path, trainer: Pat
     (trainer / os.fsdecode(name)).write_bytes(b"1")
     found = say.json("plan", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
     assert "no plain text" in found["message"]
+
+
+def test_a_file_that_is_cut_short_or_gone_when_it_is_copied_is_named(trainer: Path) -> None:
+    layout = api.plan_of(api.index_of(trainer), Topology(dp=2, zero=2)).layout
+    schedule = next(file for file in layout.files if file.path == "scheduler.pt")
+    assert list(schedule.fixed) == list(schedule.fixed[:]) == [(0, b"schedule")]
+    (trainer / "scheduler.pt").write_bytes(b"sch")
+    with pytest.raises(CorruptSourceError, match="fewer than the 8 bytes"):
+        list(schedule.fixed)
+    (trainer / "scheduler.pt").unlink()
+    with pytest.raises(CorruptSourceError, match="cannot be read"):
+        list(schedule.fixed)
