@@ -176,7 +176,7 @@ def _open_to_carry(path: Path, root: Path) -> int:
     Raises:
         NotACheckpointError: it is no regular file, or cannot be read.
     """
-    hint = "copy what it links to into its place: cp --remove-destination; or move it away"
+    hint = "copy the folder with what it links to (cp -rL FOLDER NEW_FOLDER), or move this away"
     try:
         if not isinstance(path, RemotePath) and not stat.S_ISREG(mode := path.lstat().st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(mode) else "a pipe or device"
