@@ -265,3 +265,16 @@ def test_a_file_that_is_cut_short_or_gone_when_it_is_copied_is_named(trainer: Pa
     (trainer / "scheduler.pt").unlink()
     with pytest.raises(CorruptSourceError, match="cannot be read"):
         list(schedule.fixed)
+
+
+def test_the_commit_of_the_checkpoint_inside_is_compared(tmp_path: Path, trainer: Path, say: Answer) -> None:
+    shutil.rmtree(trainer / "global_step2")
+    say("run", ZERO2, trainer / "global_step2", "--to", "dp=3")
+    say("run", trainer, tmp_path / "out", "--to", "dp=2")
+    assert not (tmp_path / "out" / "global_step2" / "COMMIT.json").exists()
+    path = trainer / "global_step2" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1  # time of the first entry of the archive, which no reader looks at
+    path.write_bytes(content)
+    found = say.json("run", trainer, tmp_path / "other", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
+    assert "not what was committed" in found["message"]

@@ -107,9 +107,17 @@ def read_checkpoint(path: Path, commit: Commit | None, patterns: Path | None = N
         index = read_parts(path, parts, commit)
     else:
         inner = path / parts[0]
-        index = formats.read_checkpoint(inner, _commit_inside(inner, commit), patterns)
+        own = _commit_inside(inner, commit)
+        index = _add_checksums(formats.read_checkpoint(inner, own, patterns), own)
     side_files = tuple(_list_side_files(path, stack, parts, commit))
     return wrap(index, path, TrainingFolder(stack=stack.name, parts=parts, side_files=side_files))
+
+
+def _add_checksums(index: Index, commit: Commit | None) -> Index:
+    """Return an index with the CRC-32 of its files that the checkpoint's own commit states."""
+    stated = {} if commit is None else {file.path: file.crc32 for file in commit.files}
+    files = tuple(dataclasses.replace(file, crc32=stated.get(file.path)) for file in index.files)
+    return dataclasses.replace(index, files=files)
 
 
 def _commit_inside(inner: Path, commit: Commit | None) -> Commit | None:
