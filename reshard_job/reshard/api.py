@@ -74,7 +74,7 @@ def index_of(
     commit is followed to its source.
 
     Args:
-        source: folder of one checkpoint.
+        source: folder of one checkpoint, or a training folder with one inside (`reshard.folders`).
         require_commit: refuse a checkpoint without a marker.
         patterns: file that says how tensor parallelism cut a DeepSpeed checkpoint which does not say it.
         ds_config: DeepSpeed's configuration of the run that saved an elastic checkpoint.

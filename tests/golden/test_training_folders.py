@@ -11,7 +11,7 @@ from reshard.cli.locate import find_newest
 from reshard.commits.commit import read_commit
 from reshard.commits.staging import Sharing
 from reshard.contract import ExitCode
-from reshard.errors import SourceChangedError
+from reshard.errors import CorruptSourceError, SourceChangedError
 from reshard.execution.verify import read_digests
 from reshard.topology import Topology
 from tests.golden.command import HERE, ZERO2, Answer
@@ -253,3 +253,28 @@ def test_a_name_that_no_commit_can_state_is_refused(tmp_path: Path, trainer: Pat
     (trainer / os.fsdecode(name)).write_bytes(b"1")
     found = say.json("plan", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
     assert "no plain text" in found["message"]
+
+
+def test_a_file_that_is_cut_short_or_gone_when_it_is_copied_is_named(trainer: Path) -> None:
+    layout = api.plan_of(api.index_of(trainer), Topology(dp=2, zero=2)).layout
+    schedule = next(file for file in layout.files if file.path == "scheduler.pt")
+    assert list(schedule.fixed) == list(schedule.fixed[:]) == [(0, b"schedule")]
+    (trainer / "scheduler.pt").write_bytes(b"sch")
+    with pytest.raises(CorruptSourceError, match="fewer than the 8 bytes"):
+        list(schedule.fixed)
+    (trainer / "scheduler.pt").unlink()
+    with pytest.raises(CorruptSourceError, match="cannot be read"):
+        list(schedule.fixed)
+
+
+def test_the_commit_of_the_checkpoint_inside_is_compared(tmp_path: Path, trainer: Path, say: Answer) -> None:
+    shutil.rmtree(trainer / "global_step2")
+    say("run", ZERO2, trainer / "global_step2", "--to", "dp=3")
+    say("run", trainer, tmp_path / "out", "--to", "dp=2")
+    assert not (tmp_path / "out" / "global_step2" / "COMMIT.json").exists()
+    path = trainer / "global_step2" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1  # time of the first entry of the archive, which no reader looks at
+    path.write_bytes(content)
+    found = say.json("run", trainer, tmp_path / "other", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
+    assert "not what was committed" in found["message"]

@@ -37,7 +37,7 @@ def add_identities(index: Index, opened: Mapping[str, FileIdentity], commit: Com
     Args:
         index: an index that was just made.
         opened: identities of the files that were opened to make the index, by path.
-        commit: commit of the source, if it has one.
+        commit: commit of the source, if it has one; else checksums that the index has already are kept.
     """
     stated = {} if commit is None else {file.path: file.crc32 for file in commit.files}
     root = f"{index.root}/"
@@ -49,7 +49,7 @@ def add_identities(index: Index, opened: Mapping[str, FileIdentity], commit: Com
                 identity = identity_at(index.root / file.path)
             except OSError:  # the error is raised when the file is read
                 identity = None
-        return dataclasses.replace(file, identity=identity, crc32=stated.get(file.path))
+        return dataclasses.replace(file, identity=identity, crc32=stated.get(file.path, file.crc32))
 
     files = tuple(identify(file) for file in index.files)
     named = {file.path for file in files}

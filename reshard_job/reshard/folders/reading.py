@@ -109,9 +109,17 @@ def read_checkpoint(
         index = read_parts(path, parts, commit)
     else:
         inner = path / parts[0]
-        index = formats.read_checkpoint(inner, _commit_inside(inner, commit), patterns, ds_config)
+        own = _commit_inside(inner, commit)
+        index = _add_checksums(formats.read_checkpoint(inner, own, patterns, ds_config), own)
     side_files = tuple(_list_side_files(path, stack, parts, commit))
     return wrap(index, path, TrainingFolder(stack=stack.name, parts=parts, side_files=side_files))
+
+
+def _add_checksums(index: Index, commit: Commit | None) -> Index:
+    """Return an index with the CRC-32 of its files that the checkpoint's own commit states."""
+    stated = {} if commit is None else {file.path: file.crc32 for file in commit.files}
+    files = tuple(dataclasses.replace(file, crc32=stated.get(file.path)) for file in index.files)
+    return dataclasses.replace(index, files=files)
 
 
 def _commit_inside(inner: Path, commit: Commit | None) -> Commit | None:
@@ -178,7 +186,7 @@ def _open_to_carry(path: Path, root: Path) -> int:
     Raises:
         NotACheckpointError: it is no regular file, or cannot be read.
     """
-    hint = "copy what it links to into its place: cp --remove-destination; or move it away"
+    hint = "copy the folder with what it links to (cp -rL FOLDER NEW_FOLDER), or move this away"
     try:
         if not isinstance(path, RemotePath) and not stat.S_ISREG(mode := path.lstat().st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(mode) else "a pipe or device"
