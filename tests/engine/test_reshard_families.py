@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import Conversion, RunOptions, convert, plan_conversion
+from reshard.api import Conversion, RunOptions, convert, plan_conversion, reshard
+from reshard.execution.verify import read_digests
+from reshard.formats import read_checkpoint
 from reshard.formats.pt.reader import read
 from reshard.topology import Topology
 from tests.engine.reshard_run import launch
+from tests.randomness import SOAKING
 
 pytestmark = [
     pytest.mark.engine,
@@ -21,20 +24,26 @@ SCRIPT = Path(__file__).with_name("family_rank.py")
 STEP = "step-00000002"
 CASES = {
     "llama": ("llama", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
-    "llama-biases": ("llama-biases", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=2"),
     "llama-tied": ("llama-tied", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
     "llama-preset": ("llama", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
     "llama-universal": ("llama", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
     "mistral": ("mistral", "tp=1,dp=2,zero=2", "tp=2,dp=1,zero=1"),
     "qwen2": ("qwen2", "tp=1,dp=2,zero=3", "tp=2,dp=1,zero=3"),
-    "qwen2-tied": ("qwen2-tied", "tp=1,dp=2,zero=3", "tp=2,dp=1,zero=1"),
     "qwen3": ("qwen3", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
     "phi": ("phi", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
     "mixtral": ("mixtral", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
 }
+if SOAKING:
+    CASES |= {
+        "llama-biases": ("llama-biases", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=2"),
+        "llama-bf16": ("llama", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
+        "qwen2-tied": ("qwen2-tied", "tp=1,dp=2,zero=3", "tp=2,dp=1,zero=1"),
+    }
 PRESETS = {"mixtral": "mixtral", "llama-preset": "llama"}
 ODD = ("llama-one-kv-head", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1")
 TOLERANCE = 1e-5
+BF16_TOLERANCE = 2e-3
+"""AutoTP sums halves that were rounded to bf16, in another order than one rank does."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +54,8 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     sources |= {name: (name, "tp=1,dp=2,zero=1") for name in ("megatron", "megatron-pipeline")}
     runs = [
         {"name": name, "family": family, "topology": source, "steps": 4, "save_at": 2,
-         "preset": "llama" if name == "llama-preset" else None, "save": str(root / name / STEP)}
+         "preset": "llama" if name == "llama-preset" else None, "bf16": name == "llama-bf16",
+         "save": str(root / name / STEP)}
         for name, (family, source) in sources.items()
         if name != "llama-universal"
     ]  # fmt: skip
@@ -67,14 +77,24 @@ def resumed(uninterrupted, tmp_path_factory) -> dict[str, list[float]]:
         )
         convert(wanted, RunOptions(reread=True))
         runs.append({"name": name, "family": family, "preset": PRESETS.get(name), "topology": target, "steps": 2,
-                     "load": str(folder), "refused": name == "odd", "universal": is_universal})  # fmt: skip
+                     "load": str(folder), "refused": name == "odd", "universal": is_universal,
+                     "bf16": name == "llama-bf16"})  # fmt: skip
     return launch(runs, SCRIPT)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_goes_on_with_the_losses_of_the_uninterrupted_one(name, uninterrupted, resumed):
     expected = uninterrupted[1]["llama" if name == "llama-universal" else name]
-    assert resumed[name] == pytest.approx(expected[2:], abs=TOLERANCE, rel=0)
+    tolerance = BF16_TOLERANCE if name == "llama-bf16" else TOLERANCE
+    assert resumed[name] == pytest.approx(expected[2:], abs=tolerance, rel=0)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "mixtral"])
+def test_result_says_itself_how_it_is_split_and_goes_back_unchanged(name, uninterrupted, tmp_path):
+    source, there, back = uninterrupted[0] / name / STEP, tmp_path / "there" / STEP, tmp_path / "back" / STEP
+    reshard(source, there, "tp=2,dp=2")
+    reshard(there, back, "tp=1,dp=2")
+    assert read_digests(read_checkpoint(back, None)) == read_digests(read_checkpoint(source, None))
 
 
 def test_heads_that_the_files_do_not_state_are_no_silent_error(resumed):

@@ -32,6 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "differentiable": False,
     "fused": None,
 }
+_LARGEST = 1e300
 COUNT = "base_optimizer_state_step"
 """Key of an elastic checkpoint for the steps that groups count; absent where they count none."""
 
@@ -115,6 +116,11 @@ def make_groups(
     )
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number that a float can hold."""
+    return type(value) in (int, float) and -_LARGEST < value < _LARGEST
+
+
 def _find_problems(group: Mapping[str, Any], at: int) -> list[str]:
     """List what is wrong with the settings of a group."""
     where = f"group {at}"
@@ -122,10 +128,10 @@ def _find_problems(group: Mapping[str, Any], at: int) -> list[str]:
     problems += [
         f"{where}: {key} is {group[key]!r:.40}, expected a number"
         for key in ("lr", "weight_decay", "eps")
-        if key in group and (type(group[key]) not in (int, float) or not math.isfinite(group[key]))
+        if key in group and not _is_number(group[key])
     ]
     betas = group.get("betas", [0.9, 0.999])
-    if not isinstance(betas, list) or len(betas) != 2 or any(type(beta) not in (int, float) for beta in betas):
+    if not isinstance(betas, list) or len(betas) != 2 or not all(map(_is_number, betas)):
         problems.append(f"{where}: betas is {betas!r:.40}, expected two numbers")
     problems += [
         f"{where}: {key} is {group[key]!r:.40}, expected true or false"
@@ -148,12 +154,12 @@ def _find_rates(
     if state is None:
         return [float(group["lr"]) for group in groups]
     last = state.get("_last_lr") if isinstance(state, Mapping) else None
-    if isinstance(last, list) and len(last) == len(groups) and all(type(rate) in (int, float) for rate in last):
+    if isinstance(last, list) and len(last) == len(groups) and all(map(_is_number, last)):
         return [float(rate) for rate in last]
     done = state.get("last_batch_iteration") if isinstance(state, Mapping) else None
     saved = model.get("ds_config")
     section = config.get("scheduler") or (saved.get("scheduler") if isinstance(saved, Mapping) else None)
-    if not isinstance(section, Mapping) or type(done) is not int:
+    if not isinstance(section, Mapping) or type(done) is not int or not _is_number(done):
         raise UnsupportedError(
             f"has a learning-rate schedule, and nothing says the rate at which it stood: {_RATES} in the configuration",
             hint="name with --like a checkpoint of the same model that was saved with elastic_checkpoint false",
@@ -178,7 +184,7 @@ def _compute_warmup(params: Mapping[str, Any], done: int, rate: float, *, decays
     if decays:
         numbers |= {"warmup_max_lr": 0.001, "total_num_steps": None}
     numbers |= {key: value for key, value in params.items() if key in numbers}
-    if wrong := [key for key, value in numbers.items() if type(value) not in (int, float)]:
+    if wrong := [key for key, value in numbers.items() if not _is_number(value)]:
         raise UsageError(f"scheduler.params.{wrong[0]} is {numbers[wrong[0]]!r:.40}, expected a number")
     low, high, total = numbers["warmup_min_lr"], numbers["warmup_max_lr"], numbers.get("total_num_steps", 0)
     steps = max(2, numbers["warmup_num_steps"])

@@ -53,6 +53,8 @@ def test_learning_rate_is_that_of_the_schedule(scheduler, saved, expected):
         ({"type": "AdamW"}, "group 0: lr is missing"),
         ({"type": "AdamW", "params": {"lr": 0.1}}, "group 0: weight_decay is missing"),
         ({"type": "AdamW", "params": {**PARAMS, "lr": "auto"}}, "lr is 'auto', expected a number"),
+        ({"type": "AdamW", "params": {**PARAMS, "lr": 10**400}}, "lr is 1000.*expected a number"),
+        ({"type": "AdamW", "params": {**PARAMS, "lr": float("nan")}}, "lr is nan, expected a number"),
         ({"type": "AdamW", "params": {**PARAMS, "betas": [0.9]}}, r"betas is \[0.9\], expected two numbers"),
         ({"type": "AdamW", "params": {**PARAMS, "amsgrad": 1}}, "amsgrad is 1, expected true or false"),
         ({"type": "AdamW", "params": {**PARAMS, "momentum": 0.9}}, "'momentum' is no setting of Adam"),

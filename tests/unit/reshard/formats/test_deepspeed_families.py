@@ -154,6 +154,14 @@ def test_model_of_no_family_is_told_what_is_closest():
     assert "layers have the numbers [0, 2]" in split(shapes)[0]
 
 
+def test_numbers_of_layers_in_a_hostile_file_take_no_memory_and_no_time():
+    shapes = shapes_of("Hugging Face Llama")
+    far = {name.replace(".layers.1.", ".layers.999999999."): shape for name, shape in shapes.items()}
+    assert "layers have the numbers [0, 999999999]" in split(far)[0]
+    longer = {name.replace(".layers.1.", f".layers.{'9' * 5000}."): shape for name, shape in shapes.items()}
+    assert "is none of its parameters" in split(longer)[0]
+
+
 MEGATRON_INFO = {
     "universal_checkpoint_version": 0.2,
     "vocabulary_parameter_patterns": ["tied_modules.embed.word_embeddings.weight"],

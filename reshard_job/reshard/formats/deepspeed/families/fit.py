@@ -114,7 +114,7 @@ def _check_numbers(family: Family, layers: list[int], numbers: Mapping[str, set[
         MisfitError: they do not.
     """
     first = family.first_layer
-    if not layers or layers != list(range(layers[0], layers[-1] + 1)) or first not in (None, layers[0]):
+    if not layers or layers[-1] - layers[0] + 1 != len(layers) or first not in (None, layers[0]):
         where = "" if first is None else f" from {first} on"
         raise MisfitError(f"its layers have the numbers {layers[:8]}, expected all{where}")
     for word, found in numbers.items():
@@ -123,7 +123,7 @@ def _check_numbers(family: Family, layers: list[int], numbers: Mapping[str, set[
 
 
 def _compile(entry: Entry) -> re.Pattern[str]:
-    return re.compile(_NUMBER.sub(r"(?P<\1>0|[1-9]\\d*)", re.escape(entry.name)))
+    return re.compile(_NUMBER.sub(r"(?P<\1>0|[1-9][0-9]{0,8})", re.escape(entry.name)))
 
 
 def _fill(entry: Entry, layer: int, numbers: Mapping[str, set[int]]) -> str:
