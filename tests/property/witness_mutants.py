@@ -117,6 +117,10 @@ CASES = (
 Mutate = Callable[[random.Random, Case], contextlib.AbstractContextManager[Any]]
 
 
+_TRIES = 60
+"""Conversions that are tried with a kind of defect before another kind is tried."""
+
+
 class NoMutantError(Exception):
     """Nothing in this conversion can have this defect."""
 
@@ -564,8 +568,10 @@ def _run(conversion: Conversion, mutate: Mutate, seed: int, case: Case) -> BaseE
 def run_mutant(seed: int, *, also_without: bool = False) -> Outcome:
     """Draw a mutant and run it; with `also_without` once more without the witness."""
     rng = random.Random(seed)
-    for _ in range(1000):
-        kind, case, own = rng.choice(list(KINDS)), rng.choice(CASES), rng.randrange(1 << 30)
+    kinds = list(KINDS)
+    rng.shuffle(kinds)
+    for kind in (kind for kind in kinds for _ in range(_TRIES)):
+        case, own = rng.choice(CASES), rng.randrange(1 << 30)
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             source = case.source

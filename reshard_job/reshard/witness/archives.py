@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from reshard.errors import VerificationError
-from reshard.storage.files import File, open_file
+from reshard.storage.files import open_file
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -25,6 +28,69 @@ class Entry(NamedTuple):
     header: int
     num_bytes: int
     flags: int
+
+
+class _Kept:
+    """The content of a small object in a store, which was fetched once."""
+
+    is_remote = True
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self.num_bytes = content, len(content)
+
+    def read(self, num_bytes: int, position: int) -> bytes:
+        return self._content[position : position + num_bytes]
+
+
+class Readable(Protocol):
+    """An open file, as far as strangers need one."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size."""
+        ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Return True if the file is in an object store."""
+        ...
+
+    def read(self, num_bytes: int, position: int) -> bytes:
+        """Read up to `num_bytes` from `position`."""
+        ...
+
+
+_SMALL_BYTES = 1 << 20
+_kept: contextvars.ContextVar[dict[str, _Kept] | None] = contextvars.ContextVar("kept", default=None)
+
+
+@contextlib.contextmanager
+def keeping_small_objects() -> Iterator[None]:
+    """Fetch small objects of stores once, and as a whole."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+@contextlib.contextmanager
+def open_for_reading(path: Path) -> Iterator[Readable]:
+    """Open a file of a checkpoint.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    kept = _kept.get()
+    if kept is not None and str(path) in kept:
+        yield kept[str(path)]
+        return
+    with open_file(path, follow=True) as file:
+        if kept is None or not file.is_remote or file.num_bytes > _SMALL_BYTES:
+            yield file
+            return
+        kept[str(path)] = _Kept(file.read(file.num_bytes, 0))
+    yield kept[str(path)]
 
 
 class Archive:
@@ -47,7 +113,7 @@ class Archive:
     def _fail(self, what: str) -> VerificationError:
         return VerificationError(f"a witness cannot read it: {what}", path=str(self.path))
 
-    def _read_directory(self, file: File) -> None:
+    def _read_directory(self, file: Readable) -> None:
         tail = min(self.num_bytes, _TAIL_BYTES)
         first = self.num_bytes - tail
         data = file.read(tail, self.start + first)
@@ -96,7 +162,7 @@ class Archive:
             raise self._fail(f"has no entry {name}")
         return self.entries[name]
 
-    def _content_of(self, file: File, entry: Entry) -> int:
+    def _content_of(self, file: Readable, entry: Entry) -> int:
         fields = _LOCAL.unpack(file.read(_LOCAL.size, self.start + entry.header))
         if fields[0] != b"PK\3\4":
             raise self._fail(f"entry {entry.name} has no header")
@@ -105,7 +171,7 @@ class Archive:
     @functools.cached_property
     def contents(self) -> dict[str, tuple[int, int]]:
         """Return where each entry's content starts in the file, and its length in bytes."""
-        with open_file(self.path, follow=True) as file:
+        with open_for_reading(self.path) as file:
             return {
                 name: (self.start + self._content_of(file, entry), entry.num_bytes)
                 for name, entry in self.entries.items()
@@ -140,7 +206,7 @@ class Archive:
 
     def _descriptor_bytes(self, entry: Entry, at: int) -> int:
         """Return the length of the descriptor behind an entry; it repeats the size in 4 or in 8 bytes."""
-        with open_file(self.path, follow=True) as file:
+        with open_for_reading(self.path) as file:
             data = file.read(24, self.start + at)
         if data[:4] != b"PK\7\x08":
             raise self._fail(f"entry {entry.name} has no data descriptor")

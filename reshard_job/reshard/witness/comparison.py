@@ -13,6 +13,7 @@ import numpy as np
 from reshard.errors import ReshardError, VerificationError
 from reshard.storage.object_store import RemotePath
 from reshard.witness import dcp, deepspeed, safetensors, universal
+from reshard.witness.archives import keeping_small_objects
 from reshard.witness.cover import count_places, find_byte_problems, find_cover_problems
 from reshard.witness.matching import Match, Pair, Wanted, match
 from reshard.witness.names import NameMap, Origin
@@ -101,7 +102,8 @@ def compare_with_source(case: Case) -> WitnessReport:
     collects = gc.isenabled()
     gc.disable()  # many new objects and no cycles: the collector would search all objects of the plan again and again
     try:
-        return _compare_with_source(case)
+        with keeping_small_objects():
+            return _compare_with_source(case)
     except NotWitnessedError as error:
         return WitnessReport(not_witnessed={str(error): 1})
     except OSError as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from reshard.storage.files import open_file, read_all
+from reshard.witness.archives import open_for_reading
 from reshard.witness.table import Ints, Key, Piece, Storage, Table, Tensor
 
 _MOST_CARRIED_BYTES = 16 << 20
@@ -114,8 +114,8 @@ def _find_changed(table: Table, files: Mapping[str, int | None]) -> Iterator[str
     for path, crc32 in files.items():
         if crc32 is None or path not in table.files:
             continue
-        with open_file(table.root / path, follow=True) as file:
-            if file.num_bytes <= _BLOCK_BYTES and (found := zlib.crc32(read_all(file))) != crc32:
+        with open_for_reading(table.root / path) as file:
+            if file.num_bytes <= _BLOCK_BYTES and (found := zlib.crc32(file.read(file.num_bytes, 0))) != crc32:
                 yield f"{path}: CRC-32 {crc32:08x} was written, the content has {found:08x}"
 
 
@@ -154,6 +154,6 @@ def _runs(piece: Piece) -> Ints:
 
 
 def _is_zero(table: Table, number: int, start: int, stop: int) -> bool:
-    with open_file(table.root / table.files[number], follow=True) as file:
+    with open_for_reading(table.root / table.files[number]) as file:
         blocks = (file.read(min(_BLOCK_BYTES, stop - at), at) for at in range(start, stop, _BLOCK_BYTES))
         return all(block == bytes(len(block)) for block in blocks)

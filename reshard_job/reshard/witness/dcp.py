@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.storage.files import open_file, read_all
 from reshard.witness import pickles
+from reshard.witness.archives import open_for_reading
 from reshard.witness.opened import OpenedFile
 from reshard.witness.pickles import Inert, NotWitnessedError, StoredTensor
 from reshard.witness.table import Key, Piece, Table, Tensor
@@ -60,10 +60,10 @@ def read(root: Path, *, is_megatron: bool = False, is_target: bool = False) -> T
     if is_megatron:
         listed = {item.name for item in root.iterdir()}
         numbers |= {name: table.add_file(name) for name in _MEGATRON_FILES if name in listed}
-    with open_file(root / _METADATA, follow=True) as file:
+    with open_for_reading(root / _METADATA) as file:
         if file.num_bytes > _MOST_METADATA_BYTES:
             raise NotWitnessedError(f".metadata has more than {_MOST_METADATA_BYTES >> 20} MiB")
-        metadata = pickles.load(read_all(file))
+        metadata = pickles.load(file.read(file.num_bytes, 0))
     entries, items = _read_entries(metadata)
     for path in sorted({item.path for item in items}):
         numbers[path] = table.add_file(path)
@@ -140,7 +140,7 @@ def _add_gaps(table: Table, items: Sequence[_Item], numbers: Mapping[str, int]) 
     for path, number in numbers.items():
         if path in (_METADATA, *_MEGATRON_FILES):
             continue
-        with open_file(table.root / path, follow=True) as file:
+        with open_for_reading(table.root / path) as file:
             num_bytes = file.num_bytes
         end = 0
         own = sorted({(item.start, item.num_bytes) for item in items if item.path == path})

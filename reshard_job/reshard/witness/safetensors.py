@@ -7,7 +7,7 @@ import json
 import struct
 from pathlib import Path
 
-from reshard.storage.files import open_file
+from reshard.witness.archives import open_for_reading
 from reshard.witness.table import Key, Piece, Storage, Table, Tensor, row_major
 
 _DTYPES = {
@@ -27,7 +27,7 @@ def read(root: Path, *, is_target: bool = False) -> Table:
     files = sorted(name for name in names if name.endswith(".safetensors"))
     if _INDEX in names:
         table.add_file(_INDEX)
-        with open_file(root / _INDEX, follow=True) as file:
+        with open_for_reading(root / _INDEX) as file:
             placed: dict[str, str] = json.loads(file.read(file.num_bytes, 0))["weight_map"]
         files = sorted(set(placed.values()))
     for text in [_read_file(table, name, is_target=is_target) for name in files]:
@@ -40,7 +40,7 @@ def read(root: Path, *, is_target: bool = False) -> Table:
 def _read_file(table: Table, name: str, *, is_target: bool) -> dict[str, str]:
     """Add the tensors of a file, and return its `__metadata__`."""
     number = table.add_file(name)
-    with open_file(table.root / name, follow=True) as file:
+    with open_for_reading(table.root / name) as file:
         (length,) = struct.unpack("<Q", file.read(8, 0))
         header = json.loads(file.read(length, 8))
         num_bytes = file.num_bytes

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import VerificationError
-from reshard.storage.files import File, open_file
+from reshard.witness.archives import Readable, open_for_reading
 from reshard.witness.table import Ints, Table
 
 Bytes = npt.NDArray[np.uint8]
@@ -57,8 +57,8 @@ class ElementReader:
 
     def _read_file(self, number: int, positions: Ints, item_bytes: int) -> Bytes:
         if number not in self._contents:
-            with open_file(self._table.root / self._table.files[number], follow=True) as file:
-                if file.is_remote or file.num_bytes > _WHOLE_BYTES or self._kept_bytes > _KEPT_BYTES:
+            with open_for_reading(self._table.root / self._table.files[number]) as file:
+                if file.num_bytes > _WHOLE_BYTES or self._kept_bytes > _KEPT_BYTES:
                     return _read_ranges(file, positions, item_bytes)
                 self._contents[number] = np.frombuffer(file.read(file.num_bytes, 0), dtype=np.uint8)
                 self._kept_bytes += file.num_bytes
@@ -69,7 +69,7 @@ class ElementReader:
         return found
 
 
-def _read_ranges(file: File, positions: Ints, item_bytes: int) -> Bytes:
+def _read_ranges(file: Readable, positions: Ints, item_bytes: int) -> Bytes:
     """Read elements; those that are near each other at once."""
     order = np.argsort(positions, kind="stable")
     ordered = positions[order]
