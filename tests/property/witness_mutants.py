@@ -26,7 +26,7 @@ import numpy as np
 from reshard import api
 from reshard.api import Conversion, RunOptions, convert
 from reshard.errors import ReshardError
-from reshard.execution import executor, read_back, tile
+from reshard.execution import executor, read_back, scan, tile
 from reshard.formats.deepspeed import flat
 from reshard.formats.deepspeed.tensor_parallel import patterns as tp_patterns
 from reshard.names import apply
@@ -417,14 +417,18 @@ def name_map(rng: random.Random, case: Case) -> Iterator[None]:
 def wrong_read(rng: random.Random, _case: Case) -> Iterator[None]:
     """Read one range of a tile from a place beside it."""
     countdown, step = [rng.randrange(12)], rng.choice([4, -4, 8, 64])
-    real = tile.split_into_ranges
+    real = scan.split_into_ranges
 
     def split(row: Any, box: Any, elements: Any) -> Any:
         countdown[0] -= 1
         for position, content in real(row, box, elements):
             yield (position + step if countdown[0] == -1 else position), content
 
-    with mock.patch.object(tile, "split_into_ranges", split), mock.patch.object(tile, "view_elements", lambda *_: None):
+    with (
+        mock.patch.object(scan, "split_into_ranges", split),
+        mock.patch.object(scan, "view_elements", lambda *_: None),
+        mock.patch.object(tile, "view_elements", lambda *_: None),
+    ):
         yield
 
 

@@ -88,6 +88,10 @@ class _Stranger:
 
     def read(self) -> Table:
         """Return the table of all tensors."""
+        if self._stage == 3 and any(self._models[0, 0].find(key) for key in ("ds_autoep_layers", "autoep_layers")):
+            raise NotWitnessedError("AutoEP's experts at ZeRO-3, which each part of the ranks partitions among its own")
+        if self._stage and any(file.find("param_shapes") is None for file in self._models.values()):
+            self._table.unknown[OPTIMIZER] = "older model files do not name the parameters of the optimizer"
         if self._layers:
             self._add_layers()
         elif self._stage < 3:
@@ -366,6 +370,7 @@ class _Stranger:
             raise NotWitnessedError("the momentum of Muon under tensor parallelism")
         for rank, (file, own) in enumerate(zip(files, states, strict=True)):
             first, offset = 0, 0
+            held = own["momentum_buffer"].shape[0] if "momentum_buffer" in own else 0
             for name, shape, padding in self._with_paddings(mp, at, self._models[mp, 0].value["param_shapes"][at]):
                 count = math.prod(shape)
                 if first < (rank + 1) * partition and first + count > rank * partition and count:
@@ -376,6 +381,8 @@ class _Stranger:
                     self._put("momentum_buffer", name, [[shard]])
                     offset += count
                 first += count + padding
+            if offset > held:
+                raise NotWitnessedError("a momentum of Muon that holds neither whole parameters nor a known partition")
 
     def _partition(self, files: Sequence[OpenedFile], states: Sequence[Mapping[str, Any]], at: int) -> int:
         """Return the elements of a partition: those of the master weights, with the padding that was stripped."""
