@@ -33,7 +33,7 @@ from reshard.execution.source_checks import (
     places_digest,
     report_damage_first,
 )
-from reshard.folders import lay_out, read_checkpoint
+from reshard.folders import lay_out, read_checkpoint, unwrap
 from reshard.formats import format_of
 from reshard.formats.base import Request
 from reshard.formats.pt.trust import trusting
@@ -375,14 +375,16 @@ class _Run:
         conversion, source_model = self._conversion, {}
         with contextlib.suppress(SourceError):
             source_model = dict(read_commit(self._plan.index.root).model)
+        inner = self._plan.layout.folder
+        prefix = f"{inner}/" if inner else ""
         return Case(
-            source=self._plan.index.root,
+            source=unwrap(self._plan.index).root,
             source_format=self._plan.index.format,
             source_model=source_model,
-            target=folder,
+            target=folder / inner if inner else folder,
             target_format=commit.format,
             target_model=commit.model,
-            files={file.path: file.crc32 for file in commit.files},
+            files={file.path.removeprefix(prefix): file.crc32 for file in commit.files if file.path.startswith(prefix)},
             states=conversion.states,
             names=conversion.names,
             patterns=conversion.patterns,

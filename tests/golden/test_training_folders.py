@@ -57,7 +57,8 @@ def accelerate(tmp_path: Path) -> Path:
 def test_a_trainer_folder_is_converted_as_one_unit(tmp_path: Path, trainer: Path, say: Answer) -> None:
     out = tmp_path / "new" / "checkpoint-2"
     plan = say.json("plan", trainer, out, "--to", "dp=2")
-    say.json("run", trainer, out, "--to", "dp=2")
+    report = say.json("run", trainer, out, "--to", "dp=2")
+    assert (report["witness"]["tensors"], report["witness"]["not_witnessed"]) == (29, 0)
     say("run", ZERO2, tmp_path / "inner", "--to", "dp=2")
     assert list_files(out / "global_step2") == list_files(tmp_path / "inner") - {"COMMIT.json"}
     assert (out / "latest").read_text() == "global_step2"

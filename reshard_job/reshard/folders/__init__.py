@@ -7,6 +7,6 @@ plain checkpoints to `reshard.formats` unchanged. It may import formats and what
 from __future__ import annotations
 
 from reshard.folders.reading import find_inner, find_training_folder, is_checkpoint, read_checkpoint
-from reshard.folders.writing import describe, lay_out
+from reshard.folders.writing import describe, lay_out, unwrap
 
-__all__ = ("describe", "find_inner", "find_training_folder", "is_checkpoint", "lay_out", "read_checkpoint")
+__all__ = ("describe", "find_inner", "find_training_folder", "is_checkpoint", "lay_out", "read_checkpoint", "unwrap")
