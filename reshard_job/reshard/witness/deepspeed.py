@@ -136,6 +136,11 @@ class _Stranger:
                 self._table.aliases[name] = first if first != name else shared[name]
                 if first != name:
                     continue
+            if name in shared and shared[name] not in modules[0]:  # of a frozen weight that was left out
+                self._table.aliases[name] = shared[name]
+                own = [_shard(file, module[name]) for file, module in zip(files, modules, strict=True)]
+                self._table.others += [self._patterns.join(name, [shard]) for shard in own]
+                continue
             target = self._table.aliases.get(name, name)
             self._put(
                 "weight", target, [[_shard(file, module[name]) for file, module in zip(files, modules, strict=True)]]
