@@ -73,7 +73,7 @@ def test_a_small_file_costs_a_handful_of_requests_whatever_the_number_of_its_ten
     before = len(server.gets())
     assert reshard(server, "run", url, str(tmp_path / "out"), "--to", "dp=2,zero=3").returncode == 0
     num_files = len(list((GOLDEN / "zero3-dp3/step-00000002").glob("*.pt")))
-    assert len(server.gets()) - before <= 5 * num_files
+    assert len(server.gets()) - before <= 7 * num_files  # one of them by the witness
 
 
 def test_a_flipped_bit_in_the_store_is_found(server: Server, tmp_path: Path) -> None:

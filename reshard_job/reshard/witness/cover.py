@@ -128,7 +128,7 @@ def count_places(table: Table) -> int:
 def _find_used(table: Table) -> dict[Storage, list[Ints]]:
     """Return the intervals of elements that tensors use of each storage: arrays of (start, stop), [intervals, 2]."""
     by_holder: dict[int, list[Piece]] = {}
-    for tensor in table.tensors.values():
+    for tensor in (*table.tensors.values(), *table.others):
         for piece in (piece for copy in tensor.copies for piece in copy):
             by_holder.setdefault(id(piece.holder), []).append(piece)
     used: dict[Storage, list[Ints]] = {}

@@ -101,6 +101,8 @@ class _Stranger:
             self._add_buffers()
         if self._stage == 0:
             self._add_whole_states()
+        elif not isinstance(self._models[0, 0].find("param_shapes"), list):
+            self._table.unknown[OPTIMIZER] = "the model files, of DeepSpeed before 0.19, do not list its parameters"
         elif self._stage < 3:
             self._add_partitions()
         else:
@@ -140,6 +142,11 @@ class _Stranger:
                 self._table.aliases[name] = first if first != name else shared[name]
                 if first != name:
                     continue
+            if name in shared and shared[name] not in modules[0]:  # of a frozen weight that was left out
+                self._table.aliases[name] = shared[name]
+                own = [_shard(file, module[name]) for file, module in zip(files, modules, strict=True)]
+                self._table.others += [self._patterns.join(name, [shard]) for shard in own]
+                continue
             target = self._table.aliases.get(name, name)
             self._put(
                 "weight", target, [[_shard(file, module[name]) for file, module in zip(files, modules, strict=True)]]
@@ -358,8 +365,10 @@ class _Stranger:
 
     def _keeps_whole_momentum(self, file: OpenedFile) -> bool:
         """Return True if Muon, which needs whole matrices, keeps its momentum for whole parameters."""
-        offload = self._models[0, 0].find("ds_config", "zero_optimization", "offload_optimizer")
-        is_offloaded = isinstance(offload, Mapping) and str(offload.get("device", "none")).lower() not in ("none", "")
+        zero = self._models[0, 0].find("ds_config", "zero_optimization") or {}
+        offload = zero.get("offload_optimizer")
+        is_offloaded = isinstance(offload, Mapping) and offload.get("device") in ("cpu", "nvme")
+        is_offloaded |= zero.get("cpu_offload") is True  # the older name of the setting
         return file.find("optimizer_state_dict", "zero_stage") is not None and not is_offloaded
 
     def _add_whole_momentum(

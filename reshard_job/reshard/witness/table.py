@@ -326,6 +326,7 @@ class Table:
     Attributes:
         root: the checkpoint's folder.
         tensors: all tensors.
+        others: tensors that are there, and that no conversion takes along.
         aliases: second name of a tied weight -> first name.
         unknown: name -> why the stranger cannot say where the tensor is.
         files: paths of the files, by number.
@@ -338,6 +339,7 @@ class Table:
 
     root: Path
     tensors: dict[Key, Tensor] = dataclasses.field(default_factory=dict)
+    others: list[Tensor] = dataclasses.field(default_factory=list)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     unknown: dict[str, str] = dataclasses.field(default_factory=dict)
     files: list[str] = dataclasses.field(default_factory=list)

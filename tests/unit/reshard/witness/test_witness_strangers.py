@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from reshard.contract import ReshardReport
 from reshard.errors import VerificationError
 from reshard.witness import comparison, deepspeed, pickles, safetensors, unpartitioned
 from reshard.witness.comparison import Case, compare_with_source
 from reshard.witness.cover import find_byte_problems, find_cover_problems
+from reshard.witness.matching import Wanted, match
 from reshard.witness.names import NameMap
 from reshard.witness.pickles import NotWitnessedError
 from reshard.witness.samples import ElementReader, convert, draw
@@ -267,3 +269,30 @@ def test_a_zip_with_bytes_between_entries_is_not_accounted_for(tmp_path: Path):
     with pytest.raises(VerificationError) as error:
         compare_with_source(case_of(tmp_path))
     assert any("belong to no tensor and are not zero" in problem for problem in error.value.problems)
+
+
+def test_the_report_says_how_much_was_witnessed():
+    report = ReshardReport(ok=True, exit_code=0, message="", witness={"tensors": 3, "samples": 9, "not_witnessed": 1})
+    assert ReshardReport.from_json(report.to_json()) == report
+    older = json.loads(report.to_json())
+    del older["witness"]
+    assert ReshardReport.from_json(json.dumps(older)).witness == {}
+    for wrong in ([1], {"tensors": -1}, {"tensors": "3"}, {str(at): at for at in range(99)}):
+        with pytest.raises(ValueError, match="witness"):
+            ReshardReport.from_json(json.dumps({**older, "witness": wrong}))
+
+
+def test_a_declared_average_is_compared_with_the_mean_of_the_copies(tmp_path: Path):
+    for rank in range(2):
+        (tmp_path / f"rank{rank}").write_bytes(np.array([1.0, 4.0 + rank], "<f4").tobytes())
+    source, target = Table(tmp_path, files=["rank0", "rank1"]), Table(tmp_path, files=["mean"])
+    key = Key("fp32", "bias")
+    copies = [whole((2,), storage(rank, elements=2)).copies[0] for rank in range(2)]
+    source.tensors[key] = Tensor((2,), "float32", copies, is_average=True)
+    target.tensors[key] = whole((2,), storage(elements=2))
+    wanted = Wanted(names=NameMap(None), weight_dtype=None, only_weights=False, prefers_masters=False)
+    for value, expected in ((4.5, 0), (4.0, 1)):
+        (tmp_path / "mean").write_bytes(np.array([1.0, value], "<f4").tobytes())
+        found = match(source.tensors, source, target, wanted)
+        problems = list(comparison._Comparison(case_of(ZERO2), source, target).find_problems(found))
+        assert len(problems) == expected
