@@ -288,7 +288,7 @@ def test_a_declared_average_is_compared_with_the_mean_of_the_copies(tmp_path: Pa
     source, target = Table(tmp_path, files=["rank0", "rank1"]), Table(tmp_path, files=["mean"])
     key = Key("fp32", "bias")
     copies = [whole((2,), storage(rank, elements=2)).copies[0] for rank in range(2)]
-    source.tensors[key] = Tensor((2,), "float32", copies, is_average=True)
+    source.tensors[key] = Tensor((2,), "float32", copies, num_averaged=2)
     target.tensors[key] = whole((2,), storage(elements=2))
     wanted = Wanted(names=NameMap(None), weight_dtype=None, only_weights=False, prefers_masters=False)
     for value, expected in ((4.5, 0), (4.0, 1)):
