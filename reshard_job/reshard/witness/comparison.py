@@ -106,8 +106,17 @@ def compare_with_source(case: Case) -> WitnessReport:
             return _compare_with_source(case)
     except NotWitnessedError as error:
         return WitnessReport(not_witnessed={str(error): 1})
+    except ReshardError:  # some are an OSError or a ValueError, too
+        raise
     except OSError as error:
         raise VerificationError(f"a witness cannot read a file: {error}", path=str(case.target), hint=_HINT) from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {error!s:.80}"
+        raise VerificationError(
+            f"a witness cannot compare source and result ({what}): nothing was published",
+            path=str(case.target),
+            hint=_HINT,
+        ) from error
     finally:
         if collects:
             gc.enable()
