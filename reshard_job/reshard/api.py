@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, path_to_text, read_commit, source_of
 from reshard.commits.latest import is_training_folder, latest_file
@@ -47,7 +48,9 @@ from reshard.target import Done, claim_target, find_commit, find_commit_without_
 from reshard.tensors.layout import Index
 from reshard.tensors.views import select_states
 from reshard.topology import Topology
-from reshard.witness import Case, compare_with_source
+
+if TYPE_CHECKING:
+    from reshard.witness import Case
 
 __all__ = (
     "Conversion",
@@ -359,6 +362,8 @@ class _Run:
 
     def _verify(self, mover: Mover, folder: Path, outcome: Outcome) -> Commit:
         """Compare what was read and written with what the source states, and return the commit to publish."""
+        from reshard.witness import compare_with_source  # only a conversion pays for this import
+
         if outcome.touched:
             self._check_touched(outcome)
         check_digests(self._plan, outcome.digests, has_patterns=self._conversion.patterns is not None)
@@ -372,6 +377,8 @@ class _Run:
 
     def _case(self, folder: Path, commit: Commit) -> Case:
         """Describe the conversion to a witness that knows nothing of the plan."""
+        from reshard.witness import Case
+
         conversion, source_model = self._conversion, {}
         with contextlib.suppress(SourceError):
             source_model = dict(read_commit(self._plan.index.root).model)

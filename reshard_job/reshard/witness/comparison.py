@@ -18,7 +18,7 @@ from reshard.witness.cover import count_places, find_byte_problems, find_cover_p
 from reshard.witness.matching import Match, Pair, Wanted, match
 from reshard.witness.names import NameMap, Origin
 from reshard.witness.pickles import ITEM_BYTES, NotWitnessedError
-from reshard.witness.samples import Bytes, ElementReader, convert, draw, widen
+from reshard.witness.samples import Bytes, ElementReader, convert, draw, random_integers, widen
 from reshard.witness.table import Ints, Piece, Table, Tensor, row_major, select
 from reshard.witness.tensor_parallel import read_pattern_file
 
@@ -246,7 +246,7 @@ class _Comparison:
         count = max(_LEAST_PLACES, min(_MOST_PLACES, _PLACES // max(1, len(pairs))))
         count = total if total <= _ALL_ELEMENTS else count
         if isinstance(self._case.source, RemotePath) and len(pairs) > _REMOTE_TENSORS:
-            chosen = np.random.default_rng().choice(len(pairs), _REMOTE_TENSORS, replace=False)
+            chosen = np.argsort(random_integers(len(pairs), 1 << 62))[:_REMOTE_TENSORS].tolist()
             self.unknown["elements of a source in an object store"] = len(pairs) - _REMOTE_TENSORS
             pairs = [pairs[at] for at in sorted(chosen)]
         batch: list[_Sample] = []

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from reshard.witness.archives import open_for_reading
+from reshard.witness.samples import random_integers
 from reshard.witness.table import Ints, Key, Piece, Storage, Table, Tensor
 
 _MOST_CARRIED_BYTES = 16 << 20
 """Largest object that is no tensor of the model; larger ones are refused in client states."""
 
 _FEW = 12
-_RANDOM = np.random.default_rng()  # seeded by the system
 _PRIME = (1 << 31) - 1
 _BLOCK_BYTES = 1 << 20
 
@@ -57,7 +57,7 @@ def _is_exact(pieces: list[Piece]) -> bool:
         total = 1
         for dim, size in enumerate(pieces[0].whole):
             points, at = np.unique(np.concatenate((low[:, dim], high[:, dim], [0, size])), return_inverse=True)
-            drawn = _RANDOM.integers(0, _PRIME, len(points), dtype=np.int64)[at]
+            drawn = random_integers(len(points), _PRIME)[at]
             count = len(pieces)
             values = values * ((drawn[count : 2 * count] - drawn[:count]) % _PRIME) % _PRIME
             total = total * int((drawn[-1] - drawn[-2]) % _PRIME) % _PRIME
