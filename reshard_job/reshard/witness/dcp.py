@@ -56,6 +56,8 @@ def read(root: Path, *, is_megatron: bool = False, is_target: bool = False) -> T
         NotWitnessedError: there is too much metadata, or it is not clear which tensors are the weights.
     """
     table = Table(root)
+    if not is_target and not (root / _METADATA).is_file():
+        raise NotWitnessedError("the checkpoint is in several folders")
     numbers = {_METADATA: table.add_file(_METADATA)}
     if is_megatron:
         listed = {item.name for item in root.iterdir()}

@@ -73,6 +73,8 @@ class _Stranger:
         stated = int(dims["tp_degree"]) if isinstance(dims, Mapping) else len({tp for _, tp in self._layers}) or num_mp
         self._tp = min(stated, num_mp)  # sequence parallelism is stated as tensor parallelism; its files are of tp=1
         self._pp = num_mp // self._tp
+        if not self._is_target and self._tp == 1 and self._patterns.omits_rows:  # then what is not listed is not stated
+            self._table.kind_of = self._patterns.listed_kind_of
         self._stage = self._read_stage()
 
     def _open(self, name: str) -> OpenedFile:

@@ -37,6 +37,7 @@ class Shard(NamedTuple):
     dtype: str
 
 
+_DEFAULT_KIND = "along dim 0"
 _KINDS = (
     ("tp_replicated_parameter_patterns", "not at all"),
     ("parameter_to_average_patterns", "not at all, and is a mean"),
@@ -93,6 +94,16 @@ class Patterns:
         """Return True if every rank holds the whole parameter."""
         return self._matches(self._info.get("tp_replicated_parameter_patterns"), name)
 
+    @property
+    def omits_rows(self) -> bool:
+        """Return True if there are no row-parallel patterns; Megatron-DeepSpeed leaves them out at tp=1."""
+        return not self._info.get("parameter_with_row_parallelism_patterns")
+
+    def listed_kind_of(self, name: str) -> str:
+        """Return how a parameter that patterns list is cut, in words; empty if none lists it."""
+        kind = self.kind_of(name)
+        return "" if kind == _DEFAULT_KIND else kind
+
     def kind_of(self, name: str) -> str:
         """Return how the parameter is cut, in words; empty if the checkpoint does not say it."""
         if not self._is_stated:
@@ -103,7 +114,7 @@ class Patterns:
         for rule in self._info.get("parameter_with_sub_params") or ():
             if self._matches(_field(rule, "patterns"), name):
                 return f"as fused parts along dim {_field(rule, 'partition_dim')}"
-        return "along dim 0"
+        return _DEFAULT_KIND
 
     def join(self, name: str, shards: Sequence[Shard]) -> Tensor:
         """Return the tensor that shards of one rank after the other are parts of.
