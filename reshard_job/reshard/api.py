@@ -8,10 +8,10 @@ import datetime
 import functools
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, path_to_text, read_commit, source_of
 from reshard.commits.latest import is_training_folder, latest_file
@@ -48,9 +48,6 @@ from reshard.target import Done, claim_target, find_commit, find_commit_without_
 from reshard.tensors.layout import Index
 from reshard.tensors.views import select_states
 from reshard.topology import Topology
-
-if TYPE_CHECKING:
-    from reshard.witness import Case
 
 __all__ = (
     "Conversion",
@@ -362,8 +359,6 @@ class _Run:
 
     def _verify(self, mover: Mover, folder: Path, outcome: Outcome) -> Commit:
         """Compare what was read and written with what the source states, and return the commit to publish."""
-        from reshard.witness import compare_with_source  # only a conversion pays for this import
-
         if outcome.touched:
             self._check_touched(outcome)
         check_digests(self._plan, outcome.digests, has_patterns=self._conversion.patterns is not None)
@@ -371,20 +366,19 @@ class _Run:
         with ThreadPoolExecutor(1) as pool, trusting(self._conversion.allow_globals):
             synced = pool.submit(mover.sync)  # the storage works while the result is read back
             read_back(folder, self._plan, commit, reread=self._options.reread)
-            witnessed = compare_with_source(self._case(folder, commit))
+            witness = self._witness(folder, commit)
             synced.result()
-        return dataclasses.replace(commit, witness=witnessed.to_dict())
+        return dataclasses.replace(commit, witness=witness)
 
-    def _case(self, folder: Path, commit: Commit) -> Case:
-        """Describe the conversion to a witness that knows nothing of the plan."""
-        from reshard.witness import Case
+    def _witness(self, folder: Path, commit: Commit) -> Mapping[str, Any]:
+        """Describe the conversion to a witness that knows nothing of the plan, and let it compare."""
+        from reshard.witness import Case, compare_with_source  # only a conversion pays for this import
 
-        conversion, source_model = self._conversion, {}
+        conversion, source_model, inner = self._conversion, {}, self._plan.layout.folder
+        prefix = f"{inner}/" if inner else ""
         with contextlib.suppress(SourceError):
             source_model = dict(read_commit(self._plan.index.root).model)
-        inner = self._plan.layout.folder
-        prefix = f"{inner}/" if inner else ""
-        return Case(
+        case = Case(
             source=unwrap(self._plan.index).root,
             source_format=self._plan.index.format,
             source_model=source_model,
@@ -398,6 +392,7 @@ class _Run:
             weight_dtype=conversion.weight_dtype,
             allow_differences=conversion.allow_differences,
         )
+        return compare_with_source(case).to_dict()
 
     def _check_touched(self, outcome: Outcome) -> None:
         """Index the source again: files that were touched during the run must still hold the same tensors in place.

@@ -181,17 +181,17 @@ def test_a_terminated_run_cleans_up_and_says_so(tmp_path: Path) -> None:
 def test_an_interrupt_while_a_thread_starts_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = threading.Thread.start
+    start, started = threading.Thread.start, list[threading.Thread]()
 
     def interrupted(thread: threading.Thread) -> None:
+        started.append(thread)
         start(thread)
         raise KeyboardInterrupt  # as where a signal arrives then: the pool does not know this thread
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     assert main(["run", str(SOURCE), str(tmp_path / "out"), "--to", TO]) == ExitCode.INTERRUPTED
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread():
-            thread.join(timeout=20)
+    for thread in started:
+        thread.join(timeout=20)
     assert list(tmp_path.iterdir()) == []
 
 
