@@ -20,6 +20,8 @@ from typing import Any
 
 from demo.curves import Point, read_points
 from demo.lifecycle.picture import Evaluation, Stage, draw
+from elastic_trainer.retention import find_commits
+from reshard.topology import Topology
 
 ROOT = Path(__file__).parents[2]
 NAMES = ROOT / "examples/name_maps/gpt-llama.yaml"
@@ -99,8 +101,8 @@ class Story:
         )
         self.say("evaluate the commit that the attempt has resumed from, while it trains")
         model = self.export(target, "evaluated", names=NAMES)
-        points = {attempt: found for attempt, found in read_points(self._root / "pretrain").items() if attempt == 1}
-        evaluations = [self.evaluate(model, "pretrained, first topology", points[1][-1].samples)]
+        samples = read_points(self._root / "pretrain")[1][-1].samples
+        evaluations = [self.evaluate(model, "pretrained, first topology", samples)]
         training.check()
         curves = read_points(self._root / "pretrain")
         stages = [
@@ -113,7 +115,7 @@ class Story:
         return self._root / "pretrain" / f"a{attempt}" / f"step-{step:08d}"
 
     def newest(self, root: Path) -> Path:
-        return max(path.parent for path in root.absolute().glob("a*/step-*/COMMIT.json"))
+        return max(find_commits(root.absolute()))[2]
 
     def export(self, commit: Path, name: str, *, names: Path | None = None) -> Path:
         """Write a folder that `from_pretrained` of transformers loads."""
@@ -151,18 +153,18 @@ class Story:
 
     def check_fine_tuned(self, tuned: Stage, model: Path) -> dict[str, Any]:
         """Compare the first loss of the Trainer with that of transformers alone, with the same weights and rows."""
-        found = float(self._measure("first-loss", model, 0))
+        found = float(self._measure("first-loss", model))
         return self._check("first step of the fine-tuning, Trainer and transformers", tuned.points[0].loss, found)
 
     def evaluate(self, model: Path, name: str, samples: int) -> Evaluation:
         """Compute the loss on documentation that no stage trains on."""
-        loss = float(self._measure("documentation", model, 0))
+        loss = float(self._measure("documentation", model))
         self.say(f"{name}: loss on Python's documentation {loss:.3f}")
         return Evaluation(name=name, samples=samples, loss=loss)
 
     def generate(self, model: Path) -> str:
         """Let the fine-tuned model write."""
-        text = str(self._measure("generate", model, 0))
+        text = str(self._measure("generate", model))
         self.say(f"the fine-tuned model writes: {text!r}")
         return text
 
@@ -180,10 +182,6 @@ class Story:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        num_ranks = 1
-        for degree in topology.split(","):
-            name, _, value = degree.partition("=")
-            num_ranks *= int(value) if name != "zero" else 1
         settings = {
             "ETJ_TOPOLOGY": topology,
             "ETJ_CHECKPOINT_ROOT": str(root),
@@ -191,7 +189,14 @@ class Story:
             "MASTER_PORT": port,
             **environment,
         }
-        words = [sys.executable, "-m", "elastic_trainer.launch", "--nproc", str(num_ranks), *command]
+        words = [
+            sys.executable,
+            "-m",
+            "elastic_trainer.launch",
+            "--nproc",
+            str(Topology.parse(topology).world_size),
+            *command,
+        ]
         return Process(words, self._root / "processes.log", settings)
 
     def _reshard(self, source: Path, target: Path, *arguments: str) -> None:

@@ -24,7 +24,7 @@ TOKENS, ROWS = 257, 264
 """Bytes and the start of a text; rows of the embedding, of which the pretraining leaves the last out of its loss."""
 
 PRETRAINING_BATCH, PRETRAINING_SEED = 20, 7
-"""As examples/gpt_deepspeed/train.py has them."""
+"""Global batch and seed of examples/gpt_deepspeed/train.py."""
 
 
 def main() -> None:

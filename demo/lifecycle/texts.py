@@ -1,4 +1,4 @@
-"""What the stages train on and are measured with: Python's sources and its documentation, byte by byte."""
+"""Texts for training and measurement: Python's sources and its documentation, byte by byte."""
 
 from __future__ import annotations
 

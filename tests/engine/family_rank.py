@@ -118,7 +118,7 @@ MEGATRON_INFO = {
     "original_vocab_size": 61,
     "padded_vocab_size": 64,
 }  # fmt: skip
-"""What Megatron-DeepSpeed says at tp=1: no row-parallel parameter."""
+"""Description that Megatron-DeepSpeed saves at tp=1: no row-parallel parameter."""
 
 
 class Megatron(torch.nn.Module):

@@ -76,7 +76,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WitnessReport:
-    """What was witnessed.
+    """Result of a comparison: numbers of compared tensors and elements.
 
     Attributes:
         tensors: tensors of the target whose names, shapes, types and places were compared.

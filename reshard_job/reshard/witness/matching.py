@@ -40,7 +40,7 @@ class Match:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the target shall hold.
+    """Requested contents of the target.
 
     Attributes:
         names: the name map; it maps nothing if none was given.

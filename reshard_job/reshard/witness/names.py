@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """What a tensor of the target is made of.
+    """Source of a tensor of the target: one or several tensors of the source checkpoint.
 
     Attributes:
         shape: of the tensor.

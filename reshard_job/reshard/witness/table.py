@@ -1,4 +1,4 @@
-"""What a stranger finds in a checkpoint: shape and type of each tensor, and where each element of each copy is."""
+"""Table of a checkpoint: shape and type of each tensor, and the place of each element of each copy."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ def _not_stated(_name: str) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Table:
-    """What a stranger finds in a checkpoint.
+    """Tensors of a checkpoint with their places in its files.
 
     Attributes:
         root: the checkpoint's folder.

@@ -1,4 +1,4 @@
-"""How tensor parallelism cut a parameter, in the words of DeepSpeed's ds_to_universal (deepspeed/checkpoint, 0.19.8).
+"""Join tensor-parallel shards by the rules of DeepSpeed's ds_to_universal (deepspeed/checkpoint, 0.19.8).
 
 `universal_checkpoint_info` lists patterns of names. A pattern is matched from the start of a name, as `re.match` does.
 """
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 class Shard(NamedTuple):
-    """What one tensor-parallel rank holds of a parameter.
+    """The part of a parameter that one tensor-parallel rank holds.
 
     Attributes:
         shape: of the shard.

@@ -23,7 +23,7 @@ _VOCABULARY = ("vocabulary_parameter_patterns", "original_vocab_size", "padded_v
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is known of a model whose source does not say how it is split.
+    """A model whose source does not say how it is split.
 
     Attributes:
         params: optimized parameters, by name.
@@ -42,7 +42,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How a known family is split.
+    """The splits of a known family.
 
     Attributes:
         params: optimized parameters with their rules, by name.
