@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, path_to_text, read_commit, source_of
+from reshard.commits.commit import VIRTUAL, Commit, check_files, read_commit, source_of
 from reshard.commits.latest import is_training_folder, latest_file
 from reshard.commits.staging import Sharing, hold_finish_lock
 from reshard.contract import COMMIT_FILE, ReshardReport
-from reshard.conversion import PLAN, Conversion, RunOptions
-from reshard.errors import PlanError, ReshardError, SourceError, UncommittedError, UsageError
+from reshard.conversion import Conversion, RunOptions
+from reshard.errors import PlanError, ReshardError, UncommittedError, UsageError
 from reshard.execution.averages import describe_differences
-from reshard.execution.executor import Mover, Outcome, Progress
+from reshard.execution.executor import Mover, Outcome, Progress, can_fork
 from reshard.execution.journal import Journal
-from reshard.execution.origin import Origin, add_identities, origin_of, refuse_changed, register_run
+from reshard.execution.origin import Origin, add_identities, refuse_changed, register_run
 from reshard.execution.read_back import read_back
 from reshard.execution.report import done_report
 from reshard.execution.resume import Moved, Resumed, Work, do_units
@@ -34,20 +32,30 @@ from reshard.execution.source_checks import (
     places_digest,
     report_damage_first,
 )
-from reshard.folders import lay_out, read_checkpoint, unwrap
+from reshard.folders import lay_out, read_checkpoint
 from reshard.formats import format_of
 from reshard.formats.base import Request
 from reshard.formats.pt.trust import trusting
 from reshard.planning.check import check_plan
 from reshard.planning.plan import Plan, make_plan
+from reshard.profile.collector import collected, timed
 from reshard.storage.files import identity_at, record_opened_files
 from reshard.storage.object_store import RemotePath, location
 from reshard.storage.source_reader import source_changed_error
 from reshard.system.limits import DEFAULT_MEMORY_BYTES, default_num_threads
-from reshard.target import Done, claim_target, find_commit, find_commit_without_source, name_latest, publish
+from reshard.target import (
+    Done,
+    claim_target,
+    find_commit,
+    find_commit_without_source,
+    make_commit,
+    name_latest,
+    publish,
+)
 from reshard.tensors.layout import Index
 from reshard.tensors.views import select_states
 from reshard.topology import Topology
+from reshard.witnessed import Witness, ask, witness_of
 
 __all__ = (
     "Conversion",
@@ -61,10 +69,12 @@ __all__ = (
     "view_of",
 )
 
-_REMOTE_THREADS = 8
-"""Concurrent requests to an object store, which answers many at a time however few processors this machine has."""
+_REMOTE_THREADS = 4
+"""Threads that each fetch the ranges of a unit at the same time: a store answers many requests at a time, however few
+processors this machine has."""
 
 
+@timed("index")
 def index_of(
     source: Path, *, require_commit: bool = False, patterns: Path | None = None, ds_config: Path | None = None
 ) -> Index:
@@ -119,6 +129,7 @@ def _checked_commit(source: Path, *, require_commit: bool) -> Commit | None:
     return commit
 
 
+@timed("plan")
 def plan_of(
     index: Index,
     target: Topology | Request,
@@ -210,12 +221,15 @@ def plan_conversion(conversion: Conversion, *, memory_bytes: int = DEFAULT_MEMOR
             conversion.source,
             require_commit=conversion.require_commit,
             patterns=conversion.patterns,
-            ds_config=conversion.ds_config,
+            ds_config=conversion.source_config,
         )
         request = Request(
             topology=_topology(index, conversion),
             weight_dtype=conversion.weight_dtype,
             like=None if conversion.like is None else _template(conversion.like),
+            model=conversion.model,
+            ds_config=None if conversion.model is None else conversion.ds_config,
+            keeps_stage=conversion.keeps_stage,
             file_bytes=conversion.file_bytes,
         )
         return plan_of(
@@ -261,6 +275,7 @@ class Hooks:
 _DEFAULTS, _NO_HOOKS = RunOptions(), Hooks()
 
 
+@collected
 def convert(
     conversion: Conversion, options: RunOptions = _DEFAULTS, *, hooks: Hooks = _NO_HOOKS, plan: Plan | None = None
 ) -> ReshardReport:
@@ -316,6 +331,7 @@ class _Run:
         self._origin = Origin.of(plan.index, conversion.request)
         self._checked_bytes = 0
 
+    @timed("check source")
     def check_source(self) -> None:
         """Refuse a source that changed since an unfinished run, or whose metadata is not what was committed."""
         if self._options.sharing is not Sharing.ALONE:
@@ -328,14 +344,25 @@ class _Run:
         """Execute the plan in a staging folder, verify the result and publish it, unless another worker does."""
         plan, sharing = self._plan, self._options.sharing
         self._join(folder)
+        witness = witness_of(plan, self._conversion, folder)
         sync, rate = self._options.sync, self._options.bytes_per_second
-        with Mover(plan, folder, sync=sync, bytes_per_second=rate, progress=self._hooks.on_progress) as mover:
+        with (
+            witness.started(may_fork=sharing is not Sharing.TOGETHER and not plan.is_remote and can_fork()),
+            Mover(
+                plan,
+                folder,
+                sync=sync,
+                bytes_per_second=rate,
+                progress=self._hooks.on_progress,
+                adapts=not self._options.num_threads,
+            ) as mover,
+        ):
             work = do_units(mover, folder, sharing, self._options.worker, self._hooks.on_resume)
             with hold_finish_lock(folder):
                 commit = find_commit(self._conversion, plan)
                 if commit is None:
                     outcome = self._finish(mover, folder, work)
-                    commit = self._verify(mover, folder, outcome)
+                    commit = self._verify(mover, folder, outcome, witness)
                     commit = publish(folder, self._conversion, plan, commit, self._pointer)
                     return self._done(commit, outcome, work)
         shutil.rmtree(folder, ignore_errors=True)
@@ -350,49 +377,29 @@ class _Run:
     def _join(self, folder: Path) -> set[str]:
         return register_run(self._origin, self._conversion.source, folder, self._options.sharing)
 
+    @timed("prove")
     def _finish(self, mover: Mover, folder: Path, work: Work) -> Outcome:
         """Complete the files from the records of all workers."""
         is_alone = self._options.sharing is Sharing.ALONE
         records = work.records if is_alone else Journal(folder).records()
+        if self._options.sharing is Sharing.TOGETHER:
+            mover.collect_times(records)  # of all workers
         touched = self._join(folder)
         return mover.finish(records, fresh=is_alone, touched=touched)
 
-    def _verify(self, mover: Mover, folder: Path, outcome: Outcome) -> Commit:
+    def _verify(self, mover: Mover, folder: Path, outcome: Outcome, witness: Witness) -> Commit:
         """Compare what was read and written with what the source states, and return the commit to publish."""
         if outcome.touched:
             self._check_touched(outcome)
         check_digests(self._plan, outcome.digests, has_patterns=self._conversion.patterns is not None)
-        commit = _commit(self._plan, self._conversion, outcome)
+        commit = make_commit(self._plan, self._conversion, outcome)
+        ask(witness, commit, self._plan)  # it compares while the result is read back and the storage works
         with ThreadPoolExecutor(1) as pool, trusting(self._conversion.allow_globals):
-            synced = pool.submit(mover.sync)  # the storage works while the result is read back
+            synced = pool.submit(mover.sync)
             read_back(folder, self._plan, commit, reread=self._options.reread)
-            witness = self._witness(folder, commit)
+            found = timed("witness")(witness.wait)()
             synced.result()
-        return dataclasses.replace(commit, witness=witness)
-
-    def _witness(self, folder: Path, commit: Commit) -> Mapping[str, Any]:
-        """Describe the conversion to a witness that knows nothing of the plan, and let it compare."""
-        from reshard.witness import Case, compare_with_source  # only a conversion pays for this import
-
-        conversion, source_model, inner = self._conversion, {}, self._plan.layout.folder
-        prefix = f"{inner}/" if inner else ""
-        with contextlib.suppress(SourceError):
-            source_model = dict(read_commit(self._plan.index.root).model)
-        case = Case(
-            source=unwrap(self._plan.index).root,
-            source_format=self._plan.index.format,
-            source_model=source_model,
-            target=folder / inner if inner else folder,
-            target_format=commit.format,
-            target_model=commit.model,
-            files={file.path.removeprefix(prefix): file.crc32 for file in commit.files if file.path.startswith(prefix)},
-            states=conversion.states,
-            names=conversion.names,
-            patterns=conversion.patterns,
-            weight_dtype=conversion.weight_dtype,
-            allow_differences=conversion.allow_differences,
-        )
-        return compare_with_source(case).to_dict()
+        return dataclasses.replace(commit, witness=found)
 
     def _check_touched(self, outcome: Outcome) -> None:
         """Index the source again: files that were touched during the run must still hold the same tensors in place.
@@ -470,31 +477,3 @@ def reshard(source: Path | str, target: Path | str, topology: Topology | str, *,
         keeps_stage=isinstance(topology, str) and "zero" not in topology,
     )
     return convert(conversion, RunOptions(reread=reread))
-
-
-def _commit(plan: Plan, conversion: Conversion, outcome: Outcome) -> Commit:
-    """Return the commit of a verified result."""
-    files = [
-        CommittedFile(path=file.path, num_bytes=file.num_bytes, crc32=crc32)
-        for file, crc32 in zip(plan.layout.files, outcome.file_crc32, strict=True)
-    ]
-    data = {}
-    with contextlib.suppress(SourceError):
-        data = dict(read_commit(conversion.source).data)
-    return Commit(
-        format=plan.layout.format,
-        step=plan.index.step,
-        samples=plan.index.samples,
-        topology=plan.layout.topology,
-        attempt=conversion.attempt,
-        writer="reshard",
-        files=files,
-        digests=outcome.digests,
-        data=data,
-        model=plan.layout.model,
-        source=path_to_text(conversion.source),
-        options={**conversion.options, PLAN: plan.fingerprint},
-        origin=origin_of(plan, outcome),
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        owner=conversion.owner,
-    )

@@ -259,11 +259,11 @@ class ReshardReport:
         seconds: wall time of the conversion.
         peak_rss_bytes: largest resident set of any process of the command.
         num_tensors: logical tensors verified.
-        digest: CRC-32 of all tensors' names and digests, in hex (docs/verification.md); equal for source and target
-            unless names or types change.
+        digest: of all tensors, in hex (docs/verification.md); that of the source, unless names or types change.
         verified: the target was checked against the source.
         latest: file that names the target to its framework, if this run wrote it.
         witness: numbers of `tensors` and `samples` compared by name, and of tensors `not_witnessed`; empty for none.
+        milliseconds: of each step of the run, and as `units.PHASE` of all its workers together (docs/profile.md).
         contract_version: `CONTRACT_VERSION` of the writer.
     """
 
@@ -286,6 +286,7 @@ class ReshardReport:
     verified: bool = False
     latest: str = ""
     witness: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    milliseconds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 
     def to_json(self) -> str:
@@ -396,9 +397,7 @@ def _formats(path: str, value: object) -> tuple[str, ...]:
     return tuple(_text(f"{path}[{at}]", item, 64) for at, item in enumerate(value))
 
 
-_MAX_DEGREES = 16
-_MAX_DEGREE = 10**6
-_MAX_VERSIONS = 16
+_MAX_DEGREES, _MAX_DEGREE, _MAX_VERSIONS = 16, 10**6, 32
 
 _Reader = Callable[[str, object], Any]
 _READERS: Mapping[type, Mapping[str, _Reader]] = {
@@ -436,6 +435,7 @@ _READERS: Mapping[type, Mapping[str, _Reader]] = {
         "verified": _flag,
         "latest": functools.partial(_text, most=MAX_URI),
         "witness": _counts,
+        "milliseconds": _counts,
         "contract_version": functools.partial(_whole, most=MAX_ATTEMPT),
     },
 }
@@ -493,8 +493,8 @@ def sentence(text: str, most: int = 512) -> str:
 
     A longer text is cut and ends in `...`.
     """
-    text = text[: 4 * most]
-    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    if len(line.encode()) <= most:
-        return line
-    return line.encode()[: most - 3].decode(errors="ignore") + "..."
+    line = " ".join(text[: 4 * most].split())
+    if not line.isprintable():
+        line = " ".join("".join(char if char.isprintable() else " " for char in line).split())
+    data = line.encode()
+    return line if len(data) <= most else data[: most - 3].decode(errors="ignore") + "..."

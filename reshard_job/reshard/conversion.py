@@ -9,6 +9,7 @@ from pathlib import Path
 
 from reshard.commits.commit import Commit, path_to_text
 from reshard.commits.staging import Sharing
+from reshard.errors import UsageError
 from reshard.storage.object_store import check_path
 from reshard.storage.yaml_file import read_content
 from reshard.system.limits import DEFAULT_MEMORY_BYTES
@@ -32,11 +33,14 @@ class Conversion:
         like: checkpoint of the target's format that says what the source cannot, or None.
         names: file with a name map (`reshard.names`) that the target's names follow, or None.
         patterns: file of patterns for a DeepSpeed source that does not say how it is cut, or None.
-        ds_config: DeepSpeed's configuration for an elastic source, which keeps no settings, or None.
+        ds_config: DeepSpeed's configuration, or None: with `model` that of the run that will load the target, else that
+            of the run that saved an elastic source, which keeps no settings.
+        model: model description for a DeepSpeed target, instead of `like`, or None.
         file_bytes: largest size of a file where the format leaves that open; None for its default.
         attempt: recorded in the commit.
         require_commit: refuse a source without a commit marker.
-        keeps_stage: keep the source's ZeRO stage if its format has one: `topology` states none.
+        keeps_stage: `topology` states no ZeRO stage: keep the source's if its format has one, or take
+            that of `ds_config` if there is a `model`.
         allow_differences: take the first copy of a tensor whose copies differ, and weights that are not their masters.
         allow_globals: `module.name` of what pickles may name besides the allow list (`reshard.formats.pt.trust`).
         owner: UID of the job that the result belongs to, recorded in the commit; empty for none.
@@ -52,6 +56,7 @@ class Conversion:
     names: Path | None = None
     patterns: Path | None = None
     ds_config: Path | None = None
+    model: Path | None = None
     file_bytes: int | None = None
     attempt: int = 0
     require_commit: bool = False
@@ -67,9 +72,18 @@ class Conversion:
         return f"{os.fsencode(self.source)!r} {'' if self.like is None else os.fsencode(self.like)!r} {wish}"
 
     def __post_init__(self) -> None:
-        for path in (self.source, self.target, self.like, self.names, self.patterns, self.ds_config):
+        for path in (self.source, self.target, self.like, self.names, self.patterns, self.ds_config, self.model):
             if path is not None:
                 check_path(str(path))
+        if self.model is not None and (self.like is not None or self.ds_config is None):
+            raise UsageError(
+                "--model says with --ds-config what --like would say: give it with --ds-config, and without --like"
+            )
+
+    @property
+    def source_config(self) -> Path | None:
+        """Return DeepSpeed's configuration of the run that saved the source, or None."""
+        return None if self.model is not None else self.ds_config
 
     @property
     def options(self) -> dict[str, str]:
@@ -80,6 +94,7 @@ class Conversion:
             "names": _content_hash(self.names),
             "patterns": _content_hash(self.patterns),
             "ds_config": _content_hash(self.ds_config),
+            "model": _content_hash(self.model),
             "allow_globals": ",".join(sorted(set(self.allow_globals))),
         }
         return {key: value for key, value in options.items() if value}

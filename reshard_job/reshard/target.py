@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from reshard.commits.commit import Commit, check_files, is_vacant, read_commit, taken_error, write_commit
+from reshard.commits.commit import (
+    Commit,
+    CommittedFile,
+    check_files,
+    is_vacant,
+    path_to_text,
+    read_commit,
+    taken_error,
+    write_commit,
+)
 from reshard.commits.latest import write_latest
 from reshard.commits.staging import FINISH_FILE, Sharing, staging
 from reshard.contract import COMMIT_FILE
 from reshard.conversion import PLAN, Conversion, RunOptions
 from reshard.errors import SourceError, TargetError
+from reshard.execution.executor import Outcome
 from reshard.execution.journal import FOLDER as JOURNAL_FOLDER
-from reshard.execution.origin import check_origin, refuse_other_content
+from reshard.execution.origin import check_origin, origin_of, refuse_other_content
 from reshard.execution.resume import NOTHING, Moved, Work, note_kept_work
 from reshard.planning.plan import Plan
+from reshard.profile.collector import timed
 from reshard.storage.durable import sync_folder
 from reshard.storage.target_writer import target_errors
 
@@ -121,6 +133,35 @@ def claim_target(
         yield Done.by_other_run(commit, plan, sharing, Work())
 
 
+def make_commit(plan: Plan, conversion: Conversion, outcome: Outcome) -> Commit:
+    """Return the commit of a verified result."""
+    files = [
+        CommittedFile(path=file.path, num_bytes=file.num_bytes, crc32=crc32)
+        for file, crc32 in zip(plan.layout.files, outcome.file_crc32, strict=True)
+    ]
+    data = {}
+    with contextlib.suppress(SourceError):
+        data = dict(read_commit(conversion.source).data)
+    return Commit(
+        format=plan.layout.format,
+        step=plan.index.step,
+        samples=plan.index.samples,
+        topology=plan.layout.topology,
+        attempt=conversion.attempt,
+        writer="reshard",
+        files=files,
+        digests=outcome.digests,
+        data=data,
+        model=plan.layout.model,
+        source=path_to_text(conversion.source),
+        options={**conversion.options, PLAN: plan.fingerprint},
+        origin=origin_of(plan, outcome),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        owner=conversion.owner,
+    )
+
+
+@timed("publish")
 def publish(folder: Path, conversion: Conversion, plan: Plan, commit: Commit, pointer: Path | None) -> Commit:
     """Write the commit marker, rename the staging folder to the target, and let the file `pointer` name the target.
 

@@ -123,8 +123,7 @@ def _remainders(rows: npt.NDArray[Any]) -> UInt32Array:
         for word in np.ascontiguousarray(words.T):
             state = _shift(state ^ word, words.dtype.itemsize)
         return state
-    flat, crc32 = rows.reshape(-1).view(np.uint8).data, crc.crc32
-    values = [crc32(flat[start : start + row_bytes]) for start in range(0, len(flat), row_bytes)]
+    values = list(map(crc.crc32, rows.reshape(-1).view(np.uint8).reshape(-1, row_bytes)))
     return np.array(values, dtype=np.uint32) ^ np.uint32(crc.crc32_of_zeros(row_bytes))
 
 

@@ -12,7 +12,6 @@ from reshard.storage.object_store import check_path, local
 from reshard.system.limits import buffer_bytes, format_bytes, parse_bytes
 from reshard.tensors.cast import FLOATS
 from reshard.topology import Topology
-from reshard.virtual.auto_mode import parse_loader
 
 MOST_THREADS = 256
 MOST_ATTEMPTS = (1 << 63) - 1
@@ -20,9 +19,9 @@ SMALLEST_MEMORY_BYTES = 1 << 20
 
 _LONGEST_NUMBER = 40
 _FOLDERS = {"path": "the path", "source": "the source", "target": "the target", "first": "A", "second": "B"}
-_FILES = ("ds_config", "like", "names", "patterns", "report", "svg")
+_FILES = ("ds_config", "like", "model", "names", "patterns", "report", "svg")
 _ONLY_FILES = ("resume", "reread", "worker", "limit_rate", "no_sync")
-_ONLY_WITH_TARGET = ("ds_config", "dtype", "like", "file_size")
+_ONLY_WITH_TARGET = ("ds_config", "dtype", "like", "model", "file_size")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -52,6 +51,11 @@ def _check_conversion(options: argparse.Namespace) -> None:
     if options.dtype is not None and options.dtype not in FLOATS:
         raise UsageError(f"--dtype {options.dtype}: expected one of {', '.join(FLOATS)}")
     parse_size("--file-size", options.file_size)
+    if options.model is not None and (options.ds_config is None or options.like is not None):
+        raise UsageError(
+            "--model: expected together with --ds-config, and without --like",
+            hint="name DeepSpeed's configuration of the run that will load the target",
+        )
     if options.to or options.format:
         return
     if options.verb != "explain":
@@ -64,8 +68,12 @@ def _check_resources(options: argparse.Namespace) -> None:
         raise UsageError(f"--threads {options.threads}: expected 1 to {MOST_THREADS}, or 0 for the default")
     if options.memory != "auto":
         parse_memory_bytes(options.memory)
-    if parse_loader(options.loader) is not None and options.mode != "auto":
-        raise UsageError(f"--loader: only --mode auto asks for it, not {options.mode}", hint="leave it out")
+    if options.loader is not None:
+        from reshard.virtual.auto_mode import parse_loader  # only with this option
+
+        parse_loader(options.loader)
+        if options.mode != "auto":
+            raise UsageError(f"--loader: only --mode auto asks for it, not {options.mode}", hint="leave it out")
     if options.target is not None:
         parse_target(options.target)
 

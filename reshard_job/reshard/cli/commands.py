@@ -39,6 +39,7 @@ from reshard.execution.resume import Resumed
 from reshard.execution.verify import read_digests, total_digest, verify_commit
 from reshard.folders import read_checkpoint
 from reshard.planning.plan import Plan
+from reshard.profile.collector import Collector, collecting
 from reshard.storage.object_store import location
 from reshard.storage.target_writer import free_bytes, target_errors
 from reshard.target import find_commit_without_source
@@ -163,16 +164,32 @@ def _run(options: argparse.Namespace) -> Result:
     conversion = _conversion(options, target, is_run=True)
     check_target(conversion.source, target)
     check_report(options.report, conversion.source, target)
+    check_report(options.profile_svg, conversion.source, target, option="--profile-svg")
     with target_errors(target, 0):
         conversion = dataclasses.replace(conversion, owner=claim_checkpoint_root(conversion.source, target))
-    plan, choice = _plan_to_choose(options, conversion)
-    if plan is not None and choice.mode == VIRTUAL:
-        report = _run_virtual(options, conversion, plan, choice)
-    else:
-        report = _run_materialize(options, conversion, plan, choice)
+    with collecting() as collector:
+        plan, choice = _plan_to_choose(options, conversion)
+        if plan is not None and choice.mode == VIRTUAL:
+            report = _run_virtual(options, conversion, plan, choice)
+        else:
+            report = _run_materialize(options, conversion, plan, choice)
     report = dataclasses.replace(report, mode_reason=choice.reason)
     write_report(options.report, report)
-    return Result(json.loads(report.to_json()), render.report_lines(report))
+    return _add_profile(options, Result(json.loads(report.to_json()), render.report_lines(report)), collector)
+
+
+def _add_profile(options: argparse.Namespace, result: Result, collector: Collector) -> Result:
+    """Add the profile of a run to its result, and draw it, as far as the options ask for it."""
+    if not options.profile and options.profile_svg is None:
+        return result
+    from reshard.cli.profile import svg, table
+
+    profile = collector.profile()
+    if options.profile_svg is not None:
+        _write_picture(Path(options.profile_svg), svg.draw(profile))
+    if not options.profile:
+        return result
+    return Result({**result.value, "profile": profile.to_dict()}, [*result.lines, *table.lines(profile)])
 
 
 def _plan_to_choose(options: argparse.Namespace, conversion: api.Conversion) -> tuple[Plan | None, Choice]:
@@ -400,8 +417,12 @@ def _draw(path: Path, explanations: Sequence[Explanation]) -> None:
         raise UsageError(
             f"{len(explanations)} tensors match: a picture shows at most {svg.MAX_TENSORS}", hint="name fewer tensors"
         )
+    _write_picture(path, svg.draw(explanations))
+
+
+def _write_picture(path: Path, document: str) -> None:
     try:
-        path.write_text(svg.draw(explanations), encoding="utf-8")
+        path.write_text(document, encoding="utf-8")
     except OSError as error:
         raise TargetError(f"cannot be written: {error.strerror}", path=str(path)) from error
 
@@ -426,7 +447,11 @@ def _conversion(options: argparse.Namespace, target: Path | None, *, is_run: boo
         source=source,
         target=target if target is not None else source,
         topology=topology
-        or api.index_of(source, patterns=_path(options.patterns), ds_config=_path(options.ds_config)).topology,
+        or api.index_of(
+            source,
+            patterns=_path(options.patterns),
+            ds_config=None if options.model is not None else _path(options.ds_config),
+        ).topology,
         target_format=options.format,
         weight_dtype=options.dtype,
         states=arguments.parse_states(options.states),
@@ -434,10 +459,11 @@ def _conversion(options: argparse.Namespace, target: Path | None, *, is_run: boo
         names=_path(options.names),
         patterns=_path(options.patterns),
         ds_config=_path(options.ds_config),
+        model=_path(options.model),
         file_bytes=arguments.parse_size("--file-size", options.file_size),
         attempt=getattr(options, "attempt", 0),
         require_commit=getattr(options, "require_commit", False),
-        keeps_stage="zero" not in (options.to or "zero"),
+        keeps_stage="zero" not in (options.to or ("zero" if options.model is None else "")),
         allow_differences=options.allow_differences,
         allow_globals=tuple(options.allow_global),
     )

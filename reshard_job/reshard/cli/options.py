@@ -200,6 +200,8 @@ def _add_run(verb: Parser) -> None:
     verb.add_argument("--require-commit", action="store_true", help="refuse a source without COMMIT.json")
     verb.add_argument("--attempt", type=int, default=0, metavar="N", help="attempt number recorded in the commit")
     verb.add_argument("--report", metavar="FILE", help="write a JSON report here, also on failure")
+    verb.add_argument("--profile", action="store_true", help="show where the time went, by phase, worker and device")
+    verb.add_argument("--profile-svg", metavar="FILE", help="draw where the time went into this file")
     verb.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
@@ -248,6 +250,11 @@ def _add_conversion(verb: Parser) -> None:
     verb.add_argument(
         "--like", metavar="DIR", help="a checkpoint of the target's format and the same model, as template"
     )
+    verb.add_argument(
+        "--model",
+        metavar="FILE",
+        help="a model description (JSON) for a DeepSpeed target, with --ds-config and instead of --like",
+    )
     verb.add_argument("--file-size", metavar="SIZE", help="largest file of the format safetensors (default: 5GiB)")
     verb.add_argument(
         "--allow-differences",
@@ -268,8 +275,8 @@ def _add_ds_config(verb: Parser) -> None:
     verb.add_argument(
         "--ds-config",
         metavar="FILE",
-        help="DeepSpeed's configuration (JSON) of the run that saved an elastic checkpoint, which keeps no settings of"
-        " the optimizer",
+        help="DeepSpeed's configuration (JSON): with --model that of the run that will load the target; else that of"
+        " the run that saved an elastic checkpoint, which keeps no settings of the optimizer",
     )
 
 
@@ -295,5 +302,9 @@ def _add_resources(verb: Parser) -> None:
         "--memory", default="auto", metavar="SIZE", help="for buffers (128MiB); auto: 96MiB, less where less is free"
     )
     verb.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="by default the processors of this process, at most 8"
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="fixed number of workers; by default the processors (at most 8) at first, then by measurement",
     )

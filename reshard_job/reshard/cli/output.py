@@ -111,8 +111,13 @@ def _discard(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def check_report(report: str | None, *checkpoints: Path) -> None:
+def check_report(report: str | None, *checkpoints: Path, option: str = "--report") -> None:
     """Refuse a report file that would damage a checkpoint or has no folder, before a byte is moved.
+
+    Args:
+        report: path of the file, or None.
+        checkpoints: folders of source and target.
+        option: that names the file.
 
     Raises:
         UsageError: it lies in the source or in the target.
@@ -122,7 +127,7 @@ def check_report(report: str | None, *checkpoints: Path) -> None:
         return
     path = Path(report).absolute()
     if any(folder in path.parents for folder in checkpoints):
-        raise UsageError(f"--report {report}: lies inside of a checkpoint", hint="name a file somewhere else")
+        raise UsageError(f"{option} {report}: lies inside of a checkpoint", hint="name a file somewhere else")
     try:
         has_folder = path.parent.is_dir() and not path.is_dir()
     except OSError as error:

@@ -9,6 +9,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,10 @@ from reshard.system.limits import format_bytes
 FINISH_FILE = ".finish"
 """Locked by the worker that completes a shared result."""
 
+_PATIENCE_SECONDS = 1.0
+"""Time to wait for a lock: the processes of a run that was killed end a moment after it, and hold the lock so long."""
+
+_POLL_SECONDS = 0.02
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _UNFINISHED = re.compile(r"\..+\.partial-[0-9a-f]{1,16}", re.DOTALL)
 _NUMBER = re.compile(r"[0-9a-f]{1,16}")
@@ -146,14 +151,26 @@ def _make_and_open(folder: Path) -> int:
 
 
 def _lock(descriptor: int, folder: Path, *, shared: bool) -> None:
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise TargetError(
-            "another run works on this conversion", path=str(folder), hint="wait for it, or share with --worker I/N"
-        ) from error
-    except OSError:
-        return
+    """Lock an open folder, and wait a moment for the processes of a run that was killed just now.
+
+    Raises:
+        TargetError: another run holds the lock.
+    """
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+                continue
+            raise TargetError(
+                "another run works on this conversion", path=str(folder), hint="wait for it, or share with --worker I/N"
+            ) from error
+        except OSError:  # this file system has no such locks
+            return
+        else:
+            return
 
 
 def check_free(parent: Path, num_bytes: int) -> None:

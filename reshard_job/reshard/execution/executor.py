@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -26,14 +27,33 @@ from reshard.execution.masters import check_masters
 from reshard.execution.scan import find_touching
 from reshard.execution.tile import Carrier
 from reshard.execution.unit_records import UnitRecord
-from reshard.planning.plan import Plan
+from reshard.planning.plan import LARGEST_REMOTE_UNIT_BYTES, Plan
+from reshard.profile.clock import Phase, PhaseClock, name_process
+from reshard.profile.collector import current, timed
+from reshard.profile.devices import find_devices
+from reshard.profile.events import FileNames
+from reshard.profile.steering import FEWEST_UNITS, Limits, Steering
 from reshard.storage.source_reader import SourceReader, source_changed_error
 from reshard.storage.target_writer import TargetWriter
+from reshard.system.limits import DEFAULT_MEMORY_BYTES, free_memory_bytes
 from reshard.tensors.geometry import tiles
 from reshard.tensors.intervals import Int64Array
 
 FORK_BYTES = 64 << 20
 """Smallest number of bytes that processes move faster than threads, because starting them takes time."""
+
+SPARE_BYTES = 512 << 20
+"""Smallest number of bytes for which more processes are forked than start to work: they take milliseconds."""
+
+SPARE_PROCESS_BYTES = 32 << 20
+"""Free memory for each process beyond those that start to work: what it changes of the memory that it shares."""
+
+SPARE_THREAD_BYTES = 4 * LARGEST_REMOTE_UNIT_BYTES
+"""Memory beyond the default for each thread that reads an object store beyond those that start to work: its unit, and
+what the store's library holds of it meanwhile."""
+
+FLUSHERS = 4
+"""Most threads that bring the bytes of done units to storage; there are as many as units wait for it."""
 
 _POLL_SECONDS = 0.1  # time before `units` is asked again after it had no unit for now
 _END = -1
@@ -91,15 +111,30 @@ class Mover:
         sync: bool = True,
         bytes_per_second: float | None = None,
         progress: Progress | None = None,
+        adapts: bool = False,
     ) -> None:
+        """Store what to do; nothing is opened or made yet.
+
+        Args:
+            plan: of the conversion.
+            folder: folder of the target.
+            sync: bring all bytes to stable storage.
+            bytes_per_second: limit of reading, or None.
+            progress: called with the source bytes that were moved.
+            adapts: choose the number of workers by what is measured; the plan's number is where it starts.
+        """
         self.plan = plan
+        self._folder = folder
+        self._collector = current()
         self._source = SourceReader(plan.index.root, plan.index.files, bytes_per_second=bytes_per_second)
         self._target = TargetWriter(folder, plan.layout.files, plan.layout.zeros)
         self._sync = sync
         self._progress = progress
         self._stop = threading.Event()
         self._is_local = not plan.is_remote and bytes_per_second is None  # only threads share connections and a pace
+        self._steering = Steering(limits_for(plan, adapts=adapts and bytes_per_second is None), adapts=adapts)
 
+    @timed("make files")
     def __enter__(self) -> Mover:
         try:
             self._target.create()
@@ -133,64 +168,95 @@ class Mover:
             records.append(record)
             flushes.append(flusher.submit(self._settle, record, done))  # while the next unit is read
 
-        with ThreadPoolExecutor(1) as flusher:
+        with ThreadPoolExecutor(FLUSHERS) as flusher:
             if self._is_local and is_worth_forking(self.plan.bytes_to_read):
                 self._do_in_processes(iter(units), collect)
             else:
                 self._do_in_threads(iter(units), collect)
             for flush in flushes:
                 flush.result()
+        self._collector.add_decisions(self._steering.decisions)
+        self.collect_times(records)
         return records
+
+    def collect_times(self, records: Iterable[UnitRecord]) -> None:
+        """Give the times of all known units to the collector of this run."""
+        index, layout = self.plan.index, self.plan.layout
+        names = FileNames(
+            find_devices(index.root, [file.path for file in index.files]),
+            find_devices(self._folder, [file.path for file in layout.files]),
+        )
+        self._collector.set_units([record.times for record in records if record.times is not None], names)
 
     def _do_in_processes(self, units: Iterator[int | None], collect: Callable[[UnitRecord], None]) -> None:
         from reshard.system.process_pool import map_in_processes
 
-        carrier = Carrier(self.plan, self._source, self._target)
+        carrier = Carrier(self.plan, self._source, self._target, PhaseClock())
         self._source.may_map = True  # a file that becomes shorter ends a child, not this process
+        steering = self._steering
 
         def on_result(record: UnitRecord) -> None:
+            num_bytes = self.plan.units[record.unit].num_bytes
+            steering.add(record.times, num_bytes)
             collect(record)
             if self._progress is not None:
-                self._progress(self.plan.units[record.unit].num_bytes)
+                self._progress(num_bytes)
 
-        map_in_processes(units, self.plan.num_threads, lambda unit: self._do_unit(unit, carrier, None), on_result)
+        def do(task: tuple[int, int]) -> UnitRecord:
+            return self._do_unit(*task, carrier, None)
+
+        tasks = (None if unit is None else (unit, steering.tile_bytes) for unit in units)
+        map_in_processes(tasks, steering.limits.most, do, on_result, active=lambda: steering.active)
         self._source.may_map = False
 
     def _do_in_threads(self, units: Iterator[int | None], collect: Callable[[UnitRecord], None]) -> None:
-        lock = threading.Lock()
+        lock, steering_lock, done = threading.Lock(), threading.Lock(), threading.Event()
+        steering = self._steering
 
-        def work() -> None:
-            carrier = Carrier(self.plan, self._source, self._target)
+        def work(number: int) -> None:
+            carrier = Carrier(self.plan, self._source, self._target, PhaseClock(f"{name_process()}, thread {number}"))
             while not self._stop.is_set():
+                if number >= steering.active:
+                    if done.wait(_POLL_SECONDS):
+                        return
+                    continue
                 with lock:
                     unit = next(units, _END)
                     if unit is None:
                         self._stop.wait(_POLL_SECONDS)
                         continue
                 if unit == _END:
+                    done.set()
                     return
-                record = self._do_unit(unit, carrier, self._progress)
+                record = self._do_unit(unit, steering.tile_bytes, carrier, self._progress)
                 if self._stop.is_set():  # another thread has failed: the record may be incomplete
                     return
+                with steering_lock:  # not that of the units: who waits for one of those must not hold up records
+                    steering.add(record.times, self.plan.units[unit].num_bytes)
                 collect(record)
 
-        with ThreadPoolExecutor(self.plan.num_threads) as pool:
+        with ThreadPoolExecutor(steering.limits.most) as pool:
             try:
-                futures = [pool.submit(work) for _ in range(self.plan.num_threads)]
+                futures = [pool.submit(work, number) for number in range(steering.limits.most)]
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 self._stop.set()
+                done.set()
             for future in futures:
                 future.result()
         self._stop.clear()
 
     def _settle(self, record: UnitRecord, done: Callable[[UnitRecord], None] | None) -> None:
         """Bring a unit's bytes to stable storage and report its record; without `done` only begin to write them."""
+        started, began = time.time(), time.perf_counter()
         for file, ranges in record.written.items() if self._sync else ():
             if done is not None:
                 self._target.flush(file)
             else:
                 self._target.begin_flush(file, ranges)
+        if record.times is not None and self._sync:
+            seconds = time.perf_counter() - began
+            record.times = dataclasses.replace(record.times, flush_started=started, flush_seconds=seconds)
         if done is not None:
             done(record)
 
@@ -208,8 +274,10 @@ class Mover:
             StorageFullError: no space left.
             TargetError: any other failure.
         """
+        started, began = time.time(), time.perf_counter()
         if self._sync:
             self._target.sync()
+            self._collector.add_step("sync", started, time.perf_counter() - began)
 
     def finish(self, records: Iterable[UnitRecord], *, fresh: bool = True, touched: Collection[str] = ()) -> Outcome:
         """Compare digests and checksums, and complete the files.
@@ -271,16 +339,19 @@ class Mover:
                 raise source_changed_error(problems, str(index.root))
         return more, now.keys()
 
-    def _do_unit(self, unit: int, carrier: Carrier, progress: Progress | None) -> UnitRecord:
+    def _do_unit(self, unit: int, tile_bytes: int, carrier: Carrier, progress: Progress | None) -> UnitRecord:
         record = UnitRecord(unit=unit)
-        self._source.prefetch(_source_ranges(self.plan, unit))
+        carrier.clock.begin()
+        carrier.use_tile_bytes(tile_bytes)
+        self._source.prefetch(_source_ranges(self.plan, unit), carrier.clock)
+        carrier.clock.lap(Phase.PREPARE)
         for number, box in self.plan.units[unit].boxes:
             item_bytes = self.plan.index.tensors[number].item_bytes
             source = self.plan.index.shards.rows_touching(self.plan.source_rows[number], box)
             target = self.plan.layout.shards.rows_touching(self.plan.target_rows[number], box)
             copies = self.plan.index.shards.rows_touching(copy_rows_of(self.plan, number), box)
-            tile_bytes = self.plan.tile_bytes // (averages.BUFFERS if number in self.plan.averages else 1)
-            for tile in tiles(box.size, max(1, tile_bytes // item_bytes)):
+            largest = tile_bytes // (averages.BUFFERS if number in self.plan.averages else 1)
+            for tile in tiles(box.size, max(1, largest // item_bytes)):
                 if self._stop.is_set():
                     return record
                 carrier.move(record, number, tile.shift(box.offset), (source, target, copies))
@@ -292,7 +363,26 @@ class Mover:
             raise VerificationError(f"unit {unit} of the plan wrote bytes twice: nothing was published")
         for ranges in (*record.read.values(), *record.written.values()):
             ranges[:] = crc.join(ranges)
+        record.times = carrier.clock.end()
         return record
+
+
+def limits_for(plan: Plan, *, adapts: bool) -> Limits:
+    """Return how many workers may move a plan's units; one that does not adapt has always the plan's number."""
+    most = plan.num_threads
+    if adapts and plan.bytes_to_read >= SPARE_BYTES and len(plan.units) >= FEWEST_UNITS:
+        if plan.is_remote:
+            spare = (plan.memory_bytes - DEFAULT_MEMORY_BYTES) // SPARE_THREAD_BYTES
+        else:
+            spare = (free_memory_bytes() or 0) // SPARE_PROCESS_BYTES
+        most += max(0, min(most, spare))
+    return Limits(
+        processors=plan.num_threads,
+        start=plan.num_threads,
+        most=most,
+        memory_bytes=plan.memory_bytes,
+        largest_tile_bytes=plan.tile_bytes,
+    )
 
 
 def copy_rows_of(plan: Plan, number: int) -> Int64Array:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from reshard.checksums.crc import CrcRange
 from reshard.execution.unit_records import UnitRecord
+from reshard.profile import wire
 
 FOLDER = ".journal"
 _RECORDS = "[0-9]" * 8 + ".json"
@@ -167,6 +168,7 @@ def to_json(record: UnitRecord) -> str:
             "written": [[file, *crc_range] for file, ranges in record.written.items() for crc_range in ranges],
             "rounded": [[number, f"{value:08x}"] for number, value in record.rounded.items()],
             "averaged": [[number, difference.hex()] for number, difference in record.averaged.items()],
+            "times": None if record.times is None else wire.encode(record.times),
         }
     )
 
@@ -187,6 +189,7 @@ def from_json(text: str) -> UnitRecord:
         record.rounded[_count(number)] = _term(term)
     for number, difference in value.get("averaged", ()):  # absent in records of older versions, which averaged nothing
         record.averaged[_count(number)] = _difference(difference)
+    record.times = wire.decode(value.get("times"))
     for name, ranges in (("read", record.read), ("written", record.written)):
         for file, start, num_bytes, crc32 in value[name]:
             ranges[_count(file)].append(CrcRange(_count(start), _count(num_bytes), _count(crc32)))

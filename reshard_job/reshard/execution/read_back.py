@@ -11,9 +11,11 @@ from reshard.execution.placement import check_placement
 from reshard.execution.verify import compare_digests, read_digests
 from reshard.folders import read_checkpoint
 from reshard.planning.plan import Plan
+from reshard.profile.collector import timed
 from reshard.tensors.layout import PADDING
 
 
+@timed("read back")
 def read_back(staging: Path, plan: Plan, commit: Commit, *, reread: bool) -> None:
     """Read a result through its format's reader and compare it with the plan.
 

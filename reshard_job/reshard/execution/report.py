@@ -10,6 +10,7 @@ from reshard.commits.commit import Commit
 from reshard.contract import ExitCode, ReshardReport
 from reshard.execution.resume import NOTHING, Moved
 from reshard.execution.verify import total_digest
+from reshard.profile.collector import current
 
 
 def done_report(
@@ -51,6 +52,7 @@ def done_report(
         verified=True,
         latest=latest,
         witness=_count_witnessed(commit),
+        milliseconds=current().milliseconds(),
     )
 
 

@@ -14,6 +14,7 @@ from reshard.execution.executor import Mover
 from reshard.execution.journal import Journal
 from reshard.execution.unit_records import UnitRecord
 from reshard.planning.plan import Plan
+from reshard.profile.collector import timed
 from reshard.system.limits import format_bytes
 
 
@@ -80,6 +81,7 @@ class Work:
         return f"{len(self.records)} of {len(plan.units)} units"
 
 
+@timed("move")
 def do_units(
     mover: Mover,
     folder: Path,

@@ -10,6 +10,7 @@ import numpy as np
 from reshard.checksums import crc
 from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import digest_term
+from reshard.profile.clock import UNTIMED, Phase, PhaseClock
 from reshard.storage.files import Bytes
 from reshard.storage.source_reader import SourceReader
 from reshard.tensors.cast import UNSIGNED, Bits, cast
@@ -42,14 +43,17 @@ def split_into_ranges(row: ShardRow, box: Box, elements: Bits) -> Iterator[tuple
         yield position, flat[number * length : (number + 1) * length]
 
 
-def gather(source: SourceReader, row: ShardRow, box: Box, elements: Bits) -> list[CrcRange]:
+def gather(
+    source: SourceReader, row: ShardRow, box: Box, elements: Bits, clock: PhaseClock = UNTIMED
+) -> list[CrcRange]:
     """Fill `elements` with a box of a row, and return the ranges that were read with their checksums.
 
     Ranges that are close together in the file are copied from one mapping.
     """
     ranges = list(split_into_ranges(row, box, elements))
+    clock.lap(Phase.OTHER)
     if len(ranges) < 2:
-        return [source.read_into(row.file, position, content) for position, content in ranges]
+        return _read_ranges(source, row.file, ranges, clock)
     step = max(1, GATHER_BYTES * len(ranges) // _span(ranges)[1])
     read: list[CrcRange] = []
     for first in range(0, len(ranges), step):
@@ -57,12 +61,31 @@ def gather(source: SourceReader, row: ShardRow, box: Box, elements: Bits) -> lis
         low, num_bytes = _span(some)
         is_near = len(some) > 1 and num_bytes <= min(2 * GATHER_BYTES, _LARGEST_SPAN * len(some) * len(some[0][1]))
         window = source.view(row.file, low, num_bytes) if is_near else None
+        if window is None:
+            read += _read_ranges(source, row.file, some, clock)
+            continue
+        clock.lap(Phase.POPULATE, num_bytes, row.file)
         for position, content in some:
-            if window is None:
-                read.append(source.read_into(row.file, position, content))
-            else:
-                content[:] = window[position - low : position - low + len(content)]
-                read.append(CrcRange(position, len(content), crc.crc32(content.data)))
+            content[:] = window[position - low : position - low + len(content)]
+        clock.lap(Phase.COPY, len(some) * len(some[0][1]))
+        read += _checksums(some, clock)
+    return read
+
+
+def _read_ranges(
+    source: SourceReader, file: int, ranges: Sequence[tuple[int, Bytes]], clock: PhaseClock
+) -> list[CrcRange]:
+    """Read ranges of a file into memory, and return their checksums."""
+    for position, content in ranges:
+        source.fill(file, position, content)
+    clock.lap(Phase.READ, sum(len(content) for _, content in ranges), file)
+    return _checksums(ranges, clock)
+
+
+def _checksums(ranges: Sequence[tuple[int, Bytes]], clock: PhaseClock) -> list[CrcRange]:
+    """Return the checksums of ranges in memory; together they are small enough to be in the processor's cache."""
+    read = [CrcRange(position, len(content), crc.crc32(content.data)) for position, content in ranges]
+    clock.lap(Phase.CHECKSUM, sum(crc_range.num_bytes for crc_range in read))
     return read
 
 

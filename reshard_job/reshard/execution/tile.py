@@ -22,6 +22,7 @@ from reshard.execution.averages import read_mean
 from reshard.execution.scan import find_touching, gather, view_elements
 from reshard.execution.unit_records import UnitRecord
 from reshard.planning.plan import Plan
+from reshard.profile.clock import CHECKSUM, COPY, OTHER, POPULATE, READ, WRITE, PhaseClock
 from reshard.storage.files import Bytes
 from reshard.storage.source_reader import SourceReader
 from reshard.storage.target_writer import TargetWriter
@@ -33,6 +34,9 @@ from reshard.tensors.shard_table import ShardRow
 
 SLICE_BYTES = 1 << 20
 """Bytes of a tile that are copied and added to the digest at a time, while they are in the processor's cache."""
+
+BATCH_BYTES = 128 << 10
+"""Bytes of ranges whose checksums are computed before they are written, while they are in the processor's cache."""
 
 SMALLEST_BOX_BYTES = 256 << 10
 """Smallest mean size of boxes that are moved as tiles of their own; smaller boxes are faster to copy into one tile."""
@@ -63,11 +67,24 @@ class _TargetBox:
 
 
 class Carrier:
-    """Moves tiles of a plan, in one thread."""
+    """Moves tiles of a plan, in one thread.
 
-    def __init__(self, plan: Plan, source: SourceReader, target: TargetWriter) -> None:
+    Attributes:
+        clock: measures the phases of this thread.
+        tile_bytes: size of the buffer for tiles, at least the largest tile; see `use_tile_bytes`.
+    """
+
+    def __init__(self, plan: Plan, source: SourceReader, target: TargetWriter, clock: PhaseClock) -> None:
         self._plan, self._source, self._target = plan, source, target
+        self.clock = clock
+        self.tile_bytes = plan.tile_bytes
         self._scratch: Bytes = np.empty(0, dtype=np.uint8)
+
+    def use_tile_bytes(self, tile_bytes: int) -> None:
+        """Expect tiles of at most this size from now on, and give a larger buffer back."""
+        self.tile_bytes = tile_bytes
+        if len(self._scratch) > tile_bytes:
+            self._scratch = np.empty(0, dtype=np.uint8)
 
     def move(self, record: UnitRecord, number: int, tile: Box, rows: tuple[Int64Array, Int64Array, Int64Array]) -> None:
         """Move a tile, and record the ranges that were read and written and the terms of both sides.
@@ -125,12 +142,14 @@ class Carrier:
         row, box = sources[0]
         is_averaged = number in self._plan.averages
         may_view = box == tile and not is_averaged
+        self.clock.lap(OTHER)
         mapped = view_elements(self._source, row, tile, tensor.item_bytes) if may_view else None
         if is_averaged:
             elements, terms = self._average(record, number, tile, tuple(targets))
             self._write(record, elements, tensor.dtype, targets, {})
         elif mapped is not None:
             position, elements = mapped
+            self.clock.lap(POPULATE, elements.nbytes, row.file)
             tallies = {dtype: Tally(tile, tensor.shape, ITEM_BYTES[dtype]) for dtype in targets}
             crc32 = self._write(record, elements, tensor.dtype, targets, tallies)
             record.read[row.file].append(CrcRange(position, elements.nbytes, crc32))
@@ -162,13 +181,16 @@ class Carrier:
         """
         tile_box, elements = tile
         for row, box in find_touching(self._plan.index.shards, copy_rows, tile_box):
+            self.clock.lap(OTHER)
             mapped = view_elements(self._source, row, box, tensor.item_bytes)
             if mapped is not None:
                 position, other = mapped
+                self.clock.lap(POPULATE, other.nbytes, row.file)
                 record.read[row.file].append(CrcRange(position, other.nbytes, crc.crc32(_flat(other).data)))
+                self.clock.lap(CHECKSUM, other.nbytes)
             else:
                 other = np.empty(box.size, dtype=elements.dtype)
-                record.read[row.file] += gather(self._source, row, box, other)
+                record.read[row.file] += gather(self._source, row, box, other, self.clock)
             inside: tuple[Any, ...] = (*_index_in(box, tile_box), ...)
             expected = np.ascontiguousarray(elements[inside])
             if np.array_equal(_flat(expected), _flat(other)):
@@ -200,6 +222,7 @@ class Carrier:
         """Read all copies of a tile, and return their mean and its terms in each type."""
         tensor = self._plan.index.tensors[number]
         mean = read_mean(self._source, self._plan.index, number, self._plan.averages[number], tile)
+        self.clock.lap(READ, sum(item.num_bytes for ranges in mean.ranges.values() for item in ranges))
         for file, ranges in mean.ranges.items():
             record.read[file] += ranges
         if mean.difference is not None:
@@ -218,20 +241,22 @@ class Carrier:
         """Read a tile from its sources, and return its elements and their terms in each type."""
         num_bytes = tile.num_elements * tensor.item_bytes
         if len(self._scratch) < num_bytes:
-            self._scratch = np.empty(max(num_bytes, self._plan.tile_bytes), dtype=np.uint8)
+            self._scratch = np.empty(max(num_bytes, self.tile_bytes), dtype=np.uint8)
         buffer: Bits = self._scratch[:num_bytes].view(UNSIGNED[tensor.item_bytes]).reshape(tile.size)
         terms = dict.fromkeys(dtypes, 0)
         for row, box in sources:
             index: tuple[Any, ...] = (*_index_in(box, tile), ...)  # the dots make a view, of a scalar too
             view = buffer[index]
             elements: Bits = view if view.flags.c_contiguous else np.empty(box.size, dtype=view.dtype)
-            ranges = gather(self._source, row, box, elements)
+            ranges = gather(self._source, row, box, elements, self.clock)
             record.read[row.file] += ranges
             if elements is not view:
                 view[...] = elements
+                self.clock.lap(COPY, elements.nbytes)
             for dtype in dtypes:
                 known = ranges[0].crc32 if len(ranges) == 1 and dtype == tensor.dtype else None
                 terms[dtype] ^= digest_term(cast(elements, tensor.dtype, dtype), box, tensor.shape, known_crc32=known)
+            self.clock.lap(CHECKSUM)
         return buffer, terms
 
     def _write(
@@ -264,9 +289,12 @@ class Carrier:
                 if not boxes and not tallies:  # nothing to write, and the term is known
                     continue
                 converted = cast(tile_slice, source_dtype, dtype)
+                if converted is not tile_slice:
+                    self.clock.lap(COPY, converted.nbytes)
                 known = own if dtype == source_dtype else None
                 if tallies:
                     tallies[dtype].add(converted, known)
+                    self.clock.lap(CHECKSUM, converted.nbytes)
                 for target in boxes:
                     self._write_slice(record, target, converted, first, known)
         return crc32
@@ -288,19 +316,43 @@ class Carrier:
             return
         common = tile_slice[(slice(low - first, high - first), *target.index[1:])]
         crc32 = known if common.size == tile_slice.size else None
-        elements = tile_slice if common.size == tile_slice.size else np.ascontiguousarray(common)
+        clock, file = self.clock, target.row.file
+        if common.size == tile_slice.size:
+            elements = tile_slice
+        else:
+            elements = np.ascontiguousarray(common)
+            clock.lap(COPY, elements.nbytes)
         flat: Bytes = elements.reshape(-1).view(np.uint8)
         if len(target.positions) == 1:
-            written = [self._target.write(target.row.file, target.positions[0] + target.written_bytes, flat, crc32)]
-            crc32 = written[0].crc32
+            if crc32 is None:
+                crc32 = crc.crc32(flat.data)
+                clock.lap(CHECKSUM, len(flat))
+            written = [self._target.write(file, target.positions[0] + target.written_bytes, flat, crc32)]
+            clock.lap(WRITE, len(flat), file)
         else:
-            at = target.written_bytes // target.range_bytes
-            positions = target.positions[at : at + len(flat) // target.range_bytes]
-            ranges = zip(positions, flat.reshape(-1, target.range_bytes), strict=True)
-            written = [self._target.write(target.row.file, position, content) for position, content in ranges]
-        record.written[target.row.file] += written
-        target.tally.add(elements, crc32)
+            written = self._write_ranges(target, flat)
+        record.written[file] += written
+        target.tally.add(elements, crc32)  # its time is given to the checksums of the next slice
         target.written_bytes += len(flat)
+
+    def _write_ranges(self, target: _TargetBox, flat: Bytes) -> list[CrcRange]:
+        """Write the next bytes of a target box of several ranges, a batch after the other."""
+        clock, file, length = self.clock, target.row.file, target.range_bytes
+        at = target.written_bytes // length
+        contents = flat.reshape(-1, length)
+        step = max(1, BATCH_BYTES // length)
+        written: list[CrcRange] = []
+        for first in range(0, len(contents), step):
+            batch = contents[first : first + step]
+            sums = [crc.crc32(content.data) for content in batch]
+            clock.lap(CHECKSUM, batch.nbytes)
+            positions = target.positions[at + first : at + first + step]
+            written += [
+                self._target.write(file, position, content, crc32)
+                for position, content, crc32 in zip(positions, batch, sums, strict=True)
+            ]
+            clock.lap(WRITE, batch.nbytes, file)
+        return written
 
 
 def _target_box(row: ShardRow, box: Box, tile: Box, shape: tuple[int, ...], item_bytes: int) -> _TargetBox:

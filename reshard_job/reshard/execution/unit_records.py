@@ -18,6 +18,7 @@ from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import finish_digest, to_hex
 from reshard.errors import VerificationError
 from reshard.planning.plan import Plan, Rounding
+from reshard.profile.clock import UnitTimes
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class UnitRecord:
         written: target file -> ranges that were written.
         rounded: source tensor of `Plan.rounded_types` -> term of its digest in that type.
         averaged: source tensor -> largest difference between copies that were averaged; only where copies differ.
+        times: measurements of the unit; None in records of older versions.
     """
 
     unit: int
@@ -41,6 +43,7 @@ class UnitRecord:
     written: dict[int, list[CrcRange]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     rounded: dict[int, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
     averaged: dict[int, float] = dataclasses.field(default_factory=dict)
+    times: UnitTimes | None = None
 
 
 def merge(by_record: Iterable[Mapping[int, list[CrcRange]]]) -> dict[int, list[CrcRange]]:

@@ -186,6 +186,9 @@ def _compare_copies(index: Index, terms: Mapping[int, Mapping[int, int]], means:
         sums = {
             replica: finish_digest(term, tensor.num_bytes) for replica, term in sorted(terms.get(number, {}).items())
         }
+        compared = index.free_copies.get(tensor.key)
+        if compared is not None:
+            sums = {replica: value for replica, value in sums.items() if replica < compared}
         ranks = index.averaged[tensor.key] if number in means else 1
         if any(value != sums[min(sums) + (replica - min(sums)) % ranks] for replica, value in sums.items()):
             copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sums.items())

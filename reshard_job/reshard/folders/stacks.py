@@ -55,7 +55,14 @@ STACKS = (
         per_rank_files=re.compile(r"scheduler(_\d+)?\.bin", re.ASCII),
     ),
     Stack(name="Lightning", format="deepspeed", tag=re.compile(r"checkpoint", re.ASCII)),
-    Stack(name="Accelerate's FSDP", format="dcp", parts=("pytorch_model_fsdp_0", "optimizer_0")),
+    Stack(
+        name="Accelerate's FSDP",
+        format="dcp",
+        parts=("pytorch_model_fsdp_0", "optimizer_0"),
+        rank_file=re.compile(r"rng_state(_\d+)?\.pth|random_states_\d+\.pkl", re.ASCII),
+        without_rank_files="Accelerate and the Trainer then leave the random numbers of each rank as they are seeded",
+        per_rank_files=re.compile(r"scheduler(_\d+)?\.bin", re.ASCII),
+    ),
 )
 """In the order in which they are asked about a folder."""
 

@@ -53,15 +53,11 @@ def lay_out(index: Index, request: Request, target_format: str = "") -> TargetLa
         target_format: name of a format; empty for the source's, and for the whole training folder.
 
     Raises:
-        UnsupportedError: the folder is one that torch loads at any number of ranks, and no format is named.
+        UnsupportedError: a folder of several parts shall become one with other names or states only.
         ReshardError: see `reshard.formats.base.Format.layout`.
     """
     if index.folder is not None and stack_of(index.folder.stack).tag is None and not target_format:
-        raise UnsupportedError(
-            f"a folder of {index.folder.stack} needs no conversion to another number of ranks: torch loads it as it is",
-            path=str(index.root),
-            hint="resume from it; for another format say --format; dcp puts model and optimizer in one folder",
-        )
+        return _lay_out_parts(index, request, index.folder)
     if request.like is not None:
         request = dataclasses.replace(request, like=unwrap(request.like))
     layout = format_of(target_format or index.format).layout(unwrap(index), request)
@@ -78,6 +74,34 @@ def lay_out(index: Index, request: Request, target_format: str = "") -> TargetLa
         f" result as a whole: {_list_names([file.path for file in folder.side_files])}"
     )
     return dataclasses.replace(layout, notes=(*layout.notes, note))
+
+
+def _lay_out_parts(index: Index, request: Request, folder: TrainingFolder) -> TargetLayout:
+    """Lay out a training folder whose checkpoint several subfolders hold together.
+
+    Raises:
+        UnsupportedError: the stack would not load the result.
+    """
+    from reshard.formats.dcp import lay_out_parts  # only such folders pay for this import
+
+    if index.unread is not None:
+        raise index.unread
+    if index.left_out or index.renamed or request.weight_dtype is not None:
+        raise UnsupportedError(
+            f"a folder of {folder.stack} is converted with all its states, names and types, or {folder.stack} would not"
+            " load it",
+            path=str(index.root),
+            hint="leave --states, --names and --dtype out; or say --format: dcp puts model and optimizer in one folder",
+        )
+    layout = lay_out_parts(unwrap(index), request, folder.parts)
+    has_same_ranks = _has_same_ranks(index.topology, layout.topology)
+    side_files, notes = _choose_side_files(
+        folder, stack_of(folder.stack), index.topology.world_size, has_same_ranks=has_same_ranks
+    )
+    carried = (_carry(index.root, file) for file in side_files)
+    return dataclasses.replace(
+        layout, files=(*layout.files, *carried), notes=(*layout.notes, *notes), parts=folder.parts
+    )
 
 
 def _lay_out_folder(layout: TargetLayout, index: Index, folder: TrainingFolder) -> TargetLayout:

@@ -26,12 +26,18 @@ class Request:
         weight_dtype: type of the weights in the target, or None to keep the source's.
         like: a checkpoint of the target's format and model, for what a source of another format cannot tell (files,
             scalars and settings that are not tensors); its topology does not matter.
+        model: a model description, which with `ds_config` says what `like` would say, or None.
+        ds_config: DeepSpeed's configuration of the run that will load the target; None without `model`.
+        keeps_stage: take the ZeRO stage of `ds_config`: `topology` states none.
         file_bytes: largest size of a file where the format leaves that open; None for `DEFAULT_FILE_BYTES`.
     """
 
     topology: Topology
     weight_dtype: str | None = None
     like: Index | None = None
+    model: Path | None = None
+    ds_config: Path | None = None
+    keeps_stage: bool = False
     file_bytes: int | None = None
 
 
@@ -132,7 +138,13 @@ def understood(folder: Path, writer: str, *, instead: str, also: tuple[type[Exce
 
 
 def refuse_options(
-    name: str, request: Request, *, weight_dtype: bool = False, like: bool = True, file_bytes: bool = False
+    name: str,
+    request: Request,
+    *,
+    weight_dtype: bool = False,
+    like: bool = True,
+    model: bool = False,
+    file_bytes: bool = False,
 ) -> None:
     """Refuse what a format has no use for, rather than ignore it; what it has a use for is True.
 
@@ -148,6 +160,11 @@ def refuse_options(
         raise UsageError(
             f"--like {request.like.root}: the format {name} holds nothing that a source could not tell",
             hint="leave --like out",
+        )
+    if request.model is not None and not model:
+        raise UsageError(
+            f"--model {request.model}: a model description is for DeepSpeed's formats, not for {name}",
+            hint="leave --model and --ds-config out, or choose --format deepspeed or universal",
         )
     if request.file_bytes is not None and not file_bytes:
         raise UsageError(

@@ -53,6 +53,7 @@ def rename(index: Index, name_map: NameMap) -> Index:
         groups=groups,
         aliases=dict(sorted(aliases.items())),
         extra=None,
+        free_copies={key: index.free_copies[own] for key, own in renamed.items() if own and own in index.free_copies},
         averaged=averaged,
         renamed=renamed,
     )

@@ -23,7 +23,7 @@ from reshard.tensors.layout import Index, LogicalTensor, TargetLayout, TensorKey
 from reshard.tensors.shard_table import ShardTable
 
 LARGEST_UNIT_BYTES = 64 << 20
-LARGEST_REMOTE_UNIT_BYTES = 8 << 20
+LARGEST_REMOTE_UNIT_BYTES = 24 << 20
 """Limit for a source in an object store: every thread holds a whole unit of it in memory."""
 
 SMALLEST_UNIT_BYTES = 1 << 20

@@ -55,6 +55,9 @@ def copies_to_compare(
             continue
         groups = group_by_replica(index.shards, own)
         first = groups.pop(int(index.shards.replica[taken[0]]))
+        compared = index.free_copies.get(tensor.key)
+        if compared is not None:
+            groups = {replica: group for replica, group in groups.items() if replica < compared}
         unproved = [other for other in groups.values() if not stated.are_equal(index.shards, tensor, first, other)]
         if tensor.key in index.rank_local:
             if any(stated.are_different(index.shards, tensor, first, other) for other in unproved):

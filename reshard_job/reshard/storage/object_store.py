@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
@@ -44,6 +44,9 @@ _VERSIONS = (
 """Keys under which fsspec's stores state the version of an object; the first key that is present is used."""
 
 _BLOCK_BYTES = 64 << 10  # readers of metadata read small neighbouring ranges: one request fetches all of them
+
+_REQUEST_BYTES = 8 << 20
+"""Largest request where several are sent at a time."""
 
 
 class Requests:
@@ -311,6 +314,11 @@ class RemoteFile:
         target[: len(content)] = np.frombuffer(content, dtype=np.uint8)
         return len(content)
 
+    @property
+    def path(self) -> RemotePath:
+        """Return the object's path."""
+        return self._path
+
     def _fetch(self, start: int, end: int) -> bytes:
         if end <= start:
             return b""
@@ -329,3 +337,38 @@ class RemoteFile:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+
+def fetch_ranges(ranges: Sequence[tuple[RemoteFile, int, int]]) -> list[bytes]:
+    """Fetch ranges of objects of one store at the same time; large ones in several requests.
+
+    Args:
+        ranges: object, first byte, and first byte behind the range.
+
+    Returns:
+        The content of each range; shorter where the object ends.
+
+    Raises:
+        StoreError: a request failed.
+    """
+    parts = [
+        (number, file, at, min(end, at + _REQUEST_BYTES))
+        for number, (file, start, end) in enumerate(ranges)
+        for at in range(start, end, _REQUEST_BYTES)
+    ]
+    if not parts:
+        return [b"" for _ in ranges]
+    for _, _, start, end in parts:
+        REQUESTS.add(end - start)
+    paths = [str(file.path) for _, file, _, _ in parts]
+    starts, ends = [start for _, _, start, _ in parts], [end for _, _, _, end in parts]
+    try:
+        found = ranges[0][0].path.filesystem().cat_ranges(paths, starts, ends, on_error="return")
+    except Exception as error:  # stores raise any class of error
+        raise _as_oserror(error, parts[0][1].path) from error
+    contents: list[list[bytes]] = [[] for _ in ranges]
+    for (number, file, _, _), content in zip(parts, found, strict=True):
+        if isinstance(content, Exception):
+            raise _as_oserror(content, file.path) from content
+        contents[number].append(content)
+    return [pieces[0] if len(pieces) == 1 else b"".join(pieces) for pieces in contents]

@@ -6,6 +6,7 @@ Reads are positioned reads on shared descriptors, so any number of threads may r
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,13 +17,23 @@ import numpy as np
 from reshard.checksums import crc
 from reshard.checksums.crc import CrcRange
 from reshard.errors import CorruptSourceError, SourceChangedError
+from reshard.profile.clock import UNTIMED, Phase, PhaseClock
 from reshard.storage.files import Bytes, File, LocalFile, open_file
+from reshard.storage.object_store import RemoteFile, fetch_ranges
 from reshard.system.file_handles import Handles
 from reshard.tensors.layout import Checksum, SourceFile
 
 GAP_BYTES = 256 << 10
 """Largest gap between two ranges that are fetched in one request. A store sends about as many bytes in the time that it
 needs to answer a request (10 ms at 25 MB/s for a single stream)."""
+
+_MAPPED_GAP_BYTES = 64 << 10
+"""Largest gap between two ranges of a local file that are mapped together. To map so much more takes less time than to
+map twice."""
+
+_MOST_MAPPED_BYTES = 8 << 20
+"""Bytes that a thread maps at once for all it will read next; more are mapped box by box, so that they do not count as
+memory of this process."""
 
 _BLOCK_BYTES = 4 << 20
 
@@ -77,8 +88,8 @@ class SourceReader:
         content = self._block_with(file, position, num_bytes)
         if content is None and self.may_map and not self._is_awaited(file, position):
             with self._open_files.borrow(file) as source:
-                if isinstance(source, LocalFile) and source.is_cached(position, num_bytes):
-                    content = source.view(position, num_bytes)
+                if isinstance(source, LocalFile):
+                    content = self._map(source, position, num_bytes)
         return content
 
     def _is_awaited(self, file: int, position: int) -> bool:
@@ -97,41 +108,86 @@ class SourceReader:
                     f"cannot be read at byte {position + done}: {error}", path=self._path(number)
                 ) from error
             if count == 0:
-                raise CorruptSourceError(
-                    f"ends at byte {position + done}, {len(target) - done} more bytes were expected there: truncated",
-                    path=self._path(number),
-                    hint="use an earlier commit",
-                )
+                raise self._truncated_error(number, position + done, position + len(target))
             done += count
 
-    def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+    def _truncated_error(self, number: int, position: int, end: int) -> CorruptSourceError:
+        return CorruptSourceError(
+            f"ends at byte {position}, {end - position} more bytes were expected there: truncated",
+            path=self._path(number),
+            hint="use an earlier commit",
+        )
+
+    def prefetch(self, ranges: Iterable[tuple[int, int, int]], clock: PhaseClock = UNTIMED) -> None:
         """Prepare the ranges that this thread will read next.
 
-        The kernel begins to read local files, so that the disk works while the first ranges are moved. Remote files are
-        fetched now, in few large requests.
+        What the page cache holds of local files is mapped, if that is allowed. The kernel begins to read the rest, so
+        that the disk works while the first ranges are moved. Remote files are fetched now, in few large requests.
 
         Args:
             ranges: (file, first byte, first byte behind the range) of each range.
+            clock: measures what is fetched now.
         """
         self._fetched.blocks, self._fetched.gaps = {}, []
         awaited: dict[int, list[tuple[int, int]]] = {}
         blocks: dict[int, list[tuple[int, Bytes]]] = {}
+        remote: list[tuple[int, int, int]] = []
         wanted = sorted(ranges)
-        for file, start, end in coalesce(wanted):
+        mapped_bytes = 0
+        for file, start, end in coalesce(wanted, _MAPPED_GAP_BYTES if self.may_map else GAP_BYTES):
             with self._open_files.borrow(file) as source:
-                if isinstance(source, LocalFile):
-                    if self._pace is None:
-                        is_cached = self.may_map and source.is_cached(start, end - start)
-                        source.prefetch(start, end - start)
-                        if not is_cached:
-                            awaited.setdefault(file, []).append((start, end))
+                if not isinstance(source, LocalFile):
+                    remote.append((file, start, end))
                     continue
-            block: Bytes = np.empty(end - start, dtype=np.uint8)
-            self.fill(file, start, block)
+                clock.lap(Phase.PREPARE)
+                is_cached = self.may_map and source.is_cached(start, end - start)
+                mapped = (
+                    source.view(start, end - start)
+                    if is_cached and mapped_bytes + end - start <= _MOST_MAPPED_BYTES
+                    else None
+                )
+                if mapped is not None:
+                    clock.lap(Phase.POPULATE, 0, file)  # its bytes are counted where they are used
+                    mapped_bytes += len(mapped)
+                    blocks.setdefault(file, []).append((start, mapped))
+                elif self._pace is None and not is_cached:
+                    source.prefetch(start, end - start)
+                    awaited.setdefault(file, []).append((start, end))
+        clock.lap(Phase.PREPARE)
+        fetched = self._fetch(remote)
+        clock.share(Phase.READ, [(file, end - start) for file, start, end in remote])
+        for (file, start, _), block in zip(remote, fetched, strict=True):
             blocks.setdefault(file, []).append((start, block))
             if self._files[file].crc32 is not None:
                 self._record_gaps(file, wanted, start, block)
         self._fetched.blocks, self._fetched.awaited = blocks, awaited
+
+    def _fetch(self, ranges: Sequence[tuple[int, int, int]]) -> list[Bytes]:
+        """Fetch ranges of remote files at the same time.
+
+        Raises:
+            CorruptSourceError: a file is shorter than it was, or cannot be read.
+        """
+        if self._pace is not None:
+            self._pace.take(sum(end - start for _, start, end in ranges))
+        with contextlib.ExitStack() as opened:
+            files = [opened.enter_context(self._open_files.borrow(file)) for file, _, _ in ranges]
+            remote = [
+                (file, *part[1:]) for file, part in zip(files, ranges, strict=True) if isinstance(file, RemoteFile)
+            ]
+            try:
+                contents = fetch_ranges(remote)
+            except OSError as error:
+                raise CorruptSourceError(f"cannot be read: {error}", path=str(error.filename or self._root)) from error
+        for (file, start, end), content in zip(ranges, contents, strict=True):
+            if len(content) != end - start:
+                raise self._truncated_error(file, start + len(content), end)
+        return [np.frombuffer(content, dtype=np.uint8) for content in contents]
+
+    def _map(self, source: LocalFile, start: int, num_bytes: int) -> Bytes | None:
+        """Map a range that the page cache holds; None if it must be read instead."""
+        is_cached = self.may_map and source.is_cached(start, num_bytes)
+        return source.view(start, num_bytes) if is_cached else None
 
     def _record_gaps(self, file: int, wanted: Sequence[tuple[int, int, int]], start: int, block: Bytes) -> None:
         """Record the checksums of fetched gaps, so that the file's checksum needs no second request for them."""
@@ -277,11 +333,11 @@ def source_changed_error(problems: Sequence[str], path: str) -> SourceChangedErr
     )
 
 
-def coalesce(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Join sorted ranges (file, start, end) that are at most `GAP_BYTES` apart."""
+def coalesce(ranges: Iterable[tuple[int, int, int]], gap_bytes: int = GAP_BYTES) -> Iterator[tuple[int, int, int]]:
+    """Join sorted ranges (file, start, end) that are at most `gap_bytes` apart."""
     current: tuple[int, int, int] | None = None
     for file, start, end in ranges:
-        if current is not None and current[0] == file and start - current[2] <= GAP_BYTES:
+        if current is not None and current[0] == file and start - current[2] <= gap_bytes:
             current = (file, current[1], max(end, current[2]))
             continue
         if current is not None:

@@ -20,6 +20,9 @@ MEMORY_FILES = (
 CPU_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 """Files that `parse_cpu_quota` reads, of both versions of the interface."""
 
+THROTTLE_FILES = ("cpu.stat",)
+"""Files that `parse_throttled_seconds` reads, of both versions of the interface."""
+
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number close to 2^63, rounded down to pages
 
 
@@ -83,6 +86,19 @@ def parse_cpu_quota(version: int, files: Mapping[str, str]) -> float | None:
     if not quota.isdigit() or not period.isdigit() or int(period) == 0 or int(quota) == 0:
         return None
     return int(quota) / int(period)
+
+
+def parse_throttled_seconds(files: Mapping[str, str]) -> float:
+    """Return the time in which a group had used up its processor time; 0 if it has no quota.
+
+    Args:
+        files: file name -> content: `cpu.stat`, with `throttled_usec` (version 2) or `throttled_time` in nanoseconds.
+    """
+    counters = dict(line.split(maxsplit=1) for line in files.get("cpu.stat", "").splitlines() if " " in line)
+    for key, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):
+        if (value := counters.get(key, "")).isdigit():
+            return int(value) * unit
+    return 0.0
 
 
 def parse_free_memory(version: int, files: Mapping[str, str]) -> int | None:

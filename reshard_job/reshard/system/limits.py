@@ -11,10 +11,12 @@ from pathlib import Path
 from reshard.system.cgroups import (
     CPU_FILES,
     MEMORY_FILES,
+    THROTTLE_FILES,
     parse_available,
     parse_cpu_quota,
     parse_free_memory,
     parse_groups,
+    parse_throttled_seconds,
 )
 
 DEFAULT_MEMORY_BYTES = 96 << 20
@@ -60,6 +62,11 @@ def default_num_threads() -> int:
     quotas = [parse_cpu_quota(version, files) for version, files in _read_groups("cpu", CPU_FILES)]
     quota = min((value for value in quotas if value is not None), default=None)
     return threads_for(len(os.sched_getaffinity(0)), quota)
+
+
+def throttled_seconds() -> float:
+    """Return how long this process' control groups have been stopped for want of processor time, since they exist."""
+    return max((parse_throttled_seconds(files) for _, files in _read_groups("cpu", THROTTLE_FILES)), default=0.0)
 
 
 def _read_groups(controller: str, names: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:

@@ -2,7 +2,8 @@
 
 Python runs one thread at a time, and switching threads costs more than a unit's own Python code: two threads were as
 fast as one, while two processes took half of the time. The processes are forked when the plan is known, so they start
-in milliseconds and share its memory. Each process receives a task, does it, sends its result, and receives the next.
+in milliseconds and share its memory. Each process receives tasks, does them in turn, and sends each result. It always
+has one task more than the one that it does, so that it does not wait for the next one.
 
 A process that reads a mapped file gets SIGBUS when the file becomes shorter. Only a child dies then, and the parent
 raises CorruptSourceError.
@@ -11,21 +12,20 @@ raises CorruptSourceError.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
-from reshard.errors import CorruptSourceError, ReshardError
+from reshard.errors import ReshardError
+from reshard.system.children import bind_to_parent, make_picklable, process_end_error
 from reshard.system.exit_signals import EXIT_SIGNALS
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_SECONDS = 0.1  # time before `tasks` is asked again after it had no task for now
+_TASKS_AHEAD = 2
 _END = object()
 
 Task = TypeVar("Task")
@@ -33,7 +33,12 @@ Result = TypeVar("Result")
 
 
 def map_in_processes(
-    tasks: Iterator[Task | None], num_processes: int, do: Callable[[Task], Result], on_result: Callable[[Result], None]
+    tasks: Iterator[Task | None],
+    num_processes: int,
+    do: Callable[[Task], Result],
+    on_result: Callable[[Result], None],
+    *,
+    active: Callable[[], int] | None = None,
 ) -> None:
     """Do all tasks in child processes; the next task is taken from `tasks` when a process is free.
 
@@ -42,6 +47,7 @@ def map_in_processes(
         num_processes: number of processes.
         do: does one task in a child process and returns a result that can be pickled.
         on_result: is called with each result in this process.
+        active: returns the number of processes that may have a task now; None for all of them.
 
     Raises:
         ReshardError: a process failed; the first failure is raised and the other processes are stopped.
@@ -55,22 +61,25 @@ def map_in_processes(
             _fork(children, num_processes, do)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        idle, busy, has_more = list(children), set[Connection](), True
-        while has_more or busy:
-            task = next(tasks, _END) if has_more and idle else None
+        tasks_of = dict.fromkeys(children, 0)
+        has_more = True
+        while has_more or any(tasks_of.values()):
+            usable = list(children)[: None if active is None else max(1, active())]
+            connection = min(usable, key=tasks_of.__getitem__)
+            is_free = tasks_of[connection] < _TASKS_AHEAD
+            task = next(tasks, _END) if has_more and is_free else None
             if task is _END:
                 has_more = False
             elif task is not None:
-                connection = idle.pop()
-                busy.add(connection)
+                tasks_of[connection] += 1
                 with contextlib.suppress(BrokenPipeError):  # the child has ended: `_receive` raises the reason
                     connection.send(task)
             else:
-                for ready in wait(list(busy), _POLL_SECONDS if has_more and idle else None):
+                busy = [connection for connection, count in tasks_of.items() if count]
+                for ready in wait(busy, _POLL_SECONDS if has_more and is_free else None):
                     assert isinstance(ready, Connection)
                     on_result(_receive(ready, children[ready]))
-                    busy.remove(ready)
-                    idle.append(ready)
+                    tasks_of[ready] -= 1
     finally:
         for child in children.values():
             child.kill()
@@ -118,20 +127,6 @@ def _receive(connection: Connection, child: ForkProcess) -> Any:
     return answer
 
 
-def process_end_error(code: int) -> ReshardError:
-    """Make the error for a process that ended with this exit code and sent no answer."""
-    if code == -signal.SIGBUS:
-        return CorruptSourceError(
-            "a file of the source became shorter, or could not be read, while it was converted",
-            hint="nothing was published; convert it again when nobody writes to it, or use an earlier commit",
-        )
-    how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
-    return ReshardError(
-        f"a process of the conversion was ended by {how}",
-        hint="often the memory limit was reached: allow more, or fewer --threads" if code == -signal.SIGKILL else "",
-    )
-
-
 def _serve(connection: Connection, do: Callable[[Any], object], others: list[Connection], parent: int) -> None:
     """Do tasks in a child process until the parent stops it."""
     if not bind_to_parent(parent):
@@ -144,16 +139,3 @@ def _serve(connection: Connection, do: Callable[[Any], object], others: list[Con
     except BaseException as error:  # sent to the parent, which raises it
         with contextlib.suppress(OSError):
             connection.send(make_picklable(error))
-
-
-def bind_to_parent(parent: int) -> bool:
-    """Let the kernel kill this process when its parent ends; return False if the parent has already ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == parent
-
-
-def make_picklable(error: BaseException) -> BaseException:
-    """Return an error that can be pickled: a ReshardError as it is, any other one with its traceback as text."""
-    if isinstance(error, ReshardError):
-        return error
-    return RuntimeError("".join(traceback.format_exception(error)))

@@ -230,6 +230,8 @@ class Index:
             other states are requested.
         has_rounded_weights: the framework guarantees that each `weight` is the `fp32` of its name, rounded to its type.
         rank_local: tensors that each data-parallel rank computes for itself (buffers); their copies may differ.
+        free_copies: tensors of which the framework uses only the first copies -> number of those, which must be equal;
+            further ones may differ.
         averaged: tensors that are the mean of their copies -> number n of tensor-parallel ranks. Copies 0 to n - 1 are
             those of the ranks; a further copy k equals copy k % n. Tensors that were not selected are listed, too.
         renamed: key of each tensor -> its key in the files, see `own_key`; empty if no name map was applied.
@@ -253,6 +255,7 @@ class Index:
     unread: UnsupportedError | None = None
     has_rounded_weights: bool = False
     rank_local: frozenset[TensorKey] = frozenset()
+    free_copies: Mapping[TensorKey, int] = dataclasses.field(default_factory=dict)
     averaged: Mapping[TensorKey, int] = dataclasses.field(default_factory=dict)
     renamed: Mapping[TensorKey, TensorKey | None] = dataclasses.field(default_factory=dict)
     folder: TrainingFolder | None = None
@@ -325,6 +328,8 @@ class TargetLayout:
         zeros: ranges that stay zero on purpose (padding, alignment). Together with the fixed bytes and the shards they
             account for every byte of every file once. None if they are not known, as in a virtual commit.
         folder: name of the subfolder with the checkpoint, where the target is a training folder; empty otherwise.
+        parts: names of the subfolders that hold the checkpoint together, where the target is a training folder of that
+            kind; empty otherwise.
     """
 
     format: str
@@ -338,3 +343,4 @@ class TargetLayout:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     zeros: Ranges | None = None
     folder: str = ""
+    parts: tuple[str, ...] = ()

@@ -148,10 +148,10 @@ def ranks_of(plan: Plan) -> tuple[Int64Array, ...]:
         UnsupportedError: it is not known which; or the source is a folder of links, and a manifest names only files
             that lie in the source's own folder; or the target would hold means of copies.
     """
-    if plan.layout.folder:
+    if inner := plan.layout.folder or " and ".join(plan.layout.parts):
         raise UnsupportedError(
             f"--mode virtual makes a commit of one checkpoint, and not of a whole training folder with the files beside"
-            f" {plan.layout.folder}",
+            f" {inner}",
             path=str(plan.index.root),
             hint=f"choose --mode materialize, or name the checkpoint inside: {plan.index.root / plan.layout.folder}",
         )

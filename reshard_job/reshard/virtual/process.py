@@ -18,7 +18,7 @@ from pathlib import Path
 
 from reshard.errors import ReshardError
 from reshard.execution import executor
-from reshard.system.process_pool import bind_to_parent, make_picklable, process_end_error
+from reshard.system.children import bind_to_parent, make_picklable, process_end_error
 from reshard.virtual.load import Loaded, load_files
 from reshard.virtual.manifest import Manifest
 

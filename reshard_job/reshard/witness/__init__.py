@@ -7,6 +7,6 @@ those is not in the witness too. Only `api` imports this package.
 
 from __future__ import annotations
 
-from reshard.witness.comparison import Case, WitnessReport, compare_with_source
+from reshard.witness.comparison import Case, Seen, WitnessReport, compare, see_source
 
-__all__ = ("Case", "WitnessReport", "compare_with_source")
+__all__ = ("Case", "Seen", "WitnessReport", "compare", "see_source")

@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     flags: int
 
 
-class _Kept:
+class Kept:
     """The content of a small object in a store, which was fetched once."""
 
     is_remote = True
@@ -61,13 +61,13 @@ class Readable(Protocol):
 
 
 _SMALL_BYTES = 1 << 20
-_kept: contextvars.ContextVar[dict[str, _Kept] | None] = contextvars.ContextVar("kept", default=None)
+_kept: contextvars.ContextVar[dict[str, Kept] | None] = contextvars.ContextVar("kept", default=None)
 
 
 @contextlib.contextmanager
-def keeping_small_objects() -> Iterator[None]:
-    """Fetch small objects of stores once, and as a whole."""
-    token = _kept.set({})
+def keeping_small_objects(kept: dict[str, Kept]) -> Iterator[None]:
+    """Fetch small objects of stores once, and as a whole; keep them in `kept`."""
+    token = _kept.set(kept)
     try:
         yield
     finally:
@@ -89,7 +89,7 @@ def open_for_reading(path: Path) -> Iterator[Readable]:
         if kept is None or not file.is_remote or file.num_bytes > _SMALL_BYTES:
             yield file
             return
-        kept[str(path)] = _Kept(file.read(file.num_bytes, 0))
+        kept[str(path)] = Kept(file.read(file.num_bytes, 0))
     yield kept[str(path)]
 
 

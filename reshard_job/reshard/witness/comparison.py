@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from reshard.errors import ReshardError, VerificationError
 from reshard.storage.object_store import RemotePath
 from reshard.witness import dcp, deepspeed, safetensors, universal
-from reshard.witness.archives import keeping_small_objects
+from reshard.witness.archives import Kept, keeping_small_objects
 from reshard.witness.cover import count_places, find_byte_problems, find_cover_problems
 from reshard.witness.matching import Match, Pair, Wanted, match
 from reshard.witness.names import NameMap, Origin
@@ -34,8 +35,8 @@ _MOST_PIECES = 1 << 21
 
 _MOST_CORNERS = 6
 _BATCH_ELEMENTS = 1 << 18
-_REMOTE_TENSORS = 64
-"""Tensors of a source in an object store of which elements are compared; each costs a few requests."""
+_REMOTE_TENSORS, _REMOTE_PLACES = 64, 2
+"""Tensors of a source in an object store of which elements are compared, and places in each, which cost a request."""
 
 _MOST_PROBLEMS = 20
 _HINT = "this is a bug of reshard, or the source changed while it was read: please report it with the command"
@@ -50,7 +51,6 @@ class Case:
         source_format: name of its format.
         target: folder of the finished files.
         target_format: name of its format.
-        files: path of every file of the target -> its CRC-32 as it was written, or None.
         states: states that were selected; empty for all.
         weight_dtype: type that was asked for, or None.
         allow_differences: copies of the source may differ, and weights from their masters.
@@ -64,7 +64,6 @@ class Case:
     source_format: str
     target: Path
     target_format: str
-    files: Mapping[str, int | None]
     states: Sequence[str] = ()
     weight_dtype: str | None = None
     allow_differences: bool = False
@@ -93,19 +92,55 @@ class WitnessReport:
         return dataclasses.asdict(self)
 
 
-def compare_with_source(case: Case) -> WitnessReport:
-    """Compare a target with its source as a stranger would.
+class Seen(NamedTuple):
+    """What the witness has read of a source, or why it cannot read it, and small objects that it has fetched."""
+
+    case: Case
+    source: Table | NotWitnessedError
+    kept: dict[str, Kept]
+
+
+def see_source(case: Case) -> Seen:
+    """Read the names and places of a source's tensors; the target need not be there yet.
+
+    Raises:
+        VerificationError: it cannot be read.
+    """
+    kept: dict[str, Kept] = {}
+    with _as_witness(case, kept):
+        try:
+            return Seen(case, _read_source(case), kept)
+        except NotWitnessedError as error:
+            return Seen(case, error, kept)
+
+
+def compare(seen: Seen, files: Mapping[str, int | None]) -> WitnessReport:
+    """Compare a finished target with its source as a stranger would.
+
+    Args:
+        seen: what was read of the source.
+        files: path of every file of the target -> its CRC-32 as it was written, or None.
 
     Raises:
         VerificationError: they differ; the error names tensors, and what was expected and found.
     """
+    with _as_witness(seen.case, seen.kept):
+        try:
+            if isinstance(seen.source, NotWitnessedError):
+                raise seen.source
+            return _compare(seen.case, seen.source, files)
+        except NotWitnessedError as error:
+            return WitnessReport(not_witnessed={str(error): 1})
+
+
+@contextlib.contextmanager
+def _as_witness(case: Case, kept: dict[str, Kept]) -> Iterator[None]:
+    """Prepare this process for many small objects, and say of errors that they are the witness's."""
     collects = gc.isenabled()
     gc.disable()  # many new objects and no cycles: the collector would search all objects of the plan again and again
     try:
-        with keeping_small_objects():
-            return _compare_with_source(case)
-    except NotWitnessedError as error:
-        return WitnessReport(not_witnessed={str(error): 1})
+        with keeping_small_objects(kept):
+            yield
     except ReshardError:  # some are an OSError or a ValueError, too
         raise
     except OSError as error:
@@ -122,13 +157,12 @@ def compare_with_source(case: Case) -> WitnessReport:
             gc.enable()
 
 
-def _compare_with_source(case: Case) -> WitnessReport:
-    source = _read_source(case)
+def _compare(case: Case, source: Table, files: Mapping[str, int | None]) -> WitnessReport:
     target = _read_target(case)
     problems = [problem for key, tensor in target.tensors.items() for problem in find_cover_problems(key, tensor)]
     unknown: dict[str, int] = {}
     if (num_places := count_places(target)) <= _MOST_PIECES:
-        problems += find_byte_problems(target, case.files)
+        problems += find_byte_problems(target, files)
     else:
         unknown[f"bytes of files: {num_places} pieces are too many"] = len(target.tensors)
     _refuse(case, problems)
@@ -248,7 +282,7 @@ class _Comparison:
         if isinstance(self._case.source, RemotePath) and len(pairs) > _REMOTE_TENSORS:
             chosen = np.argsort(random_integers(len(pairs), 1 << 62))[:_REMOTE_TENSORS].tolist()
             self.unknown["elements of a source in an object store"] = len(pairs) - _REMOTE_TENSORS
-            pairs = [pairs[at] for at in sorted(chosen)]
+            pairs, count = [pairs[at] for at in sorted(chosen)], _REMOTE_PLACES
         batch: list[_Sample] = []
         size = 0
         for pair in pairs:

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 
 from reshard.witness import pickles
 from reshard.witness.archives import open_for_reading
+from reshard.witness.megatron_buckets import Bucket, add_states, is_bucket
 from reshard.witness.opened import OpenedFile
 from reshard.witness.pickles import Inert, NotWitnessedError, StoredTensor
-from reshard.witness.table import Key, Piece, Table, Tensor
+from reshard.witness.table import Key, Piece, Storage, Table, Tensor
 
 _METADATA = ".metadata"
 _MOST_METADATA_BYTES = 32 << 20
 _MEGATRON_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _MEGATRON_REST = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_MEGATRON_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+(?:\.|$))(.+)")
 _MEGATRON_FILES = ("metadata.json", "common.pt")
 _STATES = {"fp32_param": "fp32", "param": "fp32"}
@@ -56,22 +58,26 @@ def read(root: Path, *, is_megatron: bool = False, is_target: bool = False) -> T
         NotWitnessedError: there is too much metadata, or it is not clear which tensors are the weights.
     """
     table = Table(root)
-    if not is_target and not (root / _METADATA).is_file():
-        raise NotWitnessedError("the checkpoint is in several folders")
-    numbers = {_METADATA: table.add_file(_METADATA)}
+    folders = _find_folders(root)
+    numbers = {f"{folder}{_METADATA}": table.add_file(f"{folder}{_METADATA}") for folder in folders}
     if is_megatron:
         listed = {item.name for item in root.iterdir()}
         numbers |= {name: table.add_file(name) for name in _MEGATRON_FILES if name in listed}
-    with open_for_reading(root / _METADATA) as file:
-        if file.num_bytes > _MOST_METADATA_BYTES:
-            raise NotWitnessedError(f".metadata has more than {_MOST_METADATA_BYTES >> 20} MiB")
-        metadata = pickles.load(file.read(file.num_bytes, 0))
-    entries, items = _read_entries(metadata)
+    entries: dict[str, _Entry] = {}
+    items: list[_Item] = []
+    paths: dict[str, Any] = {}
+    for folder in folders:
+        metadata = _load_metadata(root / f"{folder}{_METADATA}")
+        own_entries, own_items = _read_entries(metadata, folder)
+        if entries.keys() & own_entries.keys():
+            raise NotWitnessedError("several folders have an entry of the same name")
+        entries |= own_entries
+        items += own_items
+        paths |= metadata.field("planner_data") or {}
     for path in sorted({item.path for item in items}):
         numbers[path] = table.add_file(path)
     if is_target:
         _add_gaps(table, items, numbers)
-    paths = metadata.field("planner_data") or {}
     keys = dict(_megatron_keys(entries)) if is_megatron else _find_keys(entries, paths)
     for name, key in keys.items():
         entry = entries[name]
@@ -81,15 +87,51 @@ def read(root: Path, *, is_megatron: bool = False, is_target: bool = False) -> T
             if math.prod(chunk[1])
         ]
         _add_tensor(table, key, entry, pieces, is_megatron=is_megatron)
+    buckets = [name for name in entries if is_megatron and _MEGATRON_BUCKET.match(name)]
+    if buckets and "common.pt" in numbers and all(map(is_bucket, buckets)):  # others are never converted
+        add_states(table, buckets, lambda name: _read_bucket(table, entries[name], numbers, is_target=is_target))
     return table
 
 
-def _read_entries(metadata: Inert) -> tuple[dict[str, _Entry], list[_Item]]:
-    """Return the tensors of `.metadata` by name, and all items of all files."""
+def _read_bucket(table: Table, entry: _Entry, numbers: Mapping[str, int], *, is_target: bool) -> Bucket:
+    """Return the chunks of a flat tensor, in order."""
+    chunks = []
+    for chunk in sorted(entry.chunks, key=lambda chunk: chunk[0]):
+        piece = _piece(table, entry.shape, chunk, numbers, is_target=is_target)
+        if not isinstance(piece.holder, Storage) or piece.strides != (1,):
+            raise NotWitnessedError("a bucket with gaps between its elements")
+        chunks.append((piece.low[0], piece.size[0], piece.holder, piece.start))
+    return Bucket(entry.shape[0], entry.dtype, chunks)
+
+
+def _find_folders(root: Path) -> list[str]:
+    """Return what stands before `.metadata`: nothing, or the names of the folders that hold the checkpoint together.
+
+    Raises:
+        NotWitnessedError: there is none.
+    """
+    if (root / _METADATA).is_file():
+        return [""]
+    folders = sorted(f"{item.name}/" for item in root.iterdir() if item.is_dir() and (item / _METADATA).is_file())
+    if not folders:
+        raise NotWitnessedError("there is no .metadata")
+    return folders
+
+
+def _load_metadata(path: Path) -> Inert:
+    with open_for_reading(path) as file:
+        if file.num_bytes > _MOST_METADATA_BYTES:
+            raise NotWitnessedError(f".metadata has more than {_MOST_METADATA_BYTES >> 20} MiB")
+        metadata: Inert = pickles.load(file.read(file.num_bytes, 0))
+        return metadata
+
+
+def _read_entries(metadata: Inert, folder: str) -> tuple[dict[str, _Entry], list[_Item]]:
+    """Return the tensors of a folder's `.metadata` by name, and all items of all its files."""
     placed: dict[tuple[str, tuple[int, ...] | None], _Item] = {}
     for index, info in metadata.field("storage_data").items():
         offset = index.field("offset")
-        item = _Item(info.field("relative_path"), info.field("offset"), info.field("length"))
+        item = _Item(folder + info.field("relative_path"), info.field("offset"), info.field("length"))
         placed[index.field("fqn"), None if offset is None else tuple(offset)] = item
     entries: dict[str, _Entry] = {}
     for name, entry in metadata.field("state_dict_metadata").items():
@@ -140,7 +182,7 @@ def _add_tensor(table: Table, key: Key, entry: _Entry, pieces: list[Piece], *, i
 def _add_gaps(table: Table, items: Sequence[_Item], numbers: Mapping[str, int]) -> None:
     """Add the ranges of the files that belong to no item."""
     for path, number in numbers.items():
-        if path in (_METADATA, *_MEGATRON_FILES):
+        if path.rpartition("/")[2] in (_METADATA, *_MEGATRON_FILES):
             continue
         with open_for_reading(table.root / path) as file:
             num_bytes = file.num_bytes

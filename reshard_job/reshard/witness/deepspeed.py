@@ -26,6 +26,8 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _LOCAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 
+_GATE = ".deepspeed_moe.gate.wg.weight"
+
 Rank = tuple[int, int]
 """Model-parallel rank, and data-parallel rank."""
 
@@ -61,7 +63,9 @@ class _Stranger:
             (int(found[1]), int(found[2] or 0)): self._open(name) for name in names if (found := _LAYER.fullmatch(name))
         }
         self._experts = {
-            (int(found[1]), int(found[2])): self._open(name) for name in names if (found := _EXPERT.fullmatch(name))
+            (int(found[1]), int(found[2]), int(found[3])): self._open(name)
+            for name in names
+            if (found := _EXPERT.fullmatch(name))
         }
         first = self._models[0, 0]
         self._patterns = Patterns(first.find("universal_checkpoint_info") if info is None else info)
@@ -97,7 +101,8 @@ class _Stranger:
         if self._layers:
             self._add_layers()
         elif self._stage < 3:
-            self._add_modules()
+            for stage in range(self._pp):  # several only in a pipeline with experts
+                self._add_modules(stage)
             self._add_experts()
         else:
             self._add_buffers()
@@ -124,6 +129,9 @@ class _Stranger:
         except NotWitnessedError as error:
             self._table.unknown[name] = str(error)
             return
+        if not self._is_target and self._patterns.is_first_stages(name):
+            whole, later = whole[:1], whole[1:]
+            self._table.others += later
         first = self._whole.setdefault(Key(state, name), whole[0])
         for tensor in whole:
             if tensor is not first:
@@ -131,9 +139,9 @@ class _Stranger:
 
     # Weights.
 
-    def _add_modules(self) -> None:
-        """Add the weights of a model without a pipeline: `module` of each tensor-parallel rank."""
-        files = [self._models[tp, 0] for tp in range(self._tp)]
+    def _add_modules(self, stage: int) -> None:
+        """Add the weights of a model without layer files: `module` of each tensor-parallel rank of a stage."""
+        files = [self._models[stage * self._tp + tp, 0] for tp in range(self._tp)]
         modules = [file.value["module"] for file in files]
         shared = files[0].find("shared_params") or {}
         seen: dict[tuple[Any, ...], str] = {}
@@ -164,38 +172,56 @@ class _Stranger:
                 self._put("weight", name, [[_shard(file, item) for file, item in zip(files, fragments, strict=True)]])
 
     def _add_experts(self) -> None:
-        """Add the weights of experts: a file for each, with names of the whole model, or with slices of stacks."""
+        """Add the weights of experts: a file for each, with names of the whole model, or with slices of stacks.
+
+        Raises:
+            ValueError: a file of a target has the number of another layer, or of another stage.
+        """
         layers = self._models[0, 0].find("ds_autoep_layers") or self._models[0, 0].find("autoep_layers") or ()
         counts = {entry["expert_key_prefix"]: int(entry["num_experts"]) for entry in layers}
-        for (_, expert), file in self._experts.items():
+        copies: Counter[tuple[int, int]] = Counter()
+        for (layer, expert, mp), file in self._experts.items():
+            copies[layer, expert] += 1
             for name, stored in file.value.items():
+                if not isinstance(stored, StoredTensor):  # what AutoEP says about the rank
+                    continue
                 stack = name.removesuffix(f".{expert}")
                 count = counts.get(stack.rpartition(".")[0])
                 if count is None:
+                    if self._is_target and not name.startswith(self._find_prefix(mp, layer, expert)):
+                        raise ValueError(f"{name} is in the file of expert {expert} of layer {layer} of rank {mp}")
                     self._put("weight", name, [[_shard(file, stored)]])
                 else:
                     shape, strides = (1, *stored.shape), (0, *stored.stride)
-                    self._add_slice(
-                        Key("weight", stack), count, expert, _shard(file, stored)._replace(shape=shape, strides=strides)
-                    )
+                    shard = _shard(file, stored)._replace(shape=shape, strides=strides)
+                    self._add_slice(Key("weight", stack), count, expert, shard, copies[layer, expert] - 1)
 
-    def _add_slice(self, key: Key, num_experts: int, first: int, shard: Shard) -> None:
-        """Add consecutive experts of a stack `[experts, ...]`."""
+    def _find_prefix(self, mp: int, layer: int, expert: int) -> str:
+        """Return how names in the file of an expert begin: a rank counts its layers in the order of the module."""
+        gates = [name for name in self._models[mp, 0].value["module"] if name.endswith(_GATE)]
+        return f"{gates[layer].removesuffix(_GATE)}.deepspeed_moe.experts.deepspeed_experts.{expert}."
+
+    def _add_slice(self, key: Key, num_experts: int, first: int, shard: Shard, copy: int = 0) -> None:
+        """Add consecutive experts of a copy of a stack `[experts, ...]`."""
         whole = (num_experts, *shard.shape[1:])
         low = (first, *(0,) * (len(whole) - 1))
         tensor = self._whole.setdefault(key, Tensor(whole, shard.dtype, [[]]))
-        tensor.copies[0].append(Piece(low, shard.shape, shard.holder, shard.start, shard.strides, whole))
+        tensor.copies += [[] for _ in range(copy + 1 - len(tensor.copies))]
+        tensor.copies[copy].append(Piece(low, shard.shape, shard.holder, shard.start, shard.strides, whole))
 
-    def _add_expert_partitions(self, at: int, shapes: Mapping[str, Any], count: int) -> None:
-        """Add a flat group of experts: ranks `dp % ep` hold the same part of the experts, and share its partitions."""
-        ep = self._dp // count
+    def _add_expert_partitions(self, mp: int, at: int, shapes: Mapping[str, Any], count: int) -> None:
+        """Add a flat group of experts: every `ep`-th rank holds the same part of them, and they share its partitions.
+
+        AutoEP counts all ranks of a stage, also those of tensor parallelism.
+        """
+        every = [(mp + tp, dp) for dp in range(self._dp) for tp in range(self._tp)]
+        ep = len(every) // count
         natives = [found for name in shapes if (found := _LOCAL_EXPERT.fullmatch(name))]
         locals_of = Counter((found[1], found[3]) for found in natives)
         for part in range(ep):
-            ranks = range(part, self._dp, ep)
-            for state, stream in self._streams(0, at, ranks):
+            for state, stream in self._streams(at, every[part::ep]):
                 start = 0
-                for name, shape, padding in self._with_paddings(0, at, shapes):
+                for name, shape, padding in self._with_paddings(mp, at, shapes):
                     shard = Shard(shape, stream, start, row_major(shape), stream.parts.storages[0].dtype)
                     native = _LOCAL_EXPERT.fullmatch(name)
                     if native is not None:
@@ -320,14 +346,16 @@ class _Stranger:
     def _add_partitions(self) -> None:
         """Add the flat groups of ZeRO-1 and 2: parameters one behind the other, cut into a partition for each rank."""
         copies: dict[Key, dict[int, dict[int, Shard]]] = {}
+        stacks = {entry["expert_key_prefix"] for entry in self._models[0, 0].find("ds_autoep_layers") or ()}
         for mp in range(self._tp * self._pp):
             stage, tp = divmod(mp, self._tp)
             for at, shapes in enumerate(self._models[mp, 0].find("param_shapes") or ()):
                 count = self._partition_count(mp, at)
-                if count != self._dp:
-                    self._add_expert_partitions(at, shapes, count)
+                if count != self._dp or (self._tp > 1 and any(name.rpartition(".")[0] in stacks for name in shapes)):
+                    if not tp:
+                        self._add_expert_partitions(mp, at, shapes, count)
                     continue
-                for state, stream in self._streams(mp, at, range(self._dp)):
+                for state, stream in self._streams(at, [(mp, dp) for dp in range(self._dp)]):
                     start = 0
                     for name, shape, padding in self._with_paddings(mp, at, shapes):
                         shard = Shard(shape, stream, start, row_major(shape), stream.parts.storages[0].dtype)
@@ -346,16 +374,16 @@ class _Stranger:
         count = self._optimizers[mp, 0].find("optimizer_state_dict", "partition_count") or self._dp
         return int(count[at] if isinstance(count, list) else count)
 
-    def _streams(self, mp: int, at: int, ranks: Sequence[int]) -> Iterator[tuple[str, Stream]]:
-        """Yield the buffer of each state of a group that some data-parallel ranks share."""
-        files = [self._optimizers[mp, dp] for dp in ranks]
+    def _streams(self, at: int, ranks: Sequence[Rank]) -> Iterator[tuple[str, Stream]]:
+        """Yield the buffer of each state of a group that some ranks share."""
+        files = [self._optimizers[rank] for rank in ranks]
         groups = files[0].find("optimizer_state_dict", "base_optimizer_state")
         options = groups["param_groups"][at] if isinstance(groups, Mapping) and at < len(groups["param_groups"]) else {}
-        states = [self._states((mp, dp))[at] for dp in ranks]
+        states = [self._states(rank)[at] for rank in ranks]
         partition = self._partition(files, states, at)
         for state in states[0]:
             if state == "momentum_buffer" and options.get("use_muon") and self._keeps_whole_momentum(files[0]):
-                self._add_whole_momentum(mp, at, files, states, partition)
+                self._add_whole_momentum(ranks[0][0], at, files, states, partition)
                 continue
             own = [each[state] for each in states if state in each]
             if len(own) < len(files) or any(tensor.offset for tensor in own):

@@ -221,7 +221,7 @@ def _join(rule: _Rule, parts: Sequence[Tensor]) -> Origin:
         index = np.array(np.unravel_index(element, shape))
         group, inside = np.divmod(index[dim], starts[-1])
         number = np.searchsorted(starts, inside, side="right") - 1
-        for at in np.unique(number).tolist():
+        for at in np.flatnonzero(np.bincount(number)).tolist():
             which = np.flatnonzero(number == at)
             own = index[:, which]
             own[dim] = group[which] * sizes[at] + inside[which] - starts[at]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,7 @@ _NEIGHBOURS = np.arange(-4, 12)
 _KEPT_BYTES = 64 << 20
 """Content of small files that is kept in memory."""
 
+_REQUESTS_AT_A_TIME = 8
 _GAP_BYTES = 4096
 """Elements that are not further apart are read at once."""
 
@@ -76,9 +79,7 @@ def _read_ranges(file: Readable, positions: Ints, item_bytes: int) -> Bytes:
     breaks = np.flatnonzero(ordered[1:] - ordered[:-1] > _GAP_BYTES) + 1
     firsts = np.concatenate(([0], breaks))
     starts, stops = ordered[firsts], ordered[np.concatenate((breaks - 1, [len(ordered) - 1]))] + item_bytes
-    blocks = b"".join(
-        file.read(stop - start, start) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
-    )
+    blocks = b"".join(_read_blocks(file, starts.tolist(), stops.tolist()))
     lengths = stops - starts
     if len(blocks) != int(lengths.sum()):
         raise VerificationError("a witness finds a file that is shorter than its tensors")
@@ -87,6 +88,16 @@ def _read_ranges(file: Readable, positions: Ints, item_bytes: int) -> Bytes:
     found = np.empty((len(positions), item_bytes), dtype=np.uint8)
     found[order] = np.frombuffer(blocks, dtype=np.uint8)[inside[:, None] + np.arange(item_bytes)]
     return found
+
+
+def _read_blocks(file: Readable, starts: Sequence[int], stops: Sequence[int]) -> Iterator[bytes]:
+    """Read ranges of a file; several at a time of an object in a store, which needs some time for each."""
+    lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    if not file.is_remote or len(starts) == 1:
+        yield from map(file.read, lengths, starts)
+        return
+    with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as pool:
+        yield from pool.map(file.read, lengths, starts)
 
 
 def random_integers(count: int, below: int) -> Ints:

@@ -94,6 +94,12 @@ class Patterns:
         """Return True if every rank holds the whole parameter."""
         return self._matches(self._info.get("tp_replicated_parameter_patterns"), name)
 
+    def is_first_stages(self, name: str) -> bool:
+        """Return True if ds_to_universal skips a parameter on later stages; the vocabulary is equal on all of them."""
+        is_skipped = self._matches(self._info.get("pipeline_replicated_parameter_patterns"), name)
+        is_average = self._matches(self._info.get("parameter_to_average_patterns"), name)
+        return is_skipped and not is_average and self.vocabulary_rows(name) is None
+
     @property
     def omits_rows(self) -> bool:
         """Return True if there are no row-parallel patterns; Megatron-DeepSpeed leaves them out at tp=1."""

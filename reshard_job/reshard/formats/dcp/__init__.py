@@ -33,6 +33,18 @@ def read_parts(path: Path, parts: Sequence[str], commit: Commit | None) -> Index
         return read_index(path, commit, parts)
 
 
+def lay_out_parts(index: Index, request: Request, parts: Sequence[str]) -> TargetLayout:
+    """Lay out a checkpoint that `read_parts` has read in folders of the same names, see `writing.parts`.
+
+    Raises:
+        ReshardError: see `reshard.formats.base.Format.layout`.
+    """
+    from reshard.formats.dcp.writing import parts as several  # only folders of several parts pay for this import
+
+    refuse_options(NAME, request, like=False)
+    return several.lay_out_parts(index, request, parts)
+
+
 class DcpFormat:
     """`reshard.formats.base.Format` for DCP checkpoints."""
 

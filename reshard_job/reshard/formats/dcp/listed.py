@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -95,9 +95,16 @@ def parse_box(chunk: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tupl
     """
     fields = parse_fields(chunk, "ChunkStorageMetadata")
     offset, size = fields.get("offsets"), fields.get("sizes")
-    if not isinstance(offset, Size) or not isinstance(size, Size) or not len(offset) == len(size) == len(shape):
+    if not _is_size(offset) or not _is_size(size) or not len(offset) == len(size) == len(shape):
         raise EntryError(f"a chunk at {offset!r:.80} of {size!r:.80}, the tensor is {list(shape)}")
     return tuple(offset), tuple(size)
+
+
+def _is_size(value: Any) -> TypeGuard[tuple[int, ...]]:
+    """Return True for a `torch.Size`, and for a tuple of numbers, as Megatron-FSDP leaves it in its chunks."""
+    if isinstance(value, Size):
+        return True
+    return type(value) is tuple and all(type(part) is int and part >= 0 for part in value)
 
 
 def parse_item(index: Any) -> tuple[str, tuple[int, ...] | None]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +15,13 @@ import numpy as np
 from reshard.errors import CorruptSourceError
 from reshard.formats.dcp.chunks import Chunks, stack_chunks
 from reshard.formats.dcp.items import Items
-from reshard.formats.dcp.metadata import Entry
+from reshard.formats.dcp.metadata import Entry, Place
 from reshard.planning.check import cover_problems
 from reshard.storage.files import open_file
+from reshard.tensors.geometry import Box
 from reshard.tensors.intervals import Int64Array
-from reshard.tensors.layout import Checksums, LogicalTensor, SourceFile
-from reshard.tensors.shard_table import ShardTable
+from reshard.tensors.layout import ITEM_BYTES, Checksums, LogicalTensor, SourceFile
+from reshard.tensors.shard_table import ShardTable, ShardTableBuilder
 
 SUFFIX = ".distcp"
 CONFIG_FILE = "metadata.json"
@@ -47,6 +48,38 @@ class TensorChunks:
     entries: Sequence[Entry]
     chunks: Chunks
     drop: Int64Array
+
+
+class FlatPiece(NamedTuple):
+    """Elements of a flat chunk that fill a box of a logical tensor.
+
+    Attributes:
+        tensor: position of the logical tensor.
+        replica: number of the copy of the tensor.
+        box: box that the elements fill, in row-major order.
+        first: first element in the chunk.
+    """
+
+    tensor: int
+    replica: int
+    box: Box
+    first: int
+
+
+class FlatChunk(NamedTuple):
+    """A chunk of a tensor with one dim, in which logical tensors are stored one behind the other.
+
+    Attributes:
+        entry: entry of the flat tensor.
+        box: box of the chunk in it.
+        place: the chunk's item.
+        pieces: parts of logical tensors in the chunk.
+    """
+
+    entry: Entry
+    box: Box
+    place: Place
+    pieces: tuple[FlatPiece, ...]
 
 
 def check_files(folder: Path, entries: Iterable[Entry]) -> None:
@@ -97,7 +130,11 @@ def read_backend(folder: Path) -> str | None:
 
 
 def make_table(
-    items: Items, names: Sequence[str], tensors: Sequence[LogicalTensor], parts: TensorChunks
+    items: Items,
+    names: Sequence[str],
+    tensors: Sequence[LogicalTensor],
+    parts: TensorChunks,
+    flat: Sequence[FlatChunk] = (),
 ) -> tuple[tuple[SourceFile, ...], ShardTable]:
     """Locate all chunks, in the order of the files, and build the files with their checksums and the shard table.
 
@@ -106,6 +143,7 @@ def make_table(
         names: names of all files.
         tensors: logical tensors.
         parts: chunks of these tensors.
+        flat: chunks in which some of these tensors are stored one behind the other.
 
     Raises:
         CorruptSourceError: an item is not what `.metadata` says, or chunks do not cover a tensor exactly.
@@ -117,6 +155,11 @@ def make_table(
     rows = nonempty[np.lexsort((parts.chunks.start[nonempty], file[nonempty]))]
     located = _locate_chunks(items, parts, rows)
     shards = _build_shards(tensors, parts, rows, file[rows], located)
+    stated: tuple[Int64Array, ...] = (file[rows], located.start, located.num_bytes, located.crc32)
+    if flat:
+        flat_shards, flat_stated = _build_flat(items, flat, numbers)
+        shards = _join(shards, flat_shards)
+        stated = tuple(np.concatenate(pair) for pair in zip(stated, flat_stated, strict=True))
     problems = cover_problems(tensors, shards, np.arange(len(shards)), side="chunks of")
     present = np.zeros(len(tensors), dtype=np.bool_)
     present[shards.tensor] = True
@@ -127,10 +170,10 @@ def make_table(
         raise CorruptSourceError(
             f"chunks do not cover {len(problems)} tensors exactly", path=str(items.folder), problems=problems[:20]
         )
-    # Rows are in the order of the files and of the items in each file, so the checksums are too.
-    checked = np.flatnonzero(located.num_bytes)
-    bounds = np.searchsorted(file[rows][checked], np.arange(len(ranked) + 1)).tolist()
-    columns = (located.start[checked], located.num_bytes[checked], located.crc32[checked])
+    checked = np.flatnonzero(stated[2])
+    checked = checked[np.lexsort((stated[1][checked], stated[0][checked]))]
+    bounds = np.searchsorted(stated[0][checked], np.arange(len(ranked) + 1)).tolist()
+    columns = [column[checked] for column in stated[1:]]
     files = tuple(
         SourceFile(
             path=name,
@@ -191,6 +234,44 @@ def _build_shards(
         byte_offset=located.byte_offset,
         stride=dropped(located.strides, 0),
     )
+
+
+def _build_flat(
+    items: Items, flat: Sequence[FlatChunk], numbers: Mapping[str, int]
+) -> tuple[ShardTable, tuple[Int64Array, ...]]:
+    """Build the rows of flat chunks, and their checksums in columns: file, first byte, number of bytes, CRC-32."""
+    table, stated = ShardTableBuilder(), []
+    for entry, box, place, pieces in sorted(flat, key=lambda chunk: (numbers[chunk.place.file], chunk.place.offset)):
+        chunk, file = items.chunk(entry, box, place), numbers[place.file]
+        if box.num_elements > 1 and chunk.strides != (1,):
+            raise CorruptSourceError(f"{entry.key}: its elements are not one behind the other", path=str(items.folder))
+        if (checksum := chunk.checksum) is not None:
+            stated.append((file, checksum.start, checksum.num_bytes, checksum.crc32))
+        for piece in pieces:
+            table.add(
+                tensor=piece.tensor,
+                replica=piece.replica,
+                box=piece.box,
+                file=file,
+                byte_offset=chunk.byte_offset + piece.first * ITEM_BYTES[entry.dtype],
+            )
+    columns = np.array(stated, dtype=np.int64).reshape(-1, 4).T
+    return table.build(), tuple(columns)
+
+
+def _join(one: ShardTable, other: ShardTable) -> ShardTable:
+    """Concatenate two tables, with as many dims as the wider one, in the order of the files."""
+    ndim = max(one.size.shape[1], other.size.shape[1])
+
+    def widened(matrix: Int64Array, name: str) -> Int64Array:
+        if matrix.ndim == 1:
+            return matrix
+        return np.pad(matrix, ((0, 0), (0, ndim - matrix.shape[1])), constant_values=1 if name == "size" else 0)
+
+    names = [field.name for field in dataclasses.fields(ShardTable)]
+    columns = {name: np.concatenate([widened(getattr(table, name), name) for table in (one, other)]) for name in names}
+    joined = ShardTable(**columns)
+    return joined.take(np.lexsort((joined.byte_offset, joined.file)))
 
 
 def list_files(entries: Iterable[Entry]) -> tuple[str, ...]:

@@ -46,12 +46,14 @@ class DeepSpeedFormat:
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out tensors as a checkpoint of DeepSpeed, see `lay_out`."""
+        from reshard.formats.deepspeed.described.example import complete_request
         from reshard.formats.deepspeed.writing.writer import lay_out
 
-        refuse_options(NAME, request)
+        refuse_options(NAME, request, model=True)
+        request, example = complete_request(index, request)
         request.topology.refuse_partitioned_pipeline()
         with understood(index.root, "DeepSpeed", instead=_INSTEAD):
-            return lay_out(index, request)
+            return lay_out(index, request, example)
 
 
 FORMAT = DeepSpeedFormat()

@@ -14,6 +14,8 @@ from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.tensors.geometry import strides_of
 from reshard.topology import Topology
 
+FOLDING = "folding"
+"""Key of what each file says under tensor parallelism (deepspeed/checkpoint/constants.py)."""
 KEYS = ("ds_autoep_layers", "autoep_layers")
 WEIGHTS = ("w1", "w2", "w3")
 PARTITIONED, PER_EXPERT = "zero3_partitioned", "per_expert_files"
@@ -63,6 +65,86 @@ def find_stacks(
     return counts, prefixes, degrees.pop()
 
 
+def read_degree(layers: Sequence[Mapping[str, Any]]) -> int:
+    """Return the degree of expert parallelism that the first description states; 1 if there is none."""
+    degree = layers[0].get("ep_size") if layers and isinstance(layers[0], Mapping) else None
+    return degree if isinstance(degree, int) and degree > 0 else 1
+
+
+def find_part(topology: Topology, dp: int, tp: int) -> tuple[int, int]:
+    """Return the part of the experts that a rank holds, and the rank's number among those that hold it.
+
+    Under tensor parallelism, each rank has whole experts, and neighbouring ranks have different parts
+    (deepspeed/module_inject/auto_ep_folding.py, `expected_folding_group_tables`).
+    """
+    rank = dp * topology.tp + tp
+    return rank % topology.ep, rank // topology.ep
+
+
+def list_writers(topology: Topology, part: int) -> dict[int, int]:
+    """Return the tensor-parallel ranks that save the experts of a part, each with its first data-parallel rank."""
+    writers: dict[int, int] = {}
+    for dp in range(min(topology.dp, topology.ep)):
+        for tp in range(topology.tp):
+            if find_part(topology, dp, tp)[0] == part:
+                writers.setdefault(tp, dp)
+    return dict(sorted(writers.items()))
+
+
+def make_folding(topology: Topology, dp: int, tp: int, family: str, **fields: Any) -> dict[str, Any]:
+    """Make `folding`, which files of AutoEP with tensor parallelism say about the rank that saved them.
+
+    `family` is `dense` in model files, `zero_optimizer_state` in the optimizer's, and `routed_expert` in those of
+    experts. `fields` replace others. Source: deepspeed/checkpoint/autoep_universal.py, `make_folding_metadata`.
+    """
+    part, own = find_part(topology, dp, tp)
+    is_expert = family == "routed_expert"
+    group = {"dense": "dense_dp", "zero_optimizer_state": "per_family", "routed_expert": "edp"}[family]
+    return {
+        "version": 1,
+        "tp_size": topology.tp,
+        "tp_rank": tp,
+        "ep_size": topology.ep,
+        "ep_rank": part,
+        "etp_size": 1,
+        "etp_rank": 0,
+        "zero_partition_group": group,
+        "zero_partition_rank": own if is_expert else dp,
+        "zero_partition_count": topology.dp * topology.tp // topology.ep if is_expert else topology.dp,
+        "dispatch_strategy": "route_full_partition_dispatch",
+        "shared_expert_placement": "tp_sharded",
+        "family": family,
+        **fields,
+    }
+
+
+def list_families(names: Iterable[str]) -> dict[str, str]:
+    """Return the kind of each parameter, as `folding` states it (engine.py, `_autoep_param_family`)."""
+    kinds = (
+        (".experts.", "routed_expert"),
+        (".router.", "router_gate_replicated"),
+        (".shared_experts", "shared_expert"),
+    )
+    return {name: next((kind for key, kind in kinds if key in name), "dense") for name in names}
+
+
+def list_partitions(names: Iterable[str], topology: Topology, dp: int, tp: int) -> dict[str, dict[str, Any]]:
+    """Return how each parameter is partitioned, as `folding` in the file of a rank's optimizer states it."""
+    _, own = find_part(topology, dp, tp)
+    experts = {"group": "edp", "rank": own, "count": topology.dp * topology.tp // topology.ep}
+    others = {"group": "dense_dp", "rank": dp, "count": topology.dp}
+    return {
+        name: {
+            "family": family,
+            **{
+                f"zero_partition_{key}": value
+                for key, value in (experts if family == "routed_expert" else others).items()
+            },
+        }
+        for name, family in list_families(names).items()
+    }
+
+
 def find_stack(name: str, expert: int, path: str) -> str:
     """Return the name of the stack that a tensor in an expert's file is a slice of.
 
@@ -84,9 +166,10 @@ def convert_layers(
         layers: descriptions of the source.
         shapes: of whole tensors, by name.
         topology: of the target.
-        rank: below ZeRO-3 only the first rank saves descriptions.
+        rank: among all ranks of the stage; below ZeRO-3 only the first data-parallel ranks save descriptions.
     """
     ep, zero3 = topology.ep, topology.zero == 3
+    num_ranks = topology.dp * topology.tp
     described = []
     for layer in layers:
         count, prefix = int(layer["num_experts"]), layer["expert_key_prefix"]
@@ -99,7 +182,7 @@ def convert_layers(
             "ep_group_name": f"ep_size_{ep}",
             "ep_rank": rank % ep,
             "expert_data_parallel_rank": rank // ep,
-            "expert_data_parallel_world_size": topology.dp // ep,
+            "expert_data_parallel_world_size": num_ranks // ep,
             "global_expert_start": rank % ep * (count // ep),
             "global_expert_end": (rank % ep + 1) * (count // ep),
             "checkpoint_format": PARTITIONED if zero3 else PER_EXPERT,

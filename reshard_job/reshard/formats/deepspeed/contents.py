@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.deepspeed.autoep import find_part
 from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
@@ -22,12 +23,13 @@ class DeepSpeedContents:
         folder: of the checkpoint.
         topology: of the run that wrote it.
         prefix: `bf16_` or empty, before the names of the optimizer files.
-        pipeline: written by a PipelineModule (weights are in layer files).
+        pipeline: written by a PipelineModule. Its weights are in layer files; with experts, in `module` of each stage.
         model_axis: layer files name the tensor-parallel rank.
         models: (model-parallel rank, data-parallel rank) -> model file; the latter is 0 below ZeRO-3.
         optimizers: (model-parallel rank, data-parallel rank) -> optimizer file; empty at ZeRO-0.
         layers: (layer, tensor-parallel rank) -> layer file.
-        expert_files: (layer of experts, expert) -> file with its weights.
+        expert_files: (layer of experts, expert) -> file with its weights; layers are counted over all stages.
+        expert_copies: the other files of the same experts, which further tensor-parallel ranks save.
         experts: the model's experts, or None.
         named: at ZeRO-0, model-parallel rank -> names and shapes of each parameter group.
         settings: of each parameter group of an elastic checkpoint, which keeps none, from DeepSpeed's configuration.
@@ -44,6 +46,7 @@ class DeepSpeedContents:
     layers: Mapping[tuple[int, int], PtFile]
     named: Mapping[int, Sequence[Mapping[str, tuple[int, ...]]]]
     expert_files: Mapping[tuple[int, int], PtFile] = dataclasses.field(default_factory=dict)
+    expert_copies: Mapping[tuple[int, int], tuple[PtFile, ...]] = dataclasses.field(default_factory=dict)
     experts: Experts | None = None
     settings: tuple[Mapping[str, Any], ...] = ()
     unread: UnsupportedError | None = None
@@ -56,7 +59,13 @@ class DeepSpeedContents:
             *self.optimizers.values(),
             *self.layers.values(),
             *self.expert_files.values(),
+            *(file for files in self.expert_copies.values() for file in files),
         )
+
+    @property
+    def has_modules(self) -> bool:
+        """Return whether `module` of each model-parallel rank's model file has its weights, and layer files do not."""
+        return not self.layers
 
     @property
     def step(self) -> int:
@@ -79,13 +88,21 @@ class DeepSpeedContents:
             return {}
         return require_mapping(self.optimizer_file(mp, dp), "optimizer_state_dict" if self.optimizers else "optimizer")
 
-    def partition(self, names: Sequence[str], dp: int) -> tuple[int, int]:
-        """Return how many partitions a parameter group has, and which of them a data-parallel rank holds."""
-        return find_partition(names, self.experts, self.topology, dp)
+    def partition(self, names: Sequence[str], dp: int, tp: int = 0) -> tuple[int, int]:
+        """Return how many partitions a parameter group has, and which of them a rank holds."""
+        return find_partition(names, self.experts, self.topology, dp, tp)
 
     def whole_name(self, name: str, dp: int) -> str:
         """Return the name in the whole model of the parameter that a data-parallel rank calls `name`."""
         return name if self.experts is None else self.experts.whole_name(name, self.topology.ep, dp % self.topology.ep)
+
+    def is_stacked(self, name: str) -> bool:
+        """Return whether a parameter is a stack of experts, which expert parallelism cuts and nothing else."""
+        return self.experts is not None and name in self.experts.stacked
+
+    def is_expert(self, name: str) -> bool:
+        """Return whether a parameter is one of an expert, which `module` lacks."""
+        return self.experts is not None and self.experts.holds(name)
 
     @property
     def half_type(self) -> str | None:
@@ -117,7 +134,9 @@ class DeepSpeedContents:
         return value if isinstance(value, Mapping) else {}
 
 
-def find_partition(names: Sequence[str], experts: Experts | None, topology: Topology, dp: int) -> tuple[int, int]:
+def find_partition(
+    names: Sequence[str], experts: Experts | None, topology: Topology, dp: int, tp: int = 0
+) -> tuple[int, int]:
     """Return how many partitions a group has, and which of them a rank holds.
 
     Experts are partitioned over the ranks that hold them, other parameters over all ranks.
@@ -130,7 +149,9 @@ def find_partition(names: Sequence[str], experts: Experts | None, topology: Topo
     are_experts = {experts.holds(name) for name in names}
     if len(are_experts) > 1:
         raise UnsupportedError(f"a parameter group holds experts and others: {names[0]}, ...")
-    return (topology.dp // topology.ep, dp // topology.ep) if True in are_experts else (topology.dp, dp)
+    if True not in are_experts:
+        return topology.dp, dp
+    return topology.dp * topology.tp // topology.ep, find_part(topology, dp, tp)[1]
 
 
 def require_mapping(file: PtFile, key: str) -> Mapping[str, Any]:

@@ -45,6 +45,12 @@ class Experts:
                     hint="choose another ep",
                 )
 
+    def list_counts(self, names: Iterable[str]) -> list[int]:
+        """Return the number of experts in each layer that some parameters belong to."""
+        matches = (_EXPERT.match(name) for name in names)
+        held = {match[1] for match in matches if match is not None}
+        return [count for prefix, count in self.counts.items() if prefix in held]
+
     def whole_name(self, name: str, ep: int, part: int) -> str:
         """Convert a name on the ranks of one part to the name in the whole model; names without an expert stay."""
         match = _EXPERT.match(name)

@@ -88,6 +88,11 @@ def parse_tied_key(name: str) -> str | None:
     return match[1] if match else None
 
 
+def is_layered(name: str) -> bool:
+    """Return whether a name is one that a PipelineModule gives: of a layer, or of a tied module."""
+    return _LAYER_NAME.match(name) is not None or _TIED_NAME.match(name) is not None
+
+
 def describe_model(source: DeepSpeedContents, patterns: Patterns, pipeline: PipelineInfo | None) -> Model:
     """Work out the whole model from the shards of all ranks.
 

@@ -75,9 +75,9 @@ def model_file(mp: int, *, dp: int | None = None) -> str:
     return f"{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
 
 
-def expert_file(layer: int, expert: int) -> str:
-    """Return `layer_L_expert_E_mp_rank_00_model_states.pt`."""
-    return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+def expert_file(layer: int, expert: int, mp: int = 0) -> str:
+    """Return `layer_L_expert_E_mp_rank_MM_model_states.pt`; each stage of a pipeline counts its layers from 0."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
 
 
 def layer_file(layer: int, tp: int, *, model_axis: bool) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from reshard.formats.pt.reader import read, read_tensor_bytes
 from reshard.formats.pt.writer import lay_out_pt
 from reshard.tensors.layout import TargetFile
 
+RESHARDABLE = "fully_reshardable"
 _OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
 _CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
@@ -44,8 +46,13 @@ class Progress:
     optimizer: bool = True
 
 
-def build_common_file(folder: Path, progress: Progress) -> TargetFile:
+def build_common_file(folder: Path, progress: Progress, settings: Mapping[str, Any] | None = None) -> TargetFile:
     """Build `common.pt` from that of `folder`; it is written anew because no checksum protects its archive.
+
+    Args:
+        folder: the folder whose common part it is.
+        progress: values that differ from it.
+        settings: fields of the optimizer that the folder has elsewhere, see `MegatronExtra.settings`.
 
     Raises:
         UnsupportedError: the file is too large, or has no field for the optimizer's steps.
@@ -60,9 +67,19 @@ def build_common_file(folder: Path, progress: Progress) -> TargetFile:
     for storage in file.storages.values():
         whole = Tensor(storage=storage, offset=0, shape=(storage.num_elements,), stride=(1,))
         storage.data = read_tensor_bytes(path, whole, limit_bytes=MAX_OBJECT_BYTES)
+    if settings is not None and isinstance(file.value, dict):
+        _make_reshardable(file.value, settings)
     amend(file.value, progress, str(path))
     layout = lay_out_pt(COMMON_FILE.removesuffix(".pt"), file.value)
     return TargetFile(path=COMMON_FILE, num_bytes=layout.num_bytes, fixed=layout.fixed)
+
+
+def _make_reshardable(fields: dict[Any, Any], settings: Mapping[str, Any]) -> None:
+    """Say that the optimizer's states are laid out like weights, and put its settings into the common part."""
+    fields["optimizer"] = {**settings, "param_state_sharding_type": RESHARDABLE}
+    content = fields.get("content_metadata")
+    if isinstance(content, dict):
+        content["distrib_optim_sharding_type"] = RESHARDABLE
 
 
 def add_common_object(folder: Path, entry: Entry, files: RankFiles, progress: Progress) -> Entry:

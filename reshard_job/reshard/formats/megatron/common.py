@@ -7,6 +7,7 @@ checkpointing.py (`args`, `iteration`, `optimizer`). Later versions write an obj
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 """Key of the object that later versions write instead of the file."""
 
+_BUCKET_SETTINGS = re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>[^./]+)/shard_0_1")
+_OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _STEP = "step"
 
 
@@ -72,6 +75,29 @@ def read_common(folder: Path, entries: Iterable[Entry], items: Items) -> Common:
         settings=tuple(_iterate_settings(fields.get("optimizer"))),
         sharding=sharding if isinstance(sharding, str) else "",
     )
+
+
+def read_bucket_settings(
+    entries: Iterable[Entry], items: Items
+) -> tuple[Mapping[str, Any], tuple[Mapping[str, Plain], ...]]:
+    """Read the optimizer's fields that `dp_reshardable` stores for each data-parallel group.
+
+    Returns:
+        Fields by name, such as `optimizer` with its `param_groups`, none if groups of ranks differ in them; and the
+        settings of each parameter group of every group of ranks.
+    """
+    found: dict[str, Any] = {}
+    every: list[Mapping[str, Plain]] = []
+    are_equal = True
+    for entry in entries:
+        match = _BUCKET_SETTINGS.fullmatch(entry.key)
+        if entry.is_tensor or match is None or match["name"] in _OF_BUCKETS:
+            continue
+        value = items.read_object(entry.key, entry.chunks[0][1])
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        every += _iterate_settings({match["name"]: value})
+        are_equal = are_equal and found.setdefault(match["name"], value) == value
+    return found if are_equal else {}, tuple(every)
 
 
 def find_groups(settings: tuple[Mapping[str, Plain], ...], names: Iterable[str]) -> tuple[ParamGroup, ...]:

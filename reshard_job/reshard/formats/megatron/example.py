@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.megatron.names import NAME
@@ -39,7 +39,9 @@ class MegatronExtra:
         order: keys of all entries, in the folder's order.
         objects: entries that are not tensors, without the common part and the optimizer's own buffers.
         common: entry of the common part if it is an object; None if it is a file of its own.
-        buckets: the optimizer's states are laid out for its own buffers.
+        buckets: the optimizer's states are laid out for its own buffers, and are not among the tensors.
+        settings: fields of the optimizer that are to be in the common part, because its states are found in buckets and
+            will be written as `fully_reshardable`; None if the common part has them.
     """
 
     format_name: ClassVar[str] = NAME
@@ -48,3 +50,4 @@ class MegatronExtra:
     objects: tuple[Entry, ...]
     common: Entry | None
     buckets: bool
+    settings: Mapping[str, Any] | None = None

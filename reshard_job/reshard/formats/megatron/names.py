@@ -22,7 +22,7 @@ _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<name>.+)$")
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
 _STACKED = re.compile(r"^(?P<head>(?:.*\.)?layers\.)(?P<tail>(?!\d+(?:\.|$)).+)$")
-_STATES = {"fp32_param": "fp32", "param": "fp32"}
+STATES = {"fp32_param": "fp32", "param": "fp32"}
 """Names of master weights in Megatron-Core's optimizer and distributed optimizer; other states keep their names."""
 
 
@@ -71,7 +71,7 @@ def find_names(entries: Iterable[Entry], where: str) -> EntryNames:
                 "as Megatron-Core before 0.15 did"
             )
         else:
-            tensors[entry.key] = TensorKey(_STATES.get(state, state), name)
+            tensors[entry.key] = TensorKey(STATES.get(state, state), name)
     if len(set(tensors.values())) < len(tensors):
         problems.append("two optimizers have a state of one weight")
     if problems:

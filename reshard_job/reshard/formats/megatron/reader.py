@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +24,15 @@ from reshard.formats.dcp.tables import (
     make_table,
     read_backend,
 )
-from reshard.formats.megatron.common import COMMON_KEY, Common, find_differing, find_groups, read_common
+from reshard.formats.megatron.buckets import BucketStates, PlacingError, number_chunks, place_states
+from reshard.formats.megatron.common import (
+    COMMON_KEY,
+    Common,
+    find_differing,
+    find_groups,
+    read_bucket_settings,
+    read_common,
+)
 from reshard.formats.megatron.example import MegatronExtra, TensorLocation
 from reshard.formats.megatron.names import NAME, EntryNames, find_names, split_layers
 from reshard.tensors.layout import Index, LogicalTensor, TensorKey
@@ -49,7 +59,16 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     with Items(folder) as items:
         common = read_common(folder, entries, items)
         tensors, parts, locations = _build_logical(entries, named, str(folder))
-        files, shards = make_table(items, list_files(entries), tensors, parts)
+        states, reason = _find_states(entries, named, locations)
+        settings: Mapping[str, Any] | None = None
+        if states is not None:
+            settings, every = read_bucket_settings(entries, items)
+            common = dataclasses.replace(common, settings=every)
+        flat = () if states is None else number_chunks(states.chunks, len(tensors))
+        tensors += () if states is None else states.tensors
+        files, shards = make_table(items, list_files(entries), tensors, parts, flat)
+    if states is not None:
+        locations |= states.locations
     if not tensors:
         raise CorruptSourceError("holds no weights", path=str(folder))
     trained = [tensor.key.name for tensor in tensors if tensor.key.state == "fp32"]
@@ -70,13 +89,31 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
         groups=find_groups(common.settings, trained),
         extra=MegatronExtra(
             locations=locations,
-            order=tuple(entry.key for entry in entries),
+            order=tuple(dict.fromkeys([*(entry.key for entry in entries), *(at.key for at in locations.values())])),
             objects=tuple(entry for entry in entries if entry.key in objects),
             common=next((entry for entry in entries if entry.key == COMMON_KEY), None),
-            buckets=bool(named.buckets),
+            buckets=bool(named.buckets) and states is None,
+            settings=settings,
         ),
-        notes=_list_notes(named, common),
+        notes=_list_notes(named, common, states, reason),
+        has_rounded_weights=states is not None,
     )
+
+
+def _find_states(
+    entries: Iterable[Entry], named: EntryNames, locations: Mapping[TensorKey, TensorLocation]
+) -> tuple[BucketStates | None, str]:
+    """Find the states in the optimizer's buckets; None and why, if they cannot be told."""
+    if not named.buckets:
+        return None, ""
+    if any(entry.key == COMMON_KEY for entry in entries):
+        return None, "a later Megatron-Core saved them, of which the order of parameters is not known"
+    chosen = set(named.buckets)
+    stored = [entry for entry in entries if entry.key in chosen and entry.is_tensor]
+    try:
+        return place_states(stored, {key.name: location for key, location in locations.items()}), ""
+    except PlacingError as error:
+        return None, str(error)
 
 
 def _build_logical(
@@ -117,12 +154,17 @@ def _build_logical(
     return tuple(tensors), parts, locations
 
 
-def _list_notes(named: EntryNames, common: Common) -> tuple[str, ...]:
+def _list_notes(named: EntryNames, common: Common, states: BucketStates | None, reason: str) -> tuple[str, ...]:
     notes = []
-    if named.buckets:
-        kind = f" ({common.sharding})" if common.sharding else ""
+    kind = f" ({common.sharding})" if common.sharding else ""
+    if states is not None:
         notes.append(
-            f"the optimizer's states are laid out for its own buffers{kind} and are left behind: save with "
+            f"the optimizer's states are found in its own buffers{kind}, in the order of a layer with {states.order}; "
+            "the run compares them with the weights, if it converts both"
+        )
+    elif named.buckets:
+        notes.append(
+            f"the optimizer's states are laid out for its own buffers{kind} and are left behind: {reason}. Save with "
             "--dist-ckpt-optim-fully-reshardable to take them along"
         )
     if apart := find_differing(common.settings):

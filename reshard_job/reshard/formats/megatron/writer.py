@@ -48,6 +48,13 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
             hint="name a Megatron-Core checkpoint of the same model with --like",
         )
     placing = place_tensors(index, extra, request.weight_dtype, str(example.root))
+    if placing.optimizer and extra.settings is not None and not extra.settings:
+        raise UnsupportedError(
+            "its groups of ranks have no settings of the optimizer, or different ones",
+            path=str(example.root),
+            hint="name with --like a Megatron-Core checkpoint of the same model, or take the weights alone "
+            "(--states weight)",
+        )
     progress, notes = _find_progress(index, example, placing)
     files, table = RankFiles(request.topology.world_size), ShardTableBuilder()
     entries = _cut_tensors(files, table, placing.tensors, example.topology.tp, request)
@@ -57,7 +64,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     if extra.common is not None:
         entries.append(add_common_object(example.root, extra.common, files, progress))
     else:
-        others.append(build_common_file(example.root, progress))
+        others.append(build_common_file(example.root, progress, extra.settings))
     order = {key: at for at, key in enumerate(extra.order)}
     entries.sort(key=lambda entry: order[entry.key])
     return TargetLayout(

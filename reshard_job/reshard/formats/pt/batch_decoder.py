@@ -91,6 +91,7 @@ class BatchDecoder:
     def _find_starts(self, position: int, prefix: bytes, max_records: int, frame_end: int) -> Int64Array:
         """Find the positions at which records may begin; the search ends where a pickler would do something else."""
         last = frame_end if frame_end > position else position + _SEARCHED_BYTES
+        last = min(last, len(self._data))  # a damaged FRAME may promise more bytes than the platform can index
         matches = itertools.islice(_compile(prefix).finditer(self._data, position, last), max_records)
         starts = np.array([match.start() for match in matches], dtype=np.int64)
         gap = np.diff(starts)

@@ -10,8 +10,7 @@ from pathlib import Path
 from reshard.commits.commit import Commit
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request, understood
-from reshard.formats.pytorch.files import find_files
-from reshard.formats.pytorch.reader import NAME, read_index
+from reshard.formats.pytorch.files import NAME, find_files
 from reshard.tensors.layout import Index, TargetLayout
 
 
@@ -20,6 +19,7 @@ class PytorchFormat:
 
     name = NAME
     takes_patterns = False
+    takes_ds_config = False
     keeps_zero_stage = False
 
     def sniff(self, path: Path) -> str | None:
@@ -28,8 +28,12 @@ class PytorchFormat:
             return "not a folder (name the folder of the file)"
         return find_files(path).reason
 
-    def read(self, path: Path, commit: Commit | None, patterns: Path | None = None) -> Index:
+    def read(
+        self, path: Path, commit: Commit | None, patterns: Path | None = None, ds_config: Path | None = None
+    ) -> Index:
         """Index the weights, see `read_index`."""
+        from reshard.formats.pytorch.reader import read_index  # a sniff needs no reader
+
         with understood(path, "torch", instead="use an earlier checkpoint"):
             return read_index(path)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from reshard.errors import CorruptSourceError
 from reshard.storage.files import open_file
 
+NAME = "pytorch"
 INDEX_SUFFIX = ".bin.index.json"
 _KNOWN = ("pytorch_model.bin", "adapter_model.bin", "diffusion_pytorch_model.bin", "pytorch_model_fsdp.bin")
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

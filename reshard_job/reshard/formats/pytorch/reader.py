@@ -10,13 +10,12 @@ from typing import Any, ClassVar, NamedTuple
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile, read
-from reshard.formats.pytorch.files import find_files, read_weight_map
+from reshard.formats.pytorch.files import NAME, find_files, read_weight_map
 from reshard.tensors.geometry import whole
 from reshard.tensors.layout import ITEM_BYTES, Checksum, Index, LogicalTensor, SourceFile, TensorKey
 from reshard.tensors.shard_table import ShardTableBuilder
 from reshard.topology import Topology
 
-NAME = "pytorch"
 _CONTAINERS = ("module", "state_dict", "model", "model_state_dict")
 """Keys under which scripts and frameworks save the weights beside other things."""
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from reshard.commits.commit import Commit
 from reshard.formats.base import Request, refuse_options
-from reshard.formats.safetensors.reader import NAME, read_index
-from reshard.formats.safetensors.source import list_names
-from reshard.formats.safetensors.writer import lay_out
+from reshard.formats.safetensors.file_names import NAME, list_names
 from reshard.tensors.layout import Index, TargetLayout
 
 
@@ -33,10 +31,14 @@ class SafetensorsFormat:
         self, path: Path, commit: Commit | None, patterns: Path | None = None, ds_config: Path | None = None
     ) -> Index:
         """Index the checkpoint, see `read_index`."""
+        from reshard.formats.safetensors.reader import read_index  # a sniff needs no reader
+
         return read_index(path, commit)
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out the weights of a checkpoint, see `lay_out`."""
+        from reshard.formats.safetensors.writer import lay_out
+
         refuse_options(NAME, request, weight_dtype=True, like=False, file_bytes=True)
         return lay_out(index, request)
 

@@ -9,13 +9,13 @@ from typing import ClassVar
 
 from reshard.commits.commit import Commit
 from reshard.errors import CorruptSourceError
+from reshard.formats.safetensors.file_names import NAME
 from reshard.formats.safetensors.source import SHARDING, WeightFile, read_files
 from reshard.tensors.geometry import whole
 from reshard.tensors.layout import Index, LogicalTensor, SourceFile, TensorKey
 from reshard.tensors.shard_table import ShardTableBuilder
 from reshard.topology import Topology
 
-NAME = "safetensors"
 STEP = "reshard.step"
 SAMPLES = "reshard.samples"
 _NOT_CARRIED = frozenset((STEP, SAMPLES, SHARDING, "DCP_VERSION"))

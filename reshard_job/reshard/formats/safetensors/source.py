@@ -10,16 +10,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.safetensors import header
+from reshard.formats.safetensors.file_names import INDEX_SUFFIX, SUFFIX, is_file_name
 from reshard.formats.safetensors.header import Header
 from reshard.formats.safetensors.hub import locate_file
 from reshard.storage.files import File, open_file
-
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
 
 _SERIES = re.compile(r"^(?P<stem>.+)-(?P<number>\d{1,18})-of-(?P<count>\d{1,18})\.safetensors$", re.ASCII)
 _MOST_MISSING = 20
@@ -42,14 +39,6 @@ class WeightFile:
     place: str
     num_bytes: int
     header: Header
-
-
-def list_names(folder: Path) -> list[str]:
-    """List the names of the folder's safetensors files, sorted; return none if the folder cannot be listed."""
-    try:
-        return sorted(item.name for item in folder.iterdir() if _is_weight_file(item.name))
-    except OSError:
-        return []
 
 
 def read_files(folder: Path) -> tuple[WeightFile, ...]:
@@ -152,7 +141,7 @@ def _read_index(path: Path) -> tuple[Mapping[str, str], int]:
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptSourceError("has no weight_map from tensors to files", path=str(path))
-    outside = sorted({str(name)[:80] for name in weight_map.values() if not _is_weight_file(name)})
+    outside = sorted({str(name)[:80] for name in weight_map.values() if not is_file_name(name)})
     if outside:
         raise CorruptSourceError(
             "names files that are no safetensors files of its folder", path=str(path), problems=outside[:20]
@@ -160,10 +149,6 @@ def _read_index(path: Path) -> tuple[Mapping[str, str], int]:
     metadata = value.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return weight_map, total if isinstance(total, int) else 0
-
-
-def _is_weight_file(name: Any) -> bool:
-    return isinstance(name, str) and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name
 
 
 def _check_series(folder: Path, present: Sequence[str], expected: Sequence[str], indexes: Sequence[str]) -> None:

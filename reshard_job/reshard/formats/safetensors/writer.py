@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from reshard.errors import UnsupportedError
 from reshard.formats.base import DEFAULT_FILE_BYTES, Request
 from reshard.formats.safetensors import header
+from reshard.formats.safetensors.file_names import NAME
 from reshard.formats.safetensors.header import Entry
-from reshard.formats.safetensors.reader import NAME, SAMPLES, STEP, SafetensorsExtra
+from reshard.formats.safetensors.reader import SAMPLES, STEP, SafetensorsExtra
 from reshard.formats.safetensors.select import Selection, select_weights
 from reshard.tensors.geometry import whole
 from reshard.tensors.layout import Index, LogicalTensor, TargetFile, TargetLayout

@@ -5,9 +5,11 @@ What is read, written and refused: docs/universal-format.md.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from reshard.commits.commit import Commit
+from reshard.errors import UnsupportedError
 from reshard.formats.base import Request, refuse_options, understood
 from reshard.formats.universal.names import NAME, OPTIMIZER_FILE
 from reshard.tensors.layout import Index, TargetLayout
@@ -44,12 +46,21 @@ class UniversalFormat:
 
     def layout(self, index: Index, request: Request) -> TargetLayout:
         """Lay out tensors as a universal checkpoint, see `lay_out`."""
+        from reshard.formats.deepspeed.described.example import complete_request
         from reshard.formats.universal.writer import lay_out
 
-        refuse_options(NAME, request)
+        refuse_options(NAME, request, model=True)
+        request, example = complete_request(index, request)
+        if example is not None and example.weights_alone:
+            raise UnsupportedError(
+                "holds weights alone, and DeepSpeed loads no universal checkpoint without an optimizer",
+                path=str(index.root),
+                hint="choose --format deepspeed, which it loads with load_module_only=True",
+            )
         request.topology.refuse_partitioned_pipeline()
         with understood(index.root, "DeepSpeed", instead=_INSTEAD):
-            return lay_out(index, request)
+            layout = lay_out(index, request)
+        return layout if example is None else dataclasses.replace(layout, notes=(*example.notes, *layout.notes))
 
 
 FORMAT = UniversalFormat()

@@ -14,6 +14,8 @@ from reshard.formats.deepspeed.reading.groups import find_group_holder, read_gro
 from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra as NativeExtra
 from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
 from reshard.formats.deepspeed.writing.carried_objects import Template
+from reshard.formats.deepspeed.writing.stages import merge_modules
+from reshard.formats.pt.objects import StatefulDict
 from reshard.formats.pt.reader import PtFile
 from reshard.formats.universal.hints import IS_EXPERT, Hints, for_param, for_stack, is_cut_unknown
 from reshard.formats.universal.module_weights import find_module_weights
@@ -125,9 +127,14 @@ def _read_native_weights(source: DeepSpeedContents, model: Model) -> Weights:
     """Collect names and types of the module's weights, and the names in each layer file and each expert's file."""
     experts = {at: tuple(file.value) for at, file in source.expert_files.items()}
     dtypes = {name: tensor.dtype for file in source.expert_files.values() for name, tensor in file.value.items()}
-    if not source.pipeline:
+    if source.has_modules:
         file = source.models[0, 0]
         module = file.value["module"]
+        if source.pipeline:
+            stages = (source.models[pp * source.topology.tp, 0] for pp in range(source.topology.pp))
+            merged = StatefulDict(merge_modules(model, [stage.value["module"] for stage in stages], None))
+            merged.state = module.state
+            module = merged
         return Weights(
             dtypes={name: tensor.dtype for name, tensor in module.items()} | dtypes,
             experts=experts,

@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import autoep, pipeline
-from reshard.formats.deepspeed.experts import Experts, find_experts
-from reshard.formats.deepspeed.logical import Model, Param, Stage, make_param, merge_groups, parse_tied_key
+from reshard.formats.deepspeed.experts import Experts, find_experts, is_native
+from reshard.formats.deepspeed.logical import Model, Param, Stage, is_layered, make_param, merge_groups, parse_tied_key
 from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra as NativeExtra
 from reshard.formats.deepspeed.tensor_parallel import patterns
 from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
@@ -76,6 +77,8 @@ class UniversalExtra:
         }
         stages = tuple(Stage(groups=groups, ids=tuple(range(len(groups)))) for groups in source.stages)
         contents = build_native_contents(source, self.groups, weights, params | others, experts)
+        if info is not None and experts is not None and all(map(is_layered, params)):
+            contents = dataclasses.replace(contents, pipeline=True)
         return NativeExtra(
             source=contents,
             model=Model(
@@ -121,5 +124,12 @@ def _find_experts(source: UniversalContents, weights: Weights) -> Experts | None
     if layers := autoep.read_layers(source.model.value):
         return Experts(stacked=autoep.find_stacks(layers, where)[0])
     if not weights.experts:
+        if native := [name for name in source.shapes if is_native(name)]:
+            raise UnsupportedError(
+                f"does not say which layers of experts there are, of which {native[0]} is one: DeepSpeed's converter"
+                " copies no files of experts",
+                path=where,
+                hint="convert from the native checkpoint, or name one of the model with --like",
+            )
         return None
     return find_experts(weights.experts, source.shapes, where)[0]

@@ -12,6 +12,7 @@ from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.muon import is_muon
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.universal.blueprint import Blueprint, Group
+from reshard.formats.universal.hints import IS_EXPERT
 from reshard.formats.universal.names import MASTER, STEP
 from reshard.topology import Topology
 
@@ -42,6 +43,13 @@ def refuse(blueprint: Blueprint, target: Topology, misfits: tuple[str, ...] = ()
             f"{target}: each rank would load the experts of the first one, as each calls its own {experts[0]}",
             path=where,
             hint="choose --format deepspeed, or ep=1",
+        )
+    if target.tp > 1 and any(hints is not None and IS_EXPERT in hints for hints in blueprint.hints.values()):
+        raise UnsupportedError(
+            f"{target}: DeepSpeed converts no AutoEP with tensor parallelism to universal checkpoints, and loading one"
+            " at tp > 1 was not tried",
+            path=where,
+            hint="choose --format deepspeed, or tp=1",
         )
     if any(is_muon(group.settings) for group in blueprint.groups):
         raise UnsupportedError(

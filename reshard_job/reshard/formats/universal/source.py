@@ -11,7 +11,7 @@ from reshard.errors import CorruptSourceError, TopologyError, UnsupportedError
 from reshard.formats.deepspeed import names as native_names
 from reshard.formats.deepspeed.logical import parse_param_shapes
 from reshard.formats.deepspeed.reading.opening import read_zero_stage
-from reshard.formats.deepspeed.tensor_parallel import patterns
+from reshard.formats.deepspeed.tensor_parallel import megatron, patterns
 from reshard.formats.deepspeed.tensor_parallel.patterns import Patterns
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile, read
@@ -134,9 +134,7 @@ def open_source(folder: Path, pattern_info: Mapping[str, Any] | None = None) -> 
         stored=frozenset(others if made_for is not None else _list_with_atoms(models[0], tensors, others)),
         module=tensors,
         aliases=aliases,
-        patterns=patterns.parse(
-            models[0].value.get("universal_checkpoint_info") if pattern_info is None else pattern_info
-        ),
+        patterns=patterns.parse(_describe_splits(models[0].value) if pattern_info is None else pattern_info),
         has_pattern_file=pattern_info is not None,
         tp=len(stages[0]),
         made_for=made_for,
@@ -278,6 +276,10 @@ def _merge_sub_groups(
         merged.append([name for group in shapes[start : start + count] for name in group])
         start += count
     return tuple(firsts), merged
+
+
+def _describe_splits(model: Mapping[str, Any]) -> Any:
+    return megatron.add_vocabulary_multiple(model.get("universal_checkpoint_info"), model)
 
 
 def _collect_shapes(

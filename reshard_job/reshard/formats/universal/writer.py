@@ -13,8 +13,6 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
-from reshard.formats.deepspeed.families.choose import Model as ToSplit
-from reshard.formats.deepspeed.families.choose import split_by_family
 from reshard.formats.deepspeed.fields import refuse_small_gradients
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra as NativeExtra
@@ -85,8 +83,9 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         raise UnsupportedError(
             f"a checkpoint of the format {described.format} does not say what else a universal checkpoint holds",
             path=str(described.root),
-            hint="name a DeepSpeed checkpoint of the same model, native or universal, with --like; a run that starts"
-            " from weights alone loads them into the model before deepspeed.initialize",
+            hint="describe the model with --model and the run with --ds-config (docs/model-description.md), or name"
+            " with --like a DeepSpeed checkpoint of the same model, native or universal; a run that starts from weights"
+            " alone loads them into the model before deepspeed.initialize",
         )
     progress = None if described is index else Progress.of(index, blueprint.aliases)
     blueprint = _apply_progress(blueprint, progress)
@@ -141,6 +140,9 @@ def _split_known_family(blueprint: Blueprint, target: Topology) -> tuple[Bluepri
     """
     if target.tp == 1 or blueprint.tp > 1 or blueprint.cut_is_known:
         return blueprint, (), ()
+    from reshard.formats.deepspeed.families.choose import Model as ToSplit
+    from reshard.formats.deepspeed.families.choose import split_by_family  # only a change of tp needs it
+
     split = split_by_family(
         ToSplit(
             params=blueprint.params,

@@ -138,6 +138,20 @@ _MIXTRAL = (
     Entry(_L + "mlp.experts.gate_up_proj", WHOLE, ("experts", "2inner", "hidden")),
     Entry(_L + "mlp.experts.down_proj", WHOLE, ("experts", "hidden", "inner")),
 )
+_PHIMOE = (
+    Entry("model.embed_tokens.weight", WHOLE, ("vocabulary", "hidden")),
+    *_attention(bias="attention biases", output_bias="attention biases"),
+    Entry(_L + "mlp.router.weight", WHOLE, ("experts", "hidden")),
+    Entry(_L + "mlp.experts.gate_up_proj", WHOLE, ("experts", "2inner", "hidden")),
+    Entry(_L + "mlp.experts.down_proj", WHOLE, ("experts", "hidden", "inner")),
+    *(
+        Entry(f"{name}.{part}", WHOLE, ("hidden",))
+        for name in (_L + "input_layernorm", _L + "post_attention_layernorm", "model.norm")
+        for part in ("weight", "bias")
+    ),
+    Entry("lm_head.weight", WHOLE, ("vocabulary", "hidden"), group="head"),
+    Entry("lm_head.bias", WHOLE, ("vocabulary",), group="head bias"),
+)
 
 
 def _megatron_layer(name: str, *, parts: int) -> tuple[Entry, ...]:
@@ -223,6 +237,7 @@ _BLOOM = (
 )
 
 _EMBEDDINGS = ("tied embedding", "separate head")
+_WHOLE_EXPERTS = "experts and the output head stay whole: resume with tensor_parallel.preset_model: mixtral"
 _UNSPLIT_HEAD = "the output head stays whole, as with the preset that ds_config names"
 
 FAMILIES: tuple[Family, ...] = (
@@ -254,8 +269,12 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         title="Hugging Face Mixtral",
         entries=_decoder(*_MIXTRAL, head=WHOLE), presets=("", "mixtral", "llama", "qwen2"), head=_HEAD,
-        advice="experts and the output head stay whole: resume with tensor_parallel.preset_model: mixtral (by"
-        " transformers' plan, DeepSpeed 0.19.8 does not split Mixtral)",
+        advice=_WHOLE_EXPERTS + " (by transformers' plan, DeepSpeed 0.19.8 does not split Mixtral)",
+    ),
+    Family(
+        title="Hugging Face Phi-MoE",
+        entries=_PHIMOE, presets=("", "mixtral", "llama", "qwen2"), head=_HEAD,
+        advice=_WHOLE_EXPERTS + " (by transformers' plan, DeepSpeed 0.19.8 does not split Phi-MoE)",
     ),
     Family(
         title="Hugging Face Phi-3",
@@ -273,7 +292,8 @@ FAMILIES: tuple[Family, ...] = (
         entries=_BLOOM,
         presets=("", "bloom"),
         refused="DeepSpeed 0.19.8 does not train it with tensor parallelism: AutoTP splits the heads, and the model"
-        " adds the position biases of all heads to them",
+        " adds the position biases (ALiBi) of all heads to them, or those of a model with fewer heads. A training that"
+        " binds DeepSpeed's build_bloom_alibi_tensor to the model needs a file of patterns (--patterns)",
     ),
     Family(
         title="Megatron-DeepSpeed without a pipeline",

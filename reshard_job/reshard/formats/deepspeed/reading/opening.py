@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from reshard.formats.base import stated_topology
 from reshard.formats.deepspeed import autoep, names, pipeline
 from reshard.formats.deepspeed.contents import DeepSpeedContents, require_mapping
 from reshard.formats.deepspeed.experts import Experts, find_experts, is_native
+from reshard.formats.deepspeed.logical import is_layered, parse_layer
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.reading import older_experts
 from reshard.formats.deepspeed.unpartitioned import build_stage_module, find_names
@@ -44,10 +46,12 @@ def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> 
         raise CorruptSourceError("misses the model file of rank 0", path=str(folder))
     first = read(folder / models[0, 0])
     topology = _read_topology(first, file_names, folder)
-    if any(parsed.kind == "expert" and parsed.mp for parsed in file_names.values()):  # AutoEP with AutoTP
-        raise _make_layout_error(topology, str(folder))
     prefix = next(iter(prefixes), "")
-    _check_names(folder, topology, file_names, prefix)
+    layers = autoep.read_layers(first.value)
+    ep = autoep.read_degree(layers) if topology.tp > 1 else 1
+    if topology.tp > 1 and (layers or any(parsed.kind == "expert" for parsed in file_names.values())):
+        _refuse_layout(topology, ep, str(folder), is_native=not layers)
+    _check_names(folder, topology, file_names, prefix, ep)
     twins = EqualFileReader()
     files = {name: twins.read(folder / name) for name in file_names}
     source = DeepSpeedContents(
@@ -64,14 +68,10 @@ def open_source(folder: Path, commit_model: Mapping[str, Any] | None = None) -> 
             if parsed.kind == "layer"
         },
         named={},
-        expert_files={
-            (parsed.layer, parsed.expert): files[name]
-            for name, parsed in sorted(file_names.items(), key=lambda item: (item[1].layer, item[1].expert))
-            if parsed.kind == "expert"
-        },
+        **_select_experts(file_names, files, topology.tp),
     )
     _check_contents(source)
-    source = _add_experts(older_experts.complete_model_file(source))
+    source = _add_experts(older_experts.complete_model_file(source), dict(commit_model or {}))
     return source if source.optimizers else _add_names(source, commit_model or {})
 
 
@@ -95,8 +95,8 @@ def _leave_out_experts(file_names: dict[str, names.FileName], folder: Path) -> N
         del file_names[name]
 
 
-def _add_experts(source: DeepSpeedContents) -> DeepSpeedContents:
-    """Find the experts and the degree of expert parallelism.
+def _add_experts(source: DeepSpeedContents, commit_model: Mapping[str, Any]) -> DeepSpeedContents:
+    """Find the experts and the degree of expert parallelism, and whether they are in a pipeline.
 
     Raises:
         CorruptSourceError: the degree does not divide the data-parallel degree.
@@ -104,13 +104,15 @@ def _add_experts(source: DeepSpeedContents) -> DeepSpeedContents:
     """
     where, value = str(source.folder), source.models[0, 0].value
     layers = autoep.read_layers(value)
-    groups = value.get("param_shapes") or []
-    local = [name for group in groups if isinstance(group, Mapping) for name in group]
+    shapes = [group for file in source.models.values() for group in file.value.get("param_shapes") or []]
+    local = [name for group in shapes if isinstance(group, Mapping) for name in group]
     if not source.expert_files and not layers and not any(map(is_native, local)):
         return source
     topology = source.topology
     stages = (1, 2, 3) if layers else (1, 2)
-    if topology.tp * topology.pp * topology.cp > 1 or topology.zero not in stages:
+    if topology.cp > 1 or topology.zero not in stages or (layers and topology.pp > 1):
+        raise _make_layout_error(topology, where)
+    if topology.tp > 1 and not layers:
         raise _make_layout_error(topology, where)
     if source.config.get("use_data_before_expert_parallelism"):
         raise UnsupportedError("use_data_before_expert_parallelism orders ranks otherwise than is read", path=where)
@@ -118,16 +120,93 @@ def _add_experts(source: DeepSpeedContents) -> DeepSpeedContents:
         counts, _, ep = autoep.find_stacks(layers, where, zero=topology.zero)
         experts = Experts(stacked=counts)
     else:
+        _check_counts(source)
         experts, ep = find_experts({key: file.value for key, file in source.expert_files.items()}, local, where)
     if topology.dp % ep:
         raise CorruptSourceError(f"has dp={topology.dp} and ep={ep}, which does not divide it", path=where)
-    return dataclasses.replace(source, experts=experts, topology=dataclasses.replace(topology, ep=ep))
+    if topology.tp > 1:
+        _check_folding(source, dataclasses.replace(topology, ep=ep))
+    described = commit_model.get("pipeline", value.get("pipeline_layout"))
+    is_pipeline = topology.pp > 1 or (pipeline.parse(described) is not None and all(map(is_layered, local)))
+    if is_pipeline:
+        _check_order([parse_layer(prefix) for prefix in experts.counts], where)
+    return dataclasses.replace(
+        source, experts=experts, topology=dataclasses.replace(topology, ep=ep), pipeline=source.pipeline or is_pipeline
+    )
+
+
+def _check_folding(source: DeepSpeedContents, topology: Topology) -> None:
+    """Compare what AutoEP says in each file under tensor parallelism with the rank in the file's name.
+
+    Raises:
+        CorruptSourceError: it is another rank's, or missing.
+    """
+    files = [(file, 0, tp, "dense") for (tp, _), file in source.models.items()]
+    files += [(file, dp, tp, "zero_optimizer_state") for (tp, dp), file in source.optimizers.items()]
+    for file, dp, tp, family in files:
+        expected = autoep.make_folding(topology, dp, tp, family)
+        stated = file.value.get(autoep.FOLDING)
+        found = {key: stated.get(key) for key in expected} if isinstance(stated, Mapping) else None
+        if found != expected:
+            raise CorruptSourceError(f"{autoep.FOLDING} is {found!r:.400}, expected {expected!r:.400}", path=file.path)
+
+
+def _check_counts(source: DeepSpeedContents) -> None:
+    """Compare the files of experts with the number of experts that the model files state for each layer.
+
+    Raises:
+        CorruptSourceError: files are missing, or there are more of them.
+    """
+    lists = [file.value.get("num_experts") for file in source.models.values()]
+    stated = [count for counts in lists for count in (counts if isinstance(counts, list) else [])]
+    found = list(Counter(layer for layer, _ in source.expert_files).values())
+    if stated and stated != found:
+        raise CorruptSourceError(
+            f"files of {found} experts are there, num_experts is {stated!r:.200}",
+            path=str(source.folder),
+            hint="a layer_*_expert_* file is missing",
+        )
+
+
+def _check_order(layers: Sequence[int | None], where: str) -> None:
+    """Check that layers of experts have the numbers that they have on a single stage: those of the pipeline's layers.
+
+    Args:
+        layers: layer of the pipeline that holds each layer of experts, in the order of their files; None if it is tied.
+        where: the checkpoint.
+
+    Raises:
+        UnsupportedError: experts are in a tied module, which several stages hold.
+        CorruptSourceError: files of experts are those of another stage.
+    """
+    if None in layers:
+        raise UnsupportedError("has experts in a tied module of a pipeline", path=where)
+    if list(layers) != sorted(layer for layer in layers if layer is not None):
+        raise CorruptSourceError(
+            f"its files of experts are of the pipeline's layers {layers}, in this order", path=where
+        )
+
+
+def _refuse_layout(topology: Topology, ep: int, where: str, *, is_native: bool) -> None:
+    """Refuse experts under tensor parallelism that are not converted.
+
+    Raises:
+        UnsupportedError: DeepSpeed's own experts, another stage, or parts that do not tile the data-parallel ranks.
+    """
+    if is_native or topology.zero not in (1, 2):
+        raise _make_layout_error(topology, where)
+    if topology.dp % ep:
+        raise UnsupportedError(
+            f"has experts at tp={topology.tp}, and ep={ep} does not divide dp={topology.dp}: only degrees of expert"
+            " parallelism that divide dp are converted",
+            path=where,
+        )
 
 
 def _make_layout_error(topology: Topology, where: str) -> UnsupportedError:
     return UnsupportedError(
-        f"has experts in the layout {topology}: experts are converted at tp=1, pp=1, cp=1 and ZeRO stages 1 and 2, and"
-        " those of AutoEP at stage 3",
+        f"has experts in the layout {topology}: DeepSpeed's own are converted at tp=1, cp=1 and ZeRO stages 1 and 2,"
+        " those of AutoEP at pp=1 and cp=1 in these stages at any tp, and in stage 3 at tp=1",
         path=where,
     )
 
@@ -181,6 +260,27 @@ def _select_by_rank(
 ) -> dict[tuple[int, int], PtFile]:
     ranks = sorted((parsed.mp, parsed.dp, name) for name, parsed in file_names.items() if parsed.kind == kind)
     return {(mp, dp): files[name] for mp, dp, name in ranks}
+
+
+def _select_experts(file_names: Mapping[str, names.FileName], files: Mapping[str, PtFile], tp: int) -> dict[str, Any]:
+    """Return the fields of the files of experts; each stage counts its layers from 0, here all are counted."""
+    found = sorted(
+        (parsed.mp // tp, parsed.layer, parsed.expert, parsed.mp, name)
+        for name, parsed in file_names.items()
+        if parsed.kind == "expert"
+    )
+    numbers = {layer: at for at, layer in enumerate(dict.fromkeys((pp, layer) for pp, layer, _, _, _ in found))}
+    every: dict[tuple[int, int], list[PtFile]] = {}
+    for pp, layer, expert, _, name in found:
+        file = files[name]
+        if isinstance(file.value, Mapping) and autoep.FOLDING in file.value:
+            value = {key: item for key, item in file.value.items() if key != autoep.FOLDING}
+            file = dataclasses.replace(file, value=value)
+        every.setdefault((numbers[pp, layer], expert), []).append(file)
+    return {
+        "expert_files": {key: own[0] for key, own in every.items()},
+        "expert_copies": {key: tuple(own[1:]) for key, own in every.items() if own[1:]},
+    }
 
 
 def read_zero_stage(state: Mapping[str, Any]) -> int:
@@ -259,14 +359,16 @@ def _is_lost_by_deepspeed(model: Mapping[str, Any]) -> bool:
     return version.startswith("0.17.") and bf16.get("enabled") is True and zero.get("stage", 0) == 0
 
 
-def _check_names(folder: Path, topology: Topology, file_names: Mapping[str, names.FileName], prefix: str) -> None:
+def _check_names(
+    folder: Path, topology: Topology, file_names: Mapping[str, names.FileName], prefix: str, ep: int
+) -> None:
     """Check that every rank has its files, and that no file belongs to a rank that does not exist.
 
     Raises:
         CorruptSourceError: the message lists missing and unexpected files.
     """
     most = len(file_names) + _MOST_MISSING  # a hostile checkpoint can state any number of ranks
-    expected = set(itertools.islice(_expect_names(topology, file_names, prefix), most + 1))
+    expected = set(itertools.islice(_expect_names(topology, file_names, prefix, ep), most + 1))
     problems = [f"{name} is missing" for name in sorted(expected - file_names.keys())[:_MOST_MISSING]]
     if len(expected) <= most:
         problems += [f"{name} belongs to no rank of this layout" for name in sorted(file_names.keys() - expected)]
@@ -282,8 +384,8 @@ def _check_names(folder: Path, topology: Topology, file_names: Mapping[str, name
         )
 
 
-def _expect_names(topology: Topology, file_names: Mapping[str, names.FileName], prefix: str) -> Iterator[str]:
-    """Yield the name of every file of the layout."""
+def _expect_names(topology: Topology, file_names: Mapping[str, names.FileName], prefix: str, ep: int) -> Iterator[str]:
+    """Yield the name of every file of the layout; `ep` is AutoEP's degree under tensor parallelism."""
     num_mp = topology.tp * topology.pp
     for mp in range(num_mp):
         for dp in [None] if topology.zero < 3 else range(topology.dp):
@@ -294,13 +396,17 @@ def _expect_names(topology: Topology, file_names: Mapping[str, names.FileName], 
     for layer in {parsed.layer for parsed in file_names.values() if parsed.kind == "layer"}:
         for tp in range(topology.tp):
             yield names.layer_file(layer, tp, model_axis=axis)
-    counts: dict[int, int] = {}
+    counts: dict[tuple[int, int], int] = {}
     for parsed in file_names.values():
-        if parsed.kind == "expert":
-            counts[parsed.layer] = max(counts.get(parsed.layer, 0), parsed.expert + 1)
-    for layer, count in counts.items():
+        if parsed.kind == "expert" and parsed.mp < num_mp:
+            stage = parsed.mp // topology.tp
+            counts[stage, parsed.layer] = max(counts.get((stage, parsed.layer), 0), parsed.expert + 1)
+    folded = dataclasses.replace(topology, ep=ep) if topology.dp % ep == 0 else topology
+    for (stage, layer), count in counts.items():
         for expert in range(count):
-            yield names.expert_file(layer, expert)
+            part = expert * ep // count
+            for tp in autoep.list_writers(folded, part):
+                yield names.expert_file(layer, expert, stage * topology.tp + tp)
 
 
 def _is_divisor(count: object, dp: int) -> bool:
@@ -322,7 +428,8 @@ def _check_contents(source: DeepSpeedContents) -> None:
         counts = source.optimizer(*rank).get("partition_count", source.topology.dp)
         counts = counts if isinstance(counts, list) else [counts]
         dp = source.topology.dp  # experts have fewer partitions, because each expert is on some of the ranks only
-        if any(count != dp and not (source.expert_files and _is_divisor(count, dp)) for count in counts):
+        num_ranks = dp * source.topology.tp
+        if any(count != dp and not (source.expert_files and _is_divisor(count, num_ranks)) for count in counts):
             problems.append(f"{Path(file.path).name}: written for {counts} partitions, not {source.topology.dp}")
     problems += [
         f"{Path(file.path).name}: not a dict of tensors"

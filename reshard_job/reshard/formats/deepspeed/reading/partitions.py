@@ -70,7 +70,7 @@ def add_partitions(
         for at, (state, group) in enumerate(zip(states, shapes, strict=True)):
             counts = tuple(math.prod(shape) for shape in group.values())
             names = list(group)
-            num_partitions, own = source.partition(names, dp)
+            num_partitions, own = source.partition(names, dp, tp)
             layout = flat.FlatGroup(num_elements=counts, dp=num_partitions, param_alignment=alignment)
             spans = layout.spans(own)
             unpadded = layout.partition - layout.padding(own)
@@ -91,7 +91,7 @@ def add_partitions(
                 param = model.params[source.whole_name(names[span.index], dp)]
                 place = Place(topology.tp, tp, copies[param.name].index(pp), files[file.path], 0)
                 if source.experts is not None and param.name in source.experts.stacked:
-                    place = place._replace(tp=topology.ep, rank=dp % topology.ep)
+                    place = place._replace(tp=topology.ep, rank=autoep.find_part(topology, dp, tp)[0])
                 add_span(rows, param, partitioned, span, place)
             for span in muon.locate_momentum(layout, own) if whole else ():
                 param = model.params[source.whole_name(names[span.index], dp)]

@@ -27,7 +27,7 @@ from reshard.formats.deepspeed.reading.weights import (
 )
 from reshard.formats.deepspeed.rows import Rows
 from reshard.formats.deepspeed.states import check_scalars, read_group_states
-from reshard.formats.deepspeed.tensor_parallel import patterns
+from reshard.formats.deepspeed.tensor_parallel import megatron, patterns
 from reshard.formats.pt.reader import PtFile
 from reshard.tensors.layout import PADDING, Checksum, FormatExtra, Index, LogicalTensor, SourceFile, TensorKey
 
@@ -131,14 +131,16 @@ def _build_index(source: DeepSpeedContents, commit: Commit | None, pattern_info:
         check_scalars(source)
     commit_model = dict(commit.model) if commit is not None else {}
     first = source.models[0, 0].value
-    info = first.get("universal_checkpoint_info") if pattern_info is None else pattern_info
+    info = pattern_info
+    if pattern_info is None:
+        info = megatron.add_vocabulary_multiple(first.get("universal_checkpoint_info"), first)
     layers = commit_model.get("pipeline", first.get("pipeline_layout"))
     model = describe_model(source, patterns.parse(info), pipeline.parse(layers))
     rows = Rows()
     files = {file.path: at for at, file in enumerate(source.files)}
     weights: dict[str, Param] = {}
     aliases: dict[str, str] = {}
-    if source.pipeline:
+    if not source.has_modules:
         add_layers(rows, source, model, files, weights)
     elif source.topology.zero < 3:
         aliases = add_modules(rows, source, model, files, weights)
@@ -170,6 +172,7 @@ def _build_index(source: DeepSpeedContents, commit: Commit | None, pattern_info:
         unread=source.unread,
         has_rounded_weights=_has_rounded_weights(source),
         rank_local=_find_rank_local(source),
+        free_copies=_find_free_copies(source, model, rows.tensors),
         averaged=_find_averaged(source, model, weights, rows.tensors),
         extra=DeepSpeedExtra(
             source=source,
@@ -203,6 +206,17 @@ def _find_rank_local(source: DeepSpeedContents) -> frozenset[TensorKey]:
         return frozenset()
     names = {name for file in source.models.values() for name in file.value.get("buffer_names") or ()}
     return frozenset(TensorKey("weight", name) for name in names)
+
+
+def _find_free_copies(
+    source: DeepSpeedContents, model: Model, tensors: Sequence[LogicalTensor]
+) -> dict[TensorKey, int]:
+    """Return the tensors of which only the first stage's copies count, each with the number of those."""
+    if source.topology.pp == 1:
+        return {}
+    names = {name for name in model.params if model.patterns.takes_first_stage(name)}
+    copies = {name: source.topology.tp if model.params[name].rule.dim is None else 1 for name in names}
+    return {tensor.key: copies[tensor.key.name] for tensor in tensors if tensor.key.name in names}
 
 
 def _find_averaged(

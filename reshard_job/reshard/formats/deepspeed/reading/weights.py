@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CorruptSourceError
@@ -51,7 +51,7 @@ def read_shared_names(shared: Any, model: Model) -> dict[str, str]:
 def add_modules(
     rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int], weights: dict[str, Param]
 ) -> dict[str, str]:
-    """Add the weights of a model without pipeline, from `module` in each tensor-parallel rank's model file.
+    """Add the weights in `module` of each model-parallel rank's model file: of a model without layer files.
 
     Returns:
         Second name of a tied weight -> its first.
@@ -59,44 +59,44 @@ def add_modules(
     Raises:
         CorruptSourceError: ranks have modules of different names, or the modules lack parameters.
     """
-    modules = [_read_module(source.models[tp, 0]) for tp in range(source.topology.tp)]
-    if any(list(module) != list(modules[0]) for module in modules):
-        raise CorruptSourceError("tensor-parallel ranks hold modules of different names", path=str(source.folder))
-    seen: dict[str, Tensor] = {}
     copies: Counter[str] = Counter()
     aliases: dict[str, str] = {}
-
-    def add(name: str, shards: list[Tensor]) -> None:
-        param = _find_param(name, shards, model, source, weights)
-        for tp, tensor in enumerate(shards):
-            place = Place(source.topology.tp, tp, copies[name], files[source.models[tp, 0].path], 0)
-            _add_weight(rows, param, tensor, place)
-        copies[name] += 1
-
     # DeepSpeed saves models with experts with one copy for each name of a tied weight.
     shared = read_shared_names(source.models[0, 0].value.get("shared_params"), model)
-    for name in modules[0]:
-        shards = [module[name] for module in modules]
-        twin = next((other for other, tensor in seen.items() if shards[0].same_view(tensor)), shared.get(name))
-        if twin is not None and name not in model.params:
-            aliases[name] = twin
-            first = modules[0].get(twin)
-            if first is not None and not shards[0].same_view(first):
-                add(twin, shards)
-            continue
-        seen[name] = shards[0]
-        for own in (shards, *_find_frozen_copies(source, name, shards)):
-            add(name, own)
-    experts = source.experts
-    others = (name for name in model.params.keys() - set(modules[0]) if experts is None or not experts.holds(name))
-    if missing := sorted(others):
-        raise CorruptSourceError(f"the module misses {', '.join(missing[:5])}", path=source.models[0, 0].path)
+    for pp in range(source.topology.pp):
+        own_files = [source.models[pp * source.topology.tp + tp, 0] for tp in range(source.topology.tp)]
+        modules = [_read_module(file) for file in own_files]
+        if any(list(module) != list(modules[0]) for module in modules):
+            raise CorruptSourceError("tensor-parallel ranks hold modules of different names", path=str(source.folder))
+        seen: dict[str, Tensor] = {}
+
+        def add(name: str, shards: list[Tensor], own_files: list[PtFile] = own_files) -> None:
+            param = _find_param(name, shards, model, source, weights)
+            for tp, (tensor, file) in enumerate(zip(shards, own_files, strict=True)):
+                _add_weight(rows, param, tensor, Place(source.topology.tp, tp, copies[name], files[file.path], 0))
+            copies[name] += 1
+
+        for name in modules[0]:
+            shards = [module[name] for module in modules]
+            twin = next((other for other, tensor in seen.items() if shards[0].same_view(tensor)), shared.get(name))
+            if twin is not None and name not in model.params:
+                aliases[name] = twin
+                first = modules[0].get(twin)
+                if first is not None and not shards[0].same_view(first):
+                    add(twin, shards)
+                continue
+            seen[name] = shards[0]
+            for own in (shards, *_find_frozen_copies(own_files, name, shards)):
+                add(name, own)
+        expected = (name for group in model.stages[pp].groups for name in group if not source.is_expert(name))
+        if missing := sorted(name for name in expected if name not in modules[0]):
+            raise CorruptSourceError(f"the module misses {', '.join(missing[:5])}", path=own_files[0].path)
     return aliases
 
 
-def _find_frozen_copies(source: DeepSpeedContents, name: str, shards: list[Tensor]) -> list[list[Tensor]]:
+def _find_frozen_copies(files: Sequence[PtFile], name: str, shards: list[Tensor]) -> list[list[Tensor]]:
     """Return the shards of a frozen parameter in `frozen_param_fragments`, if those are separate copies."""
-    fragments = [source.models[tp, 0].value.get("frozen_param_fragments") for tp in range(source.topology.tp)]
+    fragments = [file.value.get("frozen_param_fragments") for file in files]
     values = [own.get(name) if isinstance(own, Mapping) else None for own in fragments]
     copies = [tensor for tensor in values if isinstance(tensor, Tensor)]
     kinds = [(tensor.shape, tensor.dtype) for tensor in copies]
@@ -116,7 +116,7 @@ def add_experts(
     if experts is None:
         return
     counts: dict[str, int] = {}
-    for (_, expert), file in source.expert_files.items():
+    for (layer, expert), file in source.expert_files.items():
         for name, tensor in file.value.items():
             if not experts.stacked:
                 param = _find_param(name, [tensor], model, source, weights)
@@ -125,10 +125,12 @@ def add_experts(
                 continue
             stack = autoep.find_stack(name, expert, file.path)
             known = model.params.get(stack)
-            if known is None or tensor.shape != known.shape[1:]:
-                raise CorruptSourceError(f"holds {name} {tensor.shape}, a slice of no known stack", path=file.path)
-            place = Place(known.shape[0], expert, 0, files[file.path], tensor.file_offset)
-            rows.add_shard("weight", known, place, dtype=tensor.dtype, strides=(tensor.num_elements, *tensor.stride))
+            for copy, own in enumerate((file, *source.expert_copies.get((layer, expert), ()))):
+                found = own.value.get(name)
+                if known is None or found is None or found.shape != known.shape[1:]:
+                    raise CorruptSourceError(f"holds {name} {tensor.shape}, a slice of no known stack", path=own.path)
+                place = Place(known.shape[0], expert, copy, files[own.path], found.file_offset)
+                rows.add_shard("weight", known, place, dtype=found.dtype, strides=(found.num_elements, *found.stride))
             counts[stack] = counts.get(stack, 0) + 1
     lacking = (
         name for name in model.params if experts.holds(name) and counts.get(name) != experts.stacked.get(name, 1)

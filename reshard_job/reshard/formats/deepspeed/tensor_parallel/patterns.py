@@ -19,6 +19,7 @@ from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE, Rule, Shape
 
 _VOCABULARY = "vocabulary_parameter_patterns"
 _REPLICATED = "tp_replicated_parameter_patterns"
+_STAGES = "pipeline_replicated_parameter_patterns"
 _ROW = "parameter_with_row_parallelism_patterns"
 _TWO_SUB = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
@@ -101,6 +102,17 @@ class Patterns:
     def is_vocabulary(self, name: str) -> bool:
         """Return whether a pattern declares that a tensor belongs to the vocabulary."""
         return bool(self._find(_VOCABULARY, name))
+
+    def takes_first_stage(self, name: str) -> bool:
+        """Return whether only the copy of the first stage counts of a parameter that several stages hold.
+
+        DeepSpeed's converter takes that one of all parameters with such a pattern. Of a tied module, DeepSpeed keeps
+        one weight equal on all stages: the vocabulary, whose copies are compared. Others (the learned positions of
+        Megatron-DeepSpeed) are used on the first stage, and keep their first values on the last one. Copies of partial
+        parameters are compared between stages before the mean of the ranks is taken.
+        """
+        is_named = bool(self._find(_STAGES, name))
+        return is_named and not self.is_vocabulary(name) and not self._find(AVERAGED, name)
 
     def _find(self, key: str, name: str) -> list[int]:
         """Return the positions of the entries under a key of the description whose patterns match a name.

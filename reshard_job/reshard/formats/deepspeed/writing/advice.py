@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from reshard.formats.deepspeed.fields import Kind, read_offload_device
 from reshard.formats.deepspeed.reading.groups import has_muon
@@ -50,6 +51,11 @@ def collect_advice(target: Target, before: Topology | None) -> tuple[str, ...]:
             f"DeepSpeed's gradients are {gain:g} times the source's at this cp and stage, and the moments do not scale:"
             f" multiply the loss by {1 / gain:g}, unless the script makes up for it"
         )
+    if untied := _list_untied(target):
+        notes.append(
+            f"{', '.join(untied)}: the first stage's copy is taken, as pipeline_replicated_parameter_patterns says;"
+            " those of other stages are not compared"
+        )
     version = str(source.models[0, 0].value.get("ds_version"))
     if source.pipeline and _has_other_pipeline_scale(version):
         notes.append(
@@ -63,6 +69,13 @@ def collect_advice(target: Target, before: Topology | None) -> tuple[str, ...]:
             " or choose zero=1"
         )
     return tuple(notes)
+
+
+def _list_untied(target: Target) -> list[str]:
+    """List the parameters that several stages of the source hold and only the first one uses."""
+    model = target.extra.model
+    held = Counter(name for stage in model.stages for group in stage.groups for name in group)
+    return sorted(name for name, count in held.items() if count > 1 and model.patterns.takes_first_stage(name))
 
 
 def _is_before(version: str, other: tuple[int, ...]) -> bool:

@@ -13,7 +13,7 @@ from reshard.formats.deepspeed import autoep, names
 from reshard.formats.deepspeed.logical import Param, read_layer_weights
 from reshard.formats.deepspeed.writing.carried_objects import Template
 from reshard.formats.deepspeed.writing.optimizer_files import Buffer
-from reshard.formats.deepspeed.writing.stages import is_inside
+from reshard.formats.deepspeed.writing.stages import is_inside, merge_modules
 from reshard.formats.deepspeed.writing.target import Target
 from reshard.formats.deepspeed.writing.zero0 import lay_out_optimizer
 from reshard.formats.pt.objects import Size, StatefulDict, Tensor, new_tensor
@@ -26,7 +26,8 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[Buffer]) -> None
     like = target.source.models[target.like(pp, tp), 0]
     template = Template(like, target.budget)
     replaced: dict[str, Any] = {
-        **target.common(like.value, first=pp == tp == 0),
+        **target.common(like.value, first=pp == tp == 0, tp=tp),
+        **target.arguments(template, like.value),
         **target.config(template, like.value),
         "param_shapes": [_make_param_shapes(target, buffer, tp) for buffer in buffers]
         if target.topology.zero
@@ -35,16 +36,23 @@ def write_model(target: Target, pp: int, tp: int, buffers: list[Buffer]) -> None
     own: Module = {}
     if target.source.pipeline:
         replaced["buffer_names"] = _list_buffer_names(target, pp)
-    else:
-        replaced["module"], own = _make_module(target, like.value["module"], template, tp)
+    if target.source.has_modules:
+        module = _list_stage_module(target, pp, tp) if target.source.pipeline else like.value["module"]
+        replaced["module"], own = _make_module(target, module, template, tp)
         replaced |= _make_frozen(target, like.value, replaced["module"], tp)
-    optimizer = lay_out_optimizer(target, pp, tp) if target.topology.zero == 0 else None
+    if target.source.pipeline and target.source.experts is not None:
+        stage = target.stages[pp]
+        replaced["num_experts"] = target.source.experts.list_counts(name for group in stage.groups for name in group)
+    has_optimizer = target.topology.zero == 0 and not target.weights_alone
+    optimizer = lay_out_optimizer(target, pp, tp) if has_optimizer else None
     if optimizer is not None:
         replaced["optimizer"] = optimizer.value
     value = template.copy_except(like.value, replaced)
+    if target.source.experts is not None and target.source.has_modules:
+        value = target.fold(value, 0, tp, "dense", param_families=autoep.list_families(value["module"]))
     file = target.add_file(names.model_file(pp * target.topology.tp + tp), value)
     for param, tensor in own.values():
-        file.add_weight(param, tensor, tp, 0)
+        file.add_weight(param, tensor, tp, target.next_copy(param.name, tp))
     for param, state, tensor in optimizer.tensors if optimizer is not None else ():
         file.add_state(state, param, tensor, tp, target.copy_of(param.name, pp))
 
@@ -78,17 +86,35 @@ def write_experts(target: Target) -> None:
         return
     if target.source.experts is not None and target.source.topology.zero == 3:
         _write_partitioned_experts(target)
+    first_layers: dict[int, int] = {}  # of each stage, which counts its layers of experts from 0
     for (layer, expert), like in target.source.expert_files.items():
+        if target.source.experts is not None and target.source.experts.stacked:
+            _write_slices(target, layer, expert, {name: tensor.dtype for name, tensor in like.value.items()})
+            continue
         value = StatefulDict() if isinstance(like.value, StatefulDict) else {}
         for name, tensor in like.value.items():
             value[name] = new_tensor(tensor.dtype, tensor.shape)
-        file = target.add_file(names.expert_file(layer, expert), value)
+        pp = target.find_stage(next(iter(value), ""))
+        number = layer - first_layers.setdefault(pp, layer)
+        file = target.add_file(names.expert_file(number, expert, pp * target.topology.tp), value)
         for name, tensor in value.items():
-            stack = name.rpartition(".")[0]
-            if target.is_stacked(stack):
-                file.add_expert(target.params[stack], tensor, expert)
-            else:
-                file.add_weight(target.params.get(name) or target.weights[name], tensor, 0, 0)
+            file.add_weight(target.params.get(name) or target.weights[name], tensor, 0, 0)
+
+
+def _write_slices(target: Target, layer: int, expert: int, dtypes: Mapping[str, str]) -> None:
+    """Write an expert's slices of stacks (AutoEP), for each tensor-parallel rank that saves them.
+
+    `dtypes` has the types of the slices by their names.
+    """
+    topology = target.topology
+    stacks = {name: target.params[name.rpartition(".")[0]] for name in dtypes}
+    count = next(iter(stacks.values())).shape[0]
+    for copy, (tp, dp) in enumerate(autoep.list_writers(topology, expert * topology.ep // count).items()):
+        tensors = {name: new_tensor(dtype, stacks[name].shape[1:]) for name, dtype in dtypes.items()}
+        value = target.fold(dict(tensors), dp, tp, "routed_expert")
+        file = target.add_file(names.expert_file(layer, expert, tp), value)
+        for name, tensor in tensors.items():
+            file.add_expert(stacks[name], tensor, expert, copy)
 
 
 def _write_partitioned_experts(target: Target) -> None:
@@ -98,10 +124,22 @@ def _write_partitioned_experts(target: Target) -> None:
     for layer in layers:
         stacks = [f"{layer['expert_key_prefix']}.{weight}" for weight in autoep.WEIGHTS]
         for expert in range(int(layer["num_experts"])):
-            value = {f"{stack}.{expert}": new_tensor(dtype, target.params[stack].shape[1:]) for stack in stacks}
-            file = target.add_file(names.expert_file(int(layer["moe_layer_id"]), expert), value)
-            for stack in stacks:
-                file.add_expert(target.params[stack], value[f"{stack}.{expert}"], expert)
+            dtypes = dict.fromkeys((f"{stack}.{expert}" for stack in stacks), dtype)
+            _write_slices(target, int(layer["moe_layer_id"]), expert, dtypes)
+
+
+def _list_stage_module(target: Target, pp: int, tp: int) -> StatefulDict:
+    """Return `module` of a stage, with the tensors of the source's stages."""
+    source = target.source
+    ranks = [stage * source.topology.tp + min(tp, source.topology.tp - 1) for stage in range(source.topology.pp)]
+    modules = [source.models[rank, 0].value["module"] for rank in ranks]
+    if not target.bounds and target.topology.pp > 1:  # the stages are the source's
+        own: StatefulDict = modules[pp]
+        return own
+    layers = range(target.bounds[pp], target.bounds[pp + 1]) if target.bounds else None
+    merged = StatefulDict(merge_modules(target.extra.model, modules, layers))
+    merged.state = modules[0].state
+    return merged
 
 
 def _make_param_shapes(target: Target, buffer: Buffer, tp: int) -> StatefulDict:

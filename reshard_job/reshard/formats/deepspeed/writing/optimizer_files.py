@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats.deepspeed import flat, muon, names
+from reshard.formats.deepspeed import autoep, flat, muon, names
 from reshard.formats.deepspeed.contents import find_partition
 from reshard.formats.deepspeed.fields import Kind, convert_fields, read_base_state
 from reshard.formats.deepspeed.writing.carried_objects import Template, make_fragment_address, make_zero_stage_enum
@@ -54,7 +54,7 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buf
     state = convert_fields(target.kind, target.source, mp_like, dp_like)
     layouts = [_make_flat_group(target, buffer, tp) for buffer in buffers]
     experts = target.source.experts
-    own_partitions = [find_partition(buffer.whole, experts, target.topology, dp)[1] for buffer in buffers]
+    own_partitions = [find_partition(buffer.whole, experts, target.topology, dp, tp)[1] for buffer in buffers]
     partitions: list[dict[str, Tensor]] = []
     base_state_: dict[int, dict[str, Any]] = {}
     groups = [target.param_group(group, [at]) for at, group in enumerate(stage.ids)]
@@ -79,13 +79,16 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buf
         ],
     }
     if "universal_checkpoint_info" in state:  # AutoTP saves it here too
-        patterns = target.extra.model.patterns
-        replaced["universal_checkpoint_info"] = patterns.info_at(target.topology.tp, target.source.topology.tp)
+        replaced["universal_checkpoint_info"] = target.universal_info()
     if "param_alignment_paddings" in state:
         replaced["param_alignment_paddings"] = [list(layout.param_paddings) for layout in layouts]
     if "zero_stage" in state:
         replaced["zero_stage"] = make_zero_stage_enum(target.topology.zero)
     value = build_optimizer_file(target, template, like.value, template.copy_except(state, replaced))
+    if experts is not None:
+        optimized = [name for buffer in buffers for name in buffer.names]
+        families = autoep.list_partitions(optimized, target.topology, dp, tp)
+        value = target.fold(value, dp, tp, "zero_optimizer_state", param_families=families)
     file = target.add_file(names.optimizer_file(target.prefix, dp, pp * target.topology.tp + tp), value)
     for at, (buffer, spans) in enumerate(zip(buffers, spans_of, strict=True)):
         tensors, momentum = muon.split_states(partitions[at], whole=whole[at])
@@ -95,7 +98,7 @@ def write_optimizer(target: Target, pp: int, tp: int, dp: int, buffers: list[Buf
         for span in spans:
             name = buffer.whole[span.index]
             if target.is_stacked(name):
-                file.add_experts_span(target.params[name], tensors, span, dp % target.topology.ep)
+                file.add_experts_span(target.params[name], tensors, span, autoep.find_part(target.topology, dp, tp)[0])
             else:
                 file.add_span(target.params[name], tensors, span, tp, target.copy_of(name, pp))
 

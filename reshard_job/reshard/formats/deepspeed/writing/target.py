@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ from reshard.formats.deepspeed.reading.groups import find_group_holder, read_gro
 from reshard.formats.deepspeed.reading.opening import make_parallel_dimensions
 from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra
 from reshard.formats.deepspeed.rows import Place
+from reshard.formats.deepspeed.tensor_parallel import megatron
 from reshard.formats.deepspeed.writing.carried_objects import Budget, Template
 from reshard.formats.deepspeed.writing.origins import TargetRows
 from reshard.formats.deepspeed.writing.progress import Progress
@@ -65,6 +68,7 @@ class Target:
         rows: tensors of the target and where they lie.
         layout_note: `pipeline_layout` of the client state for the target; None if the source has none.
         files: the files so far.
+        weights_alone: nothing of an optimizer is written.
         budget: limit on the bytes that are copied into files.
     """
 
@@ -79,7 +83,9 @@ class Target:
     rows: TargetRows
     layout_note: Mapping[str, Any] | None = None
     files: list[TargetFile] = dataclasses.field(default_factory=list)
+    weights_alone: bool = False
     budget: Budget = dataclasses.field(default_factory=Budget)
+    _written: Counter[tuple[str, int]] = dataclasses.field(default_factory=Counter)
     _holders: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     _groups: dict[tuple[int, int], GroupTemplate] = dataclasses.field(default_factory=dict)
 
@@ -102,6 +108,15 @@ class Target:
     def copy_of(self, name: str, pp: int) -> int:
         """Count the earlier stages that also hold the parameter."""
         return self._holders[name].index(pp)
+
+    def next_copy(self, name: str, tp: int) -> int:
+        """Count the weights of that name that were written for a tensor-parallel rank, and add one."""
+        self._written[name, tp] += 1
+        return self._written[name, tp] - 1
+
+    def find_stage(self, name: str) -> int:
+        """Return the first stage that holds a parameter; 0 for others, which models without a pipeline have."""
+        return self._holders.get(name, [0])[0]
 
     def num_copies(self, name: str) -> int:
         """Count the stages that hold the parameter."""
@@ -145,8 +160,29 @@ class Target:
         """Return the data-parallel rank of the source whose scalars a target rank inherits."""
         return min(dp, self.source.topology.dp - 1)
 
-    def common(self, like: Mapping[str, Any], *, first: bool, dp: int = 0) -> dict[str, Any]:
-        """Return the fields of a data-parallel rank's model file that follow from the topology.
+    @property
+    def is_folded(self) -> bool:
+        """Return whether AutoEP spreads its experts over tensor-parallel ranks, too, and each file says so."""
+        return self.source.experts is not None and self.topology.tp > 1
+
+    def fold(self, value: dict[str, Any], dp: int, tp: int, family: str, **fields: Any) -> dict[str, Any]:
+        """Return the value of a rank's file with what AutoEP says in it under tensor parallelism, and else without."""
+        if not self.is_folded:
+            return {key: item for key, item in value.items() if key != autoep.FOLDING}
+        return {**value, autoep.FOLDING: autoep.make_folding(self.topology, dp, tp, family, **fields)}
+
+    def universal_info(self) -> Mapping[str, Any]:
+        """Return `universal_checkpoint_info` for the target, without AutoTP's maps of stacks that ep cuts otherwise."""
+        info = self.extra.model.patterns.info_at(self.topology.tp, self.source.topology.tp)
+        experts, maps = self.source.experts, info.get("affine_map")
+        if experts is None or not isinstance(maps, Mapping) or self.topology.ep == self.source.topology.ep:
+            return info
+        stacks = {f"^{re.escape(name)}$" for name in experts.stacked}
+        kept = {pattern: entry for pattern, entry in maps["params"].items() if pattern not in stacks}
+        return {**info, "affine_map": {**maps, "params": kept}}
+
+    def common(self, like: Mapping[str, Any], *, first: bool, dp: int = 0, tp: int = 0) -> dict[str, Any]:
+        """Return the fields of a rank's model file that follow from the topology.
 
         `first` marks the file of rank 0.
         """
@@ -163,10 +199,10 @@ class Target:
         patterns = self.extra.model.patterns
         if patterns.declared:  # by the source or by a pattern file, of which `like` has no entry
             like = {"universal_checkpoint_info": None, **like}
-            fields["universal_checkpoint_info"] = patterns.info_at(topology.tp, self.source.topology.tp)
+            fields["universal_checkpoint_info"] = self.universal_info()
         if layers := autoep.read_layers(like):
             shapes = {name: param.shape for name, param in self.params.items()}
-            described = autoep.convert_layers(layers, shapes, topology, dp)
+            described = autoep.convert_layers(layers, shapes, topology, dp * topology.tp + tp)
             fields |= dict.fromkeys(autoep.KEYS, described)
             fields["universal_checkpoint_info"] = {
                 **fields.get("universal_checkpoint_info", {}),
@@ -180,6 +216,14 @@ class Target:
             "mp_world_size": topology.tp * topology.pp,
             "checkpoint_parallel_dimensions": make_parallel_dimensions(topology),
         }
+
+    def arguments(self, template: Template, like: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the client state's `args` with the degrees and the vocabulary of the target, if it has any."""
+        if megatron.KEY not in like:
+            return {}
+        padded = self.extra.model.patterns.padded_rows(self.topology.tp)
+        copied = template.copy(like[megatron.KEY])
+        return {megatron.KEY: megatron.replace_arguments(copied, self.topology, padded)}
 
     def config(self, template: Template, like: Mapping[str, Any]) -> dict[str, Any]:
         """Return `ds_config` with the ZeRO stage of the target; other settings stay those of the source's training."""
@@ -282,9 +326,9 @@ class File:
             place = self.place(tensor, part, 0)._replace(tp=self.target.topology.ep)
             self._add_elements(state, param, tensor, span, place)
 
-    def add_expert(self, param: Param, tensor: Tensor, expert: int) -> None:
+    def add_expert(self, param: Param, tensor: Tensor, expert: int, copy: int) -> None:
         """Add a tensor that is the weight of one expert, a slice of a stack."""
-        place = self.place(tensor, expert, 0)._replace(tp=param.shape[0])
+        place = self.place(tensor, expert, copy)._replace(tp=param.shape[0])
         strides = (tensor.num_elements, *tensor.stride)
         self.target.rows.add_shard("weight", param, place, dtype=tensor.dtype, strides=strides)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Request
-from reshard.formats.deepspeed import pipeline
+from reshard.formats.deepspeed import autoep, pipeline
 from reshard.formats.deepspeed.contents import DeepSpeedContents
+from reshard.formats.deepspeed.described.example import Example
 from reshard.formats.deepspeed.experts import Experts
-from reshard.formats.deepspeed.families.choose import Model as ToSplit
-from reshard.formats.deepspeed.families.choose import split_by_family
 from reshard.formats.deepspeed.fields import (
+    Kind,
     choose_kind,
     detect_kind,
     read_offload_device,
@@ -35,33 +35,38 @@ from reshard.formats.deepspeed.writing.target import Target
 from reshard.formats.deepspeed.writing.zero3 import write_zero3
 from reshard.tensors.layout import Index, TargetLayout
 from reshard.tensors.shard_table import ranges_of
-from reshard.topology import Topology
+from reshard.topology import MOST_RANKS, Topology
 
 
-def lay_out(index: Index, request: Request) -> TargetLayout:
+def lay_out(index: Index, request: Request, example: Example | None = None) -> TargetLayout:
     """Lay out the tensors of `index` for `request.topology`.
 
     Everything besides tensors (files, settings, client state) comes from `request.like` if it is given, else from the
-    checkpoint behind `index`.
+    checkpoint behind `index`. `example` says what `request.like` is if it was made of a model description.
 
     Raises:
         UnsupportedError: the conversion would need a guess or is not implemented.
     """
-    target = request.topology
+    weights_alone = example is not None and example.weights_alone
+    target = _find_weights_topology(index, request.topology) if weights_alone else request.topology
     extra, splits, misfits = _split_known_family(_find_extra(index, request), target)
     _refuse(extra, target, misfits)
     if isinstance(index.extra, DeepSpeedExtra):
         refuse_small_gradients(index.extra.source, target)
         _refuse_muon(index.extra.source, extra.source, target)
     stages, bounds = assign_stages(extra.source, extra.model, target)
-    params = {name: _pad_param(param, extra.model, target.tp) for name, param in extra.model.params.items()}
+    params = {
+        name: param if extra.source.is_stacked(name) else _pad_param(param, extra.model, target.tp)
+        for name, param in extra.model.params.items()
+    }
     weights = {name: _pad_param(param, extra.model, target.tp) for name, param in extra.weights.items()}
     rows = TargetRows(index, extra.aliases)
     result = Target(
         extra=extra,
         progress=None if request.like is None else Progress.of(index, extra.aliases),
         topology=target,
-        kind=choose_kind(extra.source, target.zero),
+        kind=Kind.PLAIN if weights_alone else choose_kind(extra.source, target.zero),
+        weights_alone=weights_alone,
         stages=stages,
         bounds=bounds,
         params=params,
@@ -72,7 +77,7 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
     for pp in range(target.pp):
         for tp in range(target.tp):
             _write_rank(result, pp, tp)
-    if extra.source.pipeline:
+    if not extra.source.has_modules:
         write_layers(result)
     write_experts(result)
     rows.require()
@@ -84,10 +89,31 @@ def lay_out(index: Index, request: Request) -> TargetLayout:
         tensors=tuple(rows.tensors),
         origins=tuple(rows.origins),
         model=_make_commit_model(extra, target, bounds),
-        notes=(*splits, *rows.notes(), *collect_advice(result, _find_topology(index))),
+        notes=(
+            *(() if example is None else example.notes),
+            *splits,
+            *rows.notes(),
+            *collect_advice(result, _find_topology(index)),
+        ),
         aliases=extra.aliases,
         zeros=ranges_of(rows.zeros),
     )
+
+
+def _find_weights_topology(index: Index, target: Topology) -> Topology:
+    """Return the topology of a checkpoint without an optimizer: its files are those of ZeRO stages 0, 1 and 2.
+
+    Raises:
+        UnsupportedError: ZeRO-3 has its weights in the optimizer's files, and loads none without them.
+    """
+    if target.zero == 3:
+        raise UnsupportedError(
+            f"{target}: the source holds weights alone, and DeepSpeed loads none at ZeRO stage 3 without an optimizer"
+            " (load_module_only=True finds the module empty)",
+            path=str(index.root),
+            hint="load the weights into the model before deepspeed.initialize, or train in stage 1 or 2",
+        )
+    return dataclasses.replace(target, zero=0)
 
 
 def _find_topology(index: Index) -> Topology | None:
@@ -113,8 +139,9 @@ def _find_extra(index: Index, request: Request) -> DeepSpeedExtra:
     raise UnsupportedError(
         f"the source is of the format {index.format}, which does not say what else DeepSpeed files hold",
         path=str(index.root),
-        hint="name a DeepSpeed checkpoint of the same model, native or universal, with --like: one that the new run"
-        " saves after a step will do, but its learning-rate schedule goes on",
+        hint="describe the model with --model and the run with --ds-config (docs/model-description.md), or name with"
+        " --like a DeepSpeed checkpoint of the same model, native or universal: one that the new run saves after a step"
+        " will do, but its learning-rate schedule goes on",
     )
 
 
@@ -132,6 +159,9 @@ def _split_known_family(
     model, source = extra.model, extra.source
     if target.tp == 1 or source.topology.tp > 1 or model.patterns.tells_rows or source.experts is not None:
         return extra, (), ()
+    from reshard.formats.deepspeed.families.choose import Model as ToSplit
+    from reshard.formats.deepspeed.families.choose import split_by_family  # only a change of tp needs it
+
     split = split_by_family(
         ToSplit(
             params=model.params,
@@ -153,9 +183,9 @@ def _write_rank(target: Target, pp: int, tp: int) -> None:
         write_zero3(target, tp)
         return
     buffers = [list_buffers(target, pp, part) for part in range(target.topology.ep)]
-    write_model(target, pp, tp, buffers[0])
+    write_model(target, pp, tp, buffers[autoep.find_part(target.topology, 0, tp)[0]])
     for dp in range(target.topology.dp if target.topology.zero else 0):
-        write_optimizer(target, pp, tp, dp, buffers[dp % target.topology.ep])
+        write_optimizer(target, pp, tp, dp, buffers[autoep.find_part(target.topology, dp, tp)[0]])
 
 
 def _make_commit_model(extra: DeepSpeedExtra, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any]:
@@ -231,12 +261,17 @@ def _refuse_buffers(extra: DeepSpeedExtra, target: Topology, where: str) -> None
 
 
 def _refuse_experts(experts: Experts, target: Topology, where: str) -> None:
-    if target.tp * target.cp > 1 or target.zero not in ((1, 2, 3) if experts.stacked else (1, 2)):
+    stages, most_tp = ((1, 2, 3), MOST_RANKS if target.zero < 3 else 1) if experts.stacked else ((1, 2), 1)
+    if target.tp > most_tp or target.cp > 1 or target.zero not in stages:
         raise UnsupportedError(
-            f"{target}: a model with experts is laid out at tp=1, cp=1 and ZeRO stages 1 and 2, and AutoEP's at stage 3"
-            " (DeepSpeed does not train native experts at stage 3)",
+            f"{target}: a model with experts is laid out at tp=1, cp=1 and ZeRO stages 1 and 2, and AutoEP's with tp,"
+            " too, or at stage 3 (DeepSpeed does not train native experts at stage 3)",
             path=where,
             hint="choose zero=1 or 2 without tp and cp, such as --to dp=4,ep=2,zero=1",
+        )
+    if target.tp > 1 and target.ep == 1:
+        raise UnsupportedError(
+            f"{target}: DeepSpeed does not train AutoEP with tensor parallelism at ep=1", path=where, hint="add ep=2"
         )
     experts.check(target.ep)
 

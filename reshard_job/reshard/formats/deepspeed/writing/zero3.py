@@ -95,6 +95,7 @@ def _build_model(target: Target, like: PtFile, tp: int, dp: int, sub_groups: lis
     frozen = {name: _make_fragment(target, name, tp) for name in _list_frozen(target, like.value)}
     replaced: dict[str, Any] = {
         **target.common(like.value, first=tp == dp == 0, dp=dp),
+        **target.arguments(template, like.value),
         **target.config(template, like.value),
         "module": _make_module(target, like.value, template, tp),
         "param_shapes": [target.shapes(names_, tp) for names_ in sub_groups],
@@ -103,7 +104,9 @@ def _build_model(target: Target, like: PtFile, tp: int, dp: int, sub_groups: lis
     }
     if not frozen and like.value.get("frozen_param_shapes") is None:  # DeepSpeed treats {} otherwise, see `model_files`
         replaced |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
-    return template.copy_except(like.value, replaced)
+    value = template.copy_except(like.value, replaced)
+    value.pop(autoep.FOLDING, None)  # stage 3 is written at tp=1
+    return value
 
 
 def _list_frozen(target: Target, like: Mapping[str, Any]) -> tuple[str, ...]:
@@ -245,4 +248,6 @@ def _build_optimizer(
         stacked = target.source.experts.stacked
         replaced["ds_zero_partition_groups"] = autoep.make_partition_groups(groups_, stacked, target.topology, dp)
     state = template.copy_except(convert_fields(target.kind, target.source, *like), replaced)
-    return build_optimizer_file(target, template, file.value, state), partitions
+    value = build_optimizer_file(target, template, file.value, state)
+    value.pop(autoep.FOLDING, None)
+    return value, partitions
