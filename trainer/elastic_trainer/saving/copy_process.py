@@ -26,7 +26,7 @@ from elastic_trainer.saving.staging import is_in_memory
 from reshard.checksums.crc import crc32
 from reshard.commits.commit import CommittedFile
 from reshard.storage.durable import make_folder, sync_folder
-from reshard.system.process_pool import bind_to_parent
+from reshard.system.children import bind_to_parent
 
 _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 4 << 20
