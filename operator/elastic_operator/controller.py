@@ -20,6 +20,7 @@ from elastic_operator.cluster.diagnostics import Diagnostics, RefusedError
 from elastic_operator.cluster.reader import ClusterReader
 from elastic_operator.cluster.work_queue import WorkQueue
 from elastic_operator.cluster.writer import ClusterWriter, ConflictError, NameTakenError
+from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.manifests.forbidden_accounts import OPEN, Boundary
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.metrics import definitions, exporter
@@ -41,6 +42,7 @@ from elastic_operator.reconcile.record import (
     is_status_only,
     read_record,
 )
+from elastic_operator.webhook.outbox import Outbox
 from reshard.contract import LeaseKey, sentence
 
 STORE_PASSES_SECONDS = 120.0
@@ -95,6 +97,7 @@ class JobController:
         limits: timeouts from the settings.
         reshard_image: image of reshard pods; None for the image of the training.
         boundary: what jobs may not do.
+        outbox: takes notifications; None to make none.
 
     Attributes:
         queue: runs the passes.
@@ -109,8 +112,10 @@ class JobController:
         reshard_image: ReshardImage | None = None,
         *,
         boundary: Boundary = OPEN,
+        outbox: Outbox | None = None,
     ) -> None:
         self._boundary = boundary
+        self._outbox = outbox
         self._reader = reader
         self._writer = writer
         self._configured_limits = limits
@@ -216,6 +221,8 @@ class JobController:
         self._reservations.forget(key)
         self._yield_times.forget(key)
         exporter.forget(key)
+        if self._outbox is not None:
+            self._outbox.forget(key)
 
     async def reconcile(self, key: Key) -> float | None:
         """Run one pass; return the seconds until the next one, or None if the resource was deleted."""
@@ -366,6 +373,8 @@ class JobController:
     def _decide_from(self, key: Key, record: Record, world: Observation | None) -> Pass:
         """Decide what to do about a job from an observation; for an invalid spec, decide without one."""
         status, limits, now = record.status, self._limits, time.time()
+        if self._outbox is not None:
+            self._outbox.report_recorded(record.job, status)
         if isinstance(record.spec, SpecError) or world is None:
             assert isinstance(record.spec, SpecError)
             return Pass(before=status, decision=refuse(record.job, record.spec, status, limits=limits, now=now))
@@ -405,6 +414,9 @@ class JobController:
         if written is not None:
             self._reader.store_written(written)
             _count_transition(result)
+            if self._outbox is not None:
+                job = JobRef(name=key[1], namespace=key[0], uid=resource["metadata"]["uid"])
+                self._outbox.report(job, result.before, result.decision.status)
         _export_gauges(key, result)
 
     async def _keep_spec(self, resource: Mapping[str, Any]) -> None:

@@ -69,10 +69,10 @@ async def serve(port: int, pages: Mapping[str, Callable[[], Answer]]) -> asyncio
                 await writer.drain()
         writer.close()
 
-    return await asyncio.start_server(handle, sock=_listen(port))
+    return await asyncio.start_server(handle, sock=listen(port))
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
     """Open one socket for IPv4 and IPv6, or for IPv4 only if IPv6 is not available."""
     if socket.has_dualstack_ipv6():
         # The machine may have IPv6 while the pod has none. A port in use raises again below.

@@ -36,7 +36,7 @@ def _relative_path(path: str, becomes: str) -> dict[str, tuple[Rule, ...]]:
     }
 
 
-_SET_BY_THE_OPERATOR = (
+SET_BY_THE_OPERATOR = (
     *(name.value for name in Env if name not in (Env.SCRATCH, Env.MAILBOX)),
     "PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT",
     "MASTER_ADDR", "MASTER_PORT",
@@ -489,7 +489,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         Rule(
             (
                 "!self.containers[?0].?env.hasValue() || !self.containers[0].env.exists(e, e.name in "
-                f"{list(_SET_BY_THE_OPERATOR)})"
+                f"{list(SET_BY_THE_OPERATOR)})"
             ),
             (
                 "spec.template: the first container sets a variable that the operator sets for every attempt (ETJ_*, "

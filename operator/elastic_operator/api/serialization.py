@@ -12,7 +12,7 @@ import datetime
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, NewType, TypeVar
+from typing import Any, NamedTuple, NewType, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -42,8 +42,8 @@ def parse_time(text: str | None) -> Time | None:
 
 def to_wire(value: Any) -> dict[str, Any]:
     """Convert a dataclass to a JSON object."""
-    pairs = ((name, _encode(getattr(value, name), hint)) for name, hint in _field_types(type(value)).items())
-    return {to_camel_case(name): item for name, item in pairs if item is not None and item not in ([], {})}
+    pairs = ((field.key, _encode(getattr(value, field.name), field.hint)) for field in _wire_fields(type(value)))
+    return {key: item for key, item in pairs if item is not None and item not in ([], {})}
 
 
 def adapter_of(cls: type[_T]) -> TypeAdapter[_T]:
@@ -57,27 +57,38 @@ _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 """Validators by class; it takes milliseconds to build one."""
 
 
-def _field_types(cls: Any) -> dict[str, Any]:
-    """Return the types of a dataclass's fields by field name."""
-    if cls not in _HINTS:
+class _WireField(NamedTuple):
+    """A field of a dataclass: its name, its key in JSON, and its type without `None`."""
+
+    name: str
+    key: str
+    hint: Any
+
+
+def _wire_fields(cls: Any) -> tuple[_WireField, ...]:
+    if cls not in _WIRE_FIELDS:
         types_of = typing.get_type_hints(cls)
-        _HINTS[cls] = {field.name: types_of[field.name] for field in dataclasses.fields(cls)}
-    return _HINTS[cls]
+        names = [field.name for field in dataclasses.fields(cls)]
+        _WIRE_FIELDS[cls] = tuple(
+            _WireField(name, to_camel_case(name), _strip_optional(types_of[name])) for name in names
+        )
+    return _WIRE_FIELDS[cls]
 
 
-_HINTS: dict[Any, dict[str, Any]] = {}
-"""Resolved annotations by class; `typing.get_type_hints` is slow."""
+_WIRE_FIELDS: dict[Any, tuple[_WireField, ...]] = {}
+"""Fields by class; `typing.get_type_hints` is slow, and the operator writes thousands of values in a second."""
 
 
 def _encode(value: Any, hint: Any) -> Any:
+    """Convert a value; its type is needed for times and for the items of tuples."""
     if value is None:
         return None
-    if _strip_optional(hint) is Time:
+    if hint is Time:
         return format_time(value)
     if dataclasses.is_dataclass(value):
         return to_wire(value)
     if isinstance(value, tuple):
-        (item_hint, *_) = typing.get_args(_strip_optional(hint))
+        item_hint = _strip_optional(typing.get_args(hint)[0])
         return [_encode(item, item_hint) for item in value]
     if isinstance(value, Mapping):
         return dict(value)

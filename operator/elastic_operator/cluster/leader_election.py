@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -25,12 +25,19 @@ from elastic_operator.client.api_errors import ApiError, RequestError
 from elastic_operator.client.resources import LEASE
 from elastic_operator.cluster.caches import RenewalCache
 from elastic_operator.cluster.own_account import review_account
+from reshard.contract import GROUP
 
 LEASE_SECONDS = 15.0
 GIVE_UP_SECONDS = 10.0
 RETRY_SECONDS = 2.0
 EXIT_NOT_LEADER = 70
 """Exit code of a process that is no longer the leader (EX_SOFTWARE)."""
+
+NOTIFIED_UNTIL = f"{GROUP}/notified-until"
+"""Annotation of the Lease: the time up to which the leader has sent all notifications (`webhook.outbox`)."""
+
+STATUS_PAGE = f"{GROUP}/status-page"
+"""Annotation of the Lease: IP address and port of the leader's status page; missing if it serves none."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +64,18 @@ class Leader:
 
     Attributes:
         failed_at: when a request for the Lease last failed; None for never.
+        notified_until: the last leader's value of the annotation NOTIFIED_UNTIL; empty for none.
+        page_address: value of the annotation STATUS_PAGE while this process leads; empty for none.
+        leader_page: the leader's value of that annotation when the Lease was last read; empty for none.
+        get_mark: returns the value of that annotation for the next renewal, empty for none; None to keep what is there.
     """
 
     def __init__(self, client: KubernetesClient, namespace: str, identity: str, *, name: str) -> None:
         self._leading = False
         self.failed_at: float | None = None
+        self.notified_until = ""
+        self.page_address = self.leader_page = ""
+        self.get_mark: Callable[[], str] | None = None
         self._holder = ""
         self._trouble = "the Lease has not been read yet"
         self._client = client
@@ -136,6 +150,7 @@ class Leader:
         if lease is None:
             return await self._create()
         spec = lease.get("spec") or {}
+        self.leader_page = str((lease["metadata"].get("annotations") or {}).get(STATUS_PAGE) or "")[:64]
         self._holder = spec.get("holderIdentity") or ""
         last_change = self._renewals.first_seen(self._name, f"{self._holder} {spec.get('renewTime')}", time.monotonic())
         self._expires = last_change + LEASE_SECONDS
@@ -186,7 +201,17 @@ class Leader:
     async def _write(self, lease: dict[str, Any], *, holder: str) -> bool:
         # The write includes the resourceVersion that was read, so only one of two candidates succeeds.
         lease["spec"] = {**(lease.get("spec") or {}), **self._spec(holder)}
-        lease["metadata"] = {**lease["metadata"], "ownerReferences": self._owners}
+        notes = lease["metadata"].get("annotations") or {}
+        if not self._leading:
+            self.notified_until = notes.get(NOTIFIED_UNTIL) or ""
+        if self.get_mark is not None:
+            mark = self.get_mark()
+            others = {key: value for key, value in notes.items() if key != NOTIFIED_UNTIL}
+            notes = {**others, NOTIFIED_UNTIL: mark} if mark else others
+        if self.page_address or STATUS_PAGE in notes:
+            others = {key: value for key, value in notes.items() if key != STATUS_PAGE}
+            notes = {**others, STATUS_PAGE: self.page_address} if self.page_address and holder else others
+        lease["metadata"] = {**lease["metadata"], "ownerReferences": self._owners, "annotations": notes}
         return await self._try_write(self._client.replace(LEASE, lease))
 
     def _spec(self, holder: str) -> dict[str, Any]:

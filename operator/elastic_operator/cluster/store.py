@@ -55,6 +55,10 @@ class ObjectsByJob(Generic[_T]):
         """Return the views of one job's objects."""
         return tuple(self._views.get(key, {}).values())
 
+    def all(self) -> dict[Key, tuple[_T, ...]]:
+        """Return the views of all objects by job."""
+        return {key: tuple(views.values()) for key, views in self._views.items()}
+
     def put(self, item: Object) -> bool:
         """Store one object; return whether its view changed."""
         meta = item["metadata"]
@@ -278,6 +282,18 @@ class ClusterStore:
     def last_record(self, key: Key) -> Record | None:
         """Return the stored record of a job, or None."""
         return self._records.get(key)
+
+    def all_records(self) -> dict[Key, Record | None]:
+        """Return the stored records of all jobs; None for a resource that could not be read."""
+        return dict(self._records)
+
+    def all_pods(self) -> dict[Key, tuple[PodView, ...]]:
+        """Return the pods with a job's label, by job; not all of them belong to it (`observed.ownership`)."""
+        return self._pods.all()
+
+    def all_jobs(self) -> dict[Key, tuple[JobView, ...]]:
+        """Return the Jobs with a job's label, by job; not all of them belong to it."""
+        return self._jobs.all()
 
     def records_in(self, namespace: str) -> list[Record]:
         """Return the stored records of all jobs in a namespace."""

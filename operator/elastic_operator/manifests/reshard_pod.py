@@ -27,8 +27,8 @@ DEFAULT_RESOURCES: Mapping[str, Mapping[str, str]] = {
     "requests": {"cpu": "1", "memory": "512Mi"},
     "limits": {"cpu": "8", "memory": "1Gi"},
 }
-"""What a conversion needs: `reshard` has buffers of 96 MiB and at most 8 threads, whatever the checkpoint's size. The
-limit of 8 CPUs slows nothing down; it is there for namespaces whose quota demands one.
+"""Resources of a conversion: it has buffers of 96 MiB and begins with at most 8 workers, whatever the checkpoint's
+size. The limit of 8 CPUs slows nothing down; it is there for namespaces whose quota demands one.
 """
 MAX_DOUBLINGS = 5
 """A conversion that runs out of memory again and again does not get more than 32 times its memory."""

@@ -74,6 +74,21 @@ class QueueReason(enum.StrEnum):
     RESUME = "resume"
 
 
+class NotificationResult(enum.StrEnum):
+    """Results of a notification for the webhook."""
+
+    SENT = "sent"
+    """The receiver answered with a status of success."""
+    REFUSED = "refused"
+    """The receiver answered with a status that another try would not change."""
+    GAVE_UP = "gave_up"
+    """Every try failed."""
+    RATE_LIMITED = "rate_limited"
+    """The job had too many notifications."""
+    QUEUE_FULL = "queue_full"
+    """Too many notifications waited to be sent."""
+
+
 class Type(enum.StrEnum):
     """Metric types of Prometheus."""
 
@@ -155,6 +170,12 @@ UNREADABLE = _counter(
     "Objects of the cluster that could not be parsed and are ignored, by the plural of their kind",
     ("kind",),
     is_bounded=False,
+)
+NOTIFICATIONS = _counter(
+    "etj_notifications_total",
+    "Notifications for the webhook, by what became of them; only those with the result sent have arrived for certain",
+    ("result",),
+    _product(tuple(NotificationResult)),
 )
 
 ATTEMPTS = _counter("etj_attempts_launched_total", "Attempts launched, first ones included")

@@ -55,6 +55,10 @@ class PodUsage:
         """Return what all pods hold of a resource, by node."""
         return self._totals.get(resource, {})
 
+    def all_accelerators(self) -> dict[str, dict[str, int]]:
+        """Return what all pods hold of each extended resource, by resource and node."""
+        return {resource: dict(counts) for resource, counts in self._totals.items() if "/" in resource}
+
     def by_others(self, uids: Collection[str], resource: str) -> UsageByOthers:
         """Return what other pods than those of the given Jobs hold of a resource, by node."""
 

@@ -23,8 +23,18 @@ from urllib3.exceptions import HTTPError
 
 from elastic_operator.client.api_errors import AnswerError, ApiError, make_error
 from elastic_operator.client.credentials import Authorization, Credentials, CredentialsError
-from elastic_operator.client.resources import CHUNK, EVENT, LIVE, MERGE_PATCH, NODE, POD, TRAINING_JOB, ResourceKind
-from elastic_operator.plugin.errors import Exit, PluginError
+from elastic_operator.client.resources import (
+    CHUNK,
+    EVENT,
+    LEASE,
+    LIVE,
+    MERGE_PATCH,
+    NODE,
+    POD,
+    TRAINING_JOB,
+    ResourceKind,
+)
+from elastic_operator.plugin.errors import Exit, NoSuchJobError, PluginError
 from reshard.contract import GROUP, PLURAL, Label
 
 Json = dict[str, Any]
@@ -38,18 +48,24 @@ _BEARER = "BearerToken"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A client of one cluster with a default namespace."""
+    """A client of one cluster with a default namespace.
+
+    Attributes:
+        patience_seconds: longest wait for a connection and for an answer; None for the defaults.
+    """
 
     client: ApiClient
     credentials: Credentials
     authorization: Authorization
     namespace: str
+    patience_seconds: float | None = None
 
     def job(self, name: str) -> Json:
         """Read the resource of a job.
 
         Raises:
-            PluginError: it does not exist (the message lists similar names), or cannot be read.
+            NoSuchJobError: it does not exist; the message lists similar names.
+            PluginError: it cannot be read.
         """
         with self._plugin_errors(f"read job {name}"):
             try:
@@ -57,7 +73,7 @@ class Cluster:
             except ApiError as error:
                 if error.code != HTTPStatus.NOT_FOUND or not _names_an_object(error):
                     raise
-        raise PluginError(Exit.REFUSED, self._no_such_job(name))
+        raise NoSuchJobError(self._no_such_job(name))
 
     def jobs(self, *, everywhere: bool = False) -> list[Json]:
         """List the jobs of the namespace, or of all namespaces."""
@@ -74,6 +90,16 @@ class Cluster:
         """List the pods of one job."""
         with self._plugin_errors("list pods"):
             return self._list(POD, self.namespace, labelSelector=f"{Label.JOB}={name}")
+
+    def lease(self, name: str) -> Json | None:
+        """Read a Lease of the namespace; return None if it does not exist."""
+        with self._plugin_errors(f"read lease {name}"):
+            try:
+                return self._request("GET", LEASE.path(self.namespace, name))
+            except ApiError as error:
+                if error.code != HTTPStatus.NOT_FOUND:
+                    raise
+        return None
 
     def nodes(self) -> list[Json]:
         """List all nodes of the cluster."""
@@ -147,7 +173,8 @@ class Cluster:
                 body=body,
                 auth_settings=[_BEARER],
             )
-            answer = self.client.call_api(method, url, headers, data, _request_timeout=(_CONNECT_SECONDS, read_seconds))
+            timeouts = (self.patience_seconds or _CONNECT_SECONDS, self.patience_seconds or read_seconds)
+            answer = self.client.call_api(method, url, headers, data, _request_timeout=timeouts)
             if answer.status == HTTPStatus.OK:
                 return answer
             content = answer.read()

@@ -26,3 +26,10 @@ class PluginError(Exception):
     def __init__(self, code: Exit, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class NoSuchJobError(PluginError):
+    """There is no job of this name."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Exit.REFUSED, message)

@@ -14,7 +14,7 @@ from elastic_operator.plugin.pages.log_choice import LogQuery, choose_pod, expla
 
 
 def logs(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Print the lines of a log as they arrive; with `-o json` return them instead.
+    """Print the lines of a log as they arrive; with `-o json` and `-o yaml` return them instead.
 
     Raises:
         PluginError: no pod matches the options, or the pod has no log.
@@ -31,7 +31,7 @@ def logs(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any] | None
     lines = cluster.logs(
         pod.name, container, follow=options.follow, tail_lines=options.tail, timestamps=options.timestamps
     )
-    if options.output == "json":
+    if options.output != "text":
         return {
             "pod": pod.name,
             "container": container,

@@ -10,16 +10,42 @@ import sys
 from typing import Any
 
 from elastic_operator.plugin.pages.text import escape, make_printable
+from elastic_operator.plugin.terminal import print_coloured
 
 
-def write_text(text: str) -> None:
-    """Print formatted text on stdout."""
-    _write(escape(text, keep="\n"))
+def write_text(text: str, *, is_coloured: bool = False, flush: bool = False) -> None:
+    """Print formatted text on stdout, with colours if they are wanted."""
+    safe = _encodable(escape(text, keep="\n"), sys.stdout.encoding)
+    if is_coloured:
+        print_coloured(safe)
+    else:
+        print(safe, flush=flush)
 
 
 def write_json(value: Any) -> None:
     """Print a value as JSON; `json.dumps` escapes non-ASCII characters, and DEL is escaped here."""
     _write(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
+
+
+def write_json_line(value: Any) -> None:
+    """Print a value as JSON on one line, at once."""
+    print(json.dumps(value).replace("\x7f", "\\u007f"), flush=True)
+
+
+def write_yaml(value: Any) -> None:
+    """Print a value as YAML; every text stays on one line, and all but printable ASCII is escaped."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        style = None if text.isascii() and text.isprintable() else '"'
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, represent)
+    _write(yaml.dump(value, Dumper=Dumper, sort_keys=False, width=float("inf")).removesuffix("\n"))
 
 
 def write_log_line(line: str, *, raw: bool, flush: bool) -> None:

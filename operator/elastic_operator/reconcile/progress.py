@@ -28,6 +28,7 @@ from elastic_operator.reconcile.context import Context, find_protection
 from elastic_operator.reconcile.failures import budgets
 from elastic_operator.reconcile.failures.node_exclusions import refresh_exclusions
 from elastic_operator.reconcile.failures.placement_limits import end_series
+from elastic_operator.reconcile.notifications.recovery_summary import describe_recovery, summarize_recovery
 from elastic_operator.reconcile.recovery import set_checkpoint_owned
 from reshard.contract import LeaseKey, ReshardReport, sentence
 
@@ -279,12 +280,8 @@ def _step_time(context: Context, old: Progress | None, lease: LeaseView) -> Time
 
 def _describe_start(status: Status, current: Current) -> str:
     text = f"attempt {status.attempt} makes steps, from step {current.resume.step} on"
-    if not _is_open(status):
-        return text
-    last = status.recoveries[-1]
-    repeated = "1 step is" if last.lost_steps == 1 else f"{last.lost_steps} steps are"
-    again = f"{repeated} done again" if last.lost_steps else "no step was lost"
-    return f"{text}; {last.cause} has cost {last.seconds.get('total', 0.0):.0f} s, and {again}"
+    summary = summarize_recovery(status.recoveries, len(status.recoveries) - 1) if _is_open(status) else None
+    return f"{text}; {describe_recovery(summary)}" if summary is not None else text
 
 
 def find_latest_step(context: Context, status: Status) -> int:

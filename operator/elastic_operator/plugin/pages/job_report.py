@@ -13,8 +13,10 @@ from elastic_operator.api import status_reader
 from elastic_operator.api.serialization import Time, parse_time
 from elastic_operator.api.spec import Spec, SpecError, parse_spec
 from elastic_operator.api.status import Conversion, ExcludedNode, FailureCount, Recovery, RestartBudget, Status, short
+from elastic_operator.plugin.pages.job_source import JobSource
 from elastic_operator.plugin.pages.wait_reason import Waiting, explain_wait
 from elastic_operator.reconcile import goodput
+from elastic_operator.reconcile.record import is_managed_elsewhere
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,8 @@ class JobReport:
     Attributes:
         now: what the job does now, and what it waits for.
         topology: topology of the attempt that runs or starts.
+        step_time: when the operator last observed a new step.
+        samples: global samples consumed.
         resumed_from: the checkpoint from which that attempt resumed.
         recoveries: oldest first; the status keeps the last ten.
         events: oldest first.
@@ -111,6 +115,8 @@ class JobReport:
     nodes: int = 0
     gpus: int = 0
     step: int | None = None
+    step_time: Time | None = None
+    samples: int | None = None
     loss: float | None = None
     resumed_from: str = ""
     commit: CommitReport | None = None
@@ -130,23 +136,29 @@ def make_report(resource: Mapping[str, Any], now: float, events: Sequence[Mappin
         now: current time in seconds since the epoch.
         events: core/v1 Events about the job, in any order.
     """
-    meta, status = resource["metadata"], read_status(resource)
-    spec, problem = read_spec(resource)
+    return report_job(read_source(resource), now, events)
+
+
+def report_job(source: JobSource, now: float, events: Sequence[Mapping[str, Any]] = ()) -> JobReport:
+    """Make the report of a job as `make_report` does, from parsed parts."""
+    status, spec = source.status, source.spec
     progress, resume = status.progress, status.current.resume if status.current else None
     return JobReport(
-        name=meta["name"],
-        namespace=meta["namespace"],
-        phase=status.phase if resource.get("status") else "Unknown",
+        name=source.name,
+        namespace=source.namespace,
+        phase=status.phase if source.is_seen else "Unknown",
         reason=status.reason,
         message=status.message,
-        now=explain_wait(resource, spec, problem, status, now),
-        create_time=parse_time(meta.get("creationTimestamp")),
+        now=explain_wait(source, now),
+        create_time=None if source.created_at is None else Time(source.created_at),
         resource=spec.accelerator.resource if spec else "",
         attempt=status.attempt,
         topology=status.topology_text,
         nodes=status.replicas,
         gpus=status.gpus,
         step=progress.step if progress else None,
+        step_time=None if progress is None or progress.step_time is None else Time(progress.step_time),
+        samples=progress.samples if progress else None,
         loss=progress.loss if progress else None,
         resumed_from=resume.reason if resume else "",
         commit=_commit(status),
@@ -156,6 +168,24 @@ def make_report(resource: Mapping[str, Any], now: float, events: Sequence[Mappin
         failure_counts=status.failure_counts,
         goodput=status.goodput,
         events=event_reports(events),
+    )
+
+
+def read_source(resource: Mapping[str, Any]) -> JobSource:
+    """Parse a resource as the API server returned it."""
+    meta, written = resource["metadata"], resource.get("spec") or {}
+    spec, problem = read_spec(resource)
+    return JobSource(
+        name=meta["name"],
+        namespace=meta["namespace"],
+        status=read_status(resource),
+        spec=spec,
+        problem=problem,
+        generation=meta.get("generation", 0),
+        created_at=parse_time(meta.get("creationTimestamp")),
+        version=str(meta.get("resourceVersion") or ""),
+        managed_by=written["managedBy"] if is_managed_elsewhere(written) else "",
+        is_seen=bool(resource.get("status")),
     )
 
 
@@ -194,6 +224,11 @@ def event_reports(events: Sequence[Mapping[str, Any]]) -> tuple[EventReport, ...
         for item in sorted(events, key=_order)
     ]
     return tuple(reports)
+
+
+def is_about(event: Mapping[str, Any], resource: Mapping[str, Any]) -> bool:
+    """Return whether an Event is about this resource; those of a deleted one with the same name may still exist."""
+    return (event.get("involvedObject") or {}).get("uid") in (None, "", resource["metadata"]["uid"])
 
 
 def _order(event: Mapping[str, Any]) -> tuple[str, str]:

@@ -37,7 +37,7 @@ _INDENT = 13
 
 def format_status(job: JobReport, now: float, *, max_events: int = 10) -> str:
     """Format the report of a job with its newest `max_events` Events."""
-    sections = [format_fields(_facts(job, now)), "", "Now:  " + wrap(job.now.doing, 6)]
+    sections = [format_fields(list_facts(job, now)), "", "Now:  " + wrap(job.now.doing, 6)]
     if job.now.waits_for:
         sections.append("      waits for " + wrap(job.now.waits_for, 16))
     if job.now.advice:
@@ -50,7 +50,8 @@ def format_status(job: JobReport, now: float, *, max_events: int = 10) -> str:
     return "\n".join(sections)
 
 
-def _facts(job: JobReport, now: float) -> Iterator[tuple[str, str]]:
+def list_facts(job: JobReport, now: float) -> Iterator[tuple[str, str]]:
+    """Yield names and values of the facts about a job; empty values are not known."""
     why = f" ({job.reason})" if job.reason and job.reason not in (job.phase, "Training") else ""
     yield "Job", f"{job.namespace}/{job.name}, created {format_age(_since(job.create_time, now))} ago"
     yield "Phase", f"{job.phase}{why}"
@@ -106,12 +107,12 @@ def _summary(job: JobReport) -> str:
 def _recovery(number: int, item: RecoveryReport, now: float) -> Iterator[str]:
     lost = f", lost {', '.join(item.lost)}" if item.lost else ""
     kind = "planned" if item.planned else "unplanned"
-    yield f"{number}. {format_clock(item.start_time)}  {item.cause} ({kind}){lost}: {_length(item, now)}"
+    yield f"{number}. {format_clock(item.start_time)}  {item.cause} ({kind}){lost}: {describe_length(item, now)}"
     yield _line("why", item.message)
-    yield _line("topology", _change(item))
+    yield _line("topology", describe_change(item))
     if item.to_attempt and item.state != "Abandoned":
-        yield _line("steps", _steps(item))
-        yield _line("moved", _moved(item))
+        yield _line("steps", describe_steps(item))
+        yield _line("moved", describe_moved(item))
     reached = 0.0
     for part in item.parts:
         reached += part.seconds
@@ -124,7 +125,8 @@ def _recovery(number: int, item: RecoveryReport, now: float) -> Iterator[str]:
         yield f"   {'':<9} {'...':>9}  {'':>7}  not over yet"
 
 
-def _length(item: RecoveryReport, now: float) -> str:
+def describe_length(item: RecoveryReport, now: float) -> str:
+    """Describe how long the job did not train."""
     if item.state == "Done":
         return f"training again after {format_seconds(item.total_seconds)}"
     if item.state == "Open":
@@ -132,7 +134,8 @@ def _length(item: RecoveryReport, now: float) -> str:
     return "ended by the next one"
 
 
-def _change(item: RecoveryReport) -> str:
+def describe_change(item: RecoveryReport) -> str:
+    """Describe the topology before and after a recovery."""
     old, new = _with_gpus(item.from_), _with_gpus(item.to)
     before = f"{old} (attempt {item.from_attempt})"
     if not item.to_attempt:
@@ -149,13 +152,15 @@ def _with_gpus(topology: str) -> str:
         return topology
 
 
-def _steps(item: RecoveryReport) -> str:
+def describe_steps(item: RecoveryReport) -> str:
+    """Describe where the training stopped and went on."""
     lost = f"{pluralize(item.lost_steps, 'step')} to do again" if item.lost_steps else "nothing lost"
     on = "went on" if item.state == "Done" else "goes on"
     return f"stopped after step {item.last_step}, {on} from the commit of step {item.commit_step}: {lost}"
 
 
-def _moved(item: RecoveryReport) -> str:
+def describe_moved(item: RecoveryReport) -> str:
+    """Describe what the conversion of the checkpoint moved."""
     done = item.conversion
     if done is not None:
         verified = "verified" if done.verified else "not verified"

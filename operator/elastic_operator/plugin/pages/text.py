@@ -10,6 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 from unicodedata import category
 
+from elastic_operator.reconcile.notifications.recovery_summary import format_size, pluralize
+
+__all__ = [
+    "NONE", "WIDTH", "escape", "format_age", "format_clock", "format_fields", "format_seconds", "format_size",
+    "format_table", "make_printable", "pluralize", "wrap",
+]  # fmt: skip
+
 _T = TypeVar("_T")
 
 _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -118,27 +125,11 @@ def format_seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 600 else format_age(value)
 
 
-def format_size(num_bytes: float) -> str:
-    """Format a number of bytes in decimal units."""
-    value, units = float(num_bytes), ("B", "kB", "MB", "GB", "TB", "PB")
-    for unit in units:
-        if value < 999.5 or unit == units[-1]:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable: the last unit has no upper bound")
-
-
 def format_clock(moment: float | None) -> str:
     """Format seconds since the epoch as date and time in UTC."""
     if moment is None:
         return NONE
     return datetime.datetime.fromtimestamp(moment, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-
-
-def pluralize(number: int, what: str) -> str:
-    """Format a number with its noun: `1 step`, `3 steps`, `2 losses`."""
-    plural = f"{what}es" if what.endswith("s") else f"{what}s"
-    return f"{number} {what if number == 1 else plural}"
 
 
 def _two(large: int, large_unit: str, small: int, small_unit: str) -> str:

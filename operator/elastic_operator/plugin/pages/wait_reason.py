@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from elastic_operator.api.conditions import Type, find
-from elastic_operator.api.serialization import parse_time
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.observed.pod_diagnosis import LAUNCH_REFUSED, POD_STUCK, PODS_REFUSED
 from elastic_operator.observed.signal_kinds import Kind
+from elastic_operator.plugin.pages.job_source import JobSource
 from elastic_operator.plugin.pages.text import format_age, format_size, pluralize
-from elastic_operator.reconcile.record import is_managed_elsewhere
 
 SILENT_SECONDS = 15.0
 """Age of a job without status after which the page asks whether the operator is running."""
@@ -49,23 +47,18 @@ class Waiting:
     advice: str = ""
 
 
-def explain_wait(resource: Mapping[str, Any], spec: Spec | None, problem: str, status: Status, now: float) -> Waiting:
+def explain_wait(source: JobSource, now: float) -> Waiting:
     """Describe the current state of one job.
 
     Args:
-        resource: the resource as the API server returned it.
-        spec: None if the spec is invalid.
-        problem: what is wrong with the spec; empty if it is valid.
-        status: status of the job.
+        source: the job.
         now: current time in seconds since the epoch.
     """
-    meta = resource["metadata"]
-    written = resource.get("spec") or {}
-    if is_managed_elsewhere(written):
-        return Waiting(doing=f"{written['managedBy']} manages this job (spec.managedBy), not elastic-operator")
-    if not resource.get("status"):
-        created = parse_time(meta.get("creationTimestamp"))
-        since = None if created is None else now - created
+    status = source.status
+    if source.managed_by:
+        return Waiting(doing=f"{source.managed_by} manages this job (spec.managedBy), not elastic-operator")
+    if not source.is_seen:
+        since = None if source.created_at is None else now - source.created_at
         advice = (
             "is elastic-operator running, and does it serve this namespace?" if (since or 0) > SILENT_SECONDS else ""
         )
@@ -74,21 +67,21 @@ def explain_wait(resource: Mapping[str, Any], spec: Spec | None, problem: str, s
             waits_for="the operator",
             advice=advice,
         )
-    problem = problem or _find_objection(meta, status)
+    problem = source.problem or _find_objection(source)
     if problem and not status.terminal:
         left = "; what runs goes on, but is not recovered until the spec is edited" if status.launched else ""
         return Waiting(doing=f"the spec cannot be used: {problem}{left}", waits_for="an edit of the spec")
-    waiting = _explain_phase(meta["name"], spec, status, now)
-    is_unseen = meta.get("generation", 0) > status.observed_generation and not status.terminal
+    waiting = _explain_phase(source.name, source.spec, status, now)
+    is_unseen = source.generation > status.observed_generation and not status.terminal
     if is_unseen:
         return dataclasses.replace(waiting, advice="the spec was edited and the operator has not looked at it yet")
     return waiting
 
 
-def _find_objection(meta: Mapping[str, Any], status: Status) -> str:
+def _find_objection(source: JobSource) -> str:
     """Return why the operator or the API server rejects the current spec, or an empty string."""
-    condition = find(status.conditions, Type.SPEC_VALID)
-    if condition is None or condition.status == "True" or condition.observed_generation != meta.get("generation", 0):
+    condition = find(source.status.conditions, Type.SPEC_VALID)
+    if condition is None or condition.status == "True" or condition.observed_generation != source.generation:
         return ""
     return condition.message
 

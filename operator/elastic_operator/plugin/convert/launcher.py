@@ -1,0 +1,125 @@
+"""Removes the options of torchrun that the operator sets for every attempt from the command of a container."""
+
+from __future__ import annotations
+
+import dataclasses
+import posixpath
+import re
+from collections.abc import Sequence
+
+from elastic_operator.plugin.convert.section import ConvertError
+
+_SET_BY_THE_OPERATOR = {
+    "nnodes", "nproc", "nproc-per-node", "node-rank", "master-addr", "master-port", "local-addr", "max-restarts",
+    "rdzv-backend", "rdzv-conf", "rdzv-endpoint", "rdzv-id",
+}  # fmt: skip
+"""Options with a value that the operator sets by PET_* variables; an option on the command line would win. `nproc` is
+that of elastic_trainer.launch.
+"""
+
+_KEPT = {
+    "duplicate-stderr-filters", "duplicate-stdout-filters", "event-log-handler", "local-ranks-filter", "log-dir",
+    "log-line-prefix-template", "logs-specs", "monitor-interval", "numa-binding", "r", "redirects", "role",
+    "shutdown-timeout", "signals-to-handle", "start-method", "t", "tee",
+}  # fmt: skip
+"""Options with a value that stay."""
+
+_KEPT_FLAGS = {"m", "module", "no-python", "run-path", "use-env", "virtual-local-rank"}
+_FLAGS_OF_THE_OPERATOR = {"standalone"}
+
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "elastic_trainer.launch")
+_SHELLS = ("sh", "bash", "dash", "zsh")
+_NAMES = sorted(_SET_BY_THE_OPERATOR | _FLAGS_OF_THE_OPERATOR)
+_IN_SHELL = re.compile(rf"(?<!\S)--?(?:{'|'.join(_NAMES).replace('-', '[-_]')})(?![\w-])")
+_STARTS_RANKS = re.compile(rf"\btorchrun\b|{'|'.join(map(re.escape, _MODULES))}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """Command and arguments of a container.
+
+    Attributes:
+        starts_ranks: it starts torchrun or elastic_trainer.launch, as far as can be seen.
+        removed: options that were removed.
+        processes: processes in each pod that an option asked for, None if none did.
+    """
+
+    command: tuple[str, ...]
+    args: tuple[str, ...]
+    starts_ranks: bool = False
+    removed: tuple[str, ...] = ()
+    processes: int | None = None
+
+
+def remove_launch_options(command: Sequence[str], args: Sequence[str], path: str) -> Command:
+    """Return the command without the options that the operator sets.
+
+    Args:
+        command: of the container.
+        args: of the container.
+        path: of the container, for errors.
+
+    Raises:
+        ConvertError: the options are in a shell script, or an option is unknown, so that nobody can tell its value
+            from the script of the training.
+
+    >>> remove_launch_options(["torchrun", "--nnodes=4", "train.py"], [], "").command
+    ('torchrun', 'train.py')
+    """
+    tokens = [*command, *args]
+    if tokens and posixpath.basename(tokens[0]) in _SHELLS:
+        return _check_shell(command, args, path)
+    start = _find_options(tokens)
+    if start is None:
+        return Command(command=tuple(command), args=tuple(args))
+    removed: list[str] = []
+    drop: set[int] = set()
+    processes = None
+    index = start
+    while index < len(tokens) and tokens[index].startswith("-"):
+        name, has_value, value = tokens[index].partition("=")
+        option = name.lstrip("-").replace("_", "-")
+        takes_value = option in _SET_BY_THE_OPERATOR | _KEPT
+        if not takes_value and option not in _KEPT_FLAGS | _FLAGS_OF_THE_OPERATOR:
+            raise ConvertError(
+                f"{path}: {name} is no option of torchrun that the converter knows: remove it, or put the command into "
+                "a shell (sh -c)"
+            )
+        used = [index] if has_value or not takes_value else [index, index + 1]
+        if option in _SET_BY_THE_OPERATOR | _FLAGS_OF_THE_OPERATOR:
+            drop.update(used)
+            removed.append(name)
+        if option in ("nproc", "nproc-per-node"):
+            value = value if has_value else "".join(tokens[index + 1 : index + 2])
+            processes = int(value) if value.isdecimal() else None
+        index = used[-1] + 1
+    count = len(command)
+    return Command(
+        command=tuple(token for i, token in enumerate(tokens[:count]) if i not in drop),
+        args=tuple(token for i, token in enumerate(tokens[count:], count) if i not in drop),
+        starts_ranks=True,
+        removed=tuple(removed),
+        processes=processes,
+    )
+
+
+def _find_options(tokens: Sequence[str]) -> int | None:
+    """Return where the options of the launcher begin; None if the command starts none."""
+    if tokens and posixpath.basename(tokens[0]) == "torchrun":
+        return 1
+    is_python = bool(tokens) and re.fullmatch(r"python[\d.]*", posixpath.basename(tokens[0]))
+    if is_python and tokens[1:2] == ["-m"] and tokens[2:3] and tokens[2] in _MODULES:
+        return 3
+    return None
+
+
+def _check_shell(command: Sequence[str], args: Sequence[str], path: str) -> Command:
+    text = "\n".join([*command, *args])
+    starts_ranks = bool(_STARTS_RANKS.search(text))
+    found = _IN_SHELL.findall(text) if starts_ranks else []
+    if found:
+        raise ConvertError(
+            f"{path}: a shell starts torchrun with {', '.join(dict.fromkeys(found))}: remove these options, as the "
+            "operator sets them for every attempt (PET_NNODES and so on), and convert again"
+        )
+    return Command(command=tuple(command), args=tuple(args), starts_ranks=starts_ranks)
