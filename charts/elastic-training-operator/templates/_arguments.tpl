@@ -10,6 +10,9 @@
 {{- if .Values.metrics.enabled }}
 - --metrics-port={{ .Values.metrics.port }}
 {{- end }}
+{{- if .Values.statusPage.enabled }}
+- --status-page-port={{ .Values.statusPage.port }}
+{{- end }}
 {{- if .Values.allowJobsInReleaseNamespace }}
 - --allow-jobs-in-own-namespace
 {{- else if has .Release.Namespace .Values.watchNamespaces }}
@@ -21,6 +24,20 @@
 {{- if .Values.reshardImage.repository }}
 - --reshard-image={{ include "etj.image" (dict "image" .Values.reshardImage "default" .Chart.AppVersion) }}
 - --reshard-image-pull-policy={{ .Values.reshardImage.pullPolicy }}
+{{- end }}
+{{- with .Values.notifications }}
+{{- if .secretName }}
+- --notification-format={{ .format }}
+{{- with .kinds }}
+- --notification-kinds={{ join "," . }}
+{{- end }}
+{{- with .source }}
+- {{ printf "--notification-source=%s" . | quote }}
+{{- end }}
+{{- if .allowHttp }}
+- --notification-allow-http
+{{- end }}
+{{- end }}
 {{- end }}
 {{- range $key, $value := .Values.settings }}
 {{- $option := kebabcase $key }}
