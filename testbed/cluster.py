@@ -21,17 +21,18 @@ from testbed.paths import (
     CONTROL_PLANE,
     HOST_ADDRESS,
     NODE_NETWORK_BITS,
+    cache_dir,
     kubeconfig,
     pod_network,
     run_dir,
     state_dir,
 )
 from testbed.pki import Authority
+from testbed.provider import RESOURCES
 from testbed.shell import run, say, until
 
 _HOST_FOLDERS = ("/var/lib/kubelet", "/var/lib/cni", "/var/log/pods", "/var/log/containers")
-# The kubelet sets these for the whole machine; they are put back by `down`.
-_SYSCTLS = (
+SYSCTLS = (
     "kernel/panic",
     "kernel/panic_on_oops",
     "vm/overcommit_memory",
@@ -39,6 +40,7 @@ _SYSCTLS = (
     "kernel/keys/root_maxkeys",
     "kernel/keys/root_maxbytes",
 )
+"""Settings below /proc/sys that kubelets change for the whole machine; `down` puts them back."""
 
 
 def check_machine() -> None:
@@ -72,22 +74,35 @@ def lock() -> Iterator[None]:
         TestbedError: another command holds the lock.
     """
     state_dir().mkdir(parents=True, exist_ok=True)
-    with open(state_dir() / "lock", "a+", encoding="utf-8") as stream:
+    with _held(state_dir() / "lock", "the test bed is being changed by process {}: wait for it"):
+        yield
+
+
+@contextlib.contextmanager
+def reserved() -> Iterator[None]:
+    """Reserve the test bed for one run of tests, which removes it at its end.
+
+    Raises:
+        TestbedError: another run has reserved it.
+    """
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    text = "tests of process {} use the test bed, and remove it at their end: wait for them, or give --kubeconfig"
+    with _held(cache_dir() / "testbed-reservation", text):
+        yield
+
+
+@contextlib.contextmanager
+def _held(path: Path, refusal: str) -> Iterator[None]:
+    with open(path, "a+", encoding="utf-8") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             stream.seek(0)
-            raise TestbedError(
-                f"the test bed is being changed by process {stream.read() or '?'}: wait for it"
-            ) from error
+            raise TestbedError(refusal.format(stream.read() or "?")) from error
         stream.truncate(0)
         stream.write(str(os.getpid()))
         stream.flush()
         yield
-
-
-RESOURCES = ("amd.com/gpu", "nvidia.com/gpu")
-"""Names under which a GPU node offers its simulated devices, unless others are asked for."""
 
 
 def up(
@@ -230,8 +245,7 @@ def remove_everything() -> None:
     for link in sorted(path.name for path in Path("/sys/class/net").glob("etj*")):
         run("ip", "link", "del", link, check=False)
     saved = settings()
-    for name, value in (saved.get("sysctls") or {}).items():  # type: ignore[attr-defined]
-        (Path("/proc/sys") / name).write_text(value)
+    restore_sysctls(saved.get("sysctls"))
     for folder in saved.get("made_folders") or []:  # type: ignore[attr-defined]
         with contextlib.suppress(OSError):
             Path(folder).rmdir()
@@ -241,6 +255,17 @@ def remove_everything() -> None:
     if run_dir().exists():
         shutil.rmtree(run_dir())
     shutil.rmtree(state_dir() / "volumes", ignore_errors=True)
+
+
+def read_sysctls() -> dict[str, str]:
+    """Read the settings that kubelets change."""
+    return {name: (Path("/proc/sys") / name).read_text().strip() for name in SYSCTLS}
+
+
+def restore_sysctls(values: object) -> None:
+    """Write settings back that `read_sysctls` has read; nothing if there are none."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        (Path("/proc/sys") / name).write_text(value)
 
 
 def _children(folder: Path) -> list[Path]:
@@ -257,9 +282,8 @@ def _remember(wanted: dict[str, object]) -> None:
     """Record, before anything is changed, how the machine was."""
     run_dir().mkdir(parents=True)
     made = [folder for folder in _HOST_FOLDERS if not Path(folder).is_dir()]
-    sysctls = {name: (Path("/proc/sys") / name).read_text().strip() for name in _SYSCTLS}
     (run_dir() / "settings.json").write_text(
-        json.dumps({"wanted": wanted, "made_folders": made, "sysctls": sysctls}, indent=1)
+        json.dumps({"wanted": wanted, "made_folders": made, "sysctls": read_sysctls()}, indent=1)
     )
     for folder in made:
         Path(folder).mkdir(parents=True)

@@ -13,13 +13,15 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from testbed.errors import TestbedError
 from testbed.paths import cache_dir
 from testbed.shell import run, run_with_progress, say
 
-KUBERNETES_VERSION = "1.36.3"
+# What the tests are run with; the canary sets another one.
+KUBERNETES_VERSION = os.environ.get("ETJ_KUBERNETES_VERSION") or "1.36.3"
 KUBERNETES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl")
 RUNTIME = ("containerd", "containerd-shim-runc-v2", "ctr", "runc", "etcd")
 CNI = ("bridge", "host-local", "loopback", "portmap")
@@ -111,7 +113,7 @@ def ensure() -> None:
     online = reachable("https://dl.k8s.io/")
     if any(path.name in (*RUNTIME, *CNI) for path in missing()):
         say("getting containerd, runc, etcd and the network plugins")
-        _download_runtime() if online else _unpack_debian_packages()
+        _download_runtime() if online else _unpack_runtime()
     absent = [path.name for path in missing()]
     if absent:
         say(f"getting Kubernetes {KUBERNETES_VERSION}: {', '.join(absent)}")
@@ -193,25 +195,44 @@ def _download_runtime() -> None:
                     place(archive, target)
 
 
-def _unpack_debian_packages() -> None:
-    """Unpack Debian's own packages, with a package state of our own so that the machine's stays as it is.
+def _unpack_runtime() -> None:
+    """Unpack Debian's packages: containerd and etcd come from the suite that has current ones.
 
-    containerd and etcd come from the suite that has current ones; runc from the machine's own suite, since the newer
-    one needs a newer C library.
+    runc comes from the machine's own suite, since the newer one needs a newer C library.
+    """
+    root = unpack_debian_packages(
+        "runtime",
+        {"forky": ("containerd", "containernetworking-plugins", "etcd-server"), "bookworm": ("runc",)},
+    )
+    for name in RUNTIME:
+        place(find_program(root, name, "usr/bin", "usr/sbin"), bin_dir() / name)
+    for name in CNI:
+        place(find_program(root, name, "usr/lib/cni"), cni_dir() / name)
+
+
+def unpack_debian_packages(name: str, packages: Mapping[str, Sequence[str]]) -> Path:
+    """Unpack Debian packages into the cache, with a package state of our own: the machine's stays as it is.
+
+    Args:
+        name: of the set of packages, and of its folder.
+        packages: names of packages by suite.
+
+    Returns:
+        The folder that stands for `/`.
+
+    Raises:
+        TestbedError: this is no Debian machine, or a package cannot be had.
     """
     if shutil.which("apt-get") is None:
         raise TestbedError("the official downloads cannot be reached and this is no Debian machine: use kind instead")
-    work = cache_dir() / "debian"
+    work = cache_dir() / "debian" / name
     for folder in ("lists/partial", "cache/archives/partial", "parts", "deb", "root"):
         (work / folder).mkdir(parents=True, exist_ok=True)
     mirror = _debian_mirror()
     source = f"Types: deb\nURIs: {mirror}\nSuites: {{suite}}\nComponents: main\n"
     source += "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
     shutil.copyfile("/var/lib/dpkg/status", work / "status")
-    for suite, packages in (
-        ("forky", ("containerd", "containernetworking-plugins", "etcd-server")),
-        ("bookworm", ("runc",)),
-    ):
+    for suite, wanted in packages.items():
         (work / "parts" / "suite.sources").write_text(source.format(suite=suite))
         options = [
             f"-oDir::State::Lists={work}/lists",
@@ -222,13 +243,10 @@ def _unpack_debian_packages() -> None:
             "-oAPT::Sandbox::User=root",
         ]
         run("apt-get", *options, "-q", "update")
-        run("apt-get", *options, "-q", "download", *packages, cwd=work / "deb")
+        run("apt-get", *options, "-q", "download", *wanted, cwd=work / "deb")
     for package in sorted((work / "deb").glob("*.deb")):
         run("dpkg", "-x", package, work / "root")
-    for name in RUNTIME:
-        place(_found(work / "root", "usr/bin", "usr/sbin", name=name), bin_dir() / name)
-    for name in CNI:
-        place(_found(work / "root", "usr/lib/cni", name=name), cni_dir() / name)
+    return work / "root"
 
 
 def _debian_mirror() -> str:
@@ -244,11 +262,26 @@ def _debian_mirror() -> str:
     raise TestbedError("no Debian package source in /etc/apt: use kind instead")
 
 
-def _found(root: Path, *folders: str, name: str) -> Path:
+def find_program(root: Path, name: str, *folders: str) -> Path:
+    """Return the path of a program below `root`.
+
+    Raises:
+        TestbedError: it is in none of the folders.
+    """
     for folder in folders:
         if (path := root / folder / name).is_file():
             return path
     raise TestbedError(f"no {name} in {', '.join(folders)} of the unpacked packages under {root}")
+
+
+def write_module(folder: Path) -> None:
+    """Write a go.mod from whose folder programs of k8s.io/kubernetes can be built."""
+    folder.mkdir(parents=True, exist_ok=True)
+    staged = "v0" + KUBERNETES_VERSION[1:]
+    replaces = "".join(f"\tk8s.io/{name} => k8s.io/{name} {staged}\n" for name in _STAGING)
+    (folder / "go.mod").write_text(
+        f"module testbed\n\ngo 1.26.0\n\nrequire k8s.io/kubernetes v{KUBERNETES_VERSION}\n\nreplace (\n{replaces})\n"
+    )
 
 
 def _build_kubernetes() -> None:
@@ -258,12 +291,7 @@ def _build_kubernetes() -> None:
             "the official downloads cannot be reached and there is no Go to build with: use kind instead"
         )
     module = cache_dir() / f"build-{KUBERNETES_VERSION}"
-    module.mkdir(parents=True, exist_ok=True)
-    staged = "v0" + KUBERNETES_VERSION[1:]
-    replaces = "".join(f"\tk8s.io/{name} => k8s.io/{name} {staged}\n" for name in _STAGING)
-    (module / "go.mod").write_text(
-        f"module testbed\n\ngo 1.26.0\n\nrequire k8s.io/kubernetes v{KUBERNETES_VERSION}\n\nreplace (\n{replaces})\n"
-    )
+    write_module(module)
     imports = "".join(f'\t_ "k8s.io/kubernetes/cmd/{name}"\n' for name in (*KUBERNETES, "kube-proxy"))
     (module / "tools.go").write_text(f"//go:build tools\n\npackage tools\n\nimport (\n{imports})\n")
     major, minor, _ = KUBERNETES_VERSION.split(".")

@@ -8,13 +8,14 @@ from typing import Any
 import yaml
 
 from testbed import podenv, storage
+from testbed.provider import Provider
 
 EXAMPLE = Path(__file__).parents[1] / "examples/gpt_deepspeed/job.yaml"
 COMMIT_SECONDS = 15
 GROW_SECONDS = 10
 
 
-def objects(namespace: str) -> list[dict[str, Any]]:
+def objects(namespace: str, provider: Provider) -> list[dict[str, Any]]:
     """Volume, claim and job of examples/gpt_deepspeed/job.yaml.
 
     What differs from the file: the volume is a folder of this machine, the pods run this machine's torch and DeepSpeed,
@@ -27,7 +28,8 @@ def objects(namespace: str) -> list[dict[str, Any]]:
     claim = spec["checkpoint"]["claimName"]
     spec["checkpoint"]["intervalSeconds"] = COMMIT_SECONDS
     spec["recovery"] = {"scaleUpStableSeconds": GROW_SECONDS}
-    spec["template"] = podenv.host_python(spec["template"])
+    spec["template"] = podenv.host_python(spec["template"], machine=provider.on_node(Path("/")))
     container = spec["template"]["spec"]["containers"][0]
     container["args"][0] = str(EXAMPLE.with_name("train.py"))
-    return [*storage.claim(namespace, claim, storage.make_volume(f"{namespace}-{claim}")), job]
+    folder = provider.on_node(provider.make_volume(f"{namespace}-{claim}"))
+    return [*storage.claim(namespace, claim, folder), job]

@@ -20,38 +20,48 @@ from testbed.rootfs import USER
 _FRAMEWORKS = "/opt/frameworks"
 
 
-def host_python(template: dict[str, Any]) -> dict[str, Any]:
-    """A PodTemplateSpec whose containers run this virtual environment, mounted read-only from the machine.
-
-    Replaces each container's image; keeps its command, resources and environment. `python`, `torchrun` and `reshard`
-    are on PATH, the checkout is the working folder, and torch's compiled extensions come from the cache.
-    """
-    result = copy.deepcopy(template)
-    spec = result.setdefault("spec", {})
+def machine_folders() -> dict[str, tuple[str, bool]]:
+    """Folders of this machine that `host_python` mounts at the same place: by volume, each with True for read-only."""
     base, prefix = Path(sys.base_prefix), Path(sys.prefix)
-    extensions = extensions_folder()
     mounts = {
         "host-usr": ("/usr", True),
         "host-python": (str(base), True),
         "host-venv": (str(prefix), True),
         "host-checkout": (str(CHECKOUT), True),
-        "host-extensions": (str(extensions), False),
+        "host-extensions": (str(extensions_folder()), False),
     }
     if base.is_relative_to("/usr"):
         del mounts["host-python"]
     if prefix.is_relative_to(CHECKOUT):
         del mounts["host-venv"]
-    volumes = [
-        {"name": name, "hostPath": {"path": path, "type": "DirectoryOrCreate"}} for name, (path, _) in mounts.items()
+    return mounts
+
+
+def host_python(template: dict[str, Any], *, machine: Path = Path("/")) -> dict[str, Any]:
+    """A PodTemplateSpec whose containers run this virtual environment, mounted read-only from the machine.
+
+    Replaces each container's image; keeps its command, resources and environment. `python`, `torchrun` and `reshard`
+    are on PATH, the checkout is the working folder, and torch's compiled extensions come from the cache.
+
+    Args:
+        template: of the pods.
+        machine: folder of a node below which the node has this machine's folders.
+    """
+    result = copy.deepcopy(template)
+    spec = result.setdefault("spec", {})
+    mounts = machine_folders()
+    volumes: list[dict[str, Any]] = [
+        {"name": name, "hostPath": {"path": str(machine / path.lstrip("/")), "type": "DirectoryOrCreate"}}
+        for name, (path, _) in mounts.items()
     ]
     volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     spec.setdefault("volumes", []).extend(volumes)
     environment = {
-        "PATH": f"{prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin",
+        "PATH": f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin",
         "HOME": "/tmp",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
-        "TORCH_EXTENSIONS_DIR": str(extensions),
+        "TORCH_EXTENSIONS_DIR": str(extensions_folder()),
         "PYTHONUNBUFFERED": "1",
     }
     for container in [*spec.get("containers", []), *spec.get("initContainers", [])]:

@@ -27,7 +27,7 @@ OPERATOR = f"localhost/elastic-training-operator:{VERSION}"
 RESHARD = f"localhost/elastic-training-reshard:{VERSION}"
 EXAMPLE = f"localhost/elastic-training-example:{VERSION}"
 
-_SOURCES = ("pyproject.toml", "README.md", "LICENSE", "operator", "reshard_job", "trainer")
+_SOURCES = (rootfs.BUILD_PINS, "pyproject.toml", "README.md", "LICENSE", "operator", "reshard_job", "trainer")
 _KEPT_LAYERS = 3
 """Of each kind; older ones are removed from the cache."""
 
@@ -44,16 +44,19 @@ def lock() -> Iterator[None]:
         yield
 
 
-def ensure_built() -> tuple[oci.Image, ...]:
+def ensure_built(folder: Path | None = None) -> tuple[oci.Image, ...]:
     """The images of this checkout, written as an archive into the folder that nodes import from.
 
     Hold `lock()` meanwhile, and until the archive has been read.
+
+    Args:
+        folder: of archives; by default the test bed's.
 
     Raises:
         TestbedError: a program failed or is missing.
     """
     made = definitions()
-    path = archive(made)
+    path = archive(made, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         oci.write(path, made)
@@ -63,9 +66,9 @@ def ensure_built() -> tuple[oci.Image, ...]:
     return made
 
 
-def archive(built: Iterable[oci.Image]) -> Path:
+def archive(built: Iterable[oci.Image], folder: Path | None = None) -> Path:
     """Return the archive that `ensure_built` writes: for `podman load`, `docker load` and `ctr images import`."""
-    return state_dir() / "images" / f"elastic-{_key(*(image.digest for image in built))}.tar"
+    return (folder or state_dir() / "images") / f"elastic-{_key(*(image.digest for image in built))}.tar"
 
 
 def definitions() -> tuple[oci.Image, ...]:

@@ -26,6 +26,9 @@ RECIPE = Path(__file__).read_text()
 """Of the trees: part of the keys under which they are kept. Read with the code, not when it has been edited since."""
 
 PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+BUILD_PINS = "release/build-requirements.txt"
+"""What builds the wheel; another version may write other bytes."""
+
 SITE = f"usr/local/lib/{PYTHON}/site-packages"
 _USELESS = ("test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "pydoc_data", "site-packages")
 _USELESS_FILES = ("__pycache__", "_tkinter*", "_test*", "_ctypes_test*", "config-*", "dist-packages", "turtle.py")
@@ -37,6 +40,9 @@ _COMMON_LIBRARIES = (
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _NEVER_IMPORTED = ("kubernetes/client", "kubernetes/aio/client")
 """Folders whose `api` and `models` no image needs: the Kubernetes client's generated code, 70 MB without byte code."""
+
+_ABOUT_THIS_MACHINE = ("direct_url.json", "uv_cache.json", "REQUESTED", ".lock")
+"""Files that an installed package does not need."""
 
 _PASSWD = f"root:x:0:0:root:/root:/sbin/nologin\nnonroot:x:{USER}:{USER}:nonroot:/home/nonroot:/sbin/nologin\n"
 _GROUP = f"root:x:0:\nnonroot:x:{USER}:\n"
@@ -74,8 +80,8 @@ def interpreter(root: Path) -> None:
 
 
 def packages(root: Path, requirements: Path) -> None:
-    """The pinned packages of a requirements file, and nothing that the file does not name."""
-    _install(root, "--requirement", str(requirements))
+    """The pinned packages of a requirements file with their hashes, and nothing that the file does not name."""
+    _install(root, "--require-hashes", "--requirement", str(requirements))
     for folder in (root / SITE / client / part for client in _NEVER_IMPORTED for part in ("api", "models")):
         for path in folder.glob("*.py"):
             if path.name != "__init__.py":
@@ -88,7 +94,8 @@ def packages(root: Path, requirements: Path) -> None:
 def project(root: Path, checkout: Path) -> None:
     """The project's wheel, built from `checkout`, with its commands in /usr/local/bin."""
     wheels = root.with_name(root.name + ".wheels")
-    run(uv(), "build", "--quiet", "--wheel", "--python", sys.executable, "--out-dir", wheels, checkout)
+    pins = ("--require-hashes", "--build-constraints", str(checkout / BUILD_PINS))
+    run(uv(), "build", "--quiet", "--wheel", *pins, "--python", sys.executable, "--out-dir", wheels, checkout)
     (wheel,) = wheels.glob("*.whl")
     _install(root, str(wheel))
     shutil.rmtree(wheels)
@@ -165,9 +172,12 @@ def _install(root: Path, *what: str) -> None:
     options = ("--quiet", "--no-deps", "--link-mode", "copy", "--python", sys.executable, "--target", str(site))
     run(uv(), "pip", "install", *options, *what)
     # Where a wheel came from, and locks, are facts of this machine.
-    for name in ("direct_url.json", "uv_cache.json", "REQUESTED", ".lock"):
+    for name in _ABOUT_THIS_MACHINE:
         for path in site.rglob(name):
             path.unlink()
+    for record in site.glob("*.dist-info/RECORD"):
+        lines = record.read_text().splitlines(keepends=True)
+        record.write_text("".join(line for line in lines if Path(line.split(",")[0]).name not in _ABOUT_THIS_MACHINE))
     scripts = root / "usr/local/bin"
     scripts.mkdir(parents=True)
     for path in sorted((site / "bin").glob("*")):

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from testbed import helm
 from testbed.components import bin_dir
-from testbed.paths import cache_dir, kubeconfig
+from testbed.paths import cache_dir
 
 
-def exports() -> str:
+def exports(kubeconfig: Path) -> str:
     """Shell text: credentials, and a PATH with this project's programs and the test bed's kubectl and helm.
+
+    Args:
+        kubeconfig: file with the credentials.
 
     Raises:
         TestbedError: there is no helm, and it can be neither downloaded nor built.
@@ -21,7 +24,7 @@ def exports() -> str:
     folder = _linked({"kubectl": bin_dir() / "kubectl", "helm": helm.ensure().resolve()})
     programs = Path(sys.executable).parent
     return (
-        f"export KUBECONFIG={shlex.quote(str(kubeconfig()))}\n"
+        f"export KUBECONFIG={shlex.quote(str(kubeconfig))}\n"
         f'export PATH={shlex.quote(str(programs))}:{shlex.quote(str(folder))}:"$PATH"\n'
     )
 
