@@ -4,14 +4,18 @@ PYTHON      ?= python3
 VENV        := .venv
 BIN         := $(VENV)/bin
 CACHE_DIR   ?= $(or $(ETJ_CACHE_DIR),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/elastic-training-operator)
-UV          := $(CACHE_DIR)/uv-0.13.8/bin/uv
+UV_VERSION  := $(shell sed -n 's/^uv==\([^ ]*\).*/\1/p' release/installer-requirements.txt)
+UV          := $(CACHE_DIR)/uv-$(UV_VERSION)/bin/uv
 export ETJ_CACHE_DIR := $(CACHE_DIR)
 # torch compiles DeepSpeed's CPU communication op at its first start (about a minute): keep it outside the checkout.
 export TORCH_EXTENSIONS_DIR ?= $(CACHE_DIR)/torch_extensions
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster test-servers test-nodes demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate lock-images images images-load
+# Hashes of the files for every platform: of wheels for arm64, too, on a machine that is none.
+PINNED := --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11
+
+.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster test-servers test-nodes demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -21,12 +25,13 @@ setup: $(VENV)/.done ## make .venv with everything (torch and DeepSpeed included
 $(UV):
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, found {v[0]}.{v[1]}: set PYTHON=/path/to/python3.11")'
 	@echo "setup: installing the package installer (once per machine)"
-	@rm -rf $(CACHE_DIR)/uv-0.13.8 && $(PYTHON) -m venv $(CACHE_DIR)/uv-0.13.8 && $(CACHE_DIR)/uv-0.13.8/bin/pip install -q uv==0.13.8
+	@rm -rf $(CACHE_DIR)/uv-$(UV_VERSION) && $(PYTHON) -m venv $(CACHE_DIR)/uv-$(UV_VERSION)
+	@$(CACHE_DIR)/uv-$(UV_VERSION)/bin/pip install -q --require-hashes -r release/installer-requirements.txt
 
 $(VENV)/.done: pyproject.toml requirements.lock | $(UV)
 	@echo "setup: creating .venv (torch and DeepSpeed are large: minutes the first time, seconds from the cache)"
 	@$(UV) venv -q --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
-	@DS_BUILD_OPS=0 VIRTUAL_ENV=$(VENV) $(UV) pip install --link-mode hardlink --compile-bytecode -r requirements.lock
+	@DS_BUILD_OPS=0 VIRTUAL_ENV=$(VENV) $(UV) pip install --link-mode hardlink --compile-bytecode --require-hashes -r requirements.lock
 	@VIRTUAL_ENV=$(VENV) $(UV) pip install -q --no-deps -e .
 	@touch $@
 
@@ -34,18 +39,35 @@ $(VENV)/.done: pyproject.toml requirements.lock | $(UV)
 comm-op: setup
 	-@$(BIN)/python -m testbed extensions
 
-lock: | $(UV) ## resolve the dependencies again and pin them in requirements.lock
-	$(UV) pip compile -q --all-extras --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade pyproject.toml -o requirements.lock
+lock: | $(UV) ## resolve the dependencies again and pin them, with the hashes of all their files, in requirements.lock
+	$(UV) pip compile -q --all-extras $(PINNED) --upgrade pyproject.toml -o requirements.lock
+	echo hatchling | $(UV) pip compile -q $(PINNED) --upgrade - -o release/build-requirements.txt
 	@$(MAKE) --no-print-directory lock-images
 
 lock-images: | $(UV) ## write what each image needs of requirements.lock to images/*/requirements.txt
 	images/lock.sh $(UV)
+
+release: setup | $(UV) ## wheel, sdist, chart, plugin, SBOM and checksums of the last commit in dist/, made twice and compared (BASE_URL=...)
+	$(BIN)/python -m release --uv $(UV) --pip $(dir $(UV))pip $(if $(BASE_URL),--base-url $(BASE_URL)) $(RELEASE_ARGS)
+
+check-tag:
+	@version=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml); [ "$(TAG)" = "v$$version" ] \
+	    || { echo "release: expected the tag v$$version, as in pyproject.toml, found $(TAG)" >&2; exit 1; }
+
+notes: ## print what CHANGELOG.md says about a version (TAG=v1.2.3)
+	@$(PYTHON) -m release.changelog $(patsubst v%,%,$(TAG))
+
+publish: ## push images and chart of dist/ to REGISTRY=... with skopeo and helm
+	@release/publish.sh dist
 
 images: ## build the container images with docker, podman or buildah (IMAGES="operator reshard", REGISTRY=...)
 	@images/build.sh $(IMAGES)
 
 images-load: setup ## build the images without any of them, and bring them onto the nodes of the test bed
 	$(BIN)/python -m testbed images --load
+
+plugin: setup | $(UV) ## build kubectl-etj as one file for each platform, with a manifest for krew, in dist/
+	$(BIN)/python -m krew.build --pip $(dir $(UV))pip
 
 lint: setup ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
@@ -57,6 +79,10 @@ generate: setup ## write the CRD, its copy in the chart and the reference pages 
 	$(BIN)/python -m crds.generate
 	$(BIN)/python -m docs.cli_reference
 
+docs: setup ## build the documentation site into site/VERSION (SITE=another folder)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --site-dir $(abspath $(or $(SITE),site))
+	@echo "docs: open $(or $(SITE),site)/index.html, or serve that folder with any web server"
+
 format: setup ## let ruff format and fix what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -66,6 +92,7 @@ test-fast: setup ## unit, property and golden tests but the slowest, on all proc
 
 test: lint ## lint, then every tier: unit, property and golden; then engine and cluster side by side
 	$(BIN)/pytest -n auto tests/unit tests/property tests/golden
+	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # builds beside tests would starve them
 	@$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-servers test-nodes
 
 # The cluster tier mostly waits, and has clocks; the engine tier computes, and takes what the other leaves.
@@ -84,10 +111,14 @@ test-nodes: comm-op
 	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # 3: not on this machine, as tests say
 	$(BIN)/pytest tests/cluster -m 'not own_api_server'
 
-soak: setup ## other random examples in every run, and more of them; SECONDS=600 for the readers' fuzz targets
+soak: comm-op ## other random examples in every run, and more of them; SECONDS=600 for the readers' fuzz targets
 	ETJ_SOAK=1 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
-	ETJ_SOAK=1 $(BIN)/pytest tests/cluster/test_fault_injection.py tests/cluster/test_recreated_jobs.py tests/cluster/test_patience.py tests/cluster/test_stacks.py
+	ETJ_SOAK=1 $(BIN)/pytest tests/cluster/test_fault_injection.py tests/cluster/test_recreated_jobs.py tests/cluster/test_patience.py tests/cluster/test_stacks.py tests/cluster/test_leaving.py
+	ETJ_SOAK=1 $(BIN)/pytest tests/engine
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $$(date +%s)
+
+canary: setup | $(UV) ## the engine tier with the newest frameworks, and API servers of the newest Kubernetes (CANARY_ARGS=--list: only tell)
+	$(BIN)/python -m canary --uv $(UV) $(CANARY_ARGS)
 
 demo: setup ## the whole story on real parts: train, lose a node, reshard, resume, grow back
 	$(BIN)/python -m demo $(DEMO_ARGS)
@@ -101,11 +132,11 @@ bench: setup ## the resharder beside DeepSpeed's converter, on the same files
 simulate: setup ## what failures cost in 54 days on up to 16,384 GPUs, with the operator's own decisions (minutes)
 	$(BIN)/python -m simulation $(SIMULATE_ARGS)
 
-testbed-up: setup ## a real Kubernetes cluster on this machine, without Docker
-	$(BIN)/python -m testbed up
+testbed-up: setup ## a real Kubernetes cluster on this machine, without Docker; CLUSTER=kind: on kind
+	$(BIN)/python -m testbed $(filter kind,$(CLUSTER)) up
 
-testbed-down: setup ## remove the test bed without a trace
-	$(BIN)/python -m testbed down
+testbed-down: setup ## remove the test bed without a trace; CLUSTER=kind: the cluster on kind
+	$(BIN)/python -m testbed $(filter kind,$(CLUSTER)) down
 
 clean: ## remove what `make` made in the checkout
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
