@@ -23,6 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from elastic_trainer.stacks.description import write_description
+
 BATCH = 12
 
 
@@ -58,6 +60,8 @@ def parameter_groups(run, model):
         return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     import reshard_rank
 
+    if run.get("single_group"):
+        return [{"params": list(model.parameters()), "weight_decay": 0.1}]
     return reshard_rank.parameter_groups(model, weight_decay=0.1)
 
 
@@ -77,6 +81,8 @@ def build(run):
     """Model, optimizer, schedule, and this rank's part of the batch."""
     dp, tp = run["dp"], run["tp"]
     model = make_model(run)
+    for name in run.get("frozen", ()):
+        model.get_parameter(name).requires_grad_(False)
     rank = 0
     if run["sharded"]:
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
@@ -126,6 +132,8 @@ def load(run, model, optimizer, schedule):
 def train(run):
     model, optimizer, schedule, own = build(run)
     losses = []
+    if "describe" in run and int(os.environ["RANK"]) == 0:
+        write_description(run["describe"], model, None if run.get("single_group") else optimizer)
     first = run.get("first", 0)
     if "load" in run:
         load(run, model, optimizer, schedule)
@@ -152,6 +160,10 @@ def train(run):
 def save(run, model, optimizer, schedule):
     state, weights, _ = state_of(run, model, optimizer, schedule)
     dcp.save(state, checkpoint_id=run["save"], no_dist=not run["sharded"])
+    if "weights" in run and int(os.environ["RANK"]) == 0:
+        torch.save({name: whole(value) for name, value in weights.items()}, run["weights"])
+    elif "weights" in run:
+        [whole(value) for value in weights.values()]
     if "truth" in run:
         found = {f"model/{name}": summary(value) for name, value in weights.items()}
         nested = get_state_dict(model, optimizer)[1]["state"]
@@ -160,9 +172,12 @@ def save(run, model, optimizer, schedule):
             Path(run["truth"]).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def summary(tensor):
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    content = tensor.detach().contiguous().numpy().tobytes()
+    content = whole(tensor).detach().contiguous().numpy().tobytes()
     return {"shape": list(tensor.shape), "sha256": hashlib.sha256(content).hexdigest()}
 
 

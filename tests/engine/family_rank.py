@@ -13,7 +13,9 @@ from pathlib import Path
 import deepspeed
 import torch
 import transformers
+from deepspeed.module_inject.auto_tp_model_utils import build_bloom_alibi_tensor
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import groups
 
 from reshard.topology import Topology
 
@@ -27,6 +29,8 @@ MODELS = {
     "llama": ("Llama", {}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-megatron": ("Llama", {"rms_norm_eps": 1e-5}),
+    "llama-megatron-tied": ("Llama", {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
     "llama-one-kv-head": ("Llama", {"num_key_value_heads": 1}),
     "mistral": ("Mistral", {}),
     "qwen2": ("Qwen2", {}),
@@ -35,6 +39,8 @@ MODELS = {
     "phi": ("Phi", {}),
     "phi3": ("Phi3", {"num_key_value_heads": 4}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "bloom": ("Bloom", {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}),
 }
 
 
@@ -145,7 +151,7 @@ class Megatron(torch.nn.Module):
         return types.SimpleNamespace(loss=loss)
 
 
-def build(family):
+def build(family, seed=3):
     if family == "megatron-pipeline":
         torch.manual_seed(3)
         return make_megatron_pipeline()
@@ -153,7 +159,7 @@ def build(family):
         torch.manual_seed(3)
         return Megatron()
     name, changes = MODELS[family]
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes}, attn_implementation="eager")
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
@@ -163,7 +169,7 @@ def build(family):
 
 
 def make_engine(run, topology):
-    model = build(run["family"])
+    model = build(run["family"], run.get("seed", 3))
     preset = {"preset_model": run["preset"]} if run.get("preset") else {}
     cut = {"autotp_size": topology.tp, **preset}
     config = {
@@ -175,10 +181,19 @@ def make_engine(run, topology):
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "checkpoint": {"load_universal": bool(run.get("universal"))},
+        **({"gradient_clipping": 0.0} if run["family"].startswith("llama-megatron") else {}),
         **({"tensor_parallel": cut} if topology.tp > 1 or preset else {}),
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    weights = list(model.parameters())
+    if run["family"].startswith("llama-megatron"):  # Megatron-Core's groups: norms do not decay
+        kinds = [[weight for weight in weights if (weight.ndim > 1) == is_matrix] for is_matrix in (True, False)]
+        weights = [{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(weights, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    if run.get("alibi") and topology.tp > 1:  # as DeepSpeed's inference does, and its training does not
+        engine.module.transformer.build_alibi_tensor = functools.partial(
+            build_bloom_alibi_tensor, mp_group=groups.get_tensor_model_parallel_group(), total_num_heads=4
+        )
     return engine
 
 
@@ -188,20 +203,33 @@ def batch(step, sample):
     return torch.randint(3, SIZES["vocab_size"], (GLOBAL_BATCH, 12), generator=generator)[sample : sample + 1]
 
 
-def step_once(engine, topology, rank):
+def step_once(engine, run, topology, rank):
     replica, micro = topology.coordinate(rank).dp, GLOBAL_BATCH // topology.dp
     if isinstance(engine.module, PipelineModule):
         batches = [batch(engine.global_steps, replica * micro + at) for at in range(micro)]
         return float(engine.train_batch(data_iter=iter([(tokens, tokens) for tokens in batches])))
     total = torch.zeros((), dtype=torch.float64)
     for at in range(micro):
-        tokens = batch(engine.global_steps, replica * micro + at)
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        sample = replica * micro + at
+        tokens = batch(engine.global_steps, sample)
+        torch.manual_seed(GLOBAL_BATCH * engine.global_steps + sample)  # Phi-MoE draws experts at random
+        mask = {"attention_mask": torch.ones_like(tokens)} if run.get("alibi") else {}
+        loss = engine(input_ids=tokens, labels=tokens, **mask).loss
         engine.backward(loss)
         engine.step()
         total += loss.detach().double() / micro
     torch.distributed.all_reduce(total)
     return float(total) / topology.world_size
+
+
+def step_or_refuse(engine, run, topology, rank):
+    """Return the loss of a step, or the message of an error that the run expects."""
+    try:
+        return step_once(engine, run, topology, rank)
+    except RuntimeError as failure:
+        if not run.get("refused"):
+            raise
+        return str(failure)
 
 
 def main():
@@ -224,7 +252,7 @@ def main():
                     raise
                 error = str(failure)
         for _ in range(0 if error else run["steps"]):
-            losses.append(step_once(engine, topology, rank))
+            losses.append(step_or_refuse(engine, run, topology, rank))
             if run.get("save") and engine.global_steps == run["save_at"]:
                 is_pipeline = isinstance(engine.module, PipelineModule)
                 client = {"universal_checkpoint_info": MEGATRON_INFO} if is_pipeline else {}

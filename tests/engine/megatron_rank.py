@@ -7,7 +7,9 @@ leaves the counts out and makes one tensor of them all, so they are given back h
 
 import json
 import os
+import re
 import sys
+import zlib
 from pathlib import Path
 
 import torch
@@ -28,6 +30,9 @@ from megatron.core.transformer.moe import experts  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 LENGTH, VOCABULARY, STEPS = 8, 12, 3
+LLAMA = {"hidden_size": 32, "ffn_hidden_size": 48}
+GLOBAL_BATCH = 4
+"""Sizes and batch of the Llama that `family_rank` trains with DeepSpeed."""
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -62,19 +67,16 @@ def _set_states_and_step(self, parameter, tensors):
 DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_and_step
 
 
-def build(tp, vocabulary, dtype, *, training, **more):
-    """A GPT like Llama; its sizes are those of the golden checkpoints."""
+def build(tp, vocabulary, dtype, *, training, tied=True, positions="rope", **more):
+    """A GPT like Llama; its sizes are those of the golden checkpoints, if not given."""
     kind = {"num_experts": more.get("num_moe_experts"), "moe_grouped_gemm": more.get("moe_grouped_gemm", False)}
+    kinds = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, **more}
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 6, **kinds}
     config = TransformerConfig(
         num_layers=2,
-        hidden_size=8,
         num_attention_heads=4,
         num_query_groups=2,
-        ffn_hidden_size=6,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=True,
@@ -85,15 +87,17 @@ def build(tp, vocabulary, dtype, *, training, **more):
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **more,
+        **sizes,
     )
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm", **kind),
+        get_gpt_layer_local_spec(
+            normalization=kinds["normalization"], qk_layernorm=more.get("qk_layernorm", False), **kind
+        ),
         vocab_size=vocabulary,
-        max_sequence_length=LENGTH,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
+        max_sequence_length=2 * LENGTH,
+        position_embedding_type=positions,
+        share_embeddings_and_output_weights=tied,
         parallel_output=training,  # its loss takes each rank's part of the logits
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -177,6 +181,103 @@ def train(run, tp):
     return [step() for _ in range(STEPS)]
 
 
+def batch(step, replica, replicas):
+    """The tokens that `family_rank` gives to a replica."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    each = GLOBAL_BATCH // replicas
+    return torch.randint(3, 64, (GLOBAL_BATCH, 12), generator=generator)[replica * each : (replica + 1) * each]
+
+
+def llama(run, tp):
+    """Losses of the Llama that `family_rank` trains, from a checkpoint or from new weights."""
+    torch.manual_seed(run.get("seed", 3))
+    dtype = torch.bfloat16 if run.get("bf16") else torch.float32
+    config, model = build(tp, 64, dtype, training=True, tied=run.get("tied", False), **LLAMA)
+    buckets = {"bucket_size": run["bucket_size"], "overlap_grad_reduce": True} if "bucket_size" in run else {}
+    wrapped = DistributedDataParallel(
+        config, DistributedDataParallelConfig(use_distributed_optimizer=True, **buckets), model
+    )
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-2, adam_beta2=0.95, weight_decay=0.1, bf16=bool(run.get("bf16")), params_dtype=dtype,
+        use_distributed_optimizer=True, clip_grad=0.0,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(settings, [wrapped], use_gloo_process_groups=True)
+    content = {**CONTENT, "distrib_optim_sharding_type": run.get("sharding", "fully_reshardable")}
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+    def step(number):
+        for group in optimizer.param_groups:  # as Megatron-Core's scheduler does: norms do not decay
+            group["weight_decay"] = 0.1 * group["wd_mult"]
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        tokens = batch(number, replica, replicas)
+        loss = forward(wrapped, tokens[:, :-1], labels=tokens[:, 1:]).float().mean()
+        loss.backward()
+        wrapped.finish_grad_sync()
+        optimizer.step()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        return mean.item() / torch.distributed.get_world_size()
+
+    def state(**loading):
+        found = model.sharded_state_dict(metadata={})
+        return {"model": found, "optimizer": optimizer.sharded_state_dict(found, metadata=content, **loading)}
+
+    done = 0
+    if "load" in run:
+        step(0)  # torch's Adam has no state before
+        loaded = dist_checkpointing.load({**state(is_loading=True)}, run["load"], strict="raise_all")
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        done = dist_checkpointing.load_common_state_dict(run["load"])["iteration"]
+    losses = []
+    for number in range(done, done + run["steps"]):
+        losses.append(step(number))
+        if run.get("save") and number + 1 == run["save_at"]:
+            Path(run["save"]).mkdir(parents=True, exist_ok=True)
+            common = {"iteration": number + 1, "checkpoint_version": 3.0}
+            dist_checkpointing.save({**state(), **common}, run["save"], content_metadata=content)
+    return losses
+
+
+def states(run, tp):
+    """Save states of an optimizer in each of `run["save"]`'s kinds; gradients are drawn by the name of the weight."""
+    torch.manual_seed(3)
+    dtype = torch.bfloat16 if run.get("bf16") else torch.float32
+    config, model = build(tp, VOCABULARY, dtype, training=True, tied=run.get("tied", False), **run["model"])
+    buckets = {"bucket_size": run["bucket_size"], "overlap_grad_reduce": True} if "bucket_size" in run else {}
+    wrapped = DistributedDataParallel(
+        config, DistributedDataParallelConfig(use_distributed_optimizer=True, **buckets), model
+    )
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-2, bf16=bool(run.get("bf16")), params_dtype=dtype, use_distributed_optimizer=True,
+        clip_grad=0.0,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(settings, [wrapped], use_gloo_process_groups=True)
+    first_layer = parallel_state.get_pipeline_model_parallel_rank() * len(model.decoder.layers)
+    for _ in range(STEPS):
+        wrapped.zero_grad_buffer()
+        for name, weight in model.named_parameters():
+            tied = "embedding.word_embeddings.weight" if getattr(weight, "shared_embedding", False) else name
+            tied = re.sub(r"(?<=layers\.)\d+", lambda match: str(int(match[0]) + first_layer), tied)
+            own = (
+                parallel_state.get_tensor_model_parallel_rank()
+                if getattr(weight, "tensor_model_parallel", False)
+                else 0
+            )
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{tied} {own}".encode()))
+            weight.main_grad.normal_(generator=generator)
+        optimizer.step()
+    for sharding, folder in run["save"].items():
+        content = {**CONTENT, "distrib_optim_sharding_type": sharding}
+        found = model.sharded_state_dict(metadata={})
+        saved = {"model": found, "optimizer": optimizer.sharded_state_dict(found, metadata=content)}
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        common = {"iteration": STEPS, "checkpoint_version": 3.0}
+        dist_checkpointing.save({**saved, **common}, folder, content_metadata=content)
+    return []
+
+
 def main() -> None:
     """Do the runs of `sys.argv[1]`, one after the other."""
     task = json.loads(sys.argv[1])
@@ -191,7 +292,9 @@ def main() -> None:
             expert_model_parallel_size=run.get("ep", 1),
         )
         with OnCpu():
-            values = {"logits": logits, "train": train, "weights": weights}[run["kind"]](run, tp)
+            values = {"logits": logits, "train": train, "weights": weights, "llama": llama, "states": states}[
+                run["kind"]
+            ](run, tp)
         if int(os.environ["RANK"]) == 0:
             with open(task["results"], "a") as file:
                 print(json.dumps({"name": run["name"], "losses": values}), file=file)

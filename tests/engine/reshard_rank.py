@@ -17,17 +17,29 @@ import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequences
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from model import GptConfig, build, parameter_groups, pipeline_description, universal_checkpoint_info
+from model import (
+    Embedding,
+    GptConfig,
+    build,
+    parameter_groups,
+    pipeline_description,
+    project,
+    universal_checkpoint_info,
+    vocabulary_loss,
+)
 
 from reshard.topology import Topology
 
 GLOBAL_BATCH = 12
 OPTIONS = (
     *("topology", "model", "size", "frozen", "zero", "bf16", "fp16", "data_types"),
-    *("optimizer", "configured", "inner", "single", "partial"),
+    *("optimizer", "configured", "inner", "single", "partial", "weights", "fresh"),
 )
+PIPELINES = {"pipeline", "moe-pipeline"}
 SIZES = {
     "small": GptConfig(
         layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61, padded_vocabulary=64, sequence=16
@@ -61,22 +73,26 @@ class FlatModel(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
 
+def make_experts(hidden, experts, topology):
+    """Make a layer of DeepSpeed's own experts: all ranks draw all of them, and keep their own. No token is dropped."""
+    layer = MoE(hidden, torch.nn.Linear(hidden, hidden), experts, topology.ep, drop_tokens=False, use_rts=False)
+    own = layer.deepspeed_moe.experts.deepspeed_experts
+    part = topology.coordinate(int(os.environ["RANK"])).dp % topology.ep * len(own)
+    for expert in range(experts):
+        weight, bias = torch.randn(hidden, hidden) / hidden**0.5, torch.randn(hidden) / 10
+        if part <= expert < part + len(own):
+            own[expert - part].weight.data, own[expert - part].bias.data = weight, bias
+    return layer
+
+
 class MoeModel(FlatModel):
     """With two layers of DeepSpeed's own experts. No token is dropped, so that losses do not depend on the ranks."""
 
     def __init__(self, config, topology):
         super().__init__(config)
-        hidden = config.hidden - 1
         torch.manual_seed(11)
         for number, experts in enumerate((4, 2)):
-            layer = MoE(hidden, torch.nn.Linear(hidden, hidden), experts, topology.ep, drop_tokens=False, use_rts=False)
-            own = layer.deepspeed_moe.experts.deepspeed_experts
-            part = int(os.environ["RANK"]) % topology.ep * len(own)
-            for expert in range(experts):  # all ranks draw all experts, and keep their own
-                weight, bias = torch.randn(hidden, hidden) / hidden**0.5, torch.randn(hidden) / 10
-                if part <= expert < part + len(own):
-                    own[expert - part].weight.data, own[expert - part].bias.data = weight, bias
-            setattr(self, f"moe{number}", layer)
+            setattr(self, f"moe{number}", make_experts(config.hidden - 1, experts, topology))
 
     def forward(self, tokens, labels):
         hidden = self.embed(tokens)
@@ -84,6 +100,34 @@ class MoeModel(FlatModel):
             hidden = hidden + layer(hidden)[0]
         hidden = hidden + self.down(torch.nn.functional.silu(self.norm(self.up(hidden)))) * self.scale[0]
         return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
+
+
+class MoeBlock(torch.nn.Module):
+    """A layer of a pipeline: a layer of experts, or a linear one; its first values depend on its number only."""
+
+    def __init__(self, config, number, experts, topology):
+        super().__init__()
+        torch.manual_seed(13 + number)
+        hidden = config.hidden
+        self.norm = torch.nn.LayerNorm(hidden)
+        self.moe = make_experts(hidden, experts, topology) if experts else torch.nn.Linear(hidden, hidden)
+
+    def forward(self, hidden):
+        value = self.moe(self.norm(hidden))
+        return hidden + (value[0] if isinstance(value, tuple) else value)
+
+
+def make_moe_pipeline(config, topology):
+    """Make a PipelineModule with three layers of experts, of which a stage can have two, or none; and client state."""
+    blocks = [LayerSpec(MoeBlock, config, at, experts, topology) for at, experts in enumerate((4, 0, 2, 4))]
+    tied = TiedLayerSpec("embed", Embedding, config, tied_weight_attr="weight")
+    head = TiedLayerSpec("embed", Embedding, config, forward_fn=project, tied_weight_attr="weight")
+    layout = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp)
+    loss = vocabulary_loss(config)
+    model = PipelineModule([tied, *blocks, head], loss_fn=loss, topology=layout, partition_method="uniform")
+    parts = [int(part) for part in model.parts]
+    described = {"num_layers": parts[-1], "partition_method": "uniform", "tied": {"embed": [0, parts[-1] - 1]}}
+    return model, {"pipeline_layout": {**described, "parts": parts}}
 
 
 class Gated(torch.nn.Module):
@@ -125,6 +169,22 @@ class AutoEpModel(torch.nn.Module):
         return torch.nn.functional.cross_entropy(hidden.flatten(0, 1).float(), labels.flatten() % hidden.shape[-1])
 
 
+class AutoEpCutModel(AutoEpModel):
+    """With a layer by columns and one by rows, for AutoTP to cut."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.up = torch.nn.Linear(config.hidden, config.ffn)
+        self.down = torch.nn.Linear(config.ffn, config.hidden)
+
+    def forward(self, tokens, labels):
+        hidden = self.embed(tokens)
+        hidden = hidden + self.down(torch.nn.functional.silu(self.up(hidden)))
+        hidden = self.norm(hidden + self.block0(hidden))
+        hidden = hidden + self.block1(hidden)
+        return torch.nn.functional.cross_entropy(hidden.flatten(0, 1).float(), labels.flatten() % hidden.shape[-1])
+
+
 AUTOEP = {
     "enabled": True,
     "moe_layer_pattern": r"block\d",
@@ -144,6 +204,9 @@ CONFIGURED = {
     "muon": {"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.95, "weight_decay": 0.1}},
 }
 """Optimizers of DeepSpeed's own, named in its configuration."""
+
+
+AUTOEP_MODELS = {"autoep": AutoEpModel, "autoep-cut": AutoEpCutModel}
 
 
 class CutModel(torch.nn.Module):
@@ -219,8 +282,8 @@ def config_of(run, topology):
     cut = {"tensor_parallel": {"autotp_size": topology.tp, "partition_config": AUTOTP}}
     auto = {"expert_parallel": {**AUTOEP, "autoep_size": topology.ep}, "optimizer": ADAM}
     return {
-        **(auto if run["model"] == "autoep" else {}),
-        **(cut if run["model"] == "cut" and topology.tp > 1 else {"train_batch_size": GLOBAL_BATCH}),
+        **(auto if run["model"] in AUTOEP_MODELS else {}),
+        **(cut if run["model"] in {"cut", "autoep-cut"} and topology.tp > 1 else {"train_batch_size": GLOBAL_BATCH}),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": GLOBAL_BATCH // topology.num_replicas,
         "zero_optimization": {"stage": topology.zero, **run.get("zero", {})},
@@ -246,8 +309,8 @@ def optimizer_of(run, groups):
 
 
 def flat_model(run, config, topology):
-    if run["model"] == "autoep":
-        return AutoEpModel(config)
+    if run["model"] in AUTOEP_MODELS:
+        return AUTOEP_MODELS[run["model"]](config)
     if run["model"] == "cut":
         return CutModel(config, run["inner"])
     return MoeModel(config, topology) if run["model"] == "moe" else FlatModel(config, gain="single" in run)
@@ -255,7 +318,7 @@ def flat_model(run, config, topology):
 
 def groups_of(run, model):
     groups = parameter_groups(model, weight_decay=0.1)
-    if run["model"] == "moe":
+    if run["model"] in {"moe", "moe-pipeline"}:
         named = [{**group, "name": f"dense-{at}"} for at, group in enumerate(groups)]
         return split_params_into_different_moe_groups_for_optimizer(named)
     if run.get("single"):  # a group of one parameter of one element
@@ -283,7 +346,9 @@ def make_partial(model, info, topology):
 
 
 def make_engine(run, config, topology):
-    if run["model"] == "pipeline":
+    if run["model"] == "moe-pipeline":
+        model, client = make_moe_pipeline(config, topology)
+    elif run["model"] == "pipeline":
         model = build(config, topology)
         info = {**universal_checkpoint_info(config), "original_vocab_size": config.vocabulary}
         if run.get("partial"):
@@ -296,10 +361,12 @@ def make_engine(run, config, topology):
         )
     for name in run.get("frozen", ()):
         model.get_parameter(name).requires_grad_(False)
+    if run.get("weights"):  # what a warm start must be equal to: weights before the engine is made
+        model.load_state_dict(torch.load(run["weights"], weights_only=True))
     if run.get("configured"):
         optimized = {"model_parameters": [item for item in model.parameters() if item.requires_grad]}
     else:
-        optimized = {"optimizer": None if run["model"] == "autoep" else optimizer_of(run, groups_of(run, model))}
+        optimized = {"optimizer": None if run["model"] in AUTOEP_MODELS else optimizer_of(run, groups_of(run, model))}
     if topology.cp > 1:
         optimized["mpu"] = sequence_mpu(topology.cp)
     engine, *_ = deepspeed.initialize(model=model, config=config_of(run, topology), **optimized)
@@ -380,7 +447,7 @@ def main():
     for run in task["runs"]:
         topology = Topology.parse(run["topology"])
         config = SIZES[run.get("size", "small")]
-        step_once = pipeline_step if run["model"] == "pipeline" else flat_step
+        step_once = pipeline_step if run["model"] in PIPELINES else flat_step
         key = json.dumps([run.get(name) for name in OPTIONS])
         if key not in engines:
             engines.clear()
@@ -390,9 +457,16 @@ def main():
             folder = Path(run["load"])
             tag = None if run.get("untagged") else folder.name
             strict = not run.get("without_frozen")
-            path, state = engine.load_checkpoint(str(folder.parent), tag=tag, load_module_strict=strict)
+            path, state = engine.load_checkpoint(
+                str(folder.parent),
+                tag=tag,
+                load_module_strict=strict,
+                load_module_only=bool(run.get("module_only")),
+                load_lr_scheduler_states=not run.get("without_schedule"),
+            )
             assert path is not None, folder
-            check_client(state, client)
+            if not run.get("foreign"):  # a source of another framework has no client state
+                check_client(state, client)
             if run.get("spoil"):  # a control: what a lost first moment, or another state, would look like
                 name = "exp_avg" if run["spoil"] is True else run["spoil"]
                 for group_state in engine.optimizer.optimizer.state.values():

@@ -33,12 +33,14 @@ def launch(runs: list[dict], script: Path = _RANK) -> dict[str, list[float]]:
 def launch_all(runs: list[dict], script: Path = _RANK) -> dict[str, list[float]]:
     """One set of processes per world size, kind of model and cp: a pipeline and an mpu leave global state behind.
 
+    So do pipelines with experts, whose groups of ranks have names that do not depend on pp.
+
     Runs that differ only in what they load, save and are called follow each other: they share an engine.
     """
 
-    def key(run: dict) -> tuple[str, int, int]:
+    def key(run: dict) -> tuple[str, int, int, int]:
         topology = Topology.parse(run["topology"])
-        return run["model"], topology.world_size, topology.cp
+        return run["model"], topology.world_size, topology.cp, topology.pp if run["model"] == "moe-pipeline" else 0
 
     def engine(run: dict) -> str:
         return json.dumps({name: value for name, value in run.items() if name not in _OF_THE_RUN_ALONE}, sort_keys=True)

@@ -12,6 +12,7 @@ from elastic_trainer.mailbox import FileMailbox
 from reshard.commits.commit import read_commit
 from reshard.contract import LeaseKey, TrainerExit
 from tests.engine.stack_run import OURS, Pods, newest_commit
+from tests.randomness import SOAKING
 
 pytestmark = pytest.mark.engine
 
@@ -69,7 +70,9 @@ def test_a_drain_leaves_a_commit_and_a_resume_ends_with_zero(start, tmp_path):
         assert sorted(pods.finish()) == [last + 1]
 
 
+@pytest.mark.parametrize("start", LAUNCHERS if SOAKING else ["ours"], indirect=True)
 def test_a_commit_that_cannot_be_used_is_refused(start, tmp_path):
+    """What a launcher makes of an exit code, a drain shows as well."""
     box = tmp_path / "mailbox.json"
     with start("--steps", "4", ETJ_ATTEMPT="2", ETJ_RESUME=str(tmp_path / "none"), ETJ_MAILBOX=str(box)) as pods:
         assert pods.wait() == start.expected(TrainerExit.RESUME_INVALID), pods.text[-3000:]

@@ -1,4 +1,4 @@
-"""Mixtures of experts, DeepSpeed's own and AutoEP's, into other degrees of expert and data parallelism."""
+"""Mixtures of experts, DeepSpeed's own and AutoEP's, into other degrees of expert, data and other parallelism."""
 
 import itertools
 from importlib.util import find_spec
@@ -16,11 +16,17 @@ pytestmark = [
 
 SOURCES = ["dp=4,ep=2,zero=1", "dp=4,ep=1,zero=2"]
 TARGETS = ["dp=2,ep=1,zero=1", "dp=2,ep=2,zero=2", "dp=4,ep=2,zero=2"]
+TENSOR_PARALLEL = "tp=3,dp=2,ep=2,zero=1"  # at tp=2, two ranks write the same file of an expert at once
+PIPELINE = "pp=2,dp=2,ep=2,zero=1"
 ZERO3 = "dp=4,ep=2,zero=3"
 PAIRS = [
     *(("moe", source, target) for source, target in itertools.product(SOURCES, TARGETS)),
+    *(("moe-pipeline", PIPELINE, target) for target in ("pp=1,dp=2,ep=2,zero=1", "pp=3,dp=1,zero=1")),
+    ("moe-pipeline", "pp=1,dp=2,ep=2,zero=1", "pp=2,dp=2,zero=1"),
     *(("autoep", SOURCES[0], target) for target in ("dp=2,ep=1,zero=1", "dp=2,ep=2,zero=2", "dp=4,ep=4,zero=1")),
     ("autoep", SOURCES[0], "dp=2,ep=2,zero=3"),
+    *(("autoep-cut", TENSOR_PARALLEL, target) for target in ("tp=1,dp=4,ep=4,zero=1", "tp=1,dp=2,ep=1,zero=3")),
+    ("autoep-cut", TENSOR_PARALLEL, "tp=2,dp=2,ep=2,zero=2"),
     *(("autoep", ZERO3, target) for target in ("dp=2,ep=2,zero=3", "dp=4,ep=4,zero=3", "dp=2,ep=1,zero=3")),
     *(("autoep", ZERO3, target) for target in ("dp=2,ep=2,zero=1", "dp=4,ep=2,zero=2")),
 ]

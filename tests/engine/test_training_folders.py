@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from reshard.api import index_of, reshard
+from reshard.execution.verify import read_digests
 from tests.engine.rank_client import common_environment
 from tests.engine.stack_run import EXAMPLES, Pods
 from tests.randomness import SOAKING
@@ -130,3 +131,35 @@ def test_the_trainer_resumes_from_a_folder_of_fsdp_as_it_is(tmp_path, ranks):
     assert losses(again) == pytest.approx({step: quiet[step][0] for step in again}, **FP32)
     index = index_of(tmp_path / "first" / name)
     assert (index.step, {tensor.key.state for tensor in index.tensors}) == (SAVED, {"weight", "exp_avg", "exp_avg_sq"})
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=slow)])
+def test_the_trainer_resumes_from_a_converted_folder_of_fsdp(tmp_path, ranks):
+    args = ("--steps", str(STEPS), "--backend", "fsdp2")
+    quiet = train(tmp_path / "first", "huggingface_trainer/plain.py", 2, *args, zero=3)
+    name = f"output/checkpoint-{SAVED}"
+    source, target = tmp_path / "first" / name, tmp_path / "second" / name
+    report = reshard(source, target, f"dp={ranks}")
+    assert report.witness["not_witnessed"] == 0
+    assert read_digests(index_of(target)) == read_digests(index_of(source))
+    kept = {path.name for path in source.iterdir()} - {f"rng_state_{rank}.pth" for rank in range(2)}
+    assert {path.name for path in target.iterdir()} == {*kept, "COMMIT.json"}
+    assert len(list((target / "optimizer_0").glob("*.distcp"))) == ranks
+    again = train(tmp_path / "second", "huggingface_trainer/plain.py", ranks, *args, zero=3)
+    assert sorted(again) == list(range(SAVED + 1, STEPS + 1))
+    assert losses(again) == pytest.approx({step: quiet[step][0] for step in again}, **FP32)
+    assert {step: rate for step, (_, rate) in again.items()} == {step: quiet[step][1] for step in again}
+
+
+@slow
+def test_accelerate_resumes_from_a_converted_state_of_fsdp(tmp_path):
+    args = ("--epochs", "1", "--backend", "fsdp2")
+    quiet = train(tmp_path / "first", "accelerate/plain.py", 2, *args, zero=3)
+    name = f"output/step-{SAVED}"
+    reshard(tmp_path / "first" / name, tmp_path / "second" / name, "dp=1")
+    plain = (EXAMPLES / "accelerate" / "plain.py").read_text()
+    (tmp_path / "scaled.py").write_text(plain.replace("    step = resume(accelerator, options.output)\n", SCALED))
+    paths = os.pathsep.join([str(EXAMPLES / "accelerate"), *filter(None, [common_environment().get("PYTHONPATH")])])
+    again = train(tmp_path / "second", tmp_path / "scaled.py", 1, *args, zero=3, PYTHONPATH=paths)
+    assert sorted(again) == [step for step in quiet if step > SAVED]
+    assert losses(again) == pytest.approx({step: quiet[step][0] for step in again}, **FP32)

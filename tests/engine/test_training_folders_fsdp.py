@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from reshard.api import index_of
 from reshard.cli.main import main
-from reshard.contract import ExitCode
 from reshard.execution.verify import read_digests
 from reshard.tensors.views import select_states
 
@@ -87,11 +86,19 @@ def test_torch_loads_model_and_optimizer_from_the_one_folder(trained, tmp_path, 
         assert torch.equal(target["optimizer"]["state"][name]["exp_avg"], state["exp_avg"])
 
 
-def test_another_number_of_ranks_needs_no_conversion(trained, tmp_path, capsys):
-    _, _, folder = trained
-    error = say(capsys, "run", folder, tmp_path / "out", "--to", "dp=3", code=ExitCode.UNSUPPORTED)["error"]
-    assert "needs no conversion" in error["message"]
-    assert "dcp puts model and optimizer in one folder" in error["hint"]
+def test_torch_loads_both_parts_of_a_folder_for_other_ranks(trained, tmp_path, capsys):
+    model, optimizer, folder = trained
+    say(capsys, "run", folder, tmp_path / "out", "--to", "dp=3")
+    states = get_optimizer_state_dict(model, optimizer)
+    moments = {name: {"exp_avg": torch.zeros_like(state["exp_avg"])} for name, state in states["state"].items()}
+    weights = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(weights, checkpoint_id=tmp_path / "out" / "pytorch_model_fsdp_0", no_dist=True)
+        dcp.load({"optimizer": {"state": moments}}, checkpoint_id=tmp_path / "out" / "optimizer_0", no_dist=True)
+    assert all(torch.equal(weights["model"][name], value) for name, value in model.state_dict().items())
+    assert all(torch.equal(moments[name]["exp_avg"], state["exp_avg"]) for name, state in states["state"].items())
+    assert (tmp_path / "out" / "trainer_state.json").read_text() == "{}"
 
 
 def test_the_model_part_alone_is_read_as_before(trained):

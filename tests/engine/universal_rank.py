@@ -14,13 +14,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 import deepspeed
 import torch
 from model import build, pipeline_description, universal_checkpoint_info
-from reshard_rank import SIZES, config_of, flat_model, flat_step, groups_of, optimizer_of, pipeline_step
+from reshard_rank import (
+    PIPELINES,
+    SIZES,
+    config_of,
+    flat_model,
+    flat_step,
+    groups_of,
+    make_moe_pipeline,
+    optimizer_of,
+    pipeline_step,
+)
 
 from reshard.topology import Topology
 
 
 def make_engine(run, config, topology):
-    if run["model"] == "pipeline":
+    if run["model"] == "moe-pipeline":
+        model, client = make_moe_pipeline(config, topology)
+    elif run["model"] == "pipeline":
         model = build(config, topology)
         info = {**universal_checkpoint_info(config), "original_vocab_size": config.vocabulary}
         client = {"universal_checkpoint_info": info, "pipeline_layout": pipeline_description(config, model)["pipeline"]}
@@ -41,12 +53,12 @@ def main():
     for run in task["runs"]:
         topology = Topology.parse(run["topology"])
         config = SIZES[run.get("size", "small")]
-        step_once = pipeline_step if run["model"] == "pipeline" else flat_step
+        step_once = pipeline_step if run["model"] in PIPELINES else flat_step
         engine, client = make_engine(run, config, topology)
         if run.get("load"):
             folder = Path(run["load"])
             _, state = engine.load_checkpoint(str(folder.parent), tag=None if run.get("untagged") else folder.name)
-            assert "note" not in client or state["note"] == client["note"]
+            assert run.get("foreign") or "note" not in client or state["note"] == client["note"]
             if run.get("clone_steps"):  # what DeepSpeed's stage 3 should do
                 for own in engine.optimizer.optimizer.state.values():
                     own["step"] = own["step"].clone()

@@ -30,7 +30,9 @@ TARGETS = {
     "bf16-dp2": ["dp=1", "dp=3", "dp=4,zero=2"],
     "bf16-optimizer-dp2": ["dp=1", "dp=3", "dp=4,zero=2"],
     "autoep-dp2-ep2": ["dp=4,ep=4", "dp=2,ep=1,zero=2", "dp=4,ep=2", "dp=3,zero=2"],
+    "autoep-tp2-dp2-ep2": ["dp=2,ep=2", "tp=2,dp=4,ep=4", "tp=3,dp=2,ep=2,zero=2"],
     "experts-dp4-ep2": ["dp=2,ep=2", "dp=4,ep=1", "dp=6,ep=2,zero=2", "dp=1,zero=2"],
+    "experts-pp2-dp2-ep2": ["pp=1,dp=2,ep=2", "pp=3,dp=4,ep=2", "pp=2,dp=3"],
     "zero0-dp2": ["dp=1,zero=0", "dp=3,zero=0"],
     "zero0-bf16-dp2": ["dp=1,zero=0", "dp=3,zero=0"],
 }
@@ -87,8 +89,12 @@ def whole(tensors: dict[str, np.ndarray], key: str) -> np.ndarray:
 
 
 def cut(name: str, value: np.ndarray, tp: int, rank: int) -> np.ndarray:
-    """The example model's tensor parallelism in words of numpy: what rank `rank` holds."""
+    """The example models' tensor parallelism in words of numpy: what rank `rank` holds."""
     leaf = name.rsplit(".", 1)[-1]
+    if name.partition("/")[2].startswith(("embed.", "norm.", "block", "down.bias")):  # AutoTP's
+        return value
+    if name.endswith("down.weight"):
+        return np.split(value, tp, axis=1)[rank]
     if leaf in ("attention_norm", "ffn_norm", "norm"):
         return value
     if leaf in ("out", "down"):

@@ -1,10 +1,13 @@
-"""Make the tiny Megatron-Core checkpoint beside this file again: `python tests/golden/make_megatron.py`.
+"""Make the tiny Megatron-Core checkpoints beside this file again: `python -m tests.golden.make_megatron`.
 
 Needs megatron-core 0.16.1 beside torch; no GPU. A GPT of two layers with grouped queries, a gated MLP and RMS norms is
 built by Megatron-Core with tensor parallelism over two processes, trained for three steps of torch's AdamW, and saved
 by `dist_checkpointing.save`; the optimizer's states go through Megatron-Core's own helpers, with the keys of
 `--dist-ckpt-optim-fully-reshardable`. What each full tensor is goes to `truth.json`, put together from the ranks'
 weights by what Megatron-Core's layers say of themselves (`partition_dim`), not by its checkpoint code.
+
+`buckets-tp2` is what the distributed optimizer itself saves as `dp_reshardable`, in several buckets. What its full
+tensors are is read by torch from a folder of the same run with one bucket, saved as `fully_reshardable`.
 """
 
 import argparse
@@ -16,6 +19,9 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+
+from tests.engine.reshard_run import launch
 
 HERE = Path(__file__).parent / "megatron-0.16.1"
 TP, LAYERS, HIDDEN, FFN, STEPS = 2, 2, 8, 6, 3
@@ -118,12 +124,45 @@ def rank_main(rank, store):
     torch.distributed.barrier()
 
 
+def make_buckets() -> None:
+    """Make the folder with states in buckets."""
+    with tempfile.TemporaryDirectory() as scratch:
+        whole, folder = Path(scratch) / "whole", HERE / "buckets-tp2" / "iter_0000003"
+        run = {"kind": "states", "tp": TP, "topology": f"tp={TP},dp=1", "bf16": True, "model": {}}
+        saves = [{"fully_reshardable": str(whole)}, {"dp_reshardable": str(folder)}]
+        runs = [
+            {**run, "name": "whole", "save": saves[0]},
+            {**run, "name": "cut", "save": saves[1], "bucket_size": 300},
+        ]
+        launch(runs, HERE.parents[1] / "engine" / "megatron_rank.py")
+        reader = FileSystemReader(whole)
+        described = reader.read_metadata().state_dict_metadata
+        found = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in described.items()
+            if hasattr(entry, "size")
+        }
+        load(found, storage_reader=reader, no_dist=True)
+    truth = {}
+    for key, value in found.items():
+        state, name = key.removeprefix("optimizer.state.").split(".", 1) if "optimizer" in key else ("weight", key)
+        parts = {name: value}
+        if "layers." in name:
+            parts = {name.replace("layers.", f"layers.{at}."): value[at] for at in range(LAYERS)}
+        for own, part in parts.items():
+            content = part.contiguous().view(torch.uint8).numpy().tobytes()
+            shown = {"shape": list(part.shape), "sha256": hashlib.sha256(content).hexdigest()}
+            truth[f"{'fp32' if state == 'param' else state}/{own}"] = shown
+    (HERE / "buckets-tp2" / "truth.json").write_text(json.dumps(truth, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> None:
-    """Make it."""
+    """Make them."""
     shutil.rmtree(HERE, ignore_errors=True)
     (HERE / "iter_0000003").mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         torch.multiprocessing.spawn(rank_main, args=(f"{scratch}/store",), nprocs=TP)
+    make_buckets()
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ ends in one of three ways: both ways, one way (why the way back is refused), or 
 
 import dataclasses
 import functools
+import json
 import re
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from reshard.api import Conversion, RunOptions, convert, index_of, view_of
 from reshard.commits.commit import read_commit
@@ -18,7 +20,8 @@ from reshard.errors import UnsupportedError
 from reshard.execution import compare
 from reshard.execution.rounded_digests import rounded_digests
 from reshard.execution.verify import read_digests
-from reshard.tensors.layout import Index
+from reshard.tensors.cast import FLOATS
+from reshard.tensors.layout import PADDING, Index
 from reshard.topology import Topology
 
 HERE = Path(__file__).parent
@@ -33,11 +36,14 @@ class Source:
     Attributes:
         path: the checkpoint.
         like: what `--like` names where the target is of one of DeepSpeed's formats.
+        described: `--model` and `--ds-config` name a description of the model and a configuration, where the target is
+            of one of DeepSpeed's formats.
         states: what `--states` names.
     """
 
     path: Path
     like: Path | None = None
+    described: bool = False
     states: tuple[str, ...] = ()
 
 
@@ -73,16 +79,28 @@ class Cell:
     same_back: int = 0
 
 
+_DESCRIBED = (
+    "dcp/fsdp2-flat",
+    "dcp/accelerate-fsdp2",
+    "deepspeed/elastic-dp2",
+    "universal/zero2-dp3",
+    "safetensors/llama",
+    "pytorch/single",
+)
+
+
 def _sources() -> dict[str, Source]:
     found = {}
     for family in ("deepspeed-0.19.8", "universal-0.19.8", "dcp-2.13"):
         for path in sorted((HERE / family).iterdir()):
             if path.is_dir():
                 found[f"{family.partition('-')[0]}/{path.name}"] = Source(path=path / "step-00000002")
+    found["dcp/accelerate-fsdp2"] = Source(path=HERE / "accelerate-1.15" / "fsdp2")
     # Its master weights are not equal to its weights, on purpose; formats that have one of both would differ.
     megatron = Source(path=HERE / "megatron-0.16.1" / "iter_0000003", states=("fp32", "exp_avg"))
     found["megatron/tp2 `--states` fp32,exp_avg"] = megatron
     found["megatron/tp2 `--states` weight"] = dataclasses.replace(megatron, states=("weight",))
+    found["megatron/buckets-tp2"] = Source(path=HERE / "megatron-0.16.1" / "buckets-tp2" / "iter_0000003")
     for path in sorted((HERE / "safetensors").iterdir()):
         if path.is_dir() and any(path.glob("*.safetensors")):
             found[f"safetensors/{path.name}"] = Source(path=path)
@@ -95,6 +113,8 @@ def _sources() -> dict[str, Source]:
     # Checkpoints of other models than the one that --like names.
     for name in ("dcp/fsdp2-flat", "megatron/tp2 `--states` weight", "safetensors/llama"):
         found[f"{name} `--like` deepspeed/zero2-dp3"] = dataclasses.replace(found[name], like=zero2)
+    for name in _DESCRIBED:
+        found[f"{name} `--model`"] = dataclasses.replace(found[name], described=True)
     return found
 
 
@@ -109,6 +129,35 @@ TARGETS = (
     Target(format="safetensors", dtype="bfloat16"),
     Target(format="megatron"),
 )
+
+
+def describe(index: Index) -> dict[str, Any]:
+    """Describe the model of a checkpoint as a user would who knows the script that saved it."""
+    shapes = {tensor.key.name: list(tensor.shape) for tensor in index.tensors if tensor.key.state in ("weight", "fp32")}
+    names = [name for name in shapes if name not in index.aliases and not name.endswith(PADDING)]
+    floats = {tensor.key.name for tensor in index.tensors if tensor.dtype in FLOATS}
+    groups = [list(group.names) for group in index.groups] or [[name for name in names if name in floats]]
+    trained = {name for group in groups for name in group}
+    # Both names of a tied weight are in a DCP checkpoint, whose state dict says nothing of ties.
+    shared = {"head.weight": "embed.weight"} if "head.weight" in shapes and "head.weight" not in trained else {}
+    return {
+        "version": 1,
+        "parameters": {name: shapes[name] for group in groups for name in group},
+        "buffers": {name: shapes[name] for name in names if name not in trained and name not in shared},
+        "shared": {**index.aliases, **shared},
+        "groups": [{"parameters": group} for group in groups],
+    }
+
+
+def described_options(index: Index, topology: Topology, folder: Path) -> dict[str, Path]:
+    """Write a model description and a configuration; return the options of `Conversion` that name them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
+    config = {"zero_optimization": {"stage": topology.zero}, "optimizer": adam}
+    files = {"model": describe(index), "ds_config": config}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return {name: folder / f"{name}.json" for name in files}
 
 
 @functools.cache
@@ -132,7 +181,7 @@ def row(name: str) -> tuple[Cell, ...]:
 
 def _cell(name: str, target: Target, folder: Path) -> Cell:
     source = SOURCES[name]
-    plain = name.partition(" `--like`")[0]
+    plain = re.split(" `--(like|model)`", name)[0]
     if plain != name and target.format not in _DEEPSPEEDS:
         return row(plain)[TARGETS.index(target)]
     wanted = Conversion(
@@ -143,6 +192,7 @@ def _cell(name: str, target: Target, folder: Path) -> Cell:
         weight_dtype=target.dtype,
         like=source.like,
         states=source.states,
+        **(described_options(source_of(name)[0], Topology.parse(target.topology), folder) if source.described else {}),
     )
     try:
         convert(wanted, RunOptions(reread=True, sync=False, num_threads=1))

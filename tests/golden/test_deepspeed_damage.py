@@ -112,7 +112,16 @@ def places(value, found: list) -> list:
 
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize(
-    "name", ["pipeline-tp2-pp2", "zero2-dp3", "zero3-dp3", "zero0-bf16-dp2", "experts-dp4-ep2", "autoep-dp2-ep2"]
+    "name",
+    [
+        "pipeline-tp2-pp2",
+        "zero2-dp3",
+        "zero3-dp3",
+        "zero0-bf16-dp2",
+        "experts-dp4-ep2",
+        "experts-pp2-dp2-ep2",
+        "autoep-dp2-ep2",
+    ],
 )
 def test_field_of_another_kind_never_ends_in_another_error(tmp_path, name, seed):
     """Replace or remove one field anywhere: the checkpoint is refused, or the field did not matter."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from reshard.api import plan_of, reshard
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import CorruptSourceError, TopologyError, UnsupportedError
 from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.formats.deepspeed.experts import Experts, find_experts
@@ -78,12 +78,88 @@ def test_stage_3_of_autoep_has_experts_on_the_ranks_of_their_part_and_goes_back_
         plan_of(read_checkpoint(there, None), Topology(dp=2), target_format="universal")
 
 
-def test_autoep_with_tensor_parallelism_is_refused_and_not_called_damaged(tmp_path):
-    """DeepSpeed 0.19.8 trains it: ranks with a tensor-parallel number name the files of their experts by it."""
-    folder = Path(shutil.copytree(golden(AUTOEP), tmp_path / STEP))
-    (folder / "layer_0_expert_3_mp_rank_00_model_states.pt").rename(
-        folder / "layer_0_expert_3_mp_rank_01_model_states.pt"
-    )
+TENSOR_PARALLEL = "autoep-tp2-dp2-ep2"
+
+
+def test_autoep_with_tensor_parallelism_says_in_each_file_which_rank_saved_it(tmp_path):
+    """`tests/engine/test_reshard_experts.py` lets DeepSpeed load such files, which compares this."""
+    reshard(golden(TENSOR_PARALLEL), tmp_path / STEP, Topology.parse("tp=2,dp=4,ep=4"))
+    expected = {(expert, expert % 2): f"layer_0_expert_{expert}_mp_rank_{expert % 2:02d}" for expert in range(4)}
+    assert {path.name for path in (tmp_path / STEP).glob("layer_0_*")} == {
+        f"{name}_model_states.pt" for name in expected.values()
+    }
+    for (expert, tp), name in expected.items():
+        folding = read(tmp_path / STEP / f"{name}_model_states.pt").value["folding"]
+        assert (folding["tp_rank"], folding["ep_rank"], folding["zero_partition_count"]) == (tp, expert, 2)
+    model = read(tmp_path / STEP / MODEL.format(1)).value
+    assert (model["folding"]["tp_rank"], model["folding"]["ep_rank"]) == (1, 1)
+    assert model["ds_autoep_layers"][0]["global_expert_start"] == 1
+    name = "zero_pp_rank_3_mp_rank_01_optim_states.pt"  # rank 7 of 8: the last experts, and the second half of them
+    families = read(tmp_path / STEP / name).value["folding"]["param_families"]
+    assert families["block0.experts.w1"] == {
+        "family": "routed_expert",
+        "zero_partition_group": "edp",
+        "zero_partition_rank": 1,
+        "zero_partition_count": 2,
+    }
+    assert families["up.weight"]["zero_partition_rank"] == 3
+    assert families["block0.router.gate.weight"]["family"] == "router_gate_replicated"
+
+
+def test_autoep_without_tensor_parallelism_says_nothing_about_it(tmp_path):
+    """DeepSpeed refuses to load files at tp=1 that do."""
+    for target in ("dp=2,ep=2,zero=2", "dp=2,zero=3"):
+        folder = tmp_path / target / STEP
+        reshard(golden(TENSOR_PARALLEL), folder, Topology.parse(target))
+        assert all("folding" not in read(path).value for path in folder.glob("*.pt"))
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("tp=2,dp=2", "does not train AutoEP with tensor parallelism at ep=1"),
+        ("tp=2,dp=2,ep=2,zero=3", "AutoEP's with tp, too, or at stage 3"),
+        ("tp=5,dp=2,ep=2", "is not divisible by tp=5"),
+    ],
+)
+def test_autoep_with_tensor_parallelism_that_is_not_converted_is_refused(target, text):
+    with pytest.raises(UnsupportedError, match=text):
+        plan_of(read_checkpoint(golden(TENSOR_PARALLEL), None), Topology.parse(target))
+
+
+def test_autoep_with_tensor_parallelism_is_no_universal_checkpoint():
+    index = read_checkpoint(golden(TENSOR_PARALLEL), None)
+    with pytest.raises(UnsupportedError, match="no AutoEP with tensor parallelism"):
+        plan_of(index, Topology(tp=2), target_format="universal")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda value: value["ds_autoep_layers"][0].update(ep_size=4), UnsupportedError, "ep=4 does not divide dp=2"),
+        (lambda value: value.pop("folding"), CorruptSourceError, "folding is None"),
+        (lambda value: value["folding"].update(tp_rank=1), CorruptSourceError, "'tp_rank': 1.*expected.*'tp_rank': 0"),
+    ],
+)
+def test_files_of_other_ranks_under_tensor_parallelism_are_refused(tmp_path, change, error, text):
+    folder = Path(shutil.copytree(golden(TENSOR_PARALLEL), tmp_path / STEP))
+    edit(folder, MODEL.format(0), change)
+    with pytest.raises(error, match=text):
+        read_checkpoint(folder, None)
+
+
+def test_expert_that_another_tensor_parallel_rank_saves_is_not_called_missing(tmp_path):
+    folder = Path(shutil.copytree(golden(TENSOR_PARALLEL), tmp_path / STEP))
+    name = "layer_0_expert_3_mp_rank_{:02d}_model_states.pt"
+    (folder / name.format(1)).rename(folder / name.format(0))
+    with pytest.raises(CorruptSourceError, match="belongs to no rank of this layout"):
+        read_checkpoint(folder, None)
+
+
+def test_native_experts_with_tensor_parallelism_are_refused_and_not_called_damaged(tmp_path):
+    folder = Path(shutil.copytree(golden(NAME), tmp_path / STEP))
+    degrees = {"mp_world_size": 2, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 2}}
+    edit(folder, MODEL.format(0), lambda value: value.update(degrees))
     with pytest.raises(UnsupportedError, match="has experts in the layout"):
         read_checkpoint(folder, None)
 
@@ -266,3 +342,103 @@ def test_older_experts_without_files_of_the_optimizer_are_damage(older):
         path.unlink()
     with pytest.raises(CorruptSourceError, match=r"has no \*_optim_states\.pt files beside it"):
         read_checkpoint(older, None)
+
+
+PIPELINE = "experts-pp2-dp2-ep2"
+
+
+@pytest.mark.parametrize(
+    ("target", "files", "counts"),
+    [
+        ("pp=1,dp=2,ep=2", [(0, 0, 4), (0, 1, 2), (0, 2, 4)], [[4, 2, 4]]),
+        ("pp=2,dp=2,ep=2", [(0, 0, 4), (1, 0, 2), (1, 1, 4)], [[4], [2, 4]]),
+        ("pp=3,dp=1", [(0, 0, 4), (1, 0, 2), (2, 0, 4)], [[4], [2], [4]]),
+    ],
+)
+def test_each_stage_counts_its_layers_of_experts_from_0(tmp_path, target, files, counts):
+    """As DeepSpeed does: `tests/engine/test_reshard_experts.py` lets it load such files."""
+    reshard(golden(PIPELINE), tmp_path / STEP, Topology.parse(target))
+    expected = {
+        f"layer_{layer}_expert_{expert}_mp_rank_{stage:02d}_model_states.pt"
+        for stage, layer, count in files
+        for expert in range(count)
+    }
+    assert {path.name for path in (tmp_path / STEP).glob("layer_*")} == expected
+    values = [read(tmp_path / STEP / MODEL.format(stage)).value for stage in range(len(counts))]
+    assert [value["num_experts"] for value in values] == counts
+    for stage, value in enumerate(values):
+        names = list(value["module"])
+        assert ("tied_modules.embed.weight" in names) == (stage in {0, len(counts) - 1})
+        assert not any("deepspeed_experts" in name for name in names)
+        optimized = {name for group in value["param_shapes"] for name in group if "deepspeed_experts" not in name}
+        assert set(names) == optimized
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("pp=4,dp=1", "stage 3 would hold no experts"),
+        ("pp=2,dp=2,zero=2", "zero=2 with pp=2"),
+        ("pp=1,dp=2,zero=2", "neither ZeRO-2 nor ZeRO-3 with a PipelineModule"),
+        ("pp=2,tp=2", "experts is laid out at tp=1"),
+        ("pp=2,dp=4,ep=4", "has 2 experts, which 4 does not divide"),
+    ],
+)
+def test_pipeline_with_experts_that_deepspeed_does_not_train_is_refused(target, text):
+    with pytest.raises((UnsupportedError, TopologyError), match=text):
+        plan_of(read_checkpoint(golden(PIPELINE), None), Topology.parse(target))
+
+
+def test_pipeline_with_experts_at_pp_1_is_one_because_it_says_so(tmp_path):
+    folder = tmp_path / STEP
+    reshard(golden(PIPELINE), folder, Topology(dp=2))
+    (folder / "COMMIT.json").unlink()
+    assert plan_of(read_checkpoint(folder, None), Topology(pp=3)).layout.topology.pp == 3
+    edit(folder, MODEL.format(0), lambda value: value.pop("pipeline_layout"))
+    with pytest.raises(UnsupportedError, match="save pipeline_layout"):
+        plan_of(read_checkpoint(folder, None), Topology(pp=3))
+
+
+def test_balance_of_stages_counts_the_experts_of_one_rank(tmp_path):
+    """`parameters` balances what each rank holds, which is a part of the experts: another ep, other stages."""
+    folder = tmp_path / STEP
+    reshard(golden(PIPELINE), folder, Topology(dp=2))
+    (folder / "COMMIT.json").unlink()
+    changes = {"partition_method": "parameters", "tied": {"embed": [0]}}  # the head would make up for the difference
+    edit(folder, MODEL.format(0), lambda value: value["pipeline_layout"].update(changes))
+    index = read_checkpoint(folder, None)
+    bounds = {ep: plan_of(index, Topology(pp=2, dp=2, ep=ep)).layout.model["pipeline"]["parts"] for ep in (1, 2)}
+    assert bounds == {1: [0, 3, 6], 2: [0, 2, 6]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("layer_1_expert_2_mp_rank_01", r"layer_1_expert_2_mp_rank_01_model_states\.pt is missing"),
+        ("layer_0_expert_1_mp_rank_01", r"files of \[4, 1, 4\] experts are there, num_experts is \[4, 2, 4\]"),
+    ],
+)
+def test_missing_expert_of_a_later_stage_is_named(tmp_path, name, text):
+    folder = Path(shutil.copytree(golden(PIPELINE), tmp_path / "source"))
+    (folder / f"{name}_model_states.pt").unlink()
+    with pytest.raises(CorruptSourceError, match=text):
+        read_checkpoint(folder, None)
+
+
+def test_experts_of_another_stage_are_told_by_their_layers(tmp_path):
+    folder = Path(shutil.copytree(golden(PIPELINE), tmp_path / "source"))
+    name = "layer_{}_expert_{}_mp_rank_{:02d}_model_states.pt"
+    for expert in range(4):  # exchanges those of the first layer with those of the last
+        first, last = folder / name.format(0, expert, 0), folder / name.format(1, expert, 1)
+        content = first.read_bytes()
+        first.write_bytes(last.read_bytes())
+        last.write_bytes(content)
+    with pytest.raises(CorruptSourceError, match=r"pipeline's layers \[4, 3, 1\]"):
+        read_checkpoint(folder, None)
+
+
+def test_module_of_a_stage_that_lacks_a_weight_is_damaged(tmp_path):
+    folder = Path(shutil.copytree(golden(PIPELINE), tmp_path / "source"))
+    edit(folder, MODEL.format(1), lambda value: value["module"].pop("tied_modules.embed.weight"))
+    with pytest.raises(CorruptSourceError, match=r"the module misses tied_modules\.embed\.weight"):
+        read_checkpoint(folder, None)

@@ -115,7 +115,7 @@ def test_states_in_buckets_are_left_behind_and_said_to_be(copy):
     )
     index = FORMAT.read(copy, None)
     assert {tensor.key.state for tensor in index.tensors} == {"weight"}
-    assert any("(dp_reshardable) and are left behind: save with --dist-ckpt-optim" in note for note in index.notes)
+    assert any("(dp_reshardable) and are left behind: several buffers: experts" in note for note in index.notes)
 
 
 def test_states_of_a_chain_of_optimizers_are_found(copy):

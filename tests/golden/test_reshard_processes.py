@@ -264,7 +264,7 @@ def test_a_signal_that_processes_hear_before_the_command_is_an_interrupt(
         os.kill(child, number)
     for child in set(children(tmp_path)) - {process.pid}:
         until(functools.partial(has_taken_all_signals, child))
-    assert len(children(tmp_path)) == 3
+    assert len(children(tmp_path)) == 4  # the command, the witness and two workers
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED, error
@@ -284,7 +284,7 @@ def test_the_last_process_that_can_be_had_leaves_its_room_to_a_thread_of_the_com
     prelude = f"""
 real, forked = os.fork, []
 def fork():
-    if len(forked) == 2:
+    if len(forked) == 3:  # the witness and two workers
         raise BlockingIOError(11, "Resource temporarily unavailable")
     forked.append(real())
     return forked[-1]
@@ -348,7 +348,7 @@ Journal.record = record
 
 def test_the_processes_of_a_killed_command_end_with_it(target: Path, tmp_path: Path) -> None:
     process = waiting(target, tmp_path / "mark", "--resume")
-    assert len(children(tmp_path)) == 3
+    assert len(children(tmp_path)) == 4  # the command, the witness and two workers
     process.kill()
     process.communicate(timeout=60)
     until(lambda: not children(tmp_path))

@@ -16,7 +16,7 @@ from reshard.api import Conversion, plan_conversion
 from reshard.cli.main import main
 from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode, ReshardReport
-from reshard.execution import journal
+from reshard.execution import executor, journal
 from reshard.execution.journal import Journal
 from reshard.planning import plan
 from reshard.planning.plan import Plan
@@ -52,8 +52,9 @@ Journal.claim = claim_and_stop
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny checkpoints have several units too."""
+    """Tiny checkpoints have several units too; one is flushed after the other, so that the order of calls is known."""
     monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 128)
+    monkeypatch.setattr(executor, "FLUSHERS", 1)
 
 
 def command(target: Path, *options: str) -> list[str]:
@@ -112,11 +113,12 @@ def killed_before(call: int, arguments: list[str]) -> bool:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_killed_before_any_change_of_the_disk_and_resumed_the_result_is_the_same(
-    tmp_path: Path, undisturbed: Path
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = moments = 0
     while True:
         target = tmp_path / f"target-{call}" / "step-00000002"
+        monkeypatch.setattr(executor, "FLUSHERS", 1 + call % 4)
         if not killed_before(call, command(target, "--resume")):
             break
         assert not target.exists() or read_commit(target)  # nothing half is visible

@@ -153,7 +153,7 @@ def test_a_source_of_another_format_takes_the_rest_from_a_checkpoint_like_it(tmp
 
 def test_without_one_like_it_there_is_no_guess():
     foreign = dataclasses.replace(read_checkpoint(golden("zero2-dp3"), None), format="other", extra=None)
-    with pytest.raises(UnsupportedError, match="name a DeepSpeed checkpoint of the same model"):
+    with pytest.raises(UnsupportedError, match="name with --like a DeepSpeed checkpoint of the same model"):
         format_of("universal").layout(foreign, Request(topology=Topology(zero=1)))
 
 

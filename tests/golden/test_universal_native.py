@@ -9,6 +9,8 @@ import pytest
 from reshard.api import Conversion, RunOptions, convert, index_of
 from reshard.commits.commit import read_commit
 from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.pt.objects import StatefulDict
+from reshard.formats.universal.names import MADE_FOR, MODEL_FILES, OPTIMIZER_FILE, WEIGHTS, ZERO
 from reshard.topology import Topology
 from tests.golden.files import MODEL, PATTERNS, STEP, assemble, edit, golden
 from tests.golden.universal_files import converted, universal, value_of
@@ -24,6 +26,7 @@ NATIVE = {
     "zero0-dp2": ("zero=0", "dp=2,zero=1"),
     "zero0-bf16-dp2": ("dp=3,zero=0", "dp=3,zero=1"),
     "experts-dp4-ep2": ("dp=4,ep=2", "dp=2,zero=2"),
+    "experts-pp2-dp2-ep2": ("pp=2,dp=2,ep=2", "pp=3,dp=1", "dp=2"),
     "autoep-dp2-ep2": ("dp=4,ep=2", "dp=2,zero=2"),
 }
 PAIRS = [(name, topology) for name, topologies in NATIVE.items() for topology in topologies]
@@ -70,6 +73,17 @@ def test_stacks_of_experts_of_deepspeeds_converter_become_a_file_for_each_expert
             expected["universal_checkpoint_info"]["expert_parameter_patterns"] = told["expert_parameter_patterns"]
         assert found == expected, path
     assert read_commit(over).digests == read_commit(direct).digests
+
+
+def test_native_experts_of_deepspeeds_converter_are_refused(tmp_path):
+    """Its folders name neither the layers of experts nor their files; without the keys of ours, so do these."""
+    folder = universal(golden("experts-dp4-ep2"), tmp_path / STEP, "zero=1")
+    (folder / "COMMIT.json").unlink()
+    edit(folder / ZERO, Path(OPTIMIZER_FILE).name, lambda value: [value.pop(key) for key in (MADE_FOR, WEIGHTS)])
+    for name in MODEL_FILES:
+        edit(folder, name, lambda value: value.update(module=StatefulDict()))
+    with pytest.raises(UnsupportedError, match="which layers of experts"):
+        native(folder, tmp_path / "native", "dp=2")
 
 
 @pytest.mark.parametrize("topology", ["tp=2,pp=2", "dp=3"])
