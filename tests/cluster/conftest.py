@@ -89,15 +89,16 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield Cluster(kubeconfig=Path(given), is_testbed=False)
         return
     keep = bool(os.environ.get("ETJ_KEEP_TESTBED"))
-    try:
-        bed.up()
-    except CannotRunHereError as error:
-        _unavailable(str(error))
-    try:
-        yield Cluster(kubeconfig=testbed_kubeconfig(), is_testbed=True)
-    finally:
-        if not keep:
-            bed.down()
+    with bed.reserved():
+        try:
+            bed.up()
+        except CannotRunHereError as error:
+            _unavailable(str(error))
+        try:
+            yield Cluster(kubeconfig=testbed_kubeconfig(), is_testbed=True)
+        finally:
+            if not keep:
+                bed.down()
 
 
 @pytest.fixture(scope="session")

@@ -338,7 +338,7 @@ class FaultProxy:
         ) as answer:
             body = await answer.read()
             view.note(f"{answer.status}  {call}")
-        return web.Response(status=answer.status, body=body, headers={"Content-Type": answer.content_type})
+        return web.Response(status=answer.status, body=body, headers=_content_headers(answer))
 
     async def _watch(self, request: web.Request, view: View, call: Call, path: str) -> web.StreamResponse:
         if view.is_refused(call.resource):
@@ -356,7 +356,7 @@ class FaultProxy:
         timeout = aiohttp.ClientTimeout(total=None)
         url = self._url(view, call, path, request)
         async with self._session.get(url, headers=_headers(request.headers), timeout=timeout) as answer:
-            response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
+            response = web.StreamResponse(status=answer.status, headers=_content_headers(answer))
             await response.prepare(request)
             async for line in answer.content:
                 if alive != view.alive:
@@ -390,6 +390,12 @@ class FaultProxy:
 
 _GONE = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "code": 410}
 _GONE_EVENT = json.dumps({"type": "ERROR", "object": {**_GONE, "message": "injected"}}).encode() + b"\n"
+
+
+def _content_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    """Return what a client needs to read a body; the API server compresses large ones."""
+    encoding = answer.headers.get("Content-Encoding")
+    return {"Content-Type": answer.content_type} | ({"Content-Encoding": encoding} if encoding else {})
 
 
 def _headers(headers: Mapping[str, str]) -> dict[str, str]:

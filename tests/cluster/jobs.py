@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,13 @@ LIGHT = ["python", "tests/cluster/light_trainer.py"]
 """A training without a model: see there for its arguments."""
 _AT_ONCE = ("--grace-period=0", "--force", "--wait=false")
 GPT = ["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train.py", "--save-every", "5"]
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Operator:

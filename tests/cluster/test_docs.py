@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from testbed import helm, shellenv, storage
+from testbed.paths import kubeconfig
 from tests.pages import PAGES, ROOT, Block, blocks, differs, steps
 
 pytestmark = pytest.mark.cluster
@@ -36,7 +37,7 @@ class Shell:
     """Runs commands one after the other; what they export stays."""
 
     def __init__(self) -> None:
-        self._exports = shellenv.exports()
+        self._exports = shellenv.exports(kubeconfig())
 
     def __call__(self, command: str) -> str:
         if made := re.fullmatch(r'eval "\$\((.*)\)"', command):

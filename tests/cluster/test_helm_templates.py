@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from elastic_operator.settings import URL_VARIABLE, read_settings
+from release.archive import pack_chart
+from release.chart_layout import CONTENT, pack_layout
 from testbed import helm
 from testbed.errors import TestbedError
 from tests.cluster import releases
@@ -43,7 +48,16 @@ EVERYTHING = {
         "alerts": {"enabled": True, "labels": {"release": "a"}},
         "dashboards": {"enabled": True},
     },
-    "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {"matchLabels": {"monitoring": "yes"}}}]},
+    "networkPolicy": {
+        "enabled": True,
+        "metricsFrom": [{"namespaceSelector": {"matchLabels": {"monitoring": "yes"}}}],
+        "statusPageFrom": [{"namespaceSelector": {"matchLabels": {"ingress": "yes"}}}],
+    },
+    "statusPage": {"enabled": True, "port": 8090},
+    "notifications": {
+        "secretName": "webhook", "secretKey": "slack.url", "format": "cloudevents", "kinds": ["Recovered", "Failed"],
+        "source": "https://example.com/clusters/a", "allowHttp": True,
+    },
     "settings": {"imageSeconds": 2.5, "unhealthyNodeConditions": ["A*", "B=False"], "unhealthyNodeLabels": ["a/b=c"]},
 }  # fmt: skip
 NOTHING = {
@@ -124,7 +138,11 @@ def test_the_api_server_takes_all_objects_and_admits_the_pod_as_restricted(
         ({"replicas": 0}, "at '/replicas': minimum: got 0, want 1"),
         ({"image": {"pullPolicy": "Often"}}, "at '/image/pullPolicy': value must be one of 'Always', 'IfNotPresent'"),
         ({"watchNamespaces": ["Team A"]}, "at '/watchNamespaces/0': 'Team A' does not match"),
+        ({"statusPage": {"port": 80}}, "at '/statusPage/port': minimum: got 80, want 1,024"),
+        ({"statusPage": {"host": "x"}}, "additional properties 'host' not allowed"),
         ({"metrics": {"port": 80}}, "at '/metrics/port': minimum: got 80, want 1,024"),
+        ({"notifications": {"kinds": ["Lost"]}}, "at '/notifications/kinds/0': value must be one of 'Recovered'"),
+        ({"notifications": {"url": "https://x"}}, "additional properties 'url' not allowed"),
         ({"logLevel": "debug"}, "at '/logLevel': value must be one of 'DEBUG'"),
         ({"watchNamespaces": ["team", "etj"]}, "watchNamespaces: expected other namespaces than the release's own"),
         ({"admissionPolicy": {"protectedNamespaces": ["*"]}}, "at '/admissionPolicy/protectedNamespaces/0': '*'"),
@@ -213,6 +231,23 @@ def test_the_operator_serves_its_own_namespace_only_where_that_is_allowed_by_nam
     assert {"--allow-jobs-in-own-namespace", "--namespace=etj"} <= set(shared)
 
 
+def test_the_webhook_comes_from_a_secret_and_stands_in_no_argument() -> None:
+    def container(values: dict[str, Any]) -> dict[str, Any]:
+        objects = releases.render("etj", values)
+        found: dict[str, Any] = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+        return found
+
+    on, off = container(EVERYTHING), container({})
+    (url,) = [item for item in on["env"] if item["name"] == URL_VARIABLE]
+    assert url["valueFrom"] == {"secretKeyRef": {"name": "webhook", "key": "slack.url", "optional": True}}
+    settings = read_settings(on["args"], {URL_VARIABLE: "http://receiver/x"}).notifications
+    assert settings is not None
+    assert (settings.format, settings.kinds) == ("cloudevents", ("Recovered", "Failed"))
+    assert settings.source == "https://example.com/clusters/a"
+    assert not [item for item in off["args"] if "notification" in item]
+    assert URL_VARIABLE not in [item["name"] for item in off["env"]]
+
+
 def test_the_policy_binds_the_operators_account_alone_and_protects_its_namespace() -> None:
     policy = only(releases.render("etj", {}), "ValidatingAdmissionPolicy")["spec"]
     account = "system:serviceaccount:etj:elastic-training-operator"
@@ -228,7 +263,7 @@ def test_the_policy_binds_the_operators_account_alone_and_protects_its_namespace
 
 def test_the_service_monitor_finds_the_service_and_the_service_the_pods() -> None:
     objects = releases.render("etj", EVERYTHING)
-    service = only(objects, "Service")
+    service = only(objects, "Service", "elastic-training-operator-metrics")
     monitor = only(objects, "ServiceMonitor")["spec"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
@@ -238,6 +273,28 @@ def test_the_service_monitor_finds_the_service_and_the_service_the_pods() -> Non
     assert service["spec"]["ports"][0]["targetPort"] in ports
     budget = only(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"]
     assert budget.items() <= template["metadata"]["labels"].items()
+
+
+def test_the_status_page_is_off_unless_it_is_asked_for_and_then_reaches_the_operator() -> None:
+    assert "status-page" not in json.dumps(releases.render("etj", {}))
+    objects = releases.render("etj", EVERYTHING)
+    container = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    environment = {"POD_IP": "10.0.0.1"}
+    settings = read_settings(container["args"], environment)
+    assert (settings.status_page_port, settings.status_page_address) == (8090, "10.0.0.1:8090")
+    assert {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in container["env"]
+    assert {"name": "status-page", "containerPort": 8090} in container["ports"]
+    (service,) = [item for item in objects if item["metadata"]["name"].endswith("-status-page")]
+    assert service["kind"] == "Service"
+    assert service["spec"]["ports"][0]["targetPort"] == "status-page"
+    labels = only(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    (rule,) = [
+        item for item in only(objects, "NetworkPolicy")["spec"]["ingress"] if item["ports"][0]["port"] == 8090
+    ]  # fmt: skip
+    replicas, readers = rule["from"]
+    assert replicas["podSelector"]["matchLabels"].items() <= labels.items(), "a standby reads the leader's page"
+    assert readers == {"namespaceSelector": {"matchLabels": {"ingress": "yes"}}}
 
 
 def test_dashboards_arrive_unchanged() -> None:
@@ -292,3 +349,19 @@ def test_a_user_with_the_role_view_may_look_at_jobs_and_one_with_edit_may_change
         assert not may("editer", "update", "status")
     finally:
         cluster.kubectl("delete", "clusterrole", *(item["metadata"]["name"] for item in roles))
+
+
+def test_helm_reads_the_chart_of_a_releases_layout(tmp_path: Path) -> None:
+    layout = pack_layout(pack_chart(CHART, tmp_path, epoch=0), tmp_path, epoch=0)
+    with tarfile.open(layout) as archive:
+        archive.extractall(tmp_path, filter="data")
+    blobs = tmp_path / "blobs"
+    (entry,) = json.loads((tmp_path / "index.json").read_text())["manifests"]
+    manifest = json.loads((blobs / entry["digest"].replace(":", "/")).read_text())
+    (layer,) = manifest["layers"]
+    assert layer["mediaType"] == CONTENT
+    chart = (blobs / layer["digest"].replace(":", "/")).rename(tmp_path / "chart.tgz")
+    config = json.loads((blobs / manifest["config"]["digest"].replace(":", "/")).read_text())
+    assert yaml.safe_load(helm.run("show", "chart", chart)) == config
+    version = f"--kube-version={releases.OLDEST}"
+    assert helm.run("template", "etj", chart, version) == helm.run("template", "etj", CHART, version)

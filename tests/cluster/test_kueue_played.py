@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from elastic_operator.cluster.informer import Informer
 from elastic_operator.cluster.watch_stream import WatchedCollection
 from testbed import kueue
 from testbed.kubectl import Kubectl
-from tests.cluster.jobs import Operator
+from tests.cluster.jobs import Operator, free_port
 from tests.cluster.own_api_server import own_api_server
 from tests.cluster.played_cluster import GPU, PlayedCluster
 
@@ -72,6 +73,7 @@ class Stage:
 
     def __init__(self, kubectl: Kubectl, played: PlayedCluster, *, is_topological: bool) -> None:
         self.kubectl, self.played, self.is_topological = kubectl, played, is_topological
+        self.page_port = free_port()
 
     def set_quota(self, nodes: int, **spec: Any) -> None:
         """Give the ClusterQueue quota for this number of nodes with two GPUs each."""
@@ -144,6 +146,12 @@ class Stage:
             assert time.monotonic() < deadline, f"waited {SECONDS} s for {what}; {status}; {self.workloads()}"
             await asyncio.sleep(0.2)
 
+    def read_page(self, path: str) -> str:
+        """Read a page of the operator's status page."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.page_port}{path}", timeout=30) as answer:
+            text: str = answer.read().decode()
+        return text
+
     def told(self) -> list[tuple[str, bool, int]]:
         """Cause, whether it was planned, and lost steps of every recovery."""
         recoveries = self.played.status.get("recoveries", [])
@@ -176,7 +184,9 @@ async def _stage(config: Path, folder: Path, nodes: int, notes: Mapping[str, str
     tasks.append(asyncio.create_task(played.run()))
     stage.make_queues(nodes)
     log = folder / "operator.log"
-    operator = Operator(config, TEAM, log, "--no-leader-election", *QUICK)
+    operator = Operator(
+        config, TEAM, log, "--no-leader-election", f"--status-page-port={stage.page_port}", *QUICK
+    )  # fmt: skip
     try:
         yield stage
     finally:
@@ -238,6 +248,12 @@ async def _grow_and_be_preempted(stage: Stage) -> None:
     (name,) = stage.workloads()
     assert (stage.assigned(name), stage.is_true(name, "Admitted")) == (3, True)
     assert stage.played.status.get("restartBudget", {}).get("used", 0) == 0
+    # The same operator serves its status page, which is at most two seconds behind.
+    await stage.until("the page to show the job", lambda: "4. NodeNotReady" in stage.read_page(f"/jobs/{TEAM}/gpt"))
+    fleet = stage.read_page("/")
+    assert f'<a href="jobs/{TEAM}/gpt">{TEAM}/gpt</a>' in fleet
+    assert "NodeNotReady, lost " in fleet
+    assert f"{TEAM}/gpt</a> attempt 5, pod 0" in fleet
 
 
 def test_growth_and_preemption_lose_no_step_and_no_budget_and_a_lost_node_keeps_the_quota(tmp_path: Path) -> None:

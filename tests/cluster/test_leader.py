@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -17,16 +16,12 @@ from typing import Any
 import pytest
 
 from elastic_operator.cluster.leader_election import EXIT_NOT_LEADER
+from tests.cluster.jobs import free_port
 
 pytestmark = pytest.mark.cluster
 
 PROGRAM = str(Path(sys.executable).with_name("elastic-operator"))
 LEASE = "meddled"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Candidate:

@@ -11,6 +11,7 @@ import pytest
 from testbed.errors import TestbedError
 from tests.cluster.conftest import Cluster
 from tests.cluster.jobs import LIGHT, Run
+from tests.randomness import examples
 
 pytestmark = pytest.mark.cluster
 
@@ -18,7 +19,7 @@ GPU = "amd.com/gpu"
 GIVEN = "tests/golden/deepspeed-0.19.8/zero2-dp3/step-00000002"
 INDEX = "batch.kubernetes.io/job-completion-index"
 ONLY_OURS = "--pod-selector=elastictraining.dev/job-name=gpt"
-ROUNDS = 4
+ROUNDS = examples(2, soak=4)
 NEVER = "1000000"
 """Steps between commits: nothing is committed except on request."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -16,18 +15,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster.jobs import LIGHT, Operator, Run, resumed
+from tests.cluster.jobs import LIGHT, Operator, Run, free_port, resumed
 
 pytestmark = pytest.mark.cluster
 
 GOLDEN = "tests/golden/deepspeed-0.19.8/bf16-dp2/step-00000002"
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Page:

@@ -6,6 +6,7 @@ import random
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -180,6 +181,16 @@ def test_damaged_metadata_meets_the_same_end_both_ways(state, protocol, batch, c
             other = chance.randrange(len(data))
             data[at:at] = data[other : other + chance.randrange(1, 40)]
     same_both_ways(bytes(data))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1 << 20, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_a_frame_of_any_stated_length_changes_nothing(num_bytes: int):
+    data = bytearray(dumped(regular(4, 6), 4, 1000))
+    undisturbed = same_both_ways(bytes(data))
+    assert data[2:3] == pickle.FRAME
+    data[3:11] = num_bytes.to_bytes(8, "little")  # how long a frame is only helps a reader's buffer
+
+    assert same_both_ways(bytes(data)) == undisturbed
 
 
 def regular(num_tensors: int, num_ranks: int):

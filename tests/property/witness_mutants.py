@@ -23,19 +23,27 @@ from unittest import mock
 
 import numpy as np
 
-from reshard import api
-from reshard.api import Conversion, RunOptions, convert
+from reshard import api, witness
+from reshard.api import Conversion, RunOptions, convert, index_of
 from reshard.errors import ReshardError
 from reshard.execution import executor, read_back, scan, tile
 from reshard.formats.deepspeed import flat
+from reshard.formats.deepspeed import names as file_names
+from reshard.formats.deepspeed.experts import Experts
+from reshard.formats.deepspeed.reading import opening
 from reshard.formats.deepspeed.tensor_parallel import patterns as tp_patterns
+from reshard.formats.megatron import buckets
 from reshard.names import apply
+from reshard.planning import plan as planning
 from reshard.planning.plan import Plan
+from reshard.planning.replicas import Copies
 from reshard.storage.target_writer import TargetWriter
+from reshard.tensors.intervals import Int64Array
 from reshard.tensors.layout import Index, LogicalTensor, TargetLayout
 from reshard.tensors.shard_table import ShardTable
 from reshard.topology import Topology
 from reshard.witness import WitnessReport
+from tests.golden.matrix import described_options
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAME_MAPS = Path(__file__).parents[2] / "examples" / "name_maps"
@@ -53,6 +61,8 @@ class Case:
     states: tuple[str, ...] = ()
     names: tuple[str, str] = ("", "")
     """Name map of the examples, and its constants for the golden model."""
+    described: bool = False
+    """A model description and a configuration say what the source does not."""
 
     def conversion(self, target: Path) -> Conversion:
         """The conversion, into a folder."""
@@ -64,14 +74,17 @@ class Case:
                 f"constants: {{{constants}}}" if line.startswith("constants") else line for line in text.splitlines()
             ]
             path.write_text("\n".join(lines), encoding="utf-8")
+        topology = Topology.parse(self.topology)
+        said = described_options(index_of(self.source), topology, target.parent / "said") if self.described else {}
         return Conversion(
             source=self.source,
             target=target,
-            topology=Topology.parse(self.topology),
+            topology=topology,
             target_format=self.format,
             weight_dtype=self.dtype,
             states=self.states,
             names=path,
+            **said,
         )
 
 
@@ -90,14 +103,31 @@ CASES = (
     Case(_DS / "pipeline-tp2-pp2" / _STEP, "tp=1,pp=2"),
     Case(_DS / "pipeline-dp2" / _STEP, "tp=2,pp=2"),
     Case(_DS / "pipeline-tp2-pp2" / _STEP, "zero=1", "universal"),
+    Case(_DS / "megatron-tp2-pp2" / _STEP, "tp=1,pp=2"),
+    Case(_DS / "megatron-tp2-pp2" / _STEP, "tp=2,pp=1,dp=2"),
+    Case(_DS / "megatron-tp2-pp2" / _STEP, "zero=1", "universal"),
     Case(_DS / "experts-dp4-ep2" / _STEP, "dp=4,ep=1,zero=1"),
+    Case(_DS / "experts-pp2-dp2-ep2" / _STEP, "pp=3,dp=2,ep=2,zero=1"),
+    Case(_DS / "experts-pp2-dp2-ep2" / _STEP, "pp=1,dp=2,zero=1"),
     Case(_DS / "autoep-dp2-ep2" / _STEP, "dp=4,ep=4,zero=1"),
+    Case(_DS / "autoep-tp2-dp2-ep2" / _STEP, "tp=1,dp=2,ep=2,zero=1"),
+    Case(_DS / "autoep-tp2-dp2-ep2" / _STEP, "tp=3,dp=4,ep=2,zero=2"),
     Case(GOLDEN / "universal-0.19.8" / "zero2-dp3" / _STEP, "dp=2,zero=2", "deepspeed"),
     Case(GOLDEN / "universal-0.19.8" / "pipeline-tp2-pp2" / _STEP, "tp=2,pp=2", "deepspeed"),
     Case(GOLDEN / "dcp-2.13" / "fsdp2-flat" / _STEP, "dp=3"),
     Case(GOLDEN / "dcp-2.13" / "tp2-fsdp2-titan" / _STEP, "dp=1", "safetensors"),
+    *(
+        Case(GOLDEN / "dcp-2.13" / "fsdp2-flat" / _STEP, f"dp=3,zero={stage}", "deepspeed", described=True)
+        for stage in (1, 2, 3)
+    ),
+    Case(GOLDEN / "dcp-2.13" / "fsdp2-flat" / _STEP, "zero=1", "universal", described=True),
+    Case(GOLDEN / "safetensors" / "llama", "dp=2,zero=1", "deepspeed", described=True),
+    Case(GOLDEN / "accelerate-1.15" / "fsdp2", "dp=3"),
+    Case(GOLDEN / "accelerate-1.15" / "fsdp2", "dp=2,zero=2", "deepspeed", described=True),
     Case(GOLDEN / "megatron-0.16.1" / "iter_0000003", "dp=1", "safetensors", None, ("weight",)),
     Case(GOLDEN / "megatron-0.16.1" / "iter_0000003", "dp=2", "dcp", None, ("fp32", "exp_avg")),
+    Case(GOLDEN / "megatron-0.16.1" / "buckets-tp2" / "iter_0000003", "dp=2", "dcp"),
+    Case(GOLDEN / "megatron-0.16.1" / "buckets-tp2" / "iter_0000003", "tp=2,dp=2"),
     Case(GOLDEN / "safetensors" / "llama", "dp=2", "dcp"),
     Case(GOLDEN / "safetensors" / "phimoe", "dp=1", "safetensors", names=("phimoe.yaml", "experts: 4")),
     Case(
@@ -266,7 +296,7 @@ def layout(kind: str) -> Mutate:
 
     @contextlib.contextmanager
     def apply_to(rng: random.Random, _case: Case) -> Iterator[None]:
-        seed, real = rng.random(), api.format_of
+        seed, real = rng.random(), api.lay_out
 
         def changed(index: Index, made: TargetLayout) -> TargetLayout:
             again = random.Random(seed)
@@ -277,17 +307,10 @@ def layout(kind: str) -> Mutate:
                 )
             return dataclasses.replace(made, shards=_TABLES[kind](again, tensors, made.shards))
 
-        class Mutated:
-            def __init__(self, name: str) -> None:
-                self._real = real(name)
+        def lay_out(index: Index, *options: Any) -> TargetLayout:
+            return changed(index, real(index, *options))
 
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self._real, name)
-
-            def layout(self, index: Index, request: Any) -> TargetLayout:
-                return changed(index, self._real.layout(index, request))
-
-        with mock.patch.object(api, "format_of", Mutated), mock.patch.object(read_back, "check_placement", _nothing):
+        with mock.patch.object(api, "lay_out", lay_out), mock.patch.object(read_back, "check_placement", _nothing):
             yield
 
     return apply_to
@@ -375,6 +398,73 @@ def partitions(rng: random.Random, _case: Case) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def expert_parts(_rng: random.Random, case: Case) -> Iterator[None]:
+    """Spread experts over the ranks backwards, in reader and writer alike."""
+    if not case.source.parent.name.startswith("experts"):
+        raise NoMutantError
+    whole, local = Experts.whole_name, Experts.local_names
+
+    def whole_name(self: Experts, name: str, ep: int, part: int) -> str:
+        return whole(self, name, ep, ep - 1 - part)
+
+    def local_names(self: Experts, names: Any, ep: int, part: int) -> dict[str, str]:
+        return local(self, names, ep, ep - 1 - part)
+
+    with mock.patch.object(Experts, "whole_name", whole_name), mock.patch.object(Experts, "local_names", local_names):
+        yield
+
+
+@contextlib.contextmanager
+def expert_layers(rng: random.Random, case: Case) -> Iterator[None]:
+    """Give the files of experts the number of another layer, or of another stage; the reader does not look at it."""
+    if not case.source.parent.name.startswith("experts"):
+        raise NoMutantError
+    real, kind = file_names.expert_file, rng.choice(["backwards", "another stage"])
+
+    def expert_file(layer: int, expert: int, mp: int = 0) -> str:
+        stages = Topology.parse(case.topology).pp
+        if kind == "another stage":
+            return real(layer, expert, stages - 1 - mp)
+        return real(2 // stages - layer, expert, mp)
+
+    with (
+        mock.patch.object(file_names, "expert_file", expert_file),
+        mock.patch.object(opening, "_check_order", _nothing),
+        mock.patch.object(opening, "_check_counts", _nothing),
+        mock.patch.object(opening, "_check_names", _nothing),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def bucket_places(rng: random.Random, case: Case) -> Iterator[None]:
+    """Mix up the parts of parameters in Megatron-Core's buckets: their names, their ranks, or gate and up."""
+    if "buckets" not in str(case.source):
+        raise NoMutantError
+    kind, seed = rng.choice(["exchange", "rank", "gate"]), rng.random()
+    real_cut, real_place = buckets._cut, buckets._place_parts
+
+    def cut(name: str, location: Any, tp: int, rank: int, *, shared: bool) -> Any:
+        part = real_cut(name, location, tp, tp - 1 - rank if kind == "rank" else rank, shared=shared)
+        return part._replace(boxes=part.boxes[::-1]) if kind == "gate" else part
+
+    def place(parts: Any, own: Any) -> Any:
+        found = real_place(parts, own)
+        if kind != "exchange" or found is None:
+            return found
+        equal = [
+            (a, b) for a in range(len(found)) for b in range(a) if found[a][2].num_elements == found[b][2].num_elements
+        ]
+        first, second = random.Random(seed).choice(equal)
+        names = [part for _, _, part in found]
+        names[first], names[second] = names[second], names[first]
+        return [(bucket, start, part) for (bucket, start, _), part in zip(found, names, strict=True)]
+
+    with mock.patch.object(buckets, "_cut", cut), mock.patch.object(buckets, "_place_parts", place):
+        yield
+
+
+@contextlib.contextmanager
 def cut_rules(rng: random.Random, case: Case) -> Iterator[None]:
     """Take row-parallel parameters for column-parallel ones, or fused parts for one, in reader and writer alike."""
     if "pipeline" not in str(case.source):
@@ -393,6 +483,28 @@ def cut_rules(rng: random.Random, case: Case) -> Iterator[None]:
 
     with mock.patch.object(tp_patterns, "parse", parse):
         yield
+
+
+@contextlib.contextmanager
+def last_copy(_rng: random.Random, case: Case) -> Iterator[None]:
+    """Take the last copy of each tensor and compare none: the first stage alone uses Megatron's learned positions."""
+    if not case.source.parent.name.startswith("megatron-tp2"):
+        raise NoMutantError
+
+    def last(shards: ShardTable, rows: Int64Array) -> Int64Array:
+        own = rows[shards.replica[rows] == shards.replica[rows].max()] if len(rows) else rows
+        return first(shards, own)
+
+    first = planning._one_replica
+    with (
+        mock.patch.object(planning, "_one_replica", last),
+        mock.patch.object(planning, "copies_to_compare", _no_copies),
+    ):
+        yield
+
+
+def _no_copies(index: Index, *_args: Any) -> Copies:
+    return Copies((np.zeros(0, dtype=np.int64),) * len(index.tensors), ())
 
 
 @contextlib.contextmanager
@@ -525,8 +637,12 @@ KINDS: dict[str, Mutate] = {
     "planner: name": planner,
     "shared: sub-group": sub_groups,
     "shared: order of a flat group": partitions,
+    "reader: places in buckets": bucket_places,
+    "shared: parts of experts": expert_parts,
+    "layout: layers of experts": expert_layers,
     "shared: axis of tensor parallelism": cut_rules,
     "shared: name map": name_map,
+    "planner: copy of another stage": last_copy,
     "execution: read beside": wrong_read,
     "storage: write elsewhere": wrong_write,
     "target: files exchanged": swapped_target,
@@ -599,7 +715,8 @@ def run_mutant(seed: int, *, also_without: bool = False) -> Outcome:
                 if kind.startswith("source"):
                     _copy_tree(case.source, source)
                 with (
-                    mock.patch.object(api, "compare_with_source", lambda _: WitnessReport()),
+                    mock.patch.object(witness, "see_source", lambda _: None),
+                    mock.patch.object(witness, "compare", lambda *_: WitnessReport()),
                     contextlib.suppress(Exception),
                 ):
                     without = _run(own_case.conversion(folder / "without"), KINDS[kind], own, own_case)

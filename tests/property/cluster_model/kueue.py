@@ -14,27 +14,25 @@ def run(cluster: Cluster) -> None:
     """Let Kueue act once."""
     if cluster.quota is None or not cluster.is_api_up:
         return
-    for item in _workloads(cluster):
-        view = workload_view(item)
+    for item, view in _workloads(cluster):
         if not view.is_active and view.has_quota and not view.is_evicted:
             evict(cluster, item, "Deactivated")
-    for item in _workloads(cluster):
-        view = workload_view(item)
+    for item, view in _workloads(cluster):
         if view.is_active and not view.is_finished and not view.has_quota:
             _admit(cluster, item, view)
-    holders = [item for item in _workloads(cluster) if workload_view(item).is_admitted]
-    if sum(workload_view(item).assigned or 0 for item in holders) > cluster.quota:
-        evict(cluster, holders[-1], "Preempted")
+    holders = [(item, view) for item, view in _workloads(cluster) if view.is_admitted]
+    if sum(view.assigned or 0 for _, view in holders) > cluster.quota:
+        evict(cluster, holders[-1][0], "Preempted")
 
 
-def _workloads(cluster: Cluster) -> list[dict[str, Any]]:
-    own = [item for (kind, _), item in cluster.objects.items() if kind == "Workload"]
-    return sorted(own, key=lambda item: workload_view(item).number)
+def _workloads(cluster: Cluster) -> list[tuple[dict[str, Any], WorkloadView]]:
+    own = ((item, workload_view(item)) for (kind, _), item in cluster.objects.items() if kind == "Workload")
+    return sorted(own, key=lambda pair: pair[1].number)
 
 
 def views(cluster: Cluster) -> list[WorkloadView]:
     """Return the views of all Workloads."""
-    return [workload_view(item) for item in _workloads(cluster)]
+    return [view for _, view in _workloads(cluster)]
 
 
 def _admit(cluster: Cluster, workload: dict[str, Any], view: WorkloadView) -> None:

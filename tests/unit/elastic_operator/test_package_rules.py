@@ -16,10 +16,11 @@ from elastic_operator.settings import read_settings
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "operator/elastic_operator"
 EDGES = {
-    "aiohttp": {"client"},
+    "aiohttp": {"client", "webhook"},
     "kopf": {"cluster", "main.py"},
     "kubernetes": {"client", "plugin"},
     "urllib3": {"plugin"},
+    "rich": {"plugin"},
     "prometheus_client": {"metrics"},
 }
 """Which packages and top modules may import a library."""

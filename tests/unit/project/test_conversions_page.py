@@ -12,7 +12,7 @@ TEXT = (ROOT / "docs/conversions.md").read_text(encoding="utf-8")
 SUMMARY, MATRIX = TEXT.split("\n## The matrix\n")
 TARGETS = ("deepspeed", "universal", "dcp", "safetensors", "megatron")
 KINDS = {
-    "DeepSpeed, ZeRO 0 to 3": r"deepspeed/(bf16|pipeline|zero)",
+    "DeepSpeed, ZeRO 0 to 3": r"deepspeed/(bf16|megatron|pipeline|zero)",
     "DeepSpeed with experts": r"deepspeed/(autoep|experts)",
     "DeepSpeed with Muon": r"deepspeed/muon",
     "DeepSpeed, elastic checkpoint": r"deepspeed/elastic",
@@ -35,7 +35,11 @@ def matrix() -> tuple[list[str], list[list[str]]]:
 def converts(kind: str, target: str, *, like: bool) -> bool:
     """True if a row of this kind has a cell of this target that is not refused."""
     formats, every = matrix()
-    found = [row for row in every if re.match(KINDS[kind], row[0]) and ("`--like`" in row[0]) is like]
+    found = [
+        row
+        for row in every
+        if re.match(KINDS[kind], row[0]) and ("`--like`" in row[0] or "`--model`" in row[0]) is like
+    ]
     assert found or like
     return any(
         cell == "yes" or cell.startswith("one way")

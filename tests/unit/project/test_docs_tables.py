@@ -24,7 +24,8 @@ WORLD = "test_any_order_of_events_and_crashes_ends_complete"
 """The failure modes call it `world`."""
 
 NO_FAILURES = re.compile(
-    r"test_(testbed|crd|docs|helm_(templates|cluster_wide)|images|plugin|metrics|dashboard|sequence|virtual|pins)\w*"
+    r"test_(testbed|crd|docs|helm_(templates|cluster_wide)|images|plugin|metrics|dashboard|prometheus|sequence|virtual"
+    r"|pins|shutdown)\w*"
 )
 """Modules of the cluster tier whose tests are about something else."""
 

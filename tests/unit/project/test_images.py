@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from release.pins import Pin, read_pins
 from testbed import oci, project, rootfs
 from testbed.errors import TestbedError
 
@@ -23,10 +25,9 @@ IMAGES = {"operator": ("operator",), "reshard": ("reshard",), "example": ("resha
 DOCKERFILES = {name: (ROOT / "images" / name / "Dockerfile").read_text() for name in IMAGES}
 
 
-def pins(path: str) -> dict[str, str]:
-    """Names and versions of a requirements file."""
-    lines = (ROOT / path).read_text().splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+def pins(path: str) -> dict[str, Pin]:
+    """Versions and hashes of a requirements file."""
+    return read_pins(ROOT / path)
 
 
 def closure(extras: Iterable[str]) -> set[str]:
@@ -184,17 +185,46 @@ def test_the_libraries_of_a_program_are_found_and_a_missing_one_is_named(tmp_pat
         rootfs.libraries([broken])
 
 
+def make_wheel(folder: Path) -> Path:
+    """Write the smallest wheel."""
+    folder.mkdir()
+    wheel = folder / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny.py", "")
+        archive.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        archive.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("tiny-1.0.dist-info/RECORD", "tiny.py,,\n")
+    return wheel
+
+
+def test_an_installed_wheel_does_not_tell_where_it_came_from(tmp_path: Path) -> None:
+    packed = []
+    for name in ("one", "two"):
+        root = tmp_path / f"{name}-root"
+        rootfs._install(root, str(make_wheel(tmp_path / name)))
+        oci.pack(root, tmp_path / f"{name}.tar")
+        packed.append((tmp_path / f"{name}.tar").read_bytes())
+        records = [
+            line.split(",")[0] for line in (root / rootfs.SITE / "tiny-1.0.dist-info/RECORD").read_text().splitlines()
+        ]
+        assert all((root / rootfs.SITE / record).exists() for record in records), "nothing is listed that is not there"
+    assert packed[0] == packed[1]
+
+
 @pytest.mark.parametrize("name", IMAGES)
 def test_dockerfiles_are_pinned_unprivileged_and_the_same_for_every_architecture(name: str) -> None:
     text = DOCKERFILES[name]
     bases = re.findall(r"^ARG \w+_IMAGE=(\S+)$", text, flags=re.MULTILINE)
     assert bases, "the base is an argument"
-    assert all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases), "a full version, never a moving tag"
+    assert all(re.search(r":\d+\.\d+\.\d+-[a-z-]+@sha256:[0-9a-f]{64}$", base) for base in bases), "a digest"
     assert set(re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE)) <= {"${PYTHON_IMAGE}", "${BASE_IMAGE}"}
     assert text.count("\nFROM ") == 2, "what builds is not what runs"
     assert re.findall(r"^USER (.*)$", text, flags=re.MULTILINE) == ["65532:65532"], "a number: runAsNonRoot can see it"
     assert not re.search(r"amd64|x86_64|arm64|aarch64", text)
-    assert "--no-deps" in text
+    installs = re.findall(r"pip install (.*?)(?:&&|$)", text.replace("\\\n", " "), flags=re.MULTILINE)
+    assert len(installs) == 3
+    assert all("--no-deps" in line for line in installs)
+    assert all("--require-hashes" in line or "--no-build-isolation" in line for line in installs)
     for label in ("title", "version", "revision", "licenses"):
         assert f"org.opencontainers.image.{label}=" in text
     for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, flags=re.MULTILINE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import socket
 import sys
@@ -63,6 +64,13 @@ def test_a_wrong_command_line_is_refused_with_the_usage_code(
         main(arguments, {})
     assert caught.value.code == Exit.USAGE
     assert "usage: kubectl etj" in capsys.readouterr().err
+
+
+def test_the_version_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"], {})
+    assert caught.value.code == Exit.OK
+    assert capsys.readouterr().out == f"kubectl etj {importlib.metadata.version('elastic-training-operator')}\n"
 
 
 def test_several_nodes_may_be_lost_in_one_flag_or_in_several() -> None:
@@ -151,5 +159,5 @@ def test_a_loss_that_cannot_be_read_is_a_usage_error(tmp_path: Path, capsys: pyt
 
 def test_following_a_log_as_json_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "config")
-    assert main(["logs", "gpt", "-f", "-o", "json", "--kubeconfig", str(path)], {}) == Exit.USAGE
+    assert main(["logs", "gpt", "-f", "-o", "yaml", "--kubeconfig", str(path)], {}) == Exit.USAGE
     assert "cannot be combined" in capsys.readouterr().err

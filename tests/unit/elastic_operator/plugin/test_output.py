@@ -6,6 +6,9 @@ import ast
 import contextlib
 import copy
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 import threading
@@ -47,14 +50,18 @@ MEANING = frozenset({
 })  # fmt: skip
 
 
+FINISHED = {"complete": "drained"}
+"""Stages that end a `watch`, and the recorded stages that they are made of."""
+
+
 def job(stage: str) -> dict[str, Any]:
     """Return a recorded job whose whole status is poisoned, but for its times."""
-    found = copy.deepcopy(RECORDED[stage]["job"])
+    found = copy.deepcopy(RECORDED[FINISHED.get(stage, stage)]["job"])
     found["status"] = {
         key: value if key.endswith("Time") else poisoned(value, MEANING | times(value))
         for key, value in found["status"].items()
     }
-    found["status"]["phase"] = found["status"]["phase"].removesuffix(ATTACK)
+    found["status"]["phase"] = "Complete" if stage in FINISHED else found["status"]["phase"].removesuffix(ATTACK)
     return found
 
 
@@ -94,7 +101,7 @@ def api(answers: Callable[[str], tuple[str, bytes]]) -> Iterator[str]:
 
 
 def answers(stage: str) -> Callable[[str], tuple[str, bytes]]:
-    recorded, one = RECORDED[stage], job(stage)
+    recorded, one = RECORDED[FINISHED.get(stage, stage)], job(stage)
     events = [
         {**item, "reason": item["reason"] + ATTACK, "message": item["message"] + ATTACK} for item in recorded["events"]
     ]
@@ -134,17 +141,22 @@ def answers(stage: str) -> Callable[[str], tuple[str, bytes]]:
     return answer
 
 
-def run(tmp_path: Path, server: str, *arguments: str, encoding: str = "utf-8") -> tuple[int, str, str]:
-    config = {
+def config(tmp_path: Path, server: str) -> Path:
+    """Write a kubeconfig."""
+    document = {
         "clusters": [{"name": "one", "cluster": {"server": server}}],
         "users": [{"name": "one", "user": {"token": "token"}}],
         "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one", "namespace": "demo"}}],
         "current-context": "one",
     }
     path = tmp_path / "config"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def run(tmp_path: Path, server: str, *arguments: str, encoding: str = "utf-8") -> tuple[int, str, str]:
     program = "import sys; from elastic_operator.plugin.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, "--kubeconfig", str(path), *arguments]
+    command = [sys.executable, "-c", program, "--kubeconfig", str(config(tmp_path, server)), *arguments]
     environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": encoding, "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, check=False, env=environment, timeout=60)
     return done.returncode, done.stdout.decode(), done.stderr.decode()
@@ -157,9 +169,13 @@ def obeyed(text: str) -> set[str]:
 VERBS = [
     (("list",), "drained"),
     (("list", "-A"), "drained"),
+    (("top", "-A"), "drained"),
     (("status", "gpt"), "drained"),
     (("status", "gpt"), "resharding"),
     (("status", "gpt"), "growing"),
+    (("why", "gpt"), "resharding"),
+    (("watch", "gpt"), "complete"),
+    (("report", "gpt"), "drained"),
     (("plan", "gpt", "--lose", "gpt-2"), "running"),
     (("plan", "gpt", "--gpus", "2"), "growing"),
     (("logs", "gpt"), "running"),
@@ -213,6 +229,62 @@ def test_json_holds_every_text_unchanged_and_no_control_character(verb, tmp_path
     value = json.loads(out)
     first = value["items"][0] if "items" in value else value
     assert first["reason"].endswith(ATTACK)
+
+
+SGR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.mark.parametrize("verb", [["status", "gpt"], ["list"]])
+def test_colours_are_the_only_thing_that_a_terminal_obeys_and_change_no_text(verb, tmp_path):
+    with api(answers("drained")) as server:
+        _, plain, _ = run(tmp_path, server, *verb, "--color", "never")
+        _, coloured, _ = run(tmp_path, server, *verb, "--color", "always")
+    assert SGR.sub("", coloured) == plain
+    assert SGR.search(coloured)
+
+
+def test_a_watch_prints_nothing_but_its_lines_of_json(tmp_path):
+    with api(answers("complete")) as server:
+        code, out, err = run(tmp_path, server, "watch", "gpt", "-o", "json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["phase"] == "Complete"
+    assert obeyed(out) == set()
+
+
+def test_the_screen_of_a_watch_obeys_no_text_of_the_cluster(tmp_path):
+    with api(answers("complete")) as server:
+        text = run_on_terminal(tmp_path, server, "watch", "gpt")
+    assert "demo/gpt" in text
+    assert "\\x1b]52" in text
+    assert obeyed(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)) <= {"\r"}
+
+
+def run_on_terminal(tmp_path: Path, server: str, *arguments: str) -> str:
+    """Run a command on a terminal of 100 columns; return what it wrote."""
+    ours, theirs = pty.openpty()
+    with open(ours, "rb", buffering=0) as reader:
+        program = "import sys; from elastic_operator.plugin.main import main; sys.exit(main())"
+        command = [sys.executable, "-c", program, "--kubeconfig", str(config(tmp_path, server)), *arguments]
+        environment = {"PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin", "TERM": "xterm", "COLUMNS": "100",
+                       "LINES": "40", "PYTHONIOENCODING": "utf-8"}  # fmt: skip
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            written = b""
+            with contextlib.suppress(OSError):  # the end of a terminal is an error on Linux
+                while chunk := reader.read(65536):
+                    written += chunk
+            assert process.wait(timeout=60) == 0, written.decode()
+    return written.decode()
+
+
+def test_yaml_says_the_same_as_json_and_no_text_begins_a_line(tmp_path):
+    with api(answers("drained")) as server:
+        _, text, _ = run(tmp_path, server, "status", "gpt", "-o", "yaml")
+        _, value, _ = run(tmp_path, server, "status", "gpt", "-o", "json")
+    assert yaml.safe_load(text) == json.loads(value)
+    assert text.isascii()
+    assert obeyed(text) == set()
+    assert not [line for line in text.splitlines() if line.lstrip().startswith("Job:")]
 
 
 def test_a_terminal_that_cannot_show_a_letter_gets_its_escape(tmp_path):

@@ -179,7 +179,8 @@ def test_the_events_of_a_recovery_tell_its_story_in_order() -> None:
     (running,) = look(launched.status, steps, now=NOW + 30).events
     assert running.reason == "Running"
     assert running.message == (
-        "attempt 2 makes steps, from step 10 on; NodeNotReady has cost 31 s, and 2 steps are done again"
+        "attempt 2 makes steps, from step 10 on; "
+        f"lost node n3 (NodeNotReady), back in 31 s, 2 steps lost, 100 B moved; from {BIG} to {SMALL}"
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from reshard.checksums.crc import CrcRange, crc32
 from reshard.errors import CorruptSourceError
 from reshard.execution import scan
+from reshard.storage import files
 from reshard.storage.files import LocalFile
 from reshard.storage.source_reader import SourceReader
 from reshard.tensors.geometry import Box
@@ -91,6 +92,29 @@ def test_a_file_that_was_just_written_is_held(stored):
         assert file.is_cached(BEGIN, 400)
         assert not file.is_cached(BEGIN, 0)
         assert not file.is_cached(path.stat().st_size - 10, 20)
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["cachestat", "mincore"])
+def test_old_and_new_kernels_say_the_same_of_ranges_that_are_held(stored, counts, monkeypatch):
+    _, _, path = stored
+    if not counts:
+        monkeypatch.setattr(files, "_count_cached_pages", lambda *_: None)
+    size = path.stat().st_size
+    with LocalFile(path) as file:
+        held = [file.is_cached(*part) for part in ((0, 1), (0, size), (size - 1, 1), (size, 1), (size - 1, 2), (7, 0))]
+    assert held == [True, True, True, False, False, False]
+
+
+def test_ranges_that_are_held_are_mapped_once_for_a_unit(stored, monkeypatch):
+    values, source, _ = stored
+    source.may_map = True
+    views = []
+    view = LocalFile.view
+    monkeypatch.setattr(LocalFile, "view", lambda self, *part: views.append(part) or view(self, *part))
+    source.prefetch([(0, BEGIN, BEGIN + 80), (0, BEGIN + 160, BEGIN + 400)])
+    assert (source.view(0, BEGIN + 4, 76).view(np.uint32) == values[1:20]).all()
+    assert (source.view(0, BEGIN + 160, 240).view(np.uint32) == values[40:100]).all()
+    assert views == [(BEGIN, 400)]
 
 
 def test_a_file_that_the_kernel_has_dropped_is_not_held_until_it_is_read_again(tmp_path):

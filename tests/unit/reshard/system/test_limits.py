@@ -3,7 +3,13 @@
 import pytest
 
 from reshard.system import limits
-from reshard.system.cgroups import parse_available, parse_cpu_quota, parse_free_memory, parse_groups
+from reshard.system.cgroups import (
+    parse_available,
+    parse_cpu_quota,
+    parse_free_memory,
+    parse_groups,
+    parse_throttled_seconds,
+)
 from reshard.system.limits import DEFAULT_MEMORY_BYTES
 
 # A pod of Kubernetes 1.33 on a node with cgroup v2; the container has a cgroup namespace.
@@ -148,3 +154,18 @@ def test_a_small_pod_gets_small_buffers(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(limits, "_text", lambda path: texts.get(path) or real(path))
     assert limits.buffer_bytes() == 16 << 20
     assert limits.default_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("stat", "seconds"),
+    [
+        ("usage_usec 9\nnr_periods 7\nnr_throttled 3\nthrottled_usec 1500000\n", 1.5),  # version 2
+        ("nr_periods 7\nnr_throttled 3\nthrottled_time 2500000000\nnr_bursts 0\n", 2.5),  # version 1
+        ("nr_periods 0\n", 0.0),
+        ("throttled_usec -\nbroken", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_time_without_processors(stat: str, seconds: float) -> None:
+    assert parse_throttled_seconds({"cpu.stat": stat}) == seconds
+    assert limits.throttled_seconds() >= 0

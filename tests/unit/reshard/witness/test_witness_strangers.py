@@ -13,7 +13,7 @@ import pytest
 from reshard.contract import ReshardReport
 from reshard.errors import VerificationError
 from reshard.witness import comparison, deepspeed, pickles, safetensors, unpartitioned
-from reshard.witness.comparison import Case, compare_with_source
+from reshard.witness.comparison import Case, WitnessReport, compare, see_source
 from reshard.witness.cover import find_byte_problems, find_cover_problems
 from reshard.witness.matching import Wanted, match
 from reshard.witness.names import NameMap
@@ -222,19 +222,23 @@ def test_a_name_map_says_which_elements_a_part_has(tmp_path: Path):
 
 def case_of(target: Path, **changes: object) -> Case:
     """A conversion of the golden checkpoint into itself."""
-    files = {path.name: None for path in target.iterdir()}
     fields = {"source": ZERO2, "source_format": "deepspeed", "target": target, "target_format": "deepspeed"}
-    return Case(**{**fields, "files": files, **changes})
+    return Case(**{**fields, **changes})
+
+
+def compare_with_source(target: Path, **changes: object) -> WitnessReport:
+    """Compare a target with the golden checkpoint."""
+    return compare(see_source(case_of(target, **changes)), {path.name: None for path in target.iterdir()})
 
 
 def test_a_checkpoint_is_the_same_as_itself():
-    found = compare_with_source(case_of(ZERO2))
+    found = compare_with_source(ZERO2)
     assert (found.tensors, dict(found.not_witnessed)) == (29, {})
-    assert compare_with_source(case_of(ZERO2, states=("weight", "fp32", "exp_avg", "exp_avg_sq"))).tensors == 29
+    assert compare_with_source(ZERO2, states=("weight", "fp32", "exp_avg", "exp_avg_sq")).tensors == 29
 
 
 def test_what_no_stranger_knows_is_said_and_counted():
-    found = compare_with_source(case_of(ZERO2, source_format="virtual"))
+    found = compare_with_source(ZERO2, source_format="virtual")
     assert (found.tensors, dict(found.not_witnessed)) == (0, {"no stranger knows the format virtual": 1})
 
 
@@ -249,7 +253,7 @@ def test_another_value_is_refused_with_its_tensor_and_its_place(tmp_path: Path):
     content[int(positions[0])] ^= 1
     (tmp_path / name).write_bytes(content)
     with pytest.raises(VerificationError) as error:
-        compare_with_source(case_of(tmp_path))
+        compare_with_source(tmp_path)
     assert error.value.problems[0].startswith(f"exp_avg/down.weight: element [1, 1] of copy 0 ({name}, byte")
     assert "bug of reshard, or the source changed" in error.value.hint
 
@@ -267,7 +271,7 @@ def test_a_zip_with_bytes_between_entries_is_not_accounted_for(tmp_path: Path):
             new.writestr(entry.filename, old.read(entry))
     (tmp_path / name).write_bytes(buffer.getvalue())
     with pytest.raises(VerificationError) as error:
-        compare_with_source(case_of(tmp_path))
+        compare_with_source(tmp_path)
     assert any("belong to no tensor and are not zero" in problem for problem in error.value.problems)
 
 

@@ -17,6 +17,7 @@ from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import start_uri
 from elastic_operator.observed.observation import JobView, Observation, PodView
 from elastic_operator.observed.timeouts import Timeouts
+from elastic_operator.plugin.pages.job_source import JobSource
 from elastic_operator.plugin.pages.wait_reason import explain_wait
 from elastic_operator.reconcile.actions import Create, Decision
 from elastic_operator.reconcile.decide import decide
@@ -172,9 +173,7 @@ def test_what_cannot_be_started_from_fails_the_job_with_the_resharders_words(cod
     for text in (status.message, failed.message):
         assert "/checkpoint/old/run: there is no such folder" in text
         assert "kubectl etj retry gpt" in text
-    waiting = explain_wait(
-        {"metadata": {"name": "gpt", "generation": 1}, "status": to_wire(status)}, None, "", status, NOW
-    )
+    waiting = explain_wait(JobSource(name="gpt", namespace="demo", status=status, generation=1), NOW)
     assert (waiting.doing, waiting.advice) == (status.message, "")
     assert status.started_from is None
 

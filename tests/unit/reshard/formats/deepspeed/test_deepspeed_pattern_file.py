@@ -122,7 +122,7 @@ def test_errors_name_the_file(tmp_path):
 
 
 def test_example_of_the_documentation_is_a_file_of_patterns(tmp_path):
-    page = (Path(__file__).parents[4] / "docs" / "deepspeed-format.md").read_text()
+    page = (Path(__file__).parents[5] / "docs" / "deepspeed-format.md").read_text()
     path = tmp_path / "patterns.yaml"
     path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
     found = parse(load(path))

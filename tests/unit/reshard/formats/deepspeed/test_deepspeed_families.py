@@ -136,9 +136,11 @@ def test_family_that_deepspeed_does_not_train_is_refused_with_its_reason(title):
         split(shapes_of(title))
 
 
-def test_mixtral_needs_the_preset_and_says_so():
-    found = split(shapes_of("Hugging Face Mixtral"))
-    assert kinds(found)["model.layers.0.mlp.experts.gate_up_proj"][0] is None
+@pytest.mark.parametrize("title", ["Hugging Face Mixtral", "Hugging Face Phi-MoE"])
+def test_models_with_fused_experts_need_the_preset_and_say_so(title):
+    found = split(shapes_of(title))
+    assert kinds(found)["model.layers.0.mlp.experts.gate_up_proj"][0] is kinds(found)[HEAD][0] is None
+    assert kinds(found)["model.layers.0.self_attn.q_proj.weight"] == (0, 1)
     assert "preset_model: mixtral" in found.note
 
 

@@ -20,7 +20,7 @@ def test_programs_are_found_however_often_a_shell_evaluates_it(tmp_path: Path, m
         program.chmod(0o755)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for _ in range(3):
-        text = f"{shellenv.exports()}\nprintf '%s' \"$PATH\""
+        text = f"{shellenv.exports(tmp_path / 'admin.conf')}\nprintf '%s' \"$PATH\""
         path = subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE, text=True, check=True).stdout
         monkeypatch.setenv("PATH", path)
         for name in ("kubectl", "helm"):
