@@ -8,7 +8,19 @@ import platform
 import sys
 from collections.abc import Callable
 
-from benchmarks import claims, controlling, converting, loading, many_pods, objects, scale, sharing, stall, virtual
+from benchmarks import (
+    claims,
+    controlling,
+    converting,
+    loading,
+    many_pods,
+    objects,
+    scale,
+    sharing,
+    stall,
+    steering,
+    virtual,
+)
 from benchmarks.checkpoints import OUTPUT, ROOT
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -21,6 +33,7 @@ SECTIONS: dict[str, Callable[[int], str]] = {
     "workers": sharing.workers,
     "claims": claims.claims,
     "objects": objects.objects,
+    "steering": steering.steering,
     "stall": stall.stall,
     "scale": scale.scale,
     "operator": controlling.operator,

@@ -18,6 +18,7 @@ from testbed import cluster as bed
 from testbed import faults, storage
 from testbed.kubectl import Kubectl
 from testbed.paths import kubeconfig as testbed_kubeconfig
+from testbed.provider import RESOURCES
 
 
 class DemoError(Exception):
@@ -97,7 +98,7 @@ def testbed(options: argparse.Namespace) -> Iterator[None]:
     if options.kubeconfig:
         yield
         return
-    bed.up(resources=bed.RESOURCES if options.resource in bed.RESOURCES else (options.resource,))
+    bed.up(resources=RESOURCES if options.resource in RESOURCES else (options.resource,))
     try:
         yield
     finally:

@@ -100,6 +100,18 @@ class _SumOverGroup(torch.autograd.Function):
         return gradient
 
 
+def join_tensor_group(topology: Topology) -> None:
+    """Make the tensor parallel groups of all ranks; the layers of this rank are built for its own."""
+    global _TENSOR  # noqa: PLW0603  (layers are built by DeepSpeed, which passes no context)
+    place = topology.coordinate(distributed.get_rank())
+    for pp in range(topology.pp):
+        for dp in range(topology.dp):
+            ranks = [topology.rank(pp=pp, dp=dp, tp=tp) for tp in range(topology.tp)]
+            group = distributed.new_group(ranks) if topology.tp > 1 else None
+            if (pp, dp) == (place.pp, place.dp):
+                _TENSOR = TensorGroup(topology.tp, place.tp, group)
+
+
 def copy_to_group(value: Tensor) -> Tensor:
     """See `_CopyToGroup`."""
     return value if tensor_group().size == 1 else _CopyToGroup.apply(value)  # type: ignore[no-untyped-call]
@@ -235,14 +247,7 @@ def rotate(value: Tensor) -> Tensor:
 
 def build(config: GptConfig, topology: Topology) -> PipelineModule:
     """The model for one rank of `topology`; torch.distributed must be initialised with its world size."""
-    global _TENSOR  # noqa: PLW0603  (layers are built by DeepSpeed, which passes no context)
-    place = topology.coordinate(distributed.get_rank())
-    for pp in range(topology.pp):
-        for dp in range(topology.dp):
-            ranks = [topology.rank(pp=pp, dp=dp, tp=tp) for tp in range(topology.tp)]
-            group = distributed.new_group(ranks) if topology.tp > 1 else None
-            if (pp, dp) == (place.pp, place.dp):
-                _TENSOR = TensorGroup(topology.tp, place.tp, group)
+    join_tensor_group(topology)
     layers = [
         TiedLayerSpec("embed", Embedding, config, tied_weight_attr="weight"),
         *(LayerSpec(Block, config, index) for index in range(config.layers)),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import sys
 from typing import Any
 
 import torch
+import torch.distributed
 from tiny_llama import SEED
 from transformers import TrainerCallback, TrainingArguments
 
@@ -64,7 +67,18 @@ def arguments(options: argparse.Namespace) -> Any:
     )
     if options.backend == "fsdp2" and not has_gpu:
         _let_accelerate_shard_on_cpu()
+    atexit.register(_end_process_group)
     return args
+
+
+def _end_process_group() -> None:
+    """End the process group, which the Trainer leaves open, when its threads have put the last tensors back.
+
+    A gloo thread that holds a tensor when the interpreter ends ends the process with SIGABRT.
+    """
+    if torch.distributed.is_initialized() and getattr(sys, "last_type", None) is None:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 class LossLog(TrainerCallback):  # type: ignore[misc]
