@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # Hashes of the files for every platform: of wheels for arm64, too, on a machine that is none.
 PINNED := --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11
 
-.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster test-servers test-nodes demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
+.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster test-servers test-nodes test-gpu demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -110,6 +110,9 @@ test-servers: test-engine
 test-nodes: comm-op
 	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # 3: not on this machine, as tests say
 	$(BIN)/pytest tests/cluster -m 'not own_api_server'
+
+test-gpu: setup ## what needs one GPU (CUDA or ROCm): conversions and trainings there; skipped without one, not a part of `make test`
+	DS_ACCELERATOR=cuda $(BIN)/pytest tests/gpu
 
 soak: comm-op ## other random examples in every run, and more of them; SECONDS=600 for the readers' fuzz targets
 	ETJ_SOAK=1 $(BIN)/pytest -n auto tests/unit tests/property tests/golden

@@ -24,21 +24,22 @@ TENSORS = 40
 WIDTH = 768
 
 
-def make_state(num_bytes: int, rank: int) -> dict[str, Tensor]:
+def make_state(num_bytes: int, rank: int, device: torch.device) -> dict[str, Tensor]:
     """This rank's part of the state: fp32 tensors that no other rank has."""
     elements = num_bytes // 4 // TENSORS
-    return {f"rank{rank}.{at}": torch.full((elements,), float(at)) for at in range(TENSORS)}
+    return {f"rank{rank}.{at}": torch.full((elements,), float(at), device=device) for at in range(TENSORS)}
 
 
-def calibrate() -> Callable[[], float]:
-    """Return a training step of STEP_SECONDS of processor time; it returns its wall time."""
-    matrix = torch.randn(WIDTH, WIDTH)
+def calibrate(device: torch.device) -> Callable[[], float]:
+    """Return a training step of STEP_SECONDS of a processor or GPU; it returns its wall time."""
+    matrix = torch.randn(WIDTH, WIDTH, device=device)
+    clock = time.process_time if device.type == "cpu" else time.monotonic
     rounds, seconds = 1, 0.0
     while seconds < STEP_SECONDS / 2:
         rounds *= 2
-        started = time.process_time()
+        started = clock()
         run(matrix, rounds)
-        seconds = time.process_time() - started
+        seconds = clock() - started
     rounds = max(1, round(rounds * STEP_SECONDS / seconds))
     return lambda: run(matrix, rounds)
 
@@ -47,6 +48,8 @@ def run(matrix: Tensor, rounds: int) -> float:
     started = time.monotonic()
     for _ in range(rounds):
         matrix = (matrix @ matrix).clamp(-1, 1)
+    if matrix.device.type != "cpu":
+        torch.accelerator.synchronize()
     return time.monotonic() - started
 
 
@@ -97,8 +100,9 @@ def main() -> None:
     distributed.init_process_group("gloo")
     session.start()
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    state = make_state(int(options.gigabytes * 1e9) // world_size, rank)
-    step = calibrate()
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")  # all on one GPU
+    state = make_state(int(options.gigabytes * 1e9) // world_size, rank, device)
+    step = calibrate(device)
     if options.how.startswith("session"):
         save = of_session(session, state, by_dcp="dcp" in options.how)
     else:

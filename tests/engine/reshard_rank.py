@@ -383,10 +383,10 @@ def pipeline_step(engine, config, topology, rank):
 def flat_step(engine, config, topology, rank):
     replica, part = topology.replica(rank), topology.coordinate(rank).dp % topology.cp
     micro = GLOBAL_BATCH // topology.num_replicas
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for at in range(micro):
         sample = batch(config, engine.global_steps, replica * micro + at)
-        loss = engine(*(tokens.chunk(topology.cp, dim=1)[part] for tokens in sample))
+        loss = engine(*(tokens.chunk(topology.cp, dim=1)[part].to(engine.device) for tokens in sample))
         engine.backward(loss / topology.cp if topology.zero < 3 else loss)  # DeepSpeed sums over cp, but in ZeRO-3
         engine.step()
         total += loss.detach().double() / micro
@@ -421,7 +421,7 @@ def write_truth(engine, path, place):
     found = {}
     for name, tensors in whole_states(engine):
         for state, tensor in tensors.items():
-            content = tensor.detach().float().contiguous().numpy().tobytes()
+            content = tensor.detach().float().contiguous().cpu().numpy().tobytes()
             found[f"{state}/{name}"] = f"{tuple(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
     if place.dp == 0:
         path.with_name(f"truth-pp{place.pp}-tp{place.tp}.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -442,7 +442,7 @@ def main():
     task = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    deepspeed.init_distributed(dist_backend=os.environ.get("RANK_BACKEND", "gloo"), verbose=False)
     engines = {}
     for run in task["runs"]:
         topology = Topology.parse(run["topology"])

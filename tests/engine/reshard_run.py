@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from reshard.api import reshard
@@ -15,8 +16,11 @@ _LIMIT_SECONDS = 500
 _OF_THE_RUN_ALONE = {"name", "steps", "save_at", "save", "load", "spoil"}
 _RANK = Path(__file__).with_name("reshard_rank.py")
 
+Start = Callable[[Path, list[str], list[dict[str, str]], list[Path], float], None]
+"""Runs a script in several processes, as `run_script` does."""
 
-def launch(runs: list[dict], script: Path = _RANK) -> dict[str, list[float]]:
+
+def launch(runs: list[dict], script: Path = _RANK, start: Start = run_script) -> dict[str, list[float]]:
     """Run `runs`, all of one world size, one after the other in one set of processes; losses by name."""
     with tempfile.TemporaryDirectory() as scratch:
         results = Path(scratch) / "results.jsonl"
@@ -25,7 +29,7 @@ def launch(runs: list[dict], script: Path = _RANK) -> dict[str, list[float]]:
         port = _free_port()
         own = [_environment(rank, world, port) for rank in range(world)]
         logs = [Path(scratch) / f"rank{rank}.log" for rank in range(world)]
-        run_script(script, [json.dumps(task)], own, logs, _LIMIT_SECONDS)
+        start(script, [json.dumps(task)], own, logs, _LIMIT_SECONDS)
         lines = [json.loads(line) for line in results.read_text().splitlines()]
     return {line["name"]: line["losses"] for line in lines}
 
