@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # Hashes of the files for every platform: of wheels for arm64, too, on a machine that is none.
 PINNED := --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11
 
-.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster test-servers test-nodes test-gpu demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
+.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster test-servers test-nodes test-e2e test-gpu demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -111,6 +111,9 @@ test-nodes: comm-op
 	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # 3: not on this machine, as tests say
 	$(BIN)/pytest tests/cluster -m 'not own_api_server'
 
+test-e2e: comm-op ## docs/kind.md as written and the demo, on kind (CLUSTER=kind, which is the default here)
+	$(if $(filter-out kind,$(CLUSTER)),$(error test-e2e runs on kind only: expected CLUSTER=kind, found CLUSTER=$(CLUSTER)))$(BIN)/pytest tests/e2e
+
 test-gpu: setup ## what needs one GPU (CUDA or ROCm): conversions and trainings there; skipped without one, not a part of `make test`
 	DS_ACCELERATOR=cuda $(BIN)/pytest tests/gpu
 
@@ -123,8 +126,8 @@ soak: comm-op ## other random examples in every run, and more of them; SECONDS=6
 canary: setup | $(UV) ## the engine tier with the newest frameworks, and API servers of the newest Kubernetes (CANARY_ARGS=--list: only tell)
 	$(BIN)/python -m canary --uv $(UV) $(CANARY_ARGS)
 
-demo: setup ## the whole story on real parts: train, lose a node, reshard, resume, grow back
-	$(BIN)/python -m demo $(DEMO_ARGS)
+demo: setup ## the whole story on real parts: train, lose a node, reshard, resume, grow back; CLUSTER=kind: on kind
+	$(BIN)/python -m demo $(if $(CLUSTER),--cluster $(CLUSTER)) $(DEMO_ARGS)
 
 demo-lifecycle: setup ## a model from its first step to the text that it writes, over three frameworks (minutes)
 	$(BIN)/python -m demo.lifecycle $(DEMO_ARGS)

@@ -13,7 +13,7 @@ from typing import Any
 
 from demo import manifests
 from demo.curves import Comparison, compare, read_points
-from demo.kube import DemoError, Kube, testbed, wait_for
+from demo.kube import DemoError, Kube, cluster, wait_for
 from demo.options import JOB, NAMESPACE, parse
 from demo.picture import draw
 from demo.release import operator
@@ -30,7 +30,7 @@ def main() -> int:
     kube = Kube(options)
     timeline = Timeline(fetch=lambda: kube.get("etj", JOB), fetch_events=lambda: events(kube))
     try:
-        with testbed(options):
+        with cluster(kube):
             timeline.say("helm install")
             with operator(options, kube) as installed:
                 kube.prepare()
@@ -47,7 +47,7 @@ def main() -> int:
 
 def story(options: argparse.Namespace, kube: Kube, timeline: Timeline) -> None:
     """Run the demo's events on the job, one after the other."""
-    job = manifests.job(options)
+    job = manifests.job(options, kube.machine)
     timeline.restart_clock()
     kube.apply(job)
     timeline.say(">>>>> kubectl apply")
@@ -166,7 +166,7 @@ def judge(options: argparse.Namespace, timeline: Timeline) -> int:
         topologies=topologies,
         spans=timeline.spans,
         marks=timeline.marks,
-        subtitle=f"{' -> '.join(topologies.values())}; {options.resource}, real Kubernetes, real DeepSpeed (CPU, fp32)",
+        subtitle=f"{' -> '.join(topologies.values())}; {platform_of(options)}, real DeepSpeed (CPU, fp32)",
     )
     report = options.output / "report.json"
     report.write_text(json.dumps(report_of(options, timeline, result), indent=1))
@@ -182,6 +182,12 @@ def judge(options: argparse.Namespace, timeline: Timeline) -> int:
     ok = result.ok and len(elastic) >= 3 and len(set(topologies.values())) >= 2
     timeline.say(f"{'the loss curves agree' if ok else 'FAILED'}; picture {options.picture}, report {report}")
     return 0 if ok else 1
+
+
+def platform_of(options: argparse.Namespace) -> str:
+    """Say in the picture what the job ran on."""
+    on_kind = options.cluster == "kind" and not options.kubeconfig
+    return f"{options.resource}, {'Kubernetes on kind' if on_kind else 'real Kubernetes'}"
 
 
 def report_of(options: argparse.Namespace, timeline: Timeline, result: Comparison) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The cluster that the demo runs on: the test bed, or the one that the user has given."""
+"""The cluster that the demo runs on: the test bed, kind, or the one that the user has given."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import shutil
 import subprocess
@@ -14,11 +15,10 @@ from typing import Any
 
 from demo.manifests import reader_pod
 from demo.options import JOB, NAMESPACE
-from testbed import cluster as bed
-from testbed import faults, storage
+from testbed import storage
 from testbed.kubectl import Kubectl
-from testbed.paths import kubeconfig as testbed_kubeconfig
-from testbed.provider import RESOURCES
+from testbed.provider import RESOURCES, Provider, Size
+from testbed.providers import PROVIDERS
 
 
 class DemoError(Exception):
@@ -30,10 +30,24 @@ class Kube:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.is_testbed = options.kubeconfig is None
-        self.kubeconfig: Path = options.kubeconfig or testbed_kubeconfig()
-        self.kubectl = Kubectl(self.kubeconfig)
+        self.is_own = options.kubeconfig is None
+        self.provider: Provider = PROVIDERS[options.cluster]()
         self._volume: Path | None = None
+
+    @functools.cached_property
+    def kubeconfig(self) -> Path:
+        """The admin's credentials; our own cluster has to be up."""
+        return self.options.kubeconfig or self.provider.kubeconfig()
+
+    @functools.cached_property
+    def kubectl(self) -> Kubectl:
+        """kubectl on this cluster."""
+        return Kubectl(self.kubeconfig)
+
+    @property
+    def machine(self) -> Path:
+        """Folder of a node below which the node has this machine's folders."""
+        return self.provider.on_node(Path("/"))
 
     def get(self, *arguments: str) -> dict[str, Any]:
         """Objects of the demo's namespace; an empty dict where there is nothing."""
@@ -45,15 +59,15 @@ class Kube:
 
     def prepare(self) -> None:
         """An empty namespace with a claim for checkpoints."""
-        if not self.is_testbed:
+        if not self.is_own:
             self.kubectl("delete", "etj", JOB, "-n", NAMESPACE, "--ignore-not-found", "--wait=true")
             return
         self.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--wait=true")
         self.kubectl("delete", "pv", f"{NAMESPACE}-checkpoints", "--ignore-not-found", "--wait=true")
         self.kubectl("create", "namespace", NAMESPACE)
-        self._volume = storage.make_volume(NAMESPACE)
+        self._volume = self.provider.make_volume(NAMESPACE)
         shutil.rmtree(self._volume / JOB, ignore_errors=True)
-        self.apply(*storage.claim(NAMESPACE, "checkpoints", self._volume))
+        self.apply(*storage.claim(NAMESPACE, "checkpoints", self.provider.on_node(self._volume)))
 
     def node_of(self, attempt: int, index: int) -> str:
         """Node that runs pod `index` of an attempt."""
@@ -65,15 +79,15 @@ class Kube:
 
     def kill(self, node: str) -> None:
         """End the node."""
-        if self.is_testbed:
-            faults.kill_node(node)
+        if self.is_own:
+            self.provider.kill_node(node)
         else:
             subprocess.run(self.options.kill_command.format(node=node), shell=True, check=True)
 
     def heal(self, node: str) -> None:
         """Bring the node back."""
-        if self.is_testbed:
-            faults.heal_node(node)
+        if self.is_own:
+            self.provider.heal_node(node)
         else:
             subprocess.run(self.options.heal_command.format(node=node), shell=True, check=True)
 
@@ -93,17 +107,18 @@ class Kube:
 
 
 @contextlib.contextmanager
-def testbed(options: argparse.Namespace) -> Iterator[None]:
-    """A test bed for the time of the demo, unless another cluster was given."""
-    if options.kubeconfig:
+def cluster(kube: Kube) -> Iterator[None]:
+    """A cluster on this machine for the time of the demo, unless another one was given."""
+    if not kube.is_own:
         yield
         return
-    bed.up(resources=RESOURCES if options.resource in RESOURCES else (options.resource,))
+    resource = kube.options.resource
+    kube.provider.up(Size(resources=RESOURCES if resource in RESOURCES else (resource,)))
     try:
         yield
     finally:
-        if not options.keep:
-            bed.down()
+        if not kube.options.keep:
+            kube.provider.down()
 
 
 def wait_for(condition: Callable[[], Any], *, what: str, timeout_seconds: float) -> Any:

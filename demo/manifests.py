@@ -17,8 +17,13 @@ CHECKPOINT_SECONDS = 10
 STABLE_SECONDS = 20
 
 
-def job(options: argparse.Namespace) -> dict[str, Any]:
-    """The ElasticTrainingJob: commits and growth come sooner than in real life, everything else is the default."""
+def job(options: argparse.Namespace, machine: Path) -> dict[str, Any]:
+    """The ElasticTrainingJob: commits and growth come sooner than in real life, everything else is the default.
+
+    Args:
+        options: of the demo.
+        machine: folder of a node below which the node has this machine's folders.
+    """
     documents = list(yaml.safe_load_all(EXAMPLE.read_text(encoding="utf-8")))
     found: dict[str, Any] = next(item for item in documents if item["kind"] == "ElasticTrainingJob")
     found["metadata"] = {"name": JOB, "namespace": NAMESPACE}
@@ -32,7 +37,7 @@ def job(options: argparse.Namespace) -> dict[str, Any]:
     if options.kubeconfig:
         container["image"] = options.image
     else:
-        spec["template"] = host_python(spec["template"])
+        spec["template"] = host_python(spec["template"], machine=machine)
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from testbed.providers import PROVIDERS
+
 NAMESPACE = "etj-demo"
 JOB = "gpt"
 
@@ -23,7 +25,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, default=Path("demo/recovery.png"))
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference of a loss")
     parser.add_argument("--keep", action="store_true", help="leave test bed and job as they are at the end")
-    other = parser.add_argument_group("another cluster (kind, a real one)")
+    parser.add_argument(
+        "--cluster",
+        choices=tuple(PROVIDERS),
+        default="testbed",
+        help="what the cluster on this machine is made of: namespaces of this machine, or containers of Docker",
+    )
+    other = parser.add_argument_group("a cluster that is there already")
     other.add_argument(
         "--kubeconfig", type=Path, help="use this cluster; it needs 3 nodes with 2 GPUs of --resource each"
     )

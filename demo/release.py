@@ -53,7 +53,7 @@ def operator(options: argparse.Namespace, kube: Kube) -> Iterator[Operator]:
         HelmError: helm failed, or the operator did not become ready.
     """
     values = [options.helm_values] if options.helm_values else []
-    if kube.is_testbed:
+    if kube.is_own:
         values.append(ROOT / "testbed/values.yaml")
     command = ["upgrade", "--install", NAME, str(CHART), "--create-namespace", "--take-ownership"]
     command += ["--wait", f"--timeout={_READY_SECONDS}s", *(f"--values={path}" for path in values)]
@@ -64,6 +64,6 @@ def operator(options: argparse.Namespace, kube: Kube) -> Iterator[Operator]:
         yield found
     finally:
         found.save_logs(options.output / "operator.log")
-        if not options.keep and not kube.is_testbed:  # the test bed goes as a whole
+        if not options.keep and not kube.is_own:  # our own cluster goes as a whole
             wait = ("--wait", f"--timeout={_READY_SECONDS}s")
             helm.run("uninstall", NAME, *wait, namespace=NAMESPACE, kubeconfig=kube.kubeconfig)

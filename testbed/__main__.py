@@ -11,12 +11,10 @@ import yaml
 
 from testbed import cluster, components, example, extensions, faults, helm, kueue, machine, oci, project, shellenv
 from testbed.errors import CannotRunHereError, TestbedError
-from testbed.kind.cluster import KindCluster
-from testbed.namespaces import NamespaceCluster
 from testbed.paths import CONTROL_PLANE, run_dir
 from testbed.provider import RESOURCES, Provider, Size
+from testbed.providers import PROVIDERS
 
-PROVIDERS: dict[str, Callable[[], Provider]] = {"testbed": NamespaceCluster, "kind": KindCluster}
 _NODE_COMMANDS: dict[str, tuple[Callable[[str], None], str]] = {
     "hang": (faults.hang_kubelet, "stop the kubelet; containers go on"),
     "resume": (faults.resume_kubelet, "continue the kubelet"),

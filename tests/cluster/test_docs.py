@@ -1,17 +1,11 @@
 """The documentation, done: commands of three pages in order, and every manifest on any page, on a real cluster.
 
-A block under `<!-- not run: reason -->` is left out. The reader's `my-values.yaml`, which says where the images are, is
-`testbed/values.yaml` here.
+A block under `<!-- not run: reason -->` is left out.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from testbed import helm, shellenv, storage
+from testbed import helm, storage
 from testbed.paths import kubeconfig
-from tests.pages import PAGES, ROOT, Block, blocks, differs, steps
+from tests.page_commands import Shell, follow, text_of
+from tests.pages import PAGES, ROOT, blocks
 
 pytestmark = pytest.mark.cluster
 
@@ -30,67 +25,11 @@ HOME = "elastic-training"
 """Release and namespace of the operator on all pages."""
 
 CRD = "elastictrainingjobs.elastictraining.dev"
-COMMAND_SECONDS = 300
-
-
-class Shell:
-    """Runs commands one after the other; what they export stays."""
-
-    def __init__(self) -> None:
-        self._exports = shellenv.exports(kubeconfig())
-
-    def __call__(self, command: str) -> str:
-        if made := re.fullmatch(r'eval "\$\((.*)\)"', command):
-            # What it prints is the same every time, and takes a second.
-            self._exports += self(made[1]) + "\n"
-            return ""
-        if command.startswith("export "):
-            self._exports += command + "\n"
-        done = subprocess.run(
-            [
-                "bash",
-                "-c",
-                f"set -o pipefail\n{self._exports}{command.replace('my-values.yaml', 'testbed/values.yaml')}",
-            ],
-            cwd=ROOT,
-            env={**os.environ, "LC_ALL": "C"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=COMMAND_SECONDS,
-        )
-        assert done.returncode == 0, f"$ {command}\n{done.stdout}"
-        return done.stdout
-
-
-def text_of(page: str) -> str:
-    return (ROOT / "docs" / page).read_text(encoding="utf-8")
-
-
-def commands(page: str) -> Iterator[Block]:
-    for block in blocks(text_of(page)):
-        if block.language == "console" and block.marker != "not run":
-            yield block
-
-
-def follow(page: str, shell: Shell, *, first: int = 0, end: int = sys.maxsize) -> int:
-    """Do what a page says from one line until before another; the number of commands."""
-    count = 0
-    for block in (item for item in commands(page) if first <= item.line < end):
-        for step in steps(block):
-            started = time.monotonic()
-            printed = shell(step.command)
-            print(f"$ {step.command}\n{printed}({time.monotonic() - started:.1f} s)")
-            missing = differs(step.output, printed)
-            assert not missing, f"{page}:{block.line}: $ {step.command}\nprinted\n{printed}and not\n{missing}"
-            count += 1
-    return count
 
 
 @pytest.fixture
 def shell(testbed: Any) -> Shell:
-    return Shell()
+    return Shell(kubeconfig())
 
 
 @pytest.fixture
