@@ -18,7 +18,7 @@ PINNED := --generate-hashes --no-emit-index-url --no-annotate --no-header --pyth
 .PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster test-servers test-nodes test-e2e test-gpu demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.done ## make .venv with everything (torch and DeepSpeed included; about 3 minutes the first time)
 

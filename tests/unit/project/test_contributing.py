@@ -31,8 +31,8 @@ def test_every_file_that_is_named_exists() -> None:
 
 def test_every_make_target_and_every_tier_that_is_named_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
-    named = set(re.findall(r"(?:`|\$ )make ([a-z-]+)", TEXT))
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, flags=re.MULTILINE))
+    named = set(re.findall(r"(?:`|\$ )make ([a-z0-9-]+)", TEXT))
     assert named <= targets
     assert {target for target in targets if target.startswith(("test", "lint", "soak"))} - {
         "testbed-up",
