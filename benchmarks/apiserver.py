@@ -41,11 +41,11 @@ def apiserver(*flags: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def apiserver_with_crd(*flags: str) -> Iterator[Kubectl]:
+def apiserver_with_crd(*flags: str, crd: Path = CRD) -> Iterator[Kubectl]:
     """Start such a server with the kind ElasticTrainingJob; yields kubectl with the admin's kubeconfig."""
     with apiserver(*flags) as config:
         kubectl = Kubectl(config)
-        kubectl.apply_crd(CRD)
+        kubectl.apply_crd(crd)
         yield kubectl
 
 

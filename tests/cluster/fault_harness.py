@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from benchmarks.apiserver import CRD
 from elastic_operator.client.api_client import KubernetesClient
 from elastic_operator.client.credentials import read_kubeconfig
 from elastic_operator.client.resources import JOB, LEASE, POD, TRAINING_JOB
@@ -30,9 +31,9 @@ _Cluster = TypeVar("_Cluster", bound=PlayedCluster)
 
 
 @contextlib.contextmanager
-def apiserver_with_kind() -> Iterator[tuple[Path, str]]:
+def apiserver_with_kind(crd: Path = CRD) -> Iterator[tuple[Path, str]]:
     """An API server with the kind; its administrator's kubeconfig, and the token of the operator's account."""
-    with own_api_server() as kubectl:
+    with own_api_server(crd=crd) as kubectl:
         kubectl("create", "namespace", "home")
         kubectl("create", "serviceaccount", "operator", "-n", "home")
         kubectl(

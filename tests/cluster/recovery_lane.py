@@ -13,10 +13,11 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ QUIET_SECONDS = 0.2
 
 RECOVERY_SECONDS = 180.0
 """Longest time of a recovery, whatever was injected; two loaded processors need a minute."""
+
+_PROGRAM = """
+import sys
+from elastic_operator import main
+print("the operator of", main.__file__, file=sys.stderr, flush=True)
+sys.exit(main.main())
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +144,14 @@ class OperatorInProcess:
 
 
 class OperatorProcess:
-    """One life of `elastic-operator run`."""
+    """One life of `elastic-operator run`.
 
-    def __init__(self, address: str, token: str, folder: Path) -> None:
+    Args:
+        folder: for its kubeconfig and its log.
+        python_path: folders with the code of another release; empty for this checkout.
+    """
+
+    def __init__(self, address: str, token: str, folder: Path, python_path: Sequence[Path] = ()) -> None:
         config = folder / f"{address.rsplit('/', 2)[1]}.conf"
         context = {"name": "lane", "context": {"cluster": "lane", "user": "lane"}}
         document = {
@@ -149,10 +162,14 @@ class OperatorProcess:
         config.write_text(json.dumps(document))
         limits = dataclasses.asdict(LIMITS)
         options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
-        program = str(Path(sys.executable).with_name("elastic-operator"))
-        command = [program, "run", "--kubeconfig", str(config), "--no-leader-election", *options]
-        with open(config.with_suffix(".log"), "ab") as stream:
-            self._process = subprocess.Popen(command, stderr=stream)
+        environment = os.environ.copy()
+        if python_path:
+            environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in python_path)
+        command = [sys.executable, "-P", "-c", _PROGRAM, "run"]
+        command += ["--kubeconfig", str(config), "--no-leader-election", *options]
+        self.log = config.with_suffix(".log")
+        with open(self.log, "ab") as stream:
+            self._process = subprocess.Popen(command, stderr=stream, env=environment)
 
     async def kill(self) -> None:
         """Send SIGKILL."""

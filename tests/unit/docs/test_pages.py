@@ -7,9 +7,10 @@ import re
 import pytest
 import yaml
 
+from elastic_operator.api.spec_model import SERVED_VERSIONS
 from release.pins import read_versions
 from reshard.commits.commit import COMMIT_VERSION
-from reshard.contract import MANIFEST_VERSIONS, VERSION
+from reshard.contract import MANIFEST_VERSIONS
 from testbed import components, helm, kueue
 from tests.engine import s3_server
 from tests.pages import ROOT, rows, section
@@ -57,13 +58,15 @@ def test_the_versions_of_formats_are_those_of_the_programs() -> None:
     assert told["manifests of virtual commits"].startswith(f"versions {' and '.join(map(str, MANIFEST_VERSIONS))};")
 
 
-def test_the_version_of_the_resource_is_the_only_one_that_is_served() -> None:
+def test_the_versions_of_the_resource_are_those_of_the_crd() -> None:
     crd = yaml.safe_load((ROOT / "crds/elastictrainingjobs.yaml").read_text(encoding="utf-8"))
-    assert [(item["name"], item["served"], item["storage"]) for item in crd["spec"]["versions"]] == [
-        (VERSION, True, True)
-    ]
-    assert "conversion" not in crd["spec"], "no strategy is named: it is None"
-    assert f"serves and stores one version, `{VERSION}`" in UPGRADES
+    told = {name.strip("`"): cells for name, *cells in rows(section(UPGRADES, "Versions of the resource"))}
+    assert told.keys() == {item["name"] for item in crd["spec"]["versions"]}
+    for item in crd["spec"]["versions"]:
+        served, stored, use = told[item["name"]]
+        assert (served.startswith("yes"), stored == "yes") == (item["served"], item["storage"])
+        assert ("not deprecated" in served) == (item["storage"] and not item.get("deprecated"))
+        assert ("for new manifests" in use) == (item["name"] == SERVED_VERSIONS[-1])
 
 
 @pytest.mark.parametrize("row", rows(section(COMPARISON, "Our measured figures")), ids=lambda row: row[1])

@@ -15,6 +15,7 @@ import yaml
 from crds.generate import render_files
 from elastic_operator.api.serialization import Time, to_wire
 from elastic_operator.api.spec import parse_spec
+from elastic_operator.api.spec_model import SERVED_VERSIONS
 from elastic_operator.api.status import (
     Checkpoint,
     Commit,
@@ -30,6 +31,8 @@ from elastic_operator.api.status import (
     Status,
 )
 from elastic_operator.api.status_reader import read_status
+from elastic_operator.client.resources import TRAINING_JOB
+from elastic_operator.manifests.attempt import JobRef, build_owned_metadata
 from reshard import contract
 from reshard.topology import Topology
 
@@ -112,6 +115,30 @@ def test_names_are_those_of_the_contract():
     assert CRD["spec"]["names"]["kind"] == contract.KIND
 
 
+def test_the_versions_differ_in_name_and_storage_only_so_that_no_conversion_is_needed():
+    versions = copy.deepcopy(CRD["spec"]["versions"])
+    names = {(item.pop("name"), item.pop("storage")) for item in versions}
+    assert names == {("v1alpha1", True), ("v1beta1", False)}
+    assert versions[0] == versions[1]
+    assert versions[0]["served"] is True
+    assert "deprecated" not in versions[0]
+    assert "conversion" not in CRD["spec"], "the default is None"
+
+
+def test_the_operator_uses_the_version_that_is_stored_because_an_older_crd_serves_it_too():
+    assert contract.VERSION == TRAINING_JOB.version == VERSION["name"]
+    assert VERSION["storage"] is True
+    job = JobRef(name="gpt", namespace="team", uid="u", generation=1)
+    (owner,) = build_owned_metadata(job, "gpt-a1")["ownerReferences"]
+    assert owner["apiVersion"] == f"{contract.GROUP}/{contract.VERSION}"
+
+
+def test_the_chart_names_the_versions_that_are_served():
+    chart = yaml.safe_load((ROOT / "charts/elastic-training-operator/Chart.yaml").read_text(encoding="utf-8"))
+    named = yaml.safe_load(chart["annotations"]["artifacthub.io/crds"])
+    assert {item["version"] for item in named} == set(SERVED_VERSIONS)
+
+
 @pytest.mark.parametrize(("path", "field"), ALL_FIELDS, ids=[path for path, _ in ALL_FIELDS])
 def test_a_field_is_described_and_bounded(path, field):
     if not path.endswith("[]"):
@@ -166,7 +193,7 @@ def test_a_misspelt_field_is_refused_by_the_strict_schema():
 
 @pytest.mark.parametrize("job", list(documents()))
 def test_an_example_is_valid(job):
-    assert job["apiVersion"] == f"{contract.GROUP}/{contract.VERSION}"
+    assert job["apiVersion"] == f"{contract.GROUP}/{SERVED_VERSIONS[-1]}", "the version for new manifests"
     jsonschema.validate(job, STRICT)
     parse_spec(job["spec"])
 
