@@ -372,6 +372,25 @@ def test_the_command_prints_yaml_and_notes(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out) == job
 
 
+NUMBERS_OF_KUBECTL = ["1e-4", "5E3", "+1e3", "0o17", "0X1F", "0B1", "y", "N"]
+"""Texts that kubectl reads as numbers or booleans where they are not in quotes, and PyYAML does not."""
+
+
+@pytest.mark.parametrize("form", ["text", "yaml"])
+def test_texts_that_kubectl_would_read_as_numbers_are_in_quotes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(pytorchjob(pod(command=["torchrun", "a.py", *NUMBERS_OF_KUBECTL]))))
+    assert main(["convert", "-o", form, "-f", str(path), "--global-samples", "512"], {}) == Exit.OK
+    out = capsys.readouterr().out
+    assert [text for text in NUMBERS_OF_KUBECTL if f"- '{text}'\n" not in out] == []
+
+
+def test_an_octal_number_stays_one() -> None:
+    assert read_documents("mode: 0o644", "f") == [{"mode": 0o644}]
+
+
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "-f", str(tmp_path / "absent.yaml")], {}) == Exit.REFUSED
     assert "cannot be read: No such file" in capsys.readouterr().err
