@@ -280,6 +280,7 @@ JOB = "spec.replicatedJobs.0.template.spec"
             [pytorchjob(pod(command=["bash", "-c", "torchrun --nproc_per_node=8 t.py"]))],
             "--nproc_per_node: remove these",
         ),
+        ([pytorchjob(pod(command=["env", "A=1", "torchrun", "--nnodes", "4", "t.py"]))], "--nnodes: remove these"),
         ([pytorchjob(pod(command=["torchrun", "--new-option", "x", "t.py"]))], "--new-option is no option"),
         ([changed(jobset(2), f"{JOB}.completions", 5)], "parallelism is 2"),
         ([jobset()], "replicatedJobs is empty"),
@@ -321,6 +322,12 @@ def test_the_global_batch_must_be_said() -> None:
             [],
             "python -m elastic_trainer.launch a.py",
         ),
+        (
+            ["python3", "-uB", "-X", "dev", "-m", "torch.distributed.run", "--nnodes=4", "a.py"],
+            [],
+            "python3 -uB -X dev -m torch.distributed.run a.py",
+        ),
+        (["python", "-u", "a.py", "-m", "torch.distributed.run", "x"], [], "python -u a.py -m torch.distributed.run x"),
         ([], ["a.py"], "a.py"),
     ],
 )
