@@ -340,6 +340,10 @@ ALIASES = "b0: &b0 [x]\n" + "".join(f"b{i}: &b{i} [{f'*b{i - 1}, ' * 9}]\n" for 
 """A small file whose aliases stand for 43 million values."""
 
 
+MERGES = "b0: &b0 {k: 1}\n" + "".join(f"b{i}: &b{i} {{<<: [*b{i - 1}, *b{i - 1}]}}\n" for i in range(1, 18))
+"""The same with merged mappings: each has twice the keys of the one before, until equal ones are dropped."""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -351,6 +355,7 @@ ALIASES = "b0: &b0 [x]\n" + "".join(f"b{i}: &b{i} [{f'*b{i - 1}, ' * 9}]\n" for 
         ("a: !!binary aGk=", "holds a bytes"),
         ("[" * 100 + "]" * 100, "more than"),
         (ALIASES, "more than"),
+        (MERGES, "more than"),
         ("x" * (1 << 20) + "x", "is larger than"),
         ("kind: List\nitems: 3", "no list of objects"),
     ],
