@@ -244,8 +244,9 @@ class Outbox:
             self._warned.clear()
             return
         key = (item.namespace, item.name)
-        num_before = entry.num_left_out if entry is not None else 0
-        self._left_out[key] = self._left_out.get(key, 0) + num_before + 1
+        if key in self._job_limits:  # else the job is gone
+            num_before = entry.num_left_out if entry is not None else 0
+            self._left_out[key] = self._left_out.get(key, 0) + num_before + 1
         if result not in self._warned:
             self._warned.add(result)
             logger.warning(

@@ -356,6 +356,16 @@ def test_a_forgotten_job_is_no_memory() -> None:
     assert not outbox._repeated and not outbox._job_limits and not outbox._left_out
 
 
+def test_a_notification_that_is_dropped_after_its_job_is_no_memory() -> None:
+    async def work(outbox: Outbox) -> None:
+        outbox.report(JOB, BEFORE, AFTER)
+        outbox.forget(("team", "gpt"))
+        await outbox.drain(5)
+        assert not outbox._left_out
+
+    run(Receiver(status(404)), work)
+
+
 def test_the_url_is_in_no_description_of_the_settings() -> None:
     assert SECRET not in repr(NotificationSettings(url=f"https://x/{SECRET}"))
 
