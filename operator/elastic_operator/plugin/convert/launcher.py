@@ -91,6 +91,8 @@ def remove_launch_options(command: Sequence[str], args: Sequence[str], path: str
             removed.append(name)
         if option in ("nproc", "nproc-per-node"):
             value = value if has_value else "".join(tokens[index + 1 : index + 2])
+            if value == "cpu":
+                raise ConvertError(f"{path}: {name} is cpu: trainings on CPUs are not converted")
             processes = int(value) if value.isdecimal() else None
         index = used[-1] + 1
     count = len(command)

@@ -281,6 +281,7 @@ JOB = "spec.replicatedJobs.0.template.spec"
             "--nproc_per_node: remove these",
         ),
         ([pytorchjob(pod(command=["env", "A=1", "torchrun", "--nnodes", "4", "t.py"]))], "--nnodes: remove these"),
+        ([pytorchjob(pod(command=["torchrun", "--nproc-per-node", "cpu", "t.py"]))], "CPUs are not converted"),
         ([pytorchjob(pod(command=["torchrun", "--new-option", "x", "t.py"]))], "--new-option is no option"),
         ([changed(jobset(2), f"{JOB}.completions", 5)], "parallelism is 2"),
         ([jobset()], "replicatedJobs is empty"),
