@@ -183,6 +183,17 @@ def test_what_only_the_controller_of_the_source_understands_is_noted() -> None:
     assert any(text.startswith("metadata.annotations.alpha.jobset.sigs.k8s.io/exclusive") for text in notes.left_out)
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["metadata.ownerReferences", "metadata.finalizers", "spec.pytorchReplicaSpecs.Master.template.metadata.finalizers"],
+)
+def test_metadata_that_is_not_taken_over_is_noted(path: str) -> None:
+    job = changed(pytorchjob(), path, ["x"])
+    if "template" in path:
+        job = changed(job, path.replace("Master", "Worker"), ["x"])
+    assert f"{path}: " in notes_of(job)
+
+
 def test_choices_win_over_what_was_found() -> None:
     choices = Choices(
         claim="other", path="a/b", checkpoint_format="DCP", global_samples=64, micro_samples=2, least_nodes=2
