@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from demo.manifests import reader_pod
+from demo.manifests import READER, reader_pod
 from demo.options import JOB, NAMESPACE
 from testbed import storage
 from testbed.kubectl import Kubectl
@@ -60,7 +60,8 @@ class Kube:
     def prepare(self) -> None:
         """An empty namespace with a claim for checkpoints."""
         if not self.is_own:
-            self.kubectl("delete", "etj", JOB, "-n", NAMESPACE, "--ignore-not-found", "--wait=true")
+            for kind, name in (("etj", JOB), ("pod", READER)):
+                self.kubectl("delete", kind, name, "-n", NAMESPACE, "--ignore-not-found", "--wait=true")
             return
         self.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--wait=true")
         self.kubectl("delete", "pv", f"{NAMESPACE}-checkpoints", "--ignore-not-found", "--wait=true")
@@ -94,13 +95,15 @@ class Kube:
     def loss_logs(self, path: str, folder: Path) -> None:
         """Copy the attempts' loss logs into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
+        for log in folder.glob("loss-a*.jsonl"):  # of the run before
+            log.unlink()
         if self._volume is not None:
             for source in (self._volume / path).glob("loss-a*.jsonl"):
                 shutil.copy(source, folder)
             return
         self.apply(reader_pod(self.options, path))
-        self.kubectl("wait", "-n", NAMESPACE, "--for=jsonpath={.status.phase}=Succeeded", "pod/read-losses")
-        for line in self.kubectl("logs", "-n", NAMESPACE, "read-losses").splitlines():
+        self.kubectl("wait", "-n", NAMESPACE, "--for=jsonpath={.status.phase}=Succeeded", f"pod/{READER}")
+        for line in self.kubectl("logs", "-n", NAMESPACE, READER).splitlines():
             attempt = json.loads(line)["attempt"]
             with open(folder / f"loss-a{attempt}.jsonl", "a", encoding="utf-8") as stream:
                 stream.write(line + "\n")

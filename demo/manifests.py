@@ -13,6 +13,7 @@ from testbed.podenv import host_python
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/gpt_deepspeed/job.yaml"
+READER = "read-losses"
 CHECKPOINT_SECONDS = 10
 STABLE_SECONDS = 20
 
@@ -46,7 +47,7 @@ def reader_pod(options: argparse.Namespace, path: str) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": "read-losses", "namespace": NAMESPACE},
+        "metadata": {"name": READER, "namespace": NAMESPACE},
         "spec": {
             "restartPolicy": "Never",
             "containers": [

@@ -9,11 +9,13 @@ if [ -z "${REGISTRY:-}" ]; then
     exit 2
 fi
 (cd "$dist" && sha256sum --quiet --check SHA256SUMS)
-chart=$(basename "$(ls "$dist"/elastic-training-operator-*.tgz)")
+# What SHA256SUMS does not list is of another release: `make release` leaves such files in the folder.
+listed() { sed -n "s/^[0-9a-f]\{64\}  \($1\)\$/\1/p" "$dist/SHA256SUMS"; }
+chart=$(listed 'elastic-training-operator-.*\.tgz')
 version=${chart#elastic-training-operator-}
 version=${version%.tgz}
 for name in operator reshard; do
-    if [ ! -f "$dist/elastic-training-$name-$version.oci.tar" ]; then
+    if [ -z "$(listed "elastic-training-$name-$version.oci.tar")" ]; then
         echo "publish: $dist has no elastic-training-$name-$version.oci.tar: \`make release\` says why it was left out" >&2
         exit 1
     fi

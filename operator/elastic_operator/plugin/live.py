@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from elastic_operator.api.serialization import format_time, to_wire
 from elastic_operator.manifests.attempt import attempt_name
@@ -165,15 +165,14 @@ def watch(cluster: Cluster, options: argparse.Namespace) -> None:
     """
     patient = dataclasses.replace(cluster, patience_seconds=_PATIENCE_SECONDS)
     watcher = Watcher(cluster=patient, name=options.name, target_step=options.target_step, with_nodes=options.nodes > 0)
-    with _recording(options.record) as record, _display(options) as show:
+    with _recording(options.record) as append, _display(options) as show:
         recorded: Sample | None = None
         while True:
             frame = watcher.look()
             show(frame)
-            if record is not None and watcher.samples and watcher.samples[-1] != recorded:
+            if append is not None and watcher.samples and watcher.samples[-1] != recorded:
                 recorded = watcher.samples[-1]
-                record.write(json.dumps({**to_wire(recorded), "time": _time_of(frame)}) + "\n")
-                record.flush()
+                append(json.dumps({**to_wire(recorded), "time": _time_of(frame)}) + "\n")
             if frame.job.phase in ("Complete", "Failed") and "job" not in watcher.notes:
                 return
             time.sleep(options.interval)
@@ -229,13 +228,30 @@ def _time_of(frame: Frame) -> str:
 
 
 @contextlib.contextmanager
-def _recording(path: Path | None) -> Iterator[IO[str] | None]:
+def _recording(path: Path | None) -> Iterator[Callable[[str], None] | None]:
+    """Return what appends a line to the recording; None without one."""
     if path is None:
         yield None
         return
+    with _writing(path):
+        record = path.open("a", encoding="utf-8")
+
+    def append(line: str) -> None:
+        with _writing(path):
+            record.write(line)
+            record.flush()
+
     try:
-        with path.open("a", encoding="utf-8") as record:
-            yield record
+        yield append
+    finally:
+        with contextlib.suppress(OSError):  # each line was flushed, or its error was told
+            record.close()
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise PluginError(Exit.REFUSED, f"cannot write {path}: {error.strerror}") from error
 

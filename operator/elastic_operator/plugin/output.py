@@ -6,11 +6,22 @@ Texts from pods, nodes and other tenants are escaped before they reach a termina
 from __future__ import annotations
 
 import json
+import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_operator.plugin.pages.text import escape, make_printable
 from elastic_operator.plugin.terminal import print_coloured
+
+if TYPE_CHECKING:
+    import yaml
+
+_GO_TYPES = (
+    ("float", r"[-+]?(\.[0-9_]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9_]+)?$", "-+.0123456789"),
+    ("int", r"[-+]?0[bBoOxX][0-9a-fA-F_]+$", "-+0"),
+    ("bool", r"[yYnN]$", "yYnN"),
+)
+"""Plain scalars that kubectl's YAML reads as another type than PyYAML does: type, pattern, first characters."""
 
 
 def write_text(text: str, *, is_coloured: bool = False, flush: bool = False) -> None:
@@ -45,7 +56,14 @@ def write_yaml(value: Any) -> None:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, represent)
+    quote_as_for_kubectl(Dumper)
     _write(yaml.dump(value, Dumper=Dumper, sort_keys=False, width=float("inf")).removesuffix("\n"))
+
+
+def quote_as_for_kubectl(dumper: type[yaml.SafeDumper]) -> None:
+    """Make a class put every text into quotes that kubectl would read as a number or boolean, such as `1e-4`."""
+    for name, pattern, first in _GO_TYPES:
+        dumper.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(pattern), list(first))
 
 
 def write_log_line(line: str, *, raw: bool, flush: bool) -> None:

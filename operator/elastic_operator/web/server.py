@@ -69,7 +69,7 @@ async def serve(port: int, respond: Respond) -> asyncio.Server:
             logger.debug("a reader of the status page went away or was too slow")
         finally:
             num_open -= 1
-            writer.close()
+            writer.transport.abort()  # `close` would wait forever for a reader who takes nothing
 
     return await asyncio.start_server(handle, sock=listen(port), limit=MAX_HEAD)
 
@@ -84,7 +84,8 @@ async def _handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, re
         return
     async with asyncio.timeout(RESPONSE_SECONDS):
         writer.write(await _answer(head, respond))
-        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
 
 
 async def _answer(head: bytes | None, respond: Respond) -> bytes:

@@ -238,13 +238,15 @@ class Outbox:
 
     def _finish(self, item: Notification, result: NotificationResult, why: str = "") -> None:
         """Count a notification that is sent or dropped; log the first drop for each reason since the last success."""
-        self._entries.pop(item.id, None)
+        entry = self._entries.pop(item.id, None)
         exporter.count([Sample(definition=definitions.NOTIFICATIONS, labels=(result,))])
         if result is NotificationResult.SENT:
             self._warned.clear()
             return
         key = (item.namespace, item.name)
-        self._left_out[key] = self._left_out.get(key, 0) + 1
+        if key in self._job_limits:  # else the job is gone
+            num_before = entry.num_left_out if entry is not None else 0
+            self._left_out[key] = self._left_out.get(key, 0) + num_before + 1
         if result not in self._warned:
             self._warned.add(result)
             logger.warning(

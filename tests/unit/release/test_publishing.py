@@ -116,6 +116,26 @@ def test_images_and_chart_are_pushed_and_their_digests_told(played: Path, tmp_pa
     assert f"helm push {dist}/elastic-training-operator-1.2.3.tgz oci://registry.example.com/team/charts\n" in calls
 
 
+def test_files_of_an_earlier_release_in_the_same_folder_are_not_pushed(
+    played: Path, tmp_path: Path, dist: Path
+) -> None:
+    play(played, "skopeo", SKOPEO)
+    play(played, "helm", HELM)
+    for name in (
+        *(f"elastic-training-{image}-1.2.9.oci.tar" for image in IMAGES),
+        "elastic-training-operator-1.2.9.tgz",
+    ):
+        (dist / name).write_text("old")
+    done = publish(dist, REGISTRY="r")
+    assert (done.returncode, "1.2.9" in (tmp_path / "calls").read_text()) == (0, False), done.stderr
+    (tmp_path / "calls").unlink()
+    sums = (dist / CHECKSUMS).read_text().splitlines(keepends=True)
+    (dist / CHECKSUMS).write_text("".join(line for line in sums if "elastic-training-reshard" not in line))
+    done = publish(dist, REGISTRY="r")
+    assert (done.returncode, "has no elastic-training-reshard-1.2.3.oci.tar" in done.stderr) == (1, True)
+    assert not (tmp_path / "calls").exists()
+
+
 def test_nothing_is_pushed_if_a_file_has_changed_or_an_image_is_missing(
     played: Path, tmp_path: Path, dist: Path
 ) -> None:

@@ -14,7 +14,7 @@ from elastic_operator.plugin.convert.documents import MAX_BYTES, read_documents
 from elastic_operator.plugin.convert.job import Choices, convert
 from elastic_operator.plugin.convert.section import ConvertError
 from elastic_operator.plugin.errors import Exit, PluginError
-from elastic_operator.plugin.output import write_note
+from elastic_operator.plugin.output import quote_as_for_kubectl, write_note
 
 
 def add_options(one: argparse.ArgumentParser) -> None:
@@ -90,6 +90,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 
 
 _Dumper.add_representer(str, _represent_text)
+quote_as_for_kubectl(_Dumper)
 
 
 def _to_yaml(job: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from typing import Any
 
@@ -14,6 +15,7 @@ MAX_BYTES = 1 << 20
 
 _MAX_NODES = 50_000
 _MAX_DEPTH = 64
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
@@ -28,11 +30,25 @@ class _Loader(yaml.SafeLoader):
             # A merged mapping (`<<`) comes first, and the keys after it win, as the YAML page says.
         return super().construct_mapping(node, deep=deep)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put the keys of merged mappings (`<<`) before those of the node; those of a repeated one count again."""
+        merged = [value for key, value in node.value if key.tag == _MERGE]
+        sources = [
+            item for value in merged for item in (value.value if isinstance(value, yaml.SequenceNode) else [value])
+        ]
+        for item in {id(item): item for item in sources}.values():
+            if isinstance(item, yaml.MappingNode):
+                self.flatten_mapping(item)
+        if sum(len(item.value) for item in sources) > _MAX_NODES:
+            raise ConvertError(f"line {node.start_mark.line + 1}: merges (<<) more than {_MAX_NODES} values")
+        super().flatten_mapping(node)
+
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0o[0-7_]+$"), list("-+0"))
 
 
 def read_documents(text: str, name: str) -> list[dict[str, Any]]:

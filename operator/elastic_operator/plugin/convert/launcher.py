@@ -28,9 +28,11 @@ _KEPT_FLAGS = {"m", "module", "no-python", "run-path", "use-env", "virtual-local
 _FLAGS_OF_THE_OPERATOR = {"standalone"}
 
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "elastic_trainer.launch")
-_SHELLS = ("sh", "bash", "dash", "zsh")
+_PYTHON_FLAGS = re.compile(r"-(?!m|X|W)\w+|-[XW].+")
+"""Options of Python before `-m` that have no value in a word of their own; -X and -W may have one."""
+
 _NAMES = sorted(_SET_BY_THE_OPERATOR | _FLAGS_OF_THE_OPERATOR)
-_IN_SHELL = re.compile(rf"(?<!\S)--?(?:{'|'.join(_NAMES).replace('-', '[-_]')})(?![\w-])")
+_IN_TEXT = re.compile(rf"(?<!\S)--?(?:{'|'.join(_NAMES).replace('-', '[-_]')})(?![\w-])")
 _STARTS_RANKS = re.compile(rf"\btorchrun\b|{'|'.join(map(re.escape, _MODULES))}")
 
 
@@ -60,18 +62,16 @@ def remove_launch_options(command: Sequence[str], args: Sequence[str], path: str
         path: of the container, for errors.
 
     Raises:
-        ConvertError: the options are in a shell script, or an option is unknown, so that nobody can tell its value
-            from the script of the training.
+        ConvertError: a shell or another program has the options, or an option is unknown, so that nobody can tell its
+            value from the script of the training.
 
     >>> remove_launch_options(["torchrun", "--nnodes=4", "train.py"], [], "").command
     ('torchrun', 'train.py')
     """
     tokens = [*command, *args]
-    if tokens and posixpath.basename(tokens[0]) in _SHELLS:
-        return _check_shell(command, args, path)
     start = _find_options(tokens)
     if start is None:
-        return Command(command=tuple(command), args=tuple(args))
+        return _check_text(command, args, path)
     removed: list[str] = []
     drop: set[int] = set()
     processes = None
@@ -91,6 +91,8 @@ def remove_launch_options(command: Sequence[str], args: Sequence[str], path: str
             removed.append(name)
         if option in ("nproc", "nproc-per-node"):
             value = value if has_value else "".join(tokens[index + 1 : index + 2])
+            if value == "cpu":
+                raise ConvertError(f"{path}: {name} is cpu: trainings on CPUs are not converted")
             processes = int(value) if value.isdecimal() else None
         index = used[-1] + 1
     count = len(command)
@@ -107,19 +109,27 @@ def _find_options(tokens: Sequence[str]) -> int | None:
     """Return where the options of the launcher begin; None if the command starts none."""
     if tokens and posixpath.basename(tokens[0]) == "torchrun":
         return 1
-    is_python = bool(tokens) and re.fullmatch(r"python[\d.]*", posixpath.basename(tokens[0]))
-    if is_python and tokens[1:2] == ["-m"] and tokens[2:3] and tokens[2] in _MODULES:
-        return 3
-    return None
+    if not tokens or not re.fullmatch(r"python[\d.]*", posixpath.basename(tokens[0])):
+        return None
+    index = 1
+    while index < len(tokens) and (tokens[index] in ("-X", "-W") or _PYTHON_FLAGS.fullmatch(tokens[index])):
+        index += 2 if tokens[index] in ("-X", "-W") else 1
+    is_launcher = tokens[index : index + 1] == ["-m"] and "".join(tokens[index + 1 : index + 2]) in _MODULES
+    return index + 2 if is_launcher else None
 
 
-def _check_shell(command: Sequence[str], args: Sequence[str], path: str) -> Command:
+def _check_text(command: Sequence[str], args: Sequence[str], path: str) -> Command:
+    """Return a command that begins with something else than a launcher, such as a shell, if it sets no option of one.
+
+    Raises:
+        ConvertError: it does.
+    """
     text = "\n".join([*command, *args])
     starts_ranks = bool(_STARTS_RANKS.search(text))
-    found = _IN_SHELL.findall(text) if starts_ranks else []
+    found = _IN_TEXT.findall(text) if starts_ranks else []
     if found:
         raise ConvertError(
-            f"{path}: a shell starts torchrun with {', '.join(dict.fromkeys(found))}: remove these options, as the "
-            "operator sets them for every attempt (PET_NNODES and so on), and convert again"
+            f"{path}: a shell or another program starts torchrun with {', '.join(dict.fromkeys(found))}: remove these "
+            "options, as the operator sets them for every attempt (PET_NNODES and so on), and convert again"
         )
     return Command(command=tuple(command), args=tuple(args), starts_ranks=starts_ranks)

@@ -17,7 +17,7 @@ from elastic_operator.api.serialization import adapter_of
 from elastic_operator.api.validation import find_problems, shorten
 from elastic_operator.plugin.convert.launcher import remove_launch_options
 from elastic_operator.plugin.convert.section import ConvertError, Notes, Section
-from elastic_operator.plugin.convert.workload import Workload
+from elastic_operator.plugin.convert.workload import Workload, leave_out_metadata
 
 _SET_FOR_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 """Variables that the launcher sets for each rank; the number of ranks changes between attempts."""
@@ -79,6 +79,7 @@ def make_training_pod(workload: Workload, resource: str, notes: Notes) -> Traini
     _clean_command(training, workload.processes, count, place, notes)
     found: dict[str, Any] = {}
     metadata = Section(template.get("metadata") or {}, f"{path}.metadata", notes)
+    leave_out_metadata(metadata)
     kept = {name: metadata.section(name).as_mapping() for name in ("labels", "annotations")}
     if kept := {name: value for name, value in kept.items() if value}:
         found["metadata"] = kept

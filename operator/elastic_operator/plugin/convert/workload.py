@@ -9,6 +9,7 @@ from typing import Any
 from elastic_operator.plugin.convert.section import ConvertError, Section
 
 _KEPT_METADATA = ("labels", "annotations")
+_OF_ONE_OBJECT = ("ownerReferences", "finalizers")
 _WRITTEN_BY_KUBECTL = "kubectl.kubernetes.io/last-applied-configuration"
 _OF_THE_SOURCE = ("jobset.sigs.k8s.io/", "alpha.jobset.sigs.k8s.io/", "trainer.kubeflow.org/", "training.kubeflow.org/")
 """Labels and annotations that only the controller of the source understands."""
@@ -46,6 +47,7 @@ def read_metadata(document: Section) -> dict[str, Any]:
     name = metadata.text("name")
     if not name:
         raise ConvertError("metadata.name is missing: checkpoints belong to a job by its name, so it needs one")
+    leave_out_metadata(metadata)
     found: dict[str, Any] = {"name": name}
     if namespace := metadata.text("namespace"):
         found["namespace"] = namespace
@@ -60,6 +62,11 @@ def read_metadata(document: Section) -> dict[str, Any]:
         if values:
             found[field] = values
     return found
+
+
+def leave_out_metadata(metadata: Section) -> None:
+    """Note what metadata says about one object, and not about its copies."""
+    metadata.leave_out("it is about the object of the source", *_OF_ONE_OBJECT)
 
 
 def read_processes(value: Any, path: str) -> int | None:

@@ -15,6 +15,9 @@ _TYPE_PREFIX = f"{'.'.join(reversed(GROUP.split('.')))}.job."
 
 _NOT_PLAIN = re.compile(r"[&<>]")
 _ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+_ACTIVE = re.compile(r"(?<=@)|(?<=\])(?=\()")
+_BREAK = "\u200b"
+"""A space without width: for Mattermost, `@all` is a mention and `[text](address)` a link, without any escape."""
 
 
 class Format(enum.StrEnum):
@@ -49,7 +52,7 @@ def format_body(notification: Notification, format_: Format, *, source: str, num
 
 
 def _to_slack(notification: Notification, source: str, num_left_out: int) -> dict[str, Any]:
-    # Escaped, a text from a pod cannot mention a channel or make a link.
+    # Escaped, a text from a pod cannot mention a channel, or hide the address of a link.
     note = f" ({num_left_out} earlier notifications of this job were left out)" if num_left_out else ""
     text = _escape(f"{notification.text}{note}")
     job = _escape(f"{notification.namespace}/{notification.name}")
@@ -70,4 +73,4 @@ def _to_cloudevent(notification: Notification, source: str, num_left_out: int) -
 
 
 def _escape(text: str) -> str:
-    return _NOT_PLAIN.sub(lambda found: _ESCAPES[found[0]], text)
+    return _ACTIVE.sub(_BREAK, _NOT_PLAIN.sub(lambda found: _ESCAPES[found[0]], text))

@@ -227,6 +227,15 @@ def test_what_could_be_markdown_is_a_code_span(text: str, shown: str) -> None:
     assert quote(text) == shown
 
 
+@pytest.mark.parametrize("moment", ["9999-12-31T23:59:59.999999Z", "0001-01-01T00:00:00+14:00"])
+def test_an_event_of_a_time_that_nobody_can_write_has_none(moment: str) -> None:
+    entry = copy.deepcopy(RECORDED["drained"])
+    event = {**entry["events"][0], "lastTimestamp": None, "eventTime": moment, "message": "odd"}
+    made = make_story(entry["job"], [event], entry["time"])
+    assert made.job.events[0].time is None
+    assert "odd" in write_markdown(made, "1")
+
+
 def test_a_very_long_text_is_cut_and_says_so() -> None:
     told = story("drained", message="x" * (MAX_TEXT + 500), phase="Failed")
     assert told.job.message == "x" * MAX_TEXT + "... (500 more characters)"

@@ -379,6 +379,22 @@ def test_a_recording_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         watch(Ending(fake=FakeCluster("drained")), options)  # type: ignore[arg-type]
 
 
+def test_an_error_of_the_output_is_not_one_of_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("elastic_operator.plugin.live.write_text", end)
+    options = options_of(["watch", "gpt", "--record", str(tmp_path / "x")])
+    with pytest.raises(BrokenPipeError):
+        watch(Ending(fake=FakeCluster("drained")), options)  # type: ignore[arg-type]
+
+
+def test_a_recording_that_can_be_opened_and_not_written_is_named() -> None:
+    options = options_of(["watch", "gpt", "--record", "/dev/full"])
+    with pytest.raises(PluginError, match="cannot write /dev/full: No space left"):
+        watch(Ending(fake=FakeCluster("drained")), options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "line",
     ["{", "[]", '"x"', '{"attempt": 1}', '{"attempt": true, "step": 1, "samples": 1}', '{"attempt": -1, "step": 1}',

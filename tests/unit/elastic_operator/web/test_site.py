@@ -8,6 +8,7 @@ import dataclasses
 import http.client
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from http import HTTPStatus
 from urllib.parse import urljoin
@@ -21,6 +22,7 @@ from elastic_operator.web import server, site
 from elastic_operator.web.collect import take_snapshot
 from elastic_operator.web.pages.document import POLICY
 from elastic_operator.web.pages.snapshot import Snapshot
+from elastic_operator.web.response import Response
 from elastic_operator.web.site import MAX_PAGES, MAX_WAITING, Site
 from tests.unit.elastic_operator.crowd import Crowd, labels
 from tests.unit.elastic_operator.web.fleet_data import GPT, large_fleet, small_fleet
@@ -267,6 +269,34 @@ def test_connections_that_say_nothing_are_closed_and_bounded(port: int, monkeypa
     monkeypatch.setattr(server, "REQUEST_SECONDS", 0.1)
     assert send(port, b"GET / HT") == b""
     assert ask(port, "GET")[0] == 200
+
+
+def test_a_reader_who_takes_nothing_is_closed_with_what_waits_for_him(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "RESPONSE_SECONDS", 0.2)
+    body = b"x" * (32 << 20)
+
+    async def respond(target: str, *, is_forwarded: bool) -> Response:
+        del target, is_forwarded
+        return Response(HTTPStatus.OK, body)
+
+    def read_late(port: int) -> int:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            time.sleep(2.0)
+            num_bytes = 0
+            with contextlib.suppress(ConnectionResetError):
+                while part := connection.recv(1 << 20):
+                    num_bytes += len(part)
+            return num_bytes
+
+    async def main() -> int:
+        listening = await server.serve(0, respond)
+        try:
+            return await asyncio.to_thread(read_late, listening.sockets[0].getsockname()[1])
+        finally:
+            listening.close()
+
+    assert asyncio.run(main()) < len(body)
 
 
 def test_the_pages_of_a_served_site_are_those_of_its_links(port: int) -> None:

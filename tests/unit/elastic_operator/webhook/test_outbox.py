@@ -177,6 +177,22 @@ def test_one_job_cannot_use_up_the_channel_but_its_end_is_told() -> None:
     assert receiver.texts[-1].endswith("failure 1 (5 earlier notifications of this job were left out) [me]")
 
 
+def test_what_was_left_out_is_told_by_the_next_one_that_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOB_BURST", 1)
+    receiver = Receiver(status(200), status(404))
+
+    async def work(outbox: Outbox) -> None:
+        for number in range(3):  # the first one is sent, two are left out
+            outbox.report(JOB, Status(), waiting(number))
+        outbox.report(JOB, Status(), failed(1))  # refused
+        await outbox.drain(5)
+        outbox.report(JOB, Status(), failed(2))
+        await outbox.drain(5)
+
+    run(receiver, work)
+    assert receiver.texts[-1].endswith("failure 2 (3 earlier notifications of this job were left out) [me]")
+
+
 def test_the_queue_is_bounded_and_nothing_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_QUEUED", 4)
     full = count("queue_full")
@@ -338,6 +354,16 @@ def test_a_forgotten_job_is_no_memory() -> None:
 
     outbox = asyncio.run(main())
     assert not outbox._repeated and not outbox._job_limits and not outbox._left_out
+
+
+def test_a_notification_that_is_dropped_after_its_job_is_no_memory() -> None:
+    async def work(outbox: Outbox) -> None:
+        outbox.report(JOB, BEFORE, AFTER)
+        outbox.forget(("team", "gpt"))
+        await outbox.drain(5)
+        assert not outbox._left_out
+
+    run(Receiver(status(404)), work)
 
 
 def test_the_url_is_in_no_description_of_the_settings() -> None:

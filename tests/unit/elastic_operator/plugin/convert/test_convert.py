@@ -186,6 +186,17 @@ def test_what_only_the_controller_of_the_source_understands_is_noted() -> None:
     assert any(text.startswith("metadata.annotations.alpha.jobset.sigs.k8s.io/exclusive") for text in notes.left_out)
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["metadata.ownerReferences", "metadata.finalizers", "spec.pytorchReplicaSpecs.Master.template.metadata.finalizers"],
+)
+def test_metadata_that_is_not_taken_over_is_noted(path: str) -> None:
+    job = changed(pytorchjob(), path, ["x"])
+    if "template" in path:
+        job = changed(job, path.replace("Master", "Worker"), ["x"])
+    assert f"{path}: " in notes_of(job)
+
+
 def test_choices_win_over_what_was_found() -> None:
     choices = Choices(
         claim="other", path="a/b", checkpoint_format="DCP", global_samples=64, micro_samples=2, least_nodes=2
@@ -283,6 +294,8 @@ JOB = "spec.replicatedJobs.0.template.spec"
             [pytorchjob(pod(command=["bash", "-c", "torchrun --nproc_per_node=8 t.py"]))],
             "--nproc_per_node: remove these",
         ),
+        ([pytorchjob(pod(command=["env", "A=1", "torchrun", "--nnodes", "4", "t.py"]))], "--nnodes: remove these"),
+        ([pytorchjob(pod(command=["torchrun", "--nproc-per-node", "cpu", "t.py"]))], "CPUs are not converted"),
         ([pytorchjob(pod(command=["torchrun", "--new-option", "x", "t.py"]))], "--new-option is no option"),
         ([changed(jobset(2), f"{JOB}.completions", 5)], "parallelism is 2"),
         ([jobset()], "replicatedJobs is empty"),
@@ -324,6 +337,12 @@ def test_the_global_batch_must_be_said() -> None:
             [],
             "python -m elastic_trainer.launch a.py",
         ),
+        (
+            ["python3", "-uB", "-X", "dev", "-m", "torch.distributed.run", "--nnodes=4", "a.py"],
+            [],
+            "python3 -uB -X dev -m torch.distributed.run a.py",
+        ),
+        (["python", "-u", "a.py", "-m", "torch.distributed.run", "x"], [], "python -u a.py -m torch.distributed.run x"),
         ([], ["a.py"], "a.py"),
     ],
 )
@@ -334,6 +353,10 @@ def test_options_that_the_operator_sets_are_removed(command: list[str], args: li
 
 ALIASES = "b0: &b0 [x]\n" + "".join(f"b{i}: &b{i} [{f'*b{i - 1}, ' * 9}]\n" for i in range(1, 9))
 """A small file whose aliases stand for 43 million values."""
+
+
+MERGES = "b0: &b0 {k: 1}\n" + "".join(f"b{i}: &b{i} {{<<: [*b{i - 1}, *b{i - 1}]}}\n" for i in range(1, 18))
+"""The same with merged mappings: each has twice the keys of the one before, until equal ones are dropped."""
 
 
 @pytest.mark.parametrize(
@@ -347,6 +370,7 @@ ALIASES = "b0: &b0 [x]\n" + "".join(f"b{i}: &b{i} [{f'*b{i - 1}, ' * 9}]\n" for 
         ("a: !!binary aGk=", "holds a bytes"),
         ("[" * 100 + "]" * 100, "more than"),
         (ALIASES, "more than"),
+        (MERGES, "more than"),
         ("x" * (1 << 20) + "x", "is larger than"),
         ("kind: List\nitems: 3", "no list of objects"),
     ],
@@ -373,6 +397,25 @@ def test_the_command_prints_yaml_and_notes(tmp_path: Path, capsys: pytest.Captur
     assert {line.partition(":")[0] for line in err.splitlines()} == {"left out", "decide"}
     assert main(["convert", "-o", "json", "-f", str(path), "--global-samples", "512"], {}) == Exit.OK
     assert json.loads(capsys.readouterr().out) == job
+
+
+NUMBERS_OF_KUBECTL = ["1e-4", "5E3", "+1e3", "0o17", "0X1F", "0B1", "y", "N"]
+"""Texts that kubectl reads as numbers or booleans where they are not in quotes, and PyYAML does not."""
+
+
+@pytest.mark.parametrize("form", ["text", "yaml"])
+def test_texts_that_kubectl_would_read_as_numbers_are_in_quotes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(pytorchjob(pod(command=["torchrun", "a.py", *NUMBERS_OF_KUBECTL]))))
+    assert main(["convert", "-o", form, "-f", str(path), "--global-samples", "512"], {}) == Exit.OK
+    out = capsys.readouterr().out
+    assert [text for text in NUMBERS_OF_KUBECTL if f"- '{text}'\n" not in out] == []
+
+
+def test_an_octal_number_stays_one() -> None:
+    assert read_documents("mode: 0o644", "f") == [{"mode": 0o644}]
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

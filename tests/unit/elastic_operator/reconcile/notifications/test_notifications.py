@@ -247,5 +247,13 @@ def test_a_slack_message_cannot_mention_anybody() -> None:
     )
 
 
+def test_a_message_mentions_nobody_in_mattermost_either() -> None:
+    hostile = dataclasses.replace(FAILED, message="@all @channel [log in](https://evil)", recoveries=())
+    (item,) = find_notifications(JOB, Status(), hostile)
+    text = json.loads(format_body(item, Format.SLACK, source="me@cluster"))["text"]
+    assert not re.search(r"@\w|\]\(", text)
+    assert "all" in text and "log in" in text
+
+
 def test_kinds_are_words_that_an_option_can_list() -> None:
     assert all(re.fullmatch("[A-Z][A-Za-z]+", kind) for kind in NotificationKind)
