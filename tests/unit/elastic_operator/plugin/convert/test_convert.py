@@ -414,8 +414,17 @@ def test_texts_that_kubectl_would_read_as_numbers_are_in_quotes(
     assert [text for text in NUMBERS_OF_KUBECTL if f"- '{text}'\n" not in out] == []
 
 
-def test_an_octal_number_stays_one() -> None:
-    assert read_documents("mode: 0o644", "f") == [{"mode": 0o644}]
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("0o644", 0o644), ("0644", 0o644), ("0", 0), ("-7", -7), ("1_000", 1000), ("0x1F", 31), ("0b11", 3)),
+        *(("1.5", 1.5), ("-.5", -0.5), ("1.0e+3", 1000.0), ("true", True), ("null", None), ("ab", "ab")),
+        *(("1:30", "1:30"), ("22:22", "22:22"), ("1:30:00", "1:30:00"), ("1:30.5", "1:30.5")),
+        ("2026-11-27", "2026-11-27"),
+    ],
+)
+def test_a_value_is_read_as_the_api_server_reads_it(text: str, value: object) -> None:
+    assert read_documents(f"value: {text}", "f") == [{"value": value}]
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
