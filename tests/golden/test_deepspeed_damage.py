@@ -83,6 +83,23 @@ def test_damaged_checkpoint_is_refused_and_the_file_named(copy, tmp_path, name):
     assert not (tmp_path / "out" / STEP).exists()
 
 
+def test_of_copies_that_differ_the_one_that_is_not_what_was_committed_is_named(tmp_path):
+    source = tmp_path / "source"
+    reshard(golden("pipeline-tp2-pp2"), source, "tp=2,pp=2,dp=2")
+    blamed = set()
+    for damaged in (OPTIMIZER.format(0), LAYER.format(0, 0)):
+        path = source / damaged
+        content = path.read_bytes()
+        for at in range(len(content) // 3, len(content) - len(content) // 4, 97):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            with pytest.raises(CorruptSourceError) as caught:
+                reshard(source, tmp_path / f"out-{at}", "tp=1,pp=1,dp=6")
+            assert "copies of one tensor differ" not in str(caught.value)
+            blamed |= {problem.split(":")[0] for problem in caught.value.problems if "was committed" in problem}
+        path.write_bytes(content)
+    assert blamed == {OPTIMIZER.format(0), LAYER.format(0, 0)}
+
+
 def test_flipped_byte_in_any_payload_is_caught(tmp_path):
     """Every storage of an optimizer file, one byte each: the archive's own CRC-32 tells."""
     original = golden("zero2-dp3")

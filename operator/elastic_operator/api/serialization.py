@@ -31,13 +31,15 @@ def format_time(value: float) -> str:
 
 
 def parse_time(text: str | None) -> Time | None:
-    """Parse a time in RFC 3339; return None if it is absent or invalid."""
+    """Parse a time in RFC 3339; return None if it is absent, invalid, or not one that `format_time` writes."""
     if not text:
         return None
     try:
-        return Time(datetime.datetime.fromisoformat(text).timestamp())
+        value = datetime.datetime.fromisoformat(text).timestamp()
+        datetime.datetime.fromtimestamp(value, tz=datetime.UTC)  # rounded or in UTC, its year may be 0 or 10000
     except (ValueError, OverflowError, TypeError):
         return None
+    return Time(value)
 
 
 def to_wire(value: Any) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from reshard.topology import Topology
 
 MOST_THREADS = 256
 MOST_ATTEMPTS = (1 << 63) - 1
+MOST_WORKERS = 1 << 20
 SMALLEST_MEMORY_BYTES = 1 << 20
+LARGEST_MEMORY_BYTES = 1 << 50
 
 _LONGEST_NUMBER = 40
 _FOLDERS = {"path": "the path", "source": "the source", "target": "the target", "first": "A", "second": "B"}
@@ -131,7 +133,7 @@ def parse_worker(text: str | None) -> tuple[int, int] | None:
     """Parse `--worker I/N`: the number of this worker, from 0, and how many workers there are.
 
     Raises:
-        UsageError: the text has another form.
+        UsageError: the text has another form, or there are too many workers.
     """
     if text is None:
         return None
@@ -139,6 +141,8 @@ def parse_worker(text: str | None) -> tuple[int, int] | None:
     digits = len(text) <= _LONGEST_NUMBER and text.isascii() and number.isdigit() and count.isdigit()
     if not (digits and int(number) < int(count)):
         raise UsageError(f"--worker {text}: write the worker's number, from 0, and their number, for instance 0/4")
+    if int(count) > MOST_WORKERS:
+        raise UsageError(f"--worker {text}: expected at most {MOST_WORKERS} workers")
     return int(number), int(count)
 
 
@@ -167,13 +171,15 @@ def parse_memory_bytes(text: str) -> int:
     """Parse `--memory`: bytes for buffers; `auto` chooses them for this machine.
 
     Raises:
-        UsageError: too little memory, or the text has another form.
+        UsageError: too little or too much memory, or the text has another form.
     """
     if text == "auto":
         return buffer_bytes()
     value = parse_size("--memory", text) or 0
     if value < SMALLEST_MEMORY_BYTES:
         raise UsageError(f"--memory {format_bytes(value)}: at least {format_bytes(SMALLEST_MEMORY_BYTES)} are needed")
+    if value > LARGEST_MEMORY_BYTES:
+        raise UsageError(f"--memory {text}: expected at most {format_bytes(LARGEST_MEMORY_BYTES)}")
     return value
 
 

@@ -331,6 +331,12 @@ def is_vacant(folder: Path) -> bool:
 
 def taken_error(folder: Path) -> TargetTakenError:
     """Make the error for a target folder that holds something else than the requested result; describes what."""
+    if folder.is_symlink() and is_vacant(Path(os.path.realpath(folder))):
+        return TargetTakenError(
+            f"is a link to {folder.readlink()}: expected a folder to make, or an empty one",
+            path=str(folder),
+            hint="name the folder itself",
+        )
     what = ""
     try:
         commit = read_commit(folder)

@@ -180,7 +180,7 @@ def check_free(parent: Path, num_bytes: int) -> None:
         StorageFullError: it does not.
     """
     free = free_bytes(parent)
-    if free < num_bytes:
+    if free is not None and free < num_bytes:
         raise StorageFullError(
             f"{format_bytes(num_bytes)} are needed, {format_bytes(free)} are free",
             path=str(parent),

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from reshard.checksums import crc
 from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import Tally, digest_term
 from reshard.errors import CorruptSourceError
+from reshard.execution import source_checks
 from reshard.execution.averages import read_mean
 from reshard.execution.scan import find_touching, gather, view_elements
 from reshard.execution.unit_records import UnitRecord
@@ -198,17 +199,29 @@ class Carrier:
             unequal = (_flat(expected) != _flat(other)).reshape(-1, tensor.item_bytes).any(axis=1)
             place = np.unravel_index(int(unequal.argmax()), box.size)
             first = tuple(int(at) + low for at, low in zip(place, box.offset, strict=True))
-            raise self._copies_differ_error(tensor, first, int(unequal.sum()), sources, row)
+            self._refuse_copies(tensor, first, int(unequal.sum()), sources, row)
 
-    def _copies_differ_error(
+    def _refuse_copies(
         self, tensor: LogicalTensor, first: tuple[int, ...], count: int, sources: Sequence[_RowBox], other: ShardRow
-    ) -> CorruptSourceError:
-        """Make the error for copies that differ; `first` is the first element that differs."""
+    ) -> NoReturn:
+        """Raise for copies that differ, or for the file of one if its commit proves it damaged.
+
+        Args:
+            tensor: whose copies they are.
+            first: first element that differs, in the tensor.
+            count: number of elements that differ.
+            sources: boxes that the first copy was read from.
+            other: row of the other copy.
+
+        Raises:
+            CorruptSourceError: always.
+        """
         element, files = Box(first, (1,) * len(first)), self._plan.index.files
         own = next((row.file for row, box in sources if box.contains(element)), sources[0][0].file)
+        source_checks.refuse_damaged_of(self._source, self._plan.index, (own, other.file))
         elements = f"{count} element{'' if count == 1 else 's'} of a box"
         where = f"{files[own].path} and {files[other.file].path} differ in {elements}, the first at {list(first)}"
-        return CorruptSourceError(
+        raise CorruptSourceError(
             "copies of one tensor differ: nothing was published",
             path=str(self._plan.index.root),
             problems=[f"{tensor.key}: {where}"],

@@ -281,7 +281,7 @@ class target_errors:  # noqa: N801  (a context manager that reads like a functio
         raise TargetError(f"cannot be written: {error}", path=str(path)) from error
 
 
-def free_bytes(folder: Path) -> int:
-    """Return the bytes that an unprivileged user may still write on the folder's file system."""
+def free_bytes(folder: Path) -> int | None:
+    """Return the bytes that an unprivileged user may still write on a file system; None if that states no size."""
     status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return status.f_bavail * status.f_frsize if status.f_blocks else None  # /proc, for instance, states none

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_operator.api import status_reader
-from elastic_operator.api.serialization import Time, format_time, parse_time
+from elastic_operator.api.serialization import Time, parse_time
 from elastic_operator.api.spec import Spec, SpecError, parse_spec
 from elastic_operator.api.status import Conversion, ExcludedNode, FailureCount, Recovery, RestartBudget, Status, short
 from elastic_operator.plugin.pages.job_source import JobSource
@@ -215,7 +215,7 @@ def event_reports(events: Sequence[Mapping[str, Any]]) -> tuple[EventReport, ...
     """Report Events in the order of their last occurrence."""
     reports = [
         EventReport(
-            time=_last_time(item),
+            time=parse_time(item.get("lastTimestamp") or item.get("eventTime")),
             type=item.get("type") or "Normal",
             reason=item.get("reason") or "",
             message=item.get("message") or "",
@@ -229,17 +229,6 @@ def event_reports(events: Sequence[Mapping[str, Any]]) -> tuple[EventReport, ...
 def is_about(event: Mapping[str, Any], resource: Mapping[str, Any]) -> bool:
     """Return whether an Event is about this resource; those of a deleted one with the same name may still exist."""
     return (event.get("involvedObject") or {}).get("uid") in (None, "", resource["metadata"]["uid"])
-
-
-def _last_time(event: Mapping[str, Any]) -> Time | None:
-    """Return when an Event last occurred; None if its time is absent, invalid or none that can be written in UTC."""
-    moment = parse_time(event.get("lastTimestamp") or event.get("eventTime"))
-    try:
-        if moment is not None:
-            format_time(moment)
-    except (ValueError, OverflowError):  # rounded or in UTC, its year may be 0 or 10000
-        return None
-    return moment
 
 
 def _order(event: Mapping[str, Any]) -> tuple[str, str]:

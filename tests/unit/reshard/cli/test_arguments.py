@@ -24,12 +24,14 @@ NONSENSE = [
 OF_RESOURCES = [
     (["--to", "dp=2", "--memory", "abc"], "cannot read 'abc'"),
     (["--to", "dp=2", "--memory", "10"], "at least 1.0 MiB"),
+    (["--to", "dp=2", "--memory", "99999999999TiB"], "at most 1024.00 TiB"),
     (["--to", "dp=2", "--threads", "-1"], "expected 1 to 256"),
     ([], "say what the target shall be"),
 ]
 OF_RUN = [
     (["--to", "dp=2", "--limit-rate", "0"], "more than nothing"),
     (["--to", "dp=2", "--worker", "2/2"], "write the worker's number"),
+    (["--to", "dp=2", "--worker", "0/999999999999"], "at most 1048576 workers"),
     (["--to", "dp=2", "--attempt", "-1"], "0 or more"),
     *(
         (["--to", "dp=2", "--mode", "virtual", *words], f"{words[0]}: --mode virtual moves no bytes")

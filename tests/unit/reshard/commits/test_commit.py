@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from reshard.commits.commit import Commit, CommittedFile, check_files, read_commit, write_commit
+from reshard.commits.commit import (
+    Commit,
+    CommittedFile,
+    check_files,
+    is_vacant,
+    read_commit,
+    taken_error,
+    write_commit,
+)
 from reshard.contract import COMMIT_FILE
 from reshard.errors import CorruptSourceError, UncommittedError
 from reshard.storage.durable import file_crc32
@@ -139,3 +147,13 @@ def test_texts_that_look_like_the_checksum_do_not_disturb_it(folder: Path, text:
     commit = dataclasses.replace(commit_of(folder), data={"note": text, "notes": [text], "checksum": text})
     write_commit(folder, commit)
     assert read_commit(folder) == commit
+
+
+def test_a_target_that_is_a_link_to_an_empty_folder_is_refused_as_a_link(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("empty")
+    assert not is_vacant(link)
+    error = taken_error(link)
+    assert (str(error.path), error.hint) == (str(link), "name the folder itself")
+    assert "is a link to empty: expected a folder to make, or an empty one" in str(error)
