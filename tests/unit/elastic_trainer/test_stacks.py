@@ -59,6 +59,12 @@ def test_a_configuration_keeps_what_does_not_depend_on_the_attempt(tmp_path: Pat
     assert config["zero_optimization"]["stage"] == 3
 
 
+@pytest.mark.parametrize("stage", ["auto", 4, -1, None, 1.5])
+def test_a_zero_stage_that_is_no_number_of_a_stage_is_refused(stage: object) -> None:
+    with pytest.raises(ConfigurationError, match="expected 0 to 3, found"):
+        deepspeed._zero_stage({"zero_optimization": {"stage": stage}})
+
+
 def test_degrees_of_which_deepspeed_would_not_know_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="needs a PipelineModule"):
         deepspeed._check_degrees(Topology(pp=2), {}, {"model": object()})

@@ -47,7 +47,8 @@ def initialize(
         **arguments: of `deepspeed.initialize`, all but `config`.
 
     Raises:
-        ConfigurationError: batch sizes do not fit the replicas, or nothing tells DeepSpeed of tp or pp.
+        ConfigurationError: batch sizes do not fit the replicas, nothing tells DeepSpeed of tp or pp, or the
+            configuration has no ZeRO stage that is a number.
     """
     import deepspeed
     from torch import distributed
@@ -146,7 +147,10 @@ def _read_config(config: Config) -> dict[str, Any]:
 
 
 def _zero_stage(config: Mapping[str, Any]) -> int:
-    return int(config.get("zero_optimization", {}).get("stage", 0))
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in range(4):
+        raise ConfigurationError(f"zero_optimization.stage in DeepSpeed's settings: expected 0 to 3, found {stage!r}")
+    return int(stage)
 
 
 def _batch_plan(session: Session, config: Mapping[str, Any]) -> BatchPlan:
