@@ -168,8 +168,10 @@ class Topology:
             name, _, number = (word.strip() for word in item.partition("="))
             if number and name not in _KEYS:
                 raise TopologyError(f"there is no degree {name!r} ({text!r}): expected some of {', '.join(_KEYS)}")
-            if match is None or len(match[2]) > _MOST_DIGITS:
-                place = "" if item == text else f" in {text!r}"
+            place = "" if item == text else f" in {text!r}"
+            if match is not None and len(match[2]) > _MOST_DIGITS:
+                raise TopologyError(f"the degree of {item!r:.60}{place:.60} is too large")
+            if match is None:
                 raise TopologyError(f"cannot read {item!r}{place}: write for instance tp=2,pp=2,dp=3,zero=1")
             if match[1] in values:
                 raise TopologyError(f"{match[1]} is given twice in {text!r}")

@@ -100,6 +100,17 @@ def test_of_copies_that_differ_the_one_that_is_not_what_was_committed_is_named(t
     assert blamed == {OPTIMIZER.format(0), LAYER.format(0, 0)}
 
 
+def test_files_of_layers_that_were_swapped_are_named_with_what_they_hold(copy, tmp_path):
+    first, second = LAYER.format(0, 1), LAYER.format(1, 1)
+    rename(copy, first, "aside")
+    rename(copy, second, first)
+    rename(copy, "aside", second)
+    with pytest.raises(CorruptSourceError, match="the files of layer 0 hold different names") as caught:
+        reshard(copy, tmp_path / "out", "dp=1")
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{first} and {LAYER.format(0, 0)} differ in ")
+
+
 def test_flipped_byte_in_any_payload_is_caught(tmp_path):
     """Every storage of an optimizer file, one byte each: the archive's own CRC-32 tells."""
     original = golden("zero2-dp3")

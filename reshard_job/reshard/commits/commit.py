@@ -172,7 +172,7 @@ def _decode(content: bytes, path: Path) -> Commit:
         commit = _parse(value, path)
         self_checksum.check_self_checksum(content, value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        what = f"{type(error).__name__}: {error!s:.200}"
+        what = f"{error!s:.200}" if type(error) is ValueError else f"{type(error).__name__}: {error!s:.200}"
         raise CorruptSourceError(
             f"not a commit marker: {what}",
             path=str(path),

@@ -47,6 +47,7 @@ def test_ranks_of_one_replica_are_neighbours_as_in_deepspeed() -> None:
         ("tp=two", "cannot read 'tp=two'"),
         ("xp=2", "there is no degree 'xp'.*tp, pp, dp, ep, cp, zero"),
         ("tp=0", "at least 1"),
+        ("dp=99999999999999999999", "the degree of .* is too large"),
         ("zero=4", "ZeRO stage"),
         ("dp=4,ep=3", "not divisible by ep\\*cp"),
     ],

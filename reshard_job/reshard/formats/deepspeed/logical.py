@@ -352,6 +352,16 @@ def read_layer_weights(source: DeepSpeedContents, model: Model, layer: int) -> d
     """
     prefix = f"tied_modules.{model.tied_layers[layer]}." if layer in model.tied_layers else f"{layer}."
     files = [source.layers[layer, tp] for tp in range(source.topology.tp)]
-    if any(list(file.value) != list(files[0].value) for file in files):
-        raise CorruptSourceError(f"the files of layer {layer} hold different names", path=str(source.folder))
+    problems = [
+        f"{Path(file.path).name} and {Path(files[0].path).name} differ in {', '.join(sorted(differing)[:3])}"
+        for file in files[1:]
+        if (differing := file.value.keys() ^ files[0].value.keys())
+    ]
+    if problems or any(list(file.value) != list(files[0].value) for file in files):
+        raise CorruptSourceError(
+            f"the files of layer {layer} hold different names, or the same in another order",
+            path=str(source.folder),
+            problems=problems,
+            hint="a file is of another layer or checkpoint: use an earlier checkpoint",
+        )
     return {prefix + name: [file.value[name] for file in files] for name in files[0].value}
