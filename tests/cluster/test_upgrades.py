@@ -33,6 +33,7 @@ from tests.cluster.played_cluster import NAME, SPEC, PlayedCluster
 from tests.cluster.previous_release import PreviousRelease, unpack
 from tests.cluster.recovery_lane import LIMITS, QUIET_SECONDS, SCENARIOS, Lane, OperatorProcess
 from tests.pages import ROOT, Step, blocks, differs, section, steps
+from tests.randomness import SOAKING
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
 
@@ -178,7 +179,8 @@ class Story:
 
     async def install(self, crd: Path, installed: PreviousRelease | None) -> None:
         """Replace CRD and operator as Helm does: the CRD first, so that the old operator sees it for a while."""
-        async with self.undisturbed("open", PLURAL):  # the API server ends all watches of the kind
+        # In two minutes the API server ends all watches of the kind; until then they go on. A soak waits for that.
+        async with self.undisturbed(*(("open", PLURAL) if SOAKING else ())):
             await asyncio.to_thread(self.user.kubectl.apply_crd, crd)
         async with self.undisturbed("get", PLURAL):
             self.releases.installed = installed
