@@ -6,6 +6,7 @@ is free again.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,7 +162,8 @@ def test_a_killed_copy_process_is_started_again_and_loses_no_save(start, tmp_pat
     training.process.send_signal(signal.SIGCONT)
     output = training.end()
     assert steps_of(tmp_path) == [1, 2, 3]
-    assert ("it copies again" in output) == (phase != "copied")
+    # The order of step 3 may reach the process before it has died: then that step is copied again.
+    assert bool(re.search("copy process of step .*2 ended with .*: it copies again", output)) == (phase != "copied")
     assert "synchronous, because" not in output
 
 
