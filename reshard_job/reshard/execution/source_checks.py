@@ -245,22 +245,6 @@ def check_committed(source: SourceReader, index: Index, read: ReadRanges, num_th
     return set(whole), sum(more for _, more in completed)
 
 
-def refuse_damaged_of(source: SourceReader, index: Index, numbers: Collection[int]) -> None:
-    """Compare some files with the commit's checksums, in full.
-
-    Args:
-        source: open files of the index.
-        index: the source.
-        numbers: of the files; those without a committed checksum are left out.
-
-    Raises:
-        CorruptSourceError: files are damaged; the error lists them.
-    """
-    files = [(number, index.files[number]) for number in sorted(set(numbers))]
-    sums = [(file, source.complete(at, (), 0, file.num_bytes)[0]) for at, file in files if file.crc32 is not None]
-    _refuse_damaged(index.root, [(file, value) for file, value in sums if value != file.crc32])
-
-
 def _is_compared(file: SourceFile, ranges: Sequence[CrcRange]) -> bool:
     """Return True if the checksum of the whole file is needed to prove its ranges, or if it costs little."""
     if file.crc32 is None:

@@ -18,9 +18,9 @@ from reshard.checksums import crc
 from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import Tally, digest_term
 from reshard.errors import CorruptSourceError
-from reshard.execution import source_checks
 from reshard.execution.averages import read_mean
 from reshard.execution.scan import find_touching, gather, view_elements
+from reshard.execution.source_checks import check_files
 from reshard.execution.unit_records import UnitRecord
 from reshard.planning.plan import Plan
 from reshard.profile.clock import CHECKSUM, COPY, OTHER, POPULATE, READ, WRITE, PhaseClock
@@ -218,7 +218,7 @@ class Carrier:
         """
         element, files = Box(first, (1,) * len(first)), self._plan.index.files
         own = next((row.file for row, box in sources if box.contains(element)), sources[0][0].file)
-        source_checks.refuse_damaged_of(self._source, self._plan.index, (own, other.file))
+        check_files(self._plan.index.root, [files[number] for number in {own, other.file}])
         elements = f"{count} element{'' if count == 1 else 's'} of a box"
         where = f"{files[own].path} and {files[other.file].path} differ in {elements}, the first at {list(first)}"
         raise CorruptSourceError(
