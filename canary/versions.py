@@ -1,4 +1,4 @@
-"""What is newer than the pins: packages as the resolver chooses them without our pins, and Kubernetes' releases."""
+"""Finds what is newer than the pins: packages that the resolver chooses without them, and Kubernetes' releases."""
 
 from __future__ import annotations
 

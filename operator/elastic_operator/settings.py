@@ -69,7 +69,7 @@ LeaseName = Annotated[str, Field(max_length=253), AfterValidator(_check_subdomai
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NotificationSettings:
-    """Where notifications go, and which; see docs/notifications.md.
+    """Destination and kinds of notifications; see docs/notifications.md.
 
     Attributes:
         url: of the webhook; secret, as its path is usually its password.

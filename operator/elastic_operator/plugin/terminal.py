@@ -1,4 +1,4 @@
-"""What needs a terminal: colours, and the screen of `kubectl etj watch`. Both use rich, which is imported here only.
+"""Drives the terminal: colours, and the screen of `kubectl etj watch`. Both use rich, which is imported here only.
 
 Without rich, output is plain, and `watch` prints one line for each change.
 """

@@ -52,7 +52,7 @@ ALL_BURST, ALL_SECONDS = 10, 1.0
 """Requests that are sent at once, and the time after which one more is. Slack takes one a second."""
 
 MARK_MARGIN_SECONDS = 60.0
-"""How much older than the mark a fact may be that is written after it: clocks differ, and reports take time."""
+"""Largest age of a fact, before the mark, that is written after it: clocks differ, and reports take time."""
 
 MARK_HOLD_SECONDS = 120.0
 """Time for which a new leader leaves the last one's mark as it is: every job has its first pass in this time."""

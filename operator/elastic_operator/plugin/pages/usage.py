@@ -15,7 +15,7 @@ _HEADER = ("NAME", "PHASE", "GPUS", "USEFUL", "STEPS/S", "SAMPLES/S", "LAST STEP
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What one job uses and achieves.
+    """Use and results of one job.
 
     Attributes:
         gpus: accelerators of the current attempt.

@@ -39,7 +39,7 @@ MAX_LOST = 64
 
 
 class NotificationKind(enum.StrEnum):
-    """What a notification tells; the values are those of `--notification-kinds`."""
+    """Kind of a notification; the values are those of `--notification-kinds`."""
 
     RECOVERED = "Recovered"
     """The job trains again after a failure or a planned change."""

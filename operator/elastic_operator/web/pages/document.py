@@ -69,7 +69,7 @@ POLICY = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the reader of a page chose.
+    """Choices of a page's reader.
 
     Attributes:
         page: page of the table of jobs, from 1.

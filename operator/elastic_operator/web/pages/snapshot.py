@@ -1,4 +1,4 @@
-"""What the operator holds of the cluster at one moment, as the status page needs it. Pure."""
+"""Snapshot of the operator's view of the cluster, for the status page. Pure."""
 
 from __future__ import annotations
 

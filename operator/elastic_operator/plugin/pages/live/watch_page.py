@@ -26,7 +26,7 @@ _BAR_WIDTH = 24
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What the live view shows at one moment.
+    """Content of the live view at one moment.
 
     Attributes:
         rate: steps per second since the first step of the attempt; None if it is unknown.

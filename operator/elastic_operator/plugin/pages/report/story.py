@@ -1,4 +1,4 @@
-"""What the page of a job tells, collected from its resource, its Events and a recording of `watch`. Pure."""
+"""Collects the content of a job's page from its resource, its Events and a recording of `watch`. Pure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CommitMark:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """What the page tells.
+    """Content of the page.
 
     Attributes:
         time: when the resource was read.
