@@ -11,8 +11,9 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from testbed.errors import TestbedError
@@ -20,6 +21,7 @@ from testbed.paths import cache_dir
 
 COMPILE_SECONDS = 900  # three of them, on two processors that do other things too: 165 s measured alone
 _BETWEEN_LOOKS_SECONDS = 0.5
+_GUARD_SECONDS = 2.0
 _COMPILE = """
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder
 for builder in (ShareMemCommBuilder, FusedAdamBuilder, CPUAdamBuilder):
@@ -57,6 +59,28 @@ def compile_all() -> None:
         remove_abandoned_locks(folder())
         what = f"took longer than {COMPILE_SECONDS} s" if code is None else f"ended with {code}"
         raise TestbedError(f"compiling DeepSpeed's operators for the CPU {what}; every rank will try it by itself")
+
+
+@contextlib.contextmanager
+def guard_locks() -> Iterator[None]:
+    """Remove abandoned locks every two seconds, for the time of the context.
+
+    Tests kill ranks at any moment, also between the making and the removal of a lock, and all that start later would
+    wait: those of the other tier, too.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_GUARD_SECONDS):
+            remove_abandoned_locks(folder())
+
+    thread = threading.Thread(target=watch, name="extension-locks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def remove_abandoned_locks(extensions: Path) -> list[Path]:

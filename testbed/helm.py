@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -21,9 +20,9 @@ import yaml
 from testbed import components
 from testbed.errors import TestbedError
 from testbed.paths import cache_dir
-from testbed.shell import run_with_progress, say
+from testbed.shell import say
 
-VERSION = "4.3.1"
+VERSION = components.HELM_VERSION
 """Of the one that is fetched."""
 
 OLDEST = (3, 18)
@@ -104,15 +103,9 @@ def _download(program: Path) -> None:
 
 
 def _build(program: Path) -> None:
-    """Four minutes on two cores the first time, seconds with Go's own cache."""
-    if shutil.which("go") is None:
-        raise TestbedError("helm is neither on the PATH nor can it be downloaded, and there is no Go to build it with")
-    with tempfile.TemporaryDirectory(dir=program.parent) as folder:
-        env = {**os.environ, "GOFLAGS": "-buildvcs=false", "CGO_ENABLED": "0", "GOBIN": folder}
-        flags = f"-s -w -X {_MODULE}/internal/version.version=v{VERSION}"
-        command = ["go", "install", "-trimpath", "-ldflags", flags, f"{_MODULE}/cmd/helm@v{VERSION}"]
-        run_with_progress(f"building helm {VERSION}", command, cwd=Path(folder), env=env, log=Path(folder) / "log")
-        components.place(Path(folder) / "helm", program)
+    stamps = {f"{_MODULE}/internal/version.version": f"v{VERSION}"}
+    version = components.DEFAULT_KUBERNETES_VERSION
+    components.build_go_programs({program: components.HELM_PACKAGE}, stamps, version=version)
 
 
 def main() -> int:

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,15 @@ from testbed.errors import TestbedError
 from testbed.kubectl import Kubectl
 from testbed.paths import CONTROL_PLANE, cache_dir, kubeconfig, run_dir
 from testbed.pki import Authority
-from testbed.shell import run_with_progress, until
+from testbed.shell import run, until
 
-VERSION = "0.19.2"
+VERSION = components.KUEUE_VERSION
 NAMESPACE = "kueue-system"
 _MODULE = "sigs.k8s.io/kueue"
 _URL = "https://127.0.0.1:9443"
 _KEPT_KINDS = ("CustomResourceDefinition", "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
 _WEBHOOKS = ("job", "workload", "clusterqueue", "localqueue", "cohort", "resourceflavor")
 """Webhooks for batch Jobs and Kueue's own kinds; one for pods would stand in the way of every pod of the cluster."""
-_TOOLS = f'//go:build tools\n\npackage tools\n\nimport _ "{_MODULE}/cmd/kueue"\n'
 
 _launchers: list[subprocess.Popen[bytes]] = []
 """Managers that this process has started: its children, which have to be reaped."""
@@ -51,32 +49,18 @@ def program() -> Path:
 
 
 def ensure() -> None:
-    """Bring the manager and its chart into the cache: 5 minutes on two cores the first time.
+    """Bring the manager and its chart into the cache: built where there is no release.
 
     Raises:
         TestbedError: there is no Go to build it with, or the build failed.
     """
-    if program().exists():
+    if program().exists() and (folder() / "chart").exists():
         return
-    if shutil.which("go") is None:
-        raise TestbedError("Kueue's manager has no binary release, and there is no Go to build it with")
     folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder()) as name:
-        module = Path(name)
-        # `go install MODULE@VERSION` asks for the list of versions; a module that requires the version does not.
-        (module / "go.mod").write_text(f"module testbed\n\ngo 1.26.0\n\nrequire {_MODULE} v{VERSION}\n")
-        (module / "tools.go").write_text(_TOOLS)
-        env = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -mod=mod"}
-        command = ["go", "mod", "download", "-json", f"{_MODULE}@v{VERSION}"]
-        found = subprocess.run(command, cwd=module, env=env, capture_output=True, text=True, check=False)
-        if found.returncode:
-            raise TestbedError(f"`{' '.join(command)}` ended with {found.returncode}: {found.stderr.strip()[-800:]}")
-        source = Path(json.loads(found.stdout)["Dir"])
-        shutil.copyfile(source / "go.sum", module / "go.sum")
-        shutil.copytree(source / "charts/kueue", folder() / "chart", dirs_exist_ok=True, copy_function=shutil.copyfile)
-        build = ["go", "build", "-trimpath", "-ldflags", "-s -w", "-o", "kueue", f"{_MODULE}/cmd/kueue"]
-        run_with_progress(f"building Kueue {VERSION}", build, cwd=module, env=env, log=module / "build.log")
-        components.place(module / "kueue", program())
+    version = components.DEFAULT_KUBERNETES_VERSION
+    module = components.build_go_programs({program(): components.KUEUE_PACKAGE}, {}, version=version)
+    source = Path(run("go", "list", "-m", "-f", "{{.Dir}}", _MODULE, cwd=module).strip())
+    shutil.copytree(source / "charts/kueue", folder() / "chart", dirs_exist_ok=True, copy_function=shutil.copyfile)
 
 
 def start(**configuration: Any) -> None:
