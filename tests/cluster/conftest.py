@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.apiserver import CRD
 from testbed import cluster as bed
-from testbed import faults, storage
+from testbed import extensions, faults, storage
 from testbed.errors import CannotRunHereError
 from testbed.kubectl import Kubectl
 from testbed.paths import kubeconfig as testbed_kubeconfig
@@ -89,7 +89,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield Cluster(kubeconfig=Path(given), is_testbed=False)
         return
     keep = bool(os.environ.get("ETJ_KEEP_TESTBED"))
-    with bed.reserved():
+    with bed.reserved(), extensions.guard_locks():
         try:
             bed.up()
         except CannotRunHereError as error:

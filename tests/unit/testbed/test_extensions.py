@@ -41,6 +41,17 @@ def test_only_the_lock_of_a_killed_process_is_removed(tmp_path: Path, lock: Path
     assert not lock.exists()
 
 
+def test_a_lock_that_a_process_leaves_while_others_wait_does_not_stop_them(
+    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    waiter = _HOLDER.replace("assert ", "baton = ", 1).replace(".try_acquire()", "; baton.wait()").partition("print")[0]
+    lock.touch()
+    with extensions.guard_locks():
+        assert subprocess.run([sys.executable, "-c", waiter, lock], check=False, timeout=60).returncode == 0
+    assert not lock.exists()
+
+
 def test_a_folder_that_is_not_there_holds_no_lock(tmp_path: Path) -> None:
     assert extensions.remove_abandoned_locks(tmp_path / "none") == []
 
