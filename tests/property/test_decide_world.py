@@ -1,7 +1,7 @@
 """Decisions against a model of the cluster: any order of losses, partitions, returns, failures and operator crashes.
 
 Each scenario plays random traces until the job ends; `cluster_model.invariants` says what must hold meanwhile. The five
-scenarios play 625 traces in `make test` and 12,500 in `make soak`. A trace that finds a defect stays in `KEPT`.
+scenarios play 320 traces in `make test` and 12,500 in `make soak`. A trace that finds a defect stays in `KEPT`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.property.cluster_model.traces import (
 )
 from tests.property.cluster_model.world import Setup, World
 
-TRACES = 125
+TRACES = 50
 SOAK_TRACES = 2500
 SIZES = {"max_nodes": (1, 2, 3, 3), "steps": (30, 10_000, 10_000)}
 EFFECTS = {
@@ -94,11 +94,12 @@ def play_scenario(
     setups: Mapping[str, Sequence[Any]],
     faults: Choices = FAULTS,
     *,
+    traces: int = TRACES,
     ends: Collection[str] = ("TrainingComplete",),
     effects: Collection[str] = EFFECTS,
 ) -> None:
     """Play traces; check that the jobs end in all these ways and no other, and that the traces reach what is rare."""
-    covered = play_many({**SIZES, **setups}, faults, TRACES, soak=SOAK_TRACES)
+    covered = play_many({**SIZES, **setups}, faults, traces, soak=SOAK_TRACES)
     assert [name for name in (*faults, *ends, *effects) if not covered[name]] == [], f"not reached: {covered}"
     assert {name for name in covered if name[0].isupper() and " " not in name} == set(ends)
 
@@ -118,7 +119,7 @@ def test_a_job_with_a_budget_and_a_deadline_ends_complete_or_in_a_named_conditio
         "fatal_code": (None, 43),
     }
     ends = ("TrainingComplete", "RestartBudgetExceeded", "DeadlineExceeded", "PodFailurePolicy", "ReshardFailed")
-    play_scenario(setups, ends=ends)
+    play_scenario(setups, traces=60, ends=ends)
 
 
 @pytest.mark.slow
@@ -144,7 +145,7 @@ def test_a_dcp_job_ends_complete_whether_it_loads_or_converts() -> None:
         "retries": (1, 100),
     }
     ends = ("TrainingComplete", "ReshardFailed")  # without a copy of the checkpoint of others, there is no start
-    play_scenario(setups, ends=ends, effects=EFFECTS | {"a commit is loaded in another topology"})
+    play_scenario(setups, traces=110, ends=ends, effects=EFFECTS | {"a commit is loaded in another topology"})
 
 
 @pytest.mark.parametrize(("num_bytes", "modes"), [(0, ["Load", "Load"]), (10**12, ["Load", "Reshard"])])

@@ -18,8 +18,8 @@ from tests.fuzz.families import ALL as TARGETS
 from tests.fuzz.families import FAMILIES
 from tests.fuzz.targets import archives, checkpoints, pickles
 
-EXAMPLES = {"damaged": 60, "tampered": 60, "dcp_metadata": 60, "archive_pickle": 100, "archive": 100} | dict.fromkeys(
-    FAMILIES, 40
+EXAMPLES = {"damaged": 30, "tampered": 30, "dcp_metadata": 30, "archive_pickle": 50, "archive": 50} | dict.fromkeys(
+    FAMILIES, 20
 )
 HERE = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ HERE = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_mutation_ends_in_the_same_result_or_in_an_error_of_ours(name, tmp_path_factory):
     folder, seen = tmp_path_factory.mktemp("fuzz"), set()
-    for seed in randomness.seeds(EXAMPLES.get(name, 150)):
+    for seed in randomness.seeds(EXAMPLES.get(name, 75)):
         case = folder / str(seed)
         case.mkdir()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -30,6 +31,7 @@ NO_FAILURES = re.compile(
 """Modules of the cluster tier whose tests are about something else."""
 
 
+@functools.cache
 def schema() -> dict[str, Any]:
     crd = yaml.safe_load((ROOT / "crds/elastictrainingjobs.yaml").read_text(encoding="utf-8"))
     found: dict[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
