@@ -31,6 +31,7 @@ from tests.golden import without_checksums
 from tests.golden.command import Answer
 from tests.golden.files import LAYER, MODEL, OPTIMIZER, PATTERNS, assemble, edit, golden
 from tests.golden.partial import NORMS, STATES, declare, diverge, flip, partial, zero0
+from tests.golden.test_source_checksums import write_marker
 
 
 def copies(index: Index) -> dict[str, dict[int, np.ndarray]]:
@@ -260,7 +261,14 @@ def test_a_tied_parameter_is_averaged_over_ranks_and_compared_between_stages(tmp
         values[5] += 1
         tensor.storage.data = values.tobytes()
 
-    edit(source, OPTIMIZER.format(3), change)
+    committed = Path(shutil.copytree(source, tmp_path / "committed"))
+    write_marker(committed)
+    for folder in (source, committed):
+        edit(folder, OPTIMIZER.format(3), change)
+    with pytest.raises(CorruptSourceError, match="not what was committed") as caught:
+        run(committed, tmp_path / "refused")
+    (problem,) = caught.value.problems
+    assert problem.startswith(OPTIMIZER.format(3))
     with pytest.raises(CorruptSourceError, match="copies of one tensor differ") as caught:
         run(source, tmp_path / "refused")
     (problem,) = caught.value.problems

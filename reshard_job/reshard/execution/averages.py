@@ -15,6 +15,7 @@ from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import digest_term, finish_digest
 from reshard.errors import CorruptSourceError, VerificationError
 from reshard.execution.scan import find_touching, gather
+from reshard.execution.source_checks import check_files
 from reshard.planning.averages import Average, name_few
 from reshard.storage.source_reader import SourceReader
 from reshard.tensors.cast import UNSIGNED, Bits, cast, find_unexplained
@@ -87,7 +88,8 @@ def read_mean(source: SourceReader, index: Index, number: int, average: Average,
         tile: box of the tensor.
 
     Raises:
-        CorruptSourceError: a file cannot be read, or a copy of another stage differs from its rank's copy.
+        CorruptSourceError: a file cannot be read or is not what was committed, or a copy of another stage differs from
+            its rank's copy.
         VerificationError: a rank's weights are not its master weights, rounded.
     """
     tensor = index.tensors[number]
@@ -102,6 +104,8 @@ def read_mean(source: SourceReader, index: Index, number: int, average: Average,
             other = read_rows(source, index, number, other_rows, tile)
             _add(ranges, other.ranges)
             if not np.array_equal(own.elements, other.elements):
+                files = [index.files[file] for file in sorted({*own.ranges, *other.ranges})]
+                check_files(index.root, files)  # where a commit proves one damaged, that file is blamed alone
                 raise _stages_differ_error(index, number, (own, other), tile)
         mean = _add_copy(mean, own.elements, tensor.dtype)
         if average.master is not None and master is not None:
