@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import posixpath
 import re
+import shlex
 from collections.abc import Sequence
 
 from elastic_operator.plugin.convert.section import ConvertError
@@ -31,8 +32,10 @@ _MODULES = ("torch.distributed.run", "torch.distributed.launch", "elastic_traine
 _PYTHON_FLAGS = re.compile(r"-(?!m|X|W)\w+|-[XW].+")
 """Options of Python before `-m` that have no value in a word of their own; -X and -W may have one."""
 
-_NAMES = sorted(_SET_BY_THE_OPERATOR | _FLAGS_OF_THE_OPERATOR)
-_IN_TEXT = re.compile(rf"(?<!\S)--?(?:{'|'.join(_NAMES).replace('-', '[-_]')})(?![\w-])")
+_OPERATORS = _SET_BY_THE_OPERATOR | _FLAGS_OF_THE_OPERATOR
+_WITH_VALUE = _SET_BY_THE_OPERATOR | _KEPT
+_KNOWN = _WITH_VALUE | _KEPT_FLAGS | _FLAGS_OF_THE_OPERATOR
+_IN_TEXT = re.compile(rf"(?<![\w-])--?(?:{'|'.join(sorted(_OPERATORS)).replace('-', '[-_]')})(?![\w-])")
 _STARTS_RANKS = re.compile(rf"\btorchrun\b|{'|'.join(map(re.escape, _MODULES))}")
 
 
@@ -78,15 +81,15 @@ def remove_launch_options(command: Sequence[str], args: Sequence[str], path: str
     index = start
     while index < len(tokens) and tokens[index].startswith("-"):
         name, has_value, value = tokens[index].partition("=")
-        option = name.lstrip("-").replace("_", "-")
-        takes_value = option in _SET_BY_THE_OPERATOR | _KEPT
-        if not takes_value and option not in _KEPT_FLAGS | _FLAGS_OF_THE_OPERATOR:
+        option = _full_name(name)
+        takes_value = option in _WITH_VALUE
+        if option is None:
             raise ConvertError(
                 f"{path}: {name} is no option of torchrun that the converter knows: remove it, or put the command into "
                 "a shell (sh -c)"
             )
         used = [index] if has_value or not takes_value else [index, index + 1]
-        if option in _SET_BY_THE_OPERATOR | _FLAGS_OF_THE_OPERATOR:
+        if option in _OPERATORS:
             drop.update(used)
             removed.append(name)
         if option in ("nproc", "nproc-per-node"):
@@ -103,6 +106,15 @@ def remove_launch_options(command: Sequence[str], args: Sequence[str], path: str
         removed=tuple(removed),
         processes=processes,
     )
+
+
+def _full_name(word: str) -> str | None:
+    """Return the launcher's option that a word stands for, as argparse reads it; None if there is no such option."""
+    name = word.lstrip("-").replace("_", "-")
+    if name in _KNOWN or not word.startswith("--"):
+        return name if name in _KNOWN else None
+    longer = [option for option in _KNOWN if option.startswith(name)]
+    return longer[0] if name and len(longer) == 1 else None
 
 
 def _find_options(tokens: Sequence[str]) -> int | None:
@@ -126,10 +138,31 @@ def _check_text(command: Sequence[str], args: Sequence[str], path: str) -> Comma
     """
     text = "\n".join([*command, *args])
     starts_ranks = bool(_STARTS_RANKS.search(text))
-    found = _IN_TEXT.findall(text) if starts_ranks else []
+    found = [*_IN_TEXT.findall(text), *_find_abbreviated(text)] if starts_ranks else []
     if found:
         raise ConvertError(
             f"{path}: a shell or another program starts torchrun with {', '.join(dict.fromkeys(found))}: remove these "
             "options, as the operator sets them for every attempt (PET_NNODES and so on), and convert again"
         )
     return Command(command=tuple(command), args=tuple(args), starts_ranks=starts_ranks)
+
+
+def _find_abbreviated(text: str) -> list[str]:
+    """Return the words of a shell's text between a launcher and its script that stand for options of the operator."""
+    found = []
+    for start in _STARTS_RANKS.finditer(text):
+        rest = text[start.end() :].replace("\\\n", " ")
+        try:
+            words = iter(shlex.split(rest))
+        except ValueError:  # quotes that end outside of the launcher's words
+            words = iter(rest.split())
+        for word in words:
+            name, has_value, _ = word.partition("=")
+            option = _full_name(name) if word.startswith("-") else None
+            if option is None:
+                break
+            if option in _OPERATORS:
+                found.append(name)
+            if option in _WITH_VALUE and not has_value:
+                next(words, None)
+    return found

@@ -39,7 +39,7 @@ def read_trainjob(document: Section, runtimes: Sequence[Mapping[str, Any]], note
     spec = document.section("spec")
     spec.refuse(_INITIALIZER, "initializer", "datasetConfig", "modelConfig")
     spec.refuse(_PATCHED, "podTemplateOverrides", "runtimePatches")
-    runtime = _find_runtime(spec.section("runtimeRef"), runtimes, notes)
+    runtime = _find_runtime(spec.section("runtimeRef"), metadata.get("namespace"), runtimes, notes)
     trainer = spec.section("trainer")
     policy, template, path = _read_runtime(runtime)
     torch = policy.section("torch")
@@ -69,16 +69,30 @@ def read_trainjob(document: Section, runtimes: Sequence[Mapping[str, Any]], note
     return workload
 
 
-def _find_runtime(reference: Section, runtimes: Sequence[Mapping[str, Any]], notes: Notes) -> Section:
+def _find_runtime(
+    reference: Section, namespace: object, runtimes: Sequence[Mapping[str, Any]], notes: Notes
+) -> Section:
+    """Return the spec of the runtime that a TrainJob refers to; a TrainingRuntime is in the TrainJob's namespace."""
     name, kind = reference.text("name"), reference.text("kind") or "ClusterTrainingRuntime"
     reference.take("apiGroup")
+    found = []
     for runtime in runtimes:
         metadata = runtime.get("metadata")
-        if runtime.get("kind") == kind and isinstance(metadata, Mapping) and metadata.get("name") == name:
-            return Section(runtime.get("spec"), f"{kind} {name}: spec", notes)
+        if runtime.get("kind") != kind or not isinstance(metadata, Mapping) or metadata.get("name") != name:
+            continue
+        own = metadata.get("namespace")
+        if kind != "TrainingRuntime" or not own or not namespace or own == namespace:
+            found.append(runtime)
+    where = f" of namespace {namespace}" if namespace and kind == "TrainingRuntime" else ""
+    if len(found) > 1:
+        raise ConvertError(
+            f"spec.runtimeRef names the {kind} {name!r}{where}, which the files hold {len(found)} times: expected once"
+        )
+    if found:
+        return Section(found[0].get("spec"), f"{kind} {name}: spec", notes)
     raise ConvertError(
-        f"spec.runtimeRef names the {kind} {name!r}, which is in no file: the template of the pods is in it; save it "
-        f"with `kubectl get {kind.lower()} {name} -o yaml > runtime.yaml`, and give it with a second -f"
+        f"spec.runtimeRef names the {kind} {name!r}{where}, which is in no file: the template of the pods is in it; "
+        f"save it with `kubectl get {kind.lower()} {name} -o yaml > runtime.yaml`, and give it with a second -f"
     )
 
 

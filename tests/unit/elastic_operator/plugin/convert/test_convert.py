@@ -174,6 +174,25 @@ def test_a_trainjob_is_read_with_its_runtime() -> None:
     assert spec_of(trainjob(), runtime())["nodes"]["max"] == 2
 
 
+def namespaced(job: str, *runtimes: str) -> list[dict[str, Any]]:
+    """A TrainJob of a namespace, and the TrainingRuntimes of one name of other namespaces."""
+    found = changed(changed(trainjob(), "metadata.namespace", job), "spec.runtimeRef.kind", "TrainingRuntime")
+    of_namespace = changed(runtime(), "kind", "TrainingRuntime")
+    return [found, *(changed(of_namespace, "metadata.namespace", name) for name in runtimes)]
+
+
+def test_a_training_runtime_is_that_of_the_trainjobs_namespace() -> None:
+    job, *runtimes = namespaced("research", "serving", "research")
+    other = changed(runtimes[0], "spec.mlPolicy.numNodes", 7)
+    assert spec_of(job, other, runtimes[1])["nodes"]["max"] == 2
+
+
+def test_an_abbreviated_option_is_the_one_that_torchrun_takes_it_for() -> None:
+    template = pod(command=["torchrun", "--nno", "4", "--standal", "--tee=3", "t.py", "--nno", "5"])
+    (container,) = spec_of(pytorchjob(template))["template"]["spec"]["containers"]
+    assert container["command"] == ["torchrun", "--tee=3", "t.py", "--nno", "5"]
+
+
 def test_policies_of_a_runtime_are_noted() -> None:
     found = changed(runtime(), "spec.template.spec.successPolicy", {"operator": "All"})
     assert "spec.template.spec.successPolicy: the job is Complete" in notes_of(trainjob(), found)
@@ -295,6 +314,11 @@ JOB = "spec.replicatedJobs.0.template.spec"
             "--nproc_per_node: remove these",
         ),
         ([pytorchjob(pod(command=["env", "A=1", "torchrun", "--nnodes", "4", "t.py"]))], "--nnodes: remove these"),
+        ([pytorchjob(pod(command=["sh", "-c", "torchrun '--nnodes=4' t.py"]))], "--nnodes: remove these"),
+        (
+            [pytorchjob(pod(command=["sh", "-c", 'exec torchrun --tee 3 \\\n --nproc_per 8 t.py --node 3 "$@"']))],
+            "with --nproc_per: remove these",
+        ),
         ([pytorchjob(pod(command=["torchrun", "--nproc-per-node", "cpu", "t.py"]))], "CPUs are not converted"),
         ([pytorchjob(pod(command=["torchrun", "--new-option", "x", "t.py"]))], "--new-option is no option"),
         ([changed(jobset(2), f"{JOB}.completions", 5)], "parallelism is 2"),
@@ -308,6 +332,8 @@ JOB = "spec.replicatedJobs.0.template.spec"
         ),
         ([changed(trainjob(), "spec.podTemplateOverrides", [{}]), runtime()], "podTemplateOverrides cannot be"),
         ([trainjob(), runtime(mpi={"numProcPerNode": 1})], "mpi cannot be converted"),
+        ([trainjob(), runtime(), runtime()], "hold 2 times"),
+        ([*namespaced("research", "serving")], "'torch-distributed' of namespace research, which is in no file"),
     ],
 )
 def test_what_cannot_be_converted_truly_is_refused(objects: list[dict[str, Any]], message: str) -> None:
