@@ -20,6 +20,9 @@ from testbed.kubectl import Kubectl
 from testbed.provider import RESOURCES, Provider, Size
 from testbed.providers import PROVIDERS
 
+_READER_SECONDS = 300
+"""An image that no node has yet is pulled meanwhile, and a volume of a cloud attached."""
+
 
 class DemoError(Exception):
     """The demo's job did not do what the demo shows."""
@@ -102,7 +105,8 @@ class Kube:
                 shutil.copy(source, folder)
             return
         self.apply(reader_pod(self.options, path))
-        self.kubectl("wait", "-n", NAMESPACE, "--for=jsonpath={.status.phase}=Succeeded", f"pod/{READER}")
+        done = ("--for=jsonpath={.status.phase}=Succeeded", f"--timeout={_READER_SECONDS}s")
+        self.kubectl("wait", "-n", NAMESPACE, *done, f"pod/{READER}")
         for line in self.kubectl("logs", "-n", NAMESPACE, READER).splitlines():
             attempt = json.loads(line)["attempt"]
             with open(folder / f"loss-a{attempt}.jsonl", "a", encoding="utf-8") as stream:
