@@ -6,6 +6,7 @@ Its syntax is that of old versions of Python, so that they can say what is neede
 """
 
 import atexit
+import contextlib
 import os
 import pathlib
 import platform
@@ -13,11 +14,14 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 import zipfile
 
 BUILD = "unbuilt"  # filled in: identifies the content
 SYSTEM, MACHINE = "", ""  # filled in: what the compiled modules are for
 INTERPRETERS: "tuple[str, ...]" = ()  # filled in: cache tags of the interpreters for which there are compiled modules
+
+UNUSED_SECONDS = 90 * 86_400
 
 
 def main() -> None:
@@ -27,6 +31,9 @@ def main() -> None:
     folder = find_folder()
     if not (folder / "lib").is_dir():
         unpack(archive, folder)
+        remove_unused(folder)
+    with contextlib.suppress(OSError):
+        os.utime(folder)  # the time of the last start, see remove_unused
     sys.path[0] = str(folder / "lib")
     from elastic_operator.plugin.main import main as run
 
@@ -63,6 +70,16 @@ def temporary_folder() -> pathlib.Path:
     folder = tempfile.mkdtemp(prefix="kubectl-etj-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return pathlib.Path(folder)
+
+
+def remove_unused(folder: pathlib.Path) -> None:
+    """Remove the folders of other versions that were not started for three months, and of starts that were killed."""
+    oldest = time.time() - UNUSED_SECONDS
+    for other in folder.parent.iterdir():
+        is_ours = other.name.startswith("new-") or "-cpython-" in other.name
+        with contextlib.suppress(OSError):
+            if is_ours and other != folder and other.stat().st_mtime < oldest:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def unpack(archive: pathlib.Path, folder: pathlib.Path) -> None:

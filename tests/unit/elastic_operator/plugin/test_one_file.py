@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,23 @@ def test_the_file_runs_with_a_bare_interpreter(dist: Path, tmp_path: Path) -> No
     assert done.returncode == 0
     assert "usage: kubectl etj" in done.stdout
     assert (unpacked / "lib").stat().st_mtime_ns == before, "it is unpacked once"
+
+
+def test_versions_that_were_not_started_for_months_are_removed_with_the_next_one(dist: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "kubectl-etj"
+    for name, days in {"old-cpython-311": 100, "used-cpython-312": 10, "new-x": 100, "of-the-user": 100}.items():
+        (cache / name / "lib").mkdir(parents=True, mode=0o700)
+        (cache / name / "lib/module.py").touch()
+        os.utime(cache / name, times=(time.time() - days * 86_400,) * 2)
+    cache.chmod(0o700)
+    assert run(dist, tmp_path, "--version").returncode == 0
+    kept = {path.name for path in cache.iterdir()}
+    assert len(kept) == 3
+    assert {"used-cpython-312", "of-the-user"} < kept
+    (own,) = kept - {"used-cpython-312", "of-the-user"}
+    os.utime(cache / own, times=(0, 0))
+    assert run(dist, tmp_path, "--version").returncode == 0
+    assert (cache / own).stat().st_mtime > time.time() - 600, "a start counts as use"
 
 
 def test_the_file_does_what_the_installed_program_does(dist: Path, tmp_path: Path) -> None:
