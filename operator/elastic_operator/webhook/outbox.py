@@ -54,8 +54,10 @@ ALL_BURST, ALL_SECONDS = 10, 1.0
 MARK_MARGIN_SECONDS = 60.0
 """Largest age of a fact, before the mark, that is written after it: clocks differ, and reports take time."""
 
-MARK_HOLD_SECONDS = 120.0
-"""Time for which a new leader leaves the last one's mark as it is: every job has its first pass in this time."""
+MARK_HOLD_SECONDS = 240.0
+"""Time for which a new leader leaves the last one's mark as it is: every job has its first pass in this time, of which
+the first lists may take half.
+"""
 
 MAX_REPEAT_SECONDS = 3600.0
 """Oldest fact that a new leader tells."""

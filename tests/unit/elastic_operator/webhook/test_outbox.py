@@ -13,6 +13,7 @@ import pytest
 
 from elastic_operator.api.serialization import Time, parse_time
 from elastic_operator.api.status import Phase, Progress, Recovery, Status
+from elastic_operator.main import FIRST_LISTS_SECONDS
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.metrics import exporter
 from elastic_operator.reconcile.notifications.formats import Format
@@ -274,6 +275,10 @@ def test_the_mark_stays_before_what_is_not_sent_yet() -> None:
     empty, pending = asyncio.run(main())
     assert empty is not None and abs(time.time() - module.MARK_MARGIN_SECONDS - empty) < 5
     assert pending == 1024 - module.MARK_MARGIN_SECONDS
+
+
+def test_a_leader_that_waits_long_for_its_first_lists_keeps_the_mark_until_each_job_was_looked_at() -> None:
+    assert module.MARK_HOLD_SECONDS >= 2 * FIRST_LISTS_SECONDS
 
 
 def test_a_leader_that_is_lost_too_soon_has_not_moved_the_mark() -> None:
