@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.spec import parse_spec
-from elastic_operator.api.status import Status
+from elastic_operator.api.status import MAX_LOSSES, LossPoint, Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.metrics.counters import increments, reshard_samples
@@ -177,6 +177,9 @@ def go(status: Status, world: Observation, now: float = NOW, **changes: Any) -> 
     return read_status(json.loads(json.dumps(wire))).status
 
 
+FULL_CURVE = tuple(
+    LossPoint(attempt=1, step=10**14 + i, samples=10**15 + i, loss=-1.2345678e-101) for i in range(MAX_LOSSES)
+)
 EXTERNAL = {"checkpoint": {"claimName": "ckpt", "path": "gpt", "startFrom": "old/run"}}
 
 
@@ -188,7 +191,7 @@ EXTERNAL = {"checkpoint": {"claimName": "ckpt", "path": "gpt", "startFrom": "old
 def test_whatever_pods_write_the_next_status_is_valid_and_below_64_kib(
     writings: list[tuple[dict[str, str], str, int]],
 ) -> None:
-    status, now = settled(), NOW
+    status, now = settled(losses=FULL_CURVE), NOW
     for notes, message, code in writings:
         status = go(status, with_lease(WORLD, 1, notes), now)
         status = go(status, with_lease(lost_node(), 1, notes), now + 1)

@@ -53,12 +53,13 @@ from elastic_operator.api.status_types import (
 from reshard.topology import Topology
 
 __all__ = [
-    "MAX_COMMITS", "MAX_RECOVERIES", "MAX_WITHHELD", "TERMINAL", "Checkpoint", "Commit", "Condition", "Conversion",
-    "Current", "Drain", "ExcludedNode", "FailureCount", "Growth", "Loader", "Phase", "Pin", "PlacementLimit", "Plan",
-    "Progress", "Recovery", "Rejected", "ReshardStatus", "RestartBudget", "Resume", "StartMode", "StartedFrom",
-    "Status", "edit_last_recovery", "short", "with_newest",
+    "MAX_COMMITS", "MAX_LOSSES", "MAX_RECOVERIES", "MAX_WITHHELD", "TERMINAL", "Checkpoint", "Commit", "Condition",
+    "Conversion", "Current", "Drain", "ExcludedNode", "FailureCount", "Growth", "Loader", "LossPoint", "Phase", "Pin",
+    "PlacementLimit", "Plan", "Progress", "Recovery", "Rejected", "ReshardStatus", "RestartBudget", "Resume",
+    "StartMode", "StartedFrom", "Status", "edit_last_recovery", "short", "with_newest",
 ]  # fmt: skip
 
+MAX_LOSSES = 64
 MAX_RECOVERIES = 10
 _NO_CHECKPOINT, _NO_BUDGET = Checkpoint(), RestartBudget()
 
@@ -129,6 +130,20 @@ class Goodput:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossPoint:
+    """A training loss that rank 0 reported."""
+
+    attempt: Count32
+    """Attempt that made the step."""
+    step: Count
+    """Optimizer steps done."""
+    samples: Count = 0
+    """Global samples consumed."""
+    loss: Real = 0.0
+    """Loss of that step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """The `status` of an ElasticTrainingJob."""
 
@@ -164,6 +179,10 @@ class Status:
     """State of the job for programs."""
     progress: Annotated[Progress, OPEN] | None = None
     """Last report of rank 0."""
+    losses: Annotated[
+        tuple[Annotated[LossPoint, OPEN], ...], Field(max_length=MAX_ITEMS), Keywords(maxItems=MAX_LOSSES)
+    ] = ()
+    """Training losses since the job began, oldest first: at most 64, so every second one is dropped now and then."""
     plan: Annotated[Plan, OPEN] | None = None
     """Last result of the planner."""
     checkpoint: Annotated[Checkpoint, OPEN] = _NO_CHECKPOINT

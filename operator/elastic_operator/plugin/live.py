@@ -22,7 +22,7 @@ from elastic_operator.plugin.errors import Exit, NoSuchJobError, PluginError
 from elastic_operator.plugin.output import write_json_line, write_text
 from elastic_operator.plugin.pages.job_report import is_about, make_report, read_spec, read_status
 from elastic_operator.plugin.pages.live.heartbeat import as_sample, describe, read_heartbeat, refresh
-from elastic_operator.plugin.pages.live.losses import Sample
+from elastic_operator.plugin.pages.live.losses import Sample, samples_of
 from elastic_operator.plugin.pages.live.node_picture import find_node_states
 from elastic_operator.plugin.pages.live.pace import steps_per_second, track_recovery
 from elastic_operator.plugin.pages.live.watch_page import Frame, format_line, render
@@ -83,7 +83,8 @@ class Watcher:
             age = format_age(self.clock() - self.job_time)
             self.notes["job"] = f"what you see is {age} old: {error}"
         if _uid(self.resource) != uid:
-            self.details, self.samples, self.seen_step, self.nodes_time = {}, [], (0, None), 0.0
+            self.details, self.seen_step, self.nodes_time = {}, (0, None), 0.0
+            self.samples = list(samples_of(read_status(self.resource)))
         is_changed = _version(self.resource) != before
         if "job" not in self.notes and (is_changed or self.clock() - self.details_time >= _DETAILS_SECONDS):
             self._read_details()

@@ -8,10 +8,12 @@ from elastic_operator.api.conditions import Type, find, set_condition
 from elastic_operator.api.pod_reports import find_commit_problem, find_path_problem
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import (
+    MAX_LOSSES,
     MAX_WITHHELD,
     Commit,
     Current,
     Loader,
+    LossPoint,
     Progress,
     Recovery,
     Status,
@@ -36,6 +38,7 @@ _MAX_VERSIONS = 16
 _MAX_PROBLEMS = 8
 _PROBLEM_BYTES = 1024
 _MAX_NAMES = 3
+_LOSS_PARTS = 48
 
 
 def apply_reports(context: Context, status: Status) -> Status:
@@ -269,7 +272,28 @@ def _record_progress(context: Context, status: Status, lease: LeaseView) -> Stat
         new.samples,
         new.loss,
     )
-    return update_goodput(dataclasses.replace(status, progress=new), context.now) if is_due and has_changed else status
+    if not is_due or not has_changed:
+        return status
+    losses = status.losses
+    if lease.step is not None and lease.loss is not None:
+        point = LossPoint(attempt=status.attempt, step=new.step, samples=new.samples, loss=lease.loss)
+        losses = add_loss(losses, point)
+    return update_goodput(dataclasses.replace(status, progress=new, losses=losses), context.now)
+
+
+def add_loss(points: tuple[LossPoint, ...], new: LossPoint) -> tuple[LossPoint, ...]:
+    """Add a loss to the curve that the status keeps; at most MAX_LOSSES points, spread over the samples of the job.
+
+    A point is left out if it is no step further than the last one of its attempt, or nearer to it than a 48th of the
+    curve. When there are too many, every second one is dropped, but the first and the newest.
+    """
+    if points and points[-1].attempt == new.attempt:
+        last = points[-1]
+        span = max(item.samples for item in points) - min(item.samples for item in points)
+        if new.step <= last.step or (new.samples - last.samples) * _LOSS_PARTS < span:
+            return points
+    grown = (*points, new)
+    return grown if len(grown) <= MAX_LOSSES else (*grown[:-1:2], new)
 
 
 def _step_time(context: Context, old: Progress | None, lease: LeaseView) -> Time | None:

@@ -116,7 +116,7 @@ def is_progress_only(before: Status, decision: Decision) -> bool:
     if decision.events or before.progress is None or after.progress is None:
         return False
     with_old_progress = dataclasses.replace(
-        after, progress=before.progress, goodput=before.goodput, ettr_text=before.ettr_text
+        after, progress=before.progress, losses=before.losses, goodput=before.goodput, ettr_text=before.ettr_text
     )
     return with_old_progress == before and after.progress.phase == before.progress.phase
 

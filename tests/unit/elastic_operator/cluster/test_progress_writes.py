@@ -12,7 +12,7 @@ import pytest
 from elastic_operator import controller
 from elastic_operator.api.serialization import Time, format_time
 from elastic_operator.api.spec import parse_spec
-from elastic_operator.api.status import Checkpoint, Current, Phase, Progress, Recovery, Status
+from elastic_operator.api.status import Checkpoint, Current, LossPoint, Phase, Progress, Recovery, Status
 from elastic_operator.cluster.handlers import make_registry
 from elastic_operator.controller import PROGRESS_SECONDS_PER_JOB
 from elastic_operator.manifests.attempt import DRAIN_REQUESTED
@@ -232,11 +232,14 @@ BEFORE = Status(
     progress=Progress(phase=TrainerPhase.TRAINING, step=3),
 )
 
+LOSS = LossPoint(attempt=1, step=4, loss=0.5)
+
 
 @pytest.mark.parametrize(
     ("changes", "waits"),
     [
         ({"progress": Progress(phase=TrainerPhase.TRAINING, step=4, loss=0.5)}, True),
+        ({"progress": Progress(phase=TrainerPhase.TRAINING, step=4, loss=0.5), "losses": (LOSS,)}, True),
         ({"progress": Progress(phase=TrainerPhase.TRAINING, step=4), "ettr_text": "98", "goodput": {"ettr": 1}}, True),
         ({"progress": Progress(phase=TrainerPhase.DRAINED, step=4)}, False),
         ({"progress": None}, False),

@@ -97,13 +97,28 @@ def test_the_page_tells_causes_times_topologies_and_reasons() -> None:
         assert "status.plan.reason" in found
         assert "38.2%" in found
         assert "stage 2  \N{BLACK SQUARE} \N{BLACK SQUARE}" in found
-        assert "The cluster keeps only the last training loss." in found
+        assert "The status holds fewer than two training losses" in found
 
 
 def test_commands_are_code_on_the_page() -> None:
-    assert "with <code>kubectl etj watch NAME --record FILE</code>" in write_html(story("drained"), "1.0")
+    assert " <code>kubectl etj watch NAME --record FILE</code>" in write_html(story("drained"), "1.0")
     assert "`kubectl" not in write_html(story("drained"), "1.0")
-    assert "with `kubectl etj watch NAME --record FILE`" in write_markdown(story("drained"), "1.0")
+    assert " `kubectl etj watch NAME --record FILE`" in write_markdown(story("drained"), "1.0")
+
+
+def test_the_losses_of_the_status_are_drawn_and_a_recording_adds_to_them() -> None:
+    kept = [
+        {"attempt": item.attempt, "step": item.step, "samples": item.samples, "loss": item.loss}
+        for item in SAMPLES[::9]
+    ]
+    told = story("drained", losses=kept)
+    assert len(told.samples) == len(kept) + 1
+    for found in (Reader(write_html(told, "1.0")).text, write_markdown(told, "1.0")):
+        assert "fewer than two" not in found
+    assert "Training loss over samples, 14 observations in 4 attempts" in write_html(told, "1.0")
+    recorded = story("drained", samples=SAMPLES[40:60], losses=kept)
+    assert set(told.samples) | set(SAMPLES[40:60]) == set(recorded.samples)
+    assert list(recorded.samples) == sorted(recorded.samples, key=lambda item: (item.attempt, item.step))
 
 
 def test_the_attempts_trained_between_the_recoveries() -> None:

@@ -301,6 +301,15 @@ def test_a_job_of_the_same_name_begins_anew() -> None:
     assert [item.attempt for item in watcher.look().samples] == [1]
 
 
+def test_a_watch_begins_with_the_losses_that_the_status_keeps() -> None:
+    cluster = FakeCluster("drained")
+    cluster.entry = copy.deepcopy(cluster.entry)
+    points = [{"attempt": 1, "step": step, "samples": 20 * step, "loss": 5.0 - step} for step in (1, 2, 3)]
+    cluster.entry["job"]["status"]["losses"] = points
+    seen = Watcher(cluster=cluster, name="gpt").look()  # type: ignore[arg-type]
+    assert [(item.attempt, item.step) for item in seen.samples] == [(1, 1), (1, 2), (1, 3), (4, 110)]
+
+
 def test_a_watch_begins_with_an_answer_and_ends_with_the_deletion() -> None:
     watcher = Watcher(cluster=FakeCluster("drained", refused=("job",)), name="gpt")  # type: ignore[arg-type]
     with pytest.raises(PluginError, match="cannot be reached"):

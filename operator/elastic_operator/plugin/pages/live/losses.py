@@ -1,4 +1,4 @@
-"""Training losses that `kubectl etj watch` has observed: the cluster keeps only the last one. Pure."""
+"""Training losses: a few dozen that the status keeps, and all that `kubectl etj watch` has observed. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from elastic_operator.api.status import Status
 
 MAX_SAMPLES = 200_000
 """Lines of a recording that are read; a watch of a day at two seconds writes 43,200."""
@@ -33,6 +35,13 @@ class Sample:
     step: int
     samples: int
     loss: float | None = None
+
+
+def samples_of(status: Status) -> tuple[Sample, ...]:
+    """Return the losses that the status of a job keeps, oldest first."""
+    return tuple(
+        Sample(attempt=item.attempt, step=item.step, samples=item.samples, loss=item.loss) for item in status.losses
+    )
 
 
 def read_recording(lines: Iterable[str]) -> tuple[tuple[Sample, ...], int]:

@@ -22,8 +22,8 @@ from elastic_operator.plugin.pages.text import format_age, format_clock, format_
 from elastic_operator.reconcile.goodput import PARTS as PART_NAMES
 
 NO_LOSSES = (
-    "The cluster keeps only the last training loss. Record them with `kubectl etj watch NAME --record FILE`, and name"
-    " the file with `--history FILE`."
+    "The status holds fewer than two training losses: rank 0 has reported no more, or the operator is of an earlier"
+    " release. `kubectl etj watch NAME --record FILE` observes every one, and `--history FILE` adds them."
 )
 
 

@@ -10,7 +10,7 @@ from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import Recovery, Status
 from elastic_operator.plugin.pages.job_report import JobReport, RecoveryReport, read_source, report_job
 from elastic_operator.plugin.pages.job_source import JobSource
-from elastic_operator.plugin.pages.live.losses import Sample
+from elastic_operator.plugin.pages.live.losses import Sample, samples_of
 from elastic_operator.plugin.pages.text import make_printable
 from elastic_operator.plugin.pages.why import Explanation, explain_source
 from reshard.errors import TopologyError
@@ -58,7 +58,7 @@ class Story:
     Attributes:
         time: when the resource was read.
         version: resourceVersion of the resource.
-        samples: observed progress with losses, in the order of the recording.
+        samples: observed progress with losses, by attempt and step.
         num_unusable: lines of the recording that could not be read.
         spans: attempts that trained, oldest first.
         commits: commits that the status keeps, oldest first.
@@ -109,7 +109,7 @@ def tell_story(
         explanation=explain_source(source, now),
         time=Time(now),
         version=source.version,
-        samples=_with_last(samples, status),
+        samples=_with_status(samples, status),
         num_unusable=num_unusable,
         spans=_spans(status, now),
         commits=tuple(
@@ -160,13 +160,18 @@ def reached_at(item: RecoveryReport) -> tuple[tuple[str, float, float], ...]:
     return tuple(found)
 
 
-def _with_last(samples: Sequence[Sample], status: Status) -> tuple[Sample, ...]:
-    """Add the last progress, which the status holds, to the samples of a recording."""
+def _with_status(samples: Sequence[Sample], status: Status) -> tuple[Sample, ...]:
+    """Add the losses and the last progress, which the status holds, to the samples of a recording, by attempt and step.
+
+    Of a step that both have, the recording's is taken.
+    """
+    found = {(item.attempt, item.step): item for item in samples_of(status)}
     progress = status.progress
-    if progress is None:
-        return tuple(samples)
-    last = Sample(attempt=status.attempt, step=progress.step, samples=progress.samples, loss=progress.loss)
-    return tuple(samples) if samples and samples[-1] == last else (*samples, last)
+    if progress is not None:
+        last = Sample(attempt=status.attempt, step=progress.step, samples=progress.samples, loss=progress.loss)
+        found.setdefault((last.attempt, last.step), last)
+    found |= {(item.attempt, item.step): item for item in samples}
+    return tuple(found[key] for key in sorted(found))
 
 
 def _spans(status: Status, now: float) -> tuple[AttemptSpan, ...]:
