@@ -38,7 +38,7 @@ LAUNCHERS = {"ours": OURS, "torchrun": (str(BIN / "torchrun"),), "deepspeed": de
 KEEPS_CODES = {"ours": True, "torchrun": False, "deepspeed": True}
 
 
-@pytest.fixture(params=LAUNCHERS)
+@pytest.fixture(params=["ours", "torchrun", pytest.param("deepspeed", marks=pytest.mark.soak_only)])
 def start(request, tmp_path):
     """Start the script in two pods of one rank each; `expected` turns a rank's exit code into the pod's."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.rank_client import common_environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.soak_only]
 
 ROOT = Path(__file__).parents[2]
 
