@@ -10,6 +10,7 @@ from tests.engine.reshard_run import goes_on, launch_all, save_all
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.soak_only,
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed: make setup"),
 ]

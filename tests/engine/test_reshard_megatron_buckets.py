@@ -20,6 +20,7 @@ from tests.randomness import SOAKING
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.soak_only,
     pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core"),
 ]

@@ -15,6 +15,7 @@ from tests.engine.reshard_run import launch
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.soak_only,
     pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed: make setup"),
     pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"),

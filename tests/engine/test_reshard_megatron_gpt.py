@@ -21,6 +21,7 @@ from tests.engine.reshard_run import launch
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.soak_only,
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed: make setup"),
 ]
