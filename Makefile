@@ -119,7 +119,7 @@ test-gpu: setup ## what needs one GPU (CUDA or ROCm): conversions and trainings 
 
 soak: comm-op ## other random examples in every run, and more of them; SECONDS=600 for the readers' fuzz targets
 	ETJ_SOAK=1 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
-	ETJ_SOAK=1 $(BIN)/pytest tests/cluster/test_fault_injection.py tests/cluster/test_recreated_jobs.py tests/cluster/test_patience.py tests/cluster/test_stacks.py tests/cluster/test_leaving.py tests/cluster/test_upgrades.py tests/cluster/test_kueue.py
+	ETJ_SOAK=1 $(BIN)/pytest tests/cluster/test_fault_injection.py tests/cluster/test_recreated_jobs.py tests/cluster/test_patience.py tests/cluster/test_stacks.py tests/cluster/test_leaving.py tests/cluster/test_upgrades.py tests/cluster/test_kueue.py tests/cluster/test_budgets.py
 	ETJ_SOAK=1 $(BIN)/pytest tests/engine
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $$(date +%s)
 

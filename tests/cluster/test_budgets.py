@@ -83,6 +83,7 @@ def test_the_node_of_the_rank_that_dies_first_is_avoided_although_all_pods_fail(
     assert bad not in {pod["spec"]["nodeName"] for pod in run.workers()}
 
 
+@pytest.mark.soak_only
 def test_pods_that_find_no_node_wait_in_one_job_and_cost_no_budget(run: Run) -> None:
     template = podenv.host_python({"spec": {"containers": [{"name": "wait", "command": ["sleep", "1000"]}]}})
     blocker = {

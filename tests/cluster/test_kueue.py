@@ -14,7 +14,7 @@ from testbed.errors import CannotRunHereError, TestbedError
 from tests.cluster.conftest import Cluster
 from tests.cluster.jobs import LIGHT, Run, victim
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.soak_only]
 
 GPU = "amd.com/gpu"
 THREE_RANKS = "tests/golden/deepspeed-0.19.8/zero2-dp3/step-00000002"
@@ -194,7 +194,6 @@ def test_a_job_waits_for_quota_without_a_job_or_a_budget_then_starts_once_on_the
         testbed.kubectl("label", "node", "gpu-1", "gpu-2", "pool-")
 
 
-@pytest.mark.soak_only
 def test_quota_for_two_of_three_nodes_trains_on_two_and_more_quota_lets_the_job_grow(queue: Queue, run: Run) -> None:
     queue.make(2)
     submit(run, TWO_RANKS, parallelism={"zeroStage": 1})
@@ -209,7 +208,6 @@ def test_quota_for_two_of_three_nodes_trains_on_two_and_more_quota_lets_the_job_
     run.cluster.wait(lambda: not queue.workload("gpt-q1"), what="the replaced Workload to go")
 
 
-@pytest.mark.soak_only
 def test_a_preemption_commits_before_the_pods_end_and_the_job_goes_on_when_quota_is_back(
     queue: Queue, run: Run
 ) -> None:
@@ -242,7 +240,6 @@ def test_the_quota_is_kept_through_the_loss_of_a_node(queue: Queue, run: Run, te
     assert status.get("restartBudget", {}).get("used", 0) == 0
 
 
-@pytest.mark.soak_only
 def test_a_suspended_job_gives_its_quota_to_others_and_gets_it_back(queue: Queue, run: Run) -> None:
     queue.make(3)
     submit(run)

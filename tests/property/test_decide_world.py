@@ -1,7 +1,7 @@
 """Decisions against a model of the cluster: any order of losses, partitions, returns, failures and operator crashes.
 
 Each scenario plays random traces until the job ends; `cluster_model.invariants` says what must hold meanwhile. The five
-scenarios play 320 traces in `make test` and 12,500 in `make soak`. A trace that finds a defect stays in `KEPT`.
+scenarios play 260 traces in `make test` and 12,500 in `make soak`. A trace that finds a defect stays in `KEPT`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.property.cluster_model.traces import (
 )
 from tests.property.cluster_model.world import Setup, World
 
-TRACES = 50
+TRACES = 30
 SOAK_TRACES = 2500
 SIZES = {"max_nodes": (1, 2, 3, 3), "steps": (30, 10_000, 10_000)}
 EFFECTS = {
