@@ -21,7 +21,7 @@ from testbed.provider import RESOURCES, Provider, Size
 from testbed.providers import PROVIDERS
 
 _READER_SECONDS = 300
-"""An image that no node has yet is pulled meanwhile, and a volume of a cloud attached."""
+"""Time for a node to pull the image and to attach the volume."""
 
 
 class DemoError(Exception):

@@ -65,8 +65,8 @@ def compile_all() -> None:
 def guard_locks() -> Iterator[None]:
     """Remove abandoned locks every two seconds, for the time of the context.
 
-    Tests kill ranks at any moment, also between the making and the removal of a lock, and all that start later would
-    wait: those of the other tier, too.
+    Tests kill ranks at any moment. A rank that is killed while it holds a lock leaves the lock behind, and every rank
+    that starts later, in any tier, would wait for ever.
     """
     ended = threading.Event()
 

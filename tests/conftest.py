@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cheap tiers first: a mistake shows in seconds. What only a soak runs is left out, unless its file is named."""
+    """Cheap tiers first: a mistake shows in seconds. Leave out `soak_only` tests, unless their file is named."""
     order = {"unit": 0, "property": 1, "golden": 2, "engine": 3, "cluster/test_testbed_crash": 4, "cluster": 5}
     items.sort(key=lambda item: next((rank for tier, rank in order.items() if f"/tests/{tier}" in str(item.path)), 0))
     if randomness.SOAKING:

@@ -182,7 +182,7 @@ class Status:
     losses: Annotated[
         tuple[Annotated[LossPoint, OPEN], ...], Field(max_length=MAX_ITEMS), Keywords(maxItems=MAX_LOSSES)
     ] = ()
-    """Training losses since the job began, oldest first: at most 64, so every second one is dropped now and then."""
+    """Training losses since the job began, oldest first. Above 64, the operator drops every second one."""
     plan: Annotated[Plan, OPEN] | None = None
     """Last result of the planner."""
     checkpoint: Annotated[Checkpoint, OPEN] = _NO_CHECKPOINT

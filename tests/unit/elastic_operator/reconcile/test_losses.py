@@ -14,7 +14,7 @@ from tests.unit.elastic_operator.reconcile.test_decide_phases import NOW, WORLD,
 
 
 def curve(*steps: tuple[int, int]) -> tuple[LossPoint, ...]:
-    """What is kept of the losses of attempts and their steps, of 20 samples each."""
+    """Report a loss for each pair of attempt and step, 20 samples a step; return the points that are kept."""
     found: tuple[LossPoint, ...] = ()
     for attempt, step in steps:
         found = add_loss(found, LossPoint(attempt=attempt, step=step, samples=20 * step, loss=1 / step))

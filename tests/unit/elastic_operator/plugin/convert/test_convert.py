@@ -175,7 +175,7 @@ def test_a_trainjob_is_read_with_its_runtime() -> None:
 
 
 def namespaced(job: str, *runtimes: str) -> list[dict[str, Any]]:
-    """A TrainJob of a namespace, and the TrainingRuntimes of one name of other namespaces."""
+    """Return a TrainJob in namespace `job`, and a TrainingRuntime of one name in each other namespace."""
     found = changed(changed(trainjob(), "metadata.namespace", job), "spec.runtimeRef.kind", "TrainingRuntime")
     of_namespace = changed(runtime(), "kind", "TrainingRuntime")
     return [found, *(changed(of_namespace, "metadata.namespace", name) for name in runtimes)]
