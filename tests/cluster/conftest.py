@@ -55,7 +55,7 @@ class Cluster:
         while time.monotonic() < deadline:
             if value := condition():
                 return value
-            time.sleep(0.2)
+            time.sleep(0.4)
         raise AssertionError(f"waited {timeout_seconds} s for {what}")
 
     def node_is_ready(self, name: str) -> bool:

@@ -15,7 +15,8 @@ from testbed import podenv
 LIGHT = ["python", "tests/cluster/light_trainer.py"]
 """A training without a model: see there for its arguments."""
 _AT_ONCE = ("--grace-period=0", "--force", "--wait=false")
-GPT = ["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train.py", "--save-every", "5"]
+_SLOWLY = ["--save-every", "5", "--step-delay", "0.4"]  # else three ranks take both processors from all that is tested
+GPT = ["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train.py", *_SLOWLY]
 
 
 def free_port() -> int:
