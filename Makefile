@@ -117,9 +117,9 @@ test-e2e: comm-op ## docs/kind.md as written and the demo, on kind (CLUSTER=kind
 test-gpu: setup ## what needs one GPU (CUDA or ROCm): conversions and trainings there; skipped without one, not a part of `make test`
 	DS_ACCELERATOR=cuda $(BIN)/pytest tests/gpu
 
-soak: comm-op ## other random examples in every run, and more of them; SECONDS=600 for the readers' fuzz targets
+soak: comm-op ## every test, and other random examples in every run, and more of them (hours); SECONDS=600 for the readers' fuzz targets
 	ETJ_SOAK=1 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
-	ETJ_SOAK=1 $(BIN)/pytest tests/cluster/test_fault_injection.py tests/cluster/test_recreated_jobs.py tests/cluster/test_patience.py tests/cluster/test_stacks.py tests/cluster/test_leaving.py tests/cluster/test_upgrades.py tests/cluster/test_kueue.py tests/cluster/test_budgets.py
+	ETJ_SOAK=1 $(BIN)/pytest tests/cluster
 	ETJ_SOAK=1 $(BIN)/pytest tests/engine
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $$(date +%s)
 

@@ -29,6 +29,7 @@ def preferred(node: str) -> dict[str, Any]:
     return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "preference": term}]}}
 
 
+@pytest.mark.soak_only
 def test_a_node_on_which_the_program_fails_twice_is_avoided(run: Run) -> None:
     bad = node_with_gpus(run)
     command = f'[ "$NODE" != {shlex.quote(bad)} ] || exit 7; exec {shlex.join([*LIGHT, "100000", "0", "0"])}'

@@ -35,6 +35,7 @@ def patch_condition(testbed: Any, node: str, condition: dict[str, str]) -> None:
     testbed.kubectl("patch", "node", node, "--subresource=status", "--type=strategic", "-p", patch)
 
 
+@pytest.mark.soak_only
 def test_a_node_that_a_health_monitor_complains_of_is_drained_and_avoided(monitored: Run) -> None:
     monitored.submit([*LIGHT, "100000", "0", "0"])
     monitored.until_phase("Running")

@@ -149,6 +149,7 @@ def test_a_job_can_be_deleted_while_no_operator_is_there(testbed: Any, release: 
     testbed.wait(lambda: not job.workers() and not jobs(job), what="the training to be gone with its resource")
 
 
+@pytest.mark.soak_only
 def test_a_leader_that_dies_is_replaced_and_nothing_is_done_twice(testbed: Any, release: Release, job: Run) -> None:
     release.install(**WITHOUT_KIND)
     start(job)
@@ -171,6 +172,7 @@ def test_a_leader_that_dies_is_replaced_and_nothing_is_done_twice(testbed: Any, 
     assert jobs(job)[-1] == "gpt-a2"
 
 
+@pytest.mark.soak_only
 def test_a_paused_leader_is_replaced_and_ends_without_writing_when_it_goes_on(
     testbed: Any, release: Release, job: Run
 ) -> None:

@@ -19,7 +19,7 @@ GPU = "amd.com/gpu"
 GIVEN = "tests/golden/deepspeed-0.19.8/zero2-dp3/step-00000002"
 INDEX = "batch.kubernetes.io/job-completion-index"
 ONLY_OURS = "--pod-selector=elastictraining.dev/job-name=gpt"
-ROUNDS = examples(2, soak=4)
+ROUNDS = examples(1, soak=4)
 NEVER = "1000000"
 """Steps between commits: nothing is committed except on request."""
 
@@ -109,7 +109,9 @@ def priority(testbed: Cluster, namespace: str) -> Any:
     testbed.kubectl("delete", "priorityclass", namespace)
 
 
-@pytest.mark.parametrize("index", [0, 2], ids=["rank-0", "another-node"])
+@pytest.mark.parametrize(
+    "index", [pytest.param(0, marks=pytest.mark.soak_only, id="rank-0"), pytest.param(2, id="another-node")]
+)
 def test_preemption_loses_no_step_and_the_job_grows_back(run: Run, priority: str, index: int) -> None:
     submit(run)
     node = node_of(run, index)
@@ -155,6 +157,7 @@ def test_an_eviction_waits_unless_the_budget_is_switched_off_and_then_loses_no_s
     assert "EvictionByEvictionAPI" in status["recoveries"][1]["message"]
 
 
+@pytest.mark.soak_only
 def test_a_child_job_that_someone_suspends_commits_first(run: Run) -> None:
     submit(run)
     run.cluster.kubectl(
@@ -167,6 +170,7 @@ def test_a_child_job_that_someone_suspends_commits_first(run: Run) -> None:
     run.cluster.wait(lambda: not run.cluster.get("job", "gpt-a1", "-n", run.namespace), what="the Job to go")
 
 
+@pytest.mark.soak_only
 def test_nothing_protects_the_pods_of_a_job_that_is_complete_or_suspended(run: Run) -> None:
     run.submit([*LIGHT, "1000000", NEVER, "0"])
     run.until_phase("Running")

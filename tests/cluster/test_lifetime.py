@@ -96,6 +96,7 @@ def priority(testbed: Cluster, namespace: str) -> Iterator[str]:
     testbed.kubectl("delete", "priorityclass", namespace)
 
 
+@pytest.mark.soak_only
 def test_of_two_waiting_jobs_the_one_of_higher_priority_takes_the_node_first(run: Run, priority: str) -> None:
     run.submit([*LIGHT, "1000000", "0", "0"], nodes={"min": 3, "max": 3}, batch={"globalSamples": 24})
     run.until_phase("Running")

@@ -209,6 +209,7 @@ def test_a_failed_job_is_counted_with_the_attempts_that_led_to_it(run: Run, port
     assert page.value("etj_job_goodput_ratio", **job) == ratio, "the clock has stopped"
 
 
+@pytest.mark.soak_only
 def test_a_standby_serves_its_page_without_jobs_until_it_leads(
     testbed: Any, namespace: str, crd: None, checkpoints: Path, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def stuck(run: Run) -> Iterator[dict[str, Any]]:
     faults.resume_pod(*place)
 
 
+@pytest.mark.soak_only
 def test_a_pod_that_does_not_end_on_a_ready_node_is_left_and_the_job_goes_on_elsewhere(
     run: Run, stuck: dict[str, Any], checkpoints: Path
 ) -> None:

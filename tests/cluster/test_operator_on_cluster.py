@@ -153,6 +153,7 @@ def test_losing_a_node_reshards_and_resumes_and_growing_back_reshards_again(run:
     assert grown["topology"] == before["topology"]
 
 
+@pytest.mark.soak_only
 def test_a_truncated_newest_commit_falls_back_to_the_one_before(run: Run, checkpoints: Path) -> None:
     run.submit([*GPT, "--steps", "100000"], **elastic())
     run.until("two commits", lambda status: len(status.get("checkpoint", {}).get("history", [])) >= 2, 240)
@@ -171,6 +172,7 @@ def test_a_truncated_newest_commit_falls_back_to_the_one_before(run: Run, checkp
     assert "CommitInvalid" in run.events()
 
 
+@pytest.mark.soak_only
 def test_a_loss_before_the_first_commit_restarts_from_nothing_and_says_so(run: Run) -> None:
     run.submit(["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train.py"], **elastic())
     before = run.until("steps on 3 nodes", lambda status: status.get("progress", {}).get("step", 0) >= 1, 240)

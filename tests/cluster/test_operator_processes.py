@@ -73,6 +73,7 @@ def test_a_standby_takes_over_when_the_leader_dies(
         testbed.kubectl("delete", "etj", "gpt", "-n", namespace, "--ignore-not-found")
 
 
+@pytest.mark.soak_only
 def test_an_operator_killed_ten_times_during_recoveries_still_converges(
     run_by_process: Run, operator: Operator
 ) -> None:

@@ -36,6 +36,7 @@ def message(status: dict[str, Any]) -> str:
     return str(next(item["message"] for item in status["conditions"] if item["type"] == "CheckpointOwned"))
 
 
+@pytest.mark.soak_only
 def test_a_job_that_is_created_again_is_refused_in_its_old_folder_and_may_take_it_over(
     run: Run, checkpoints: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_job_that_is_created_again_is_refused_in_its_old_folder_and_may_take_i
     assert next(item["status"] for item in done["conditions"] if item["type"] == "CheckpointOwned") == "True"
 
 
+@pytest.mark.soak_only
 def test_an_attempt_that_is_cut_off_with_its_volume_keeps_the_commit_that_the_next_ones_start_from(
     run: Run, checkpoints: Path
 ) -> None:

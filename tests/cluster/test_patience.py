@@ -102,6 +102,7 @@ def offered(run: Run, node: str) -> int:
     return int(run.cluster.get("node", node)["status"]["allocatable"].get("amd.com/gpu", 0))
 
 
+@pytest.mark.soak_only
 def test_a_cordon_undone_after_five_seconds_restarts_nothing(training: Run) -> None:
     node = victim(training)
     for _ in range(3):
@@ -116,6 +117,7 @@ def has_taint(run: Run, node: str, key: str) -> bool:
     return any(taint["key"] == key for taint in run.cluster.get("node", node)["spec"].get("taints", []))
 
 
+@pytest.mark.soak_only
 def test_memory_pressure_that_comes_and_goes_restarts_nothing(calm_training: Run) -> None:
     node, key = victim(calm_training), "node.kubernetes.io/memory-pressure"
     for _ in range(ROUNDS):
@@ -130,6 +132,7 @@ def test_memory_pressure_that_comes_and_goes_restarts_nothing(calm_training: Run
     assert_undisturbed(calm_training, seconds=15)
 
 
+@pytest.mark.soak_only
 def test_a_kubelet_that_is_started_again_restarts_nothing(calm_training: Run) -> None:
     node = victim(calm_training)
     for _ in range(ROUNDS):
@@ -139,6 +142,7 @@ def test_a_kubelet_that_is_started_again_restarts_nothing(calm_training: Run) ->
         calm_training.cluster.wait(lambda: offered(calm_training, node) > 0, what=f"GPUs on {node}")
 
 
+@pytest.mark.soak_only
 def test_wrong_clocks_and_one_that_is_set_restart_nothing(run_by_process: Run, checkpoints: Path) -> None:
     def set_clock(offset_seconds: int) -> None:
         new = checkpoints / "clock.new"

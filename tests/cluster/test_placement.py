@@ -137,6 +137,7 @@ def test_the_plan_counts_the_templates_rules_about_its_own_pods(
     assert len(set(used)) == (2 if rule == "podAntiAffinity" else 1)
 
 
+@pytest.mark.soak_only
 def test_a_node_that_another_pods_anti_affinity_keeps_from_the_job_is_left_out_and_the_job_trains_on_the_others(
     run: Run,
 ) -> None:

@@ -130,6 +130,7 @@ def test_drain_commits_starts_again_and_is_told_as_such(run: Run, etj: Etj) -> N
     assert "nothing lost" in page
 
 
+@pytest.mark.soak_only
 def test_suspend_and_resume_wait_until_it_is_so(run: Run, etj: Etj) -> None:
     started(run)
     text = etj("suspend", "gpt", "--wait").stdout
@@ -145,6 +146,7 @@ def test_suspend_and_resume_wait_until_it_is_so(run: Run, etj: Etj) -> None:
     assert (status["attempt"], status["phase"]) == (2, "Running")
 
 
+@pytest.mark.soak_only
 def test_what_is_not_done_in_time_has_a_code_of_its_own(run: Run, etj: Etj) -> None:
     started(run)
     run.submit(talking("100000 10 0"), pod_spec={"nodeSelector": {"kubernetes.io/hostname": "nowhere"}})
@@ -190,12 +192,14 @@ def test_logs_are_those_of_the_attempt_that_matters(run: Run, etj: Etj) -> None:
     assert "no reshard pods" in etj("logs", "gpt", "--reshard", code=1).stderr
 
 
+@pytest.mark.soak_only
 def test_a_followed_log_ends_with_the_pod(run: Run, etj: Etj) -> None:
     run.submit(["sh", "-c", "echo first; python tests/cluster/light_trainer.py 30 0 0; echo last"])
     run.until_phase("Running")
     assert etj("logs", "gpt", "-f").stdout.splitlines() == ["first", "last"]
 
 
+@pytest.mark.soak_only
 def test_of_a_failed_job_the_pod_that_failed_is_shown(run: Run, etj: Etj) -> None:
     budget = {"restartBudget": {"limit": 0, "windowSeconds": 3600}}
     run.submit(talking("1000 0 7"), recovery=budget)
@@ -240,7 +244,10 @@ READ = [
 ]
 
 
-@pytest.mark.parametrize("plugin", [False, True], ids=["token", "credential-plugin"])
+@pytest.mark.parametrize(
+    "plugin",
+    [pytest.param(False, id="token"), pytest.param(True, marks=pytest.mark.soak_only, id="credential-plugin")],
+)
 def test_a_reader_reads_and_is_told_what_it_may_not(
     run: Run, etj: Etj, testbed: Any, tmp_path: Path, plugin: bool
 ) -> None:

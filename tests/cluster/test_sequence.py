@@ -15,6 +15,7 @@ pytestmark = pytest.mark.cluster
 FLAT = ["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train_flat.py", "--save-every", "5"]
 
 
+@pytest.mark.soak_only
 def test_a_job_leaves_sequence_parallelism_for_a_smaller_cluster_and_takes_it_up_again(
     run: Run, checkpoints: Path, tmp_path: Path
 ) -> None:

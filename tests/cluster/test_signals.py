@@ -164,6 +164,7 @@ def tainted(cluster: Cluster, node: str, taint: str) -> Iterator[None]:
         cluster.kubectl("taint", "node", node, f"{taint}-")
 
 
+@pytest.mark.soak_only
 def test_a_node_that_is_tainted_out_of_service_is_left_at_once(make: Callable[..., Run], testbed: Cluster) -> None:
     # Kubernetes evicts the pods of such a node at once: a training that can commit may leave before the operator looks.
     run = make(HANGS)
@@ -178,6 +179,7 @@ def test_a_node_that_a_vendor_taints_is_drained_first(make: Callable[..., Run], 
         assert answered(run, "NodeTainted", planned=True)["lostSteps"] == 0
 
 
+@pytest.mark.soak_only
 def test_a_node_whose_lease_alone_is_stale_is_left_after_its_grace(make: Callable[..., Run], testbed: Cluster) -> None:
     run = make(STEPS, recovery={"suspectSeconds": 1})
     name = node_of(trains(run))
@@ -207,6 +209,7 @@ def test_a_node_that_offers_fewer_devices_than_its_pods_hold_is_left(
         faults.resume_kubelet(name)
 
 
+@pytest.mark.soak_only
 def test_a_device_plugin_that_stays_away_while_no_step_ends_is_a_failure(make: Callable[..., Run]) -> None:
     run = make(HANGS)
     with faults.device_plugins_stopped(node_of(trains(run))):
@@ -235,6 +238,7 @@ def blocker(run: Run, name: str, **spec: Any) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
+@pytest.mark.soak_only
 def test_a_preempted_pod_that_does_not_commit_in_time_is_a_failure(make: Callable[..., Run], priority: str) -> None:
     run = make(HANGS, pod_spec={"terminationGracePeriodSeconds": 1})
     pod = trains(run)
@@ -266,6 +270,7 @@ def bind(run: Run, pod: str, node: str) -> None:
     run.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 
 
+@pytest.mark.soak_only
 def test_a_pod_that_the_kubelet_rejects_is_a_failure_of_the_node(make: Callable[..., Run]) -> None:
     node = node_of(trains(make(STEPS)))  # this job holds both of its GPUs
     run = make(STEPS, pod_spec={"schedulerName": "nobody"})
@@ -273,6 +278,7 @@ def test_a_pod_that_the_kubelet_rejects_is_a_failure_of_the_node(make: Callable[
     assert f"the kubelet of node {node} rejected" in answered(run, "PodRejected")["message"]
 
 
+@pytest.mark.soak_only
 def test_a_deleted_pod_whose_processes_do_not_end_is_a_failure(make: Callable[..., Run]) -> None:
     run = make(HANGS, pod_spec={"terminationGracePeriodSeconds": 1})
     pod = trains(run)
@@ -298,6 +304,7 @@ def test_a_pod_whose_containers_nobody_saw_end_is_lost(make: Callable[..., Run])
     answered(run, "PodLost")
 
 
+@pytest.mark.soak_only
 def test_a_job_that_fails_by_itself_is_a_failure(make: Callable[..., Run]) -> None:
     run = make(HANGS)
     trains(run)
@@ -306,6 +313,7 @@ def test_a_job_that_fails_by_itself_is_a_failure(make: Callable[..., Run]) -> No
     assert "DeadlineExceeded" in answered(run, "JobFailed")["message"]
 
 
+@pytest.mark.soak_only
 def test_a_job_that_somebody_deletes_is_a_failure(make: Callable[..., Run]) -> None:
     run = make(HANGS)
     trains(run)
@@ -313,6 +321,7 @@ def test_a_job_that_somebody_deletes_is_a_failure(make: Callable[..., Run]) -> N
     answered(run, "JobDeleted")
 
 
+@pytest.mark.soak_only
 def test_a_job_that_somebody_suspends_is_drained_first(make: Callable[..., Run]) -> None:
     run = make(STEPS)
     trains(run)

@@ -38,7 +38,13 @@ LAUNCHERS = {"ours": OURS, "torchrun": (str(BIN / "torchrun"),), "deepspeed": de
 KEEPS_CODES = {"ours": True, "torchrun": False, "deepspeed": True}
 
 
-@pytest.fixture(params=["ours", "torchrun", pytest.param("deepspeed", marks=pytest.mark.soak_only)])
+@pytest.fixture(
+    params=[
+        "ours",
+        pytest.param("torchrun", marks=pytest.mark.soak_only),
+        pytest.param("deepspeed", marks=pytest.mark.soak_only),
+    ]
+)
 def start(request, tmp_path):
     """Start the script in two pods of one rank each; `expected` turns a rank's exit code into the pod's."""
 
@@ -80,7 +86,7 @@ def test_a_commit_that_cannot_be_used_is_refused(start, tmp_path):
     assert "never completed" in json.loads(box.read_text())[LeaseKey.RESUME_ERROR]
 
 
-@pytest.mark.parametrize("name", ["ours", "torchrun"])
+@pytest.mark.parametrize("name", [pytest.param("ours", marks=pytest.mark.soak_only), "torchrun"])
 def test_sigterm_of_one_pod_leaves_a_commit_of_the_last_step(name, tmp_path):
     with Pods(
         *("deepspeed_loop/elastic.py", tmp_path, "dp=2,zero=2", "--steps", "100000"),
@@ -96,6 +102,7 @@ def test_sigterm_of_one_pod_leaves_a_commit_of_the_last_step(name, tmp_path):
     assert read_commit(newest_commit(tmp_path)).step == last
 
 
+@pytest.mark.soak_only
 def test_the_deepspeed_launcher_does_not_pass_sigterm_on(tmp_path):
     with Pods(
         *("deepspeed_loop/elastic.py", tmp_path, "dp=1,zero=1", "--steps", "100000"),

@@ -14,7 +14,9 @@ from tests.engine.stack_run import EXAMPLES, Pods, free_port
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("script", ["deepspeed_loop/plain.py", "fsdp2/plain.py"])
+@pytest.mark.parametrize(
+    "script", ["deepspeed_loop/plain.py", pytest.param("fsdp2/plain.py", marks=pytest.mark.soak_only)]
+)
 def test_a_plain_script_goes_on_from_its_newest_checkpoint(script, tmp_path):
     arguments = ("--steps", "4", "--save-every", "3", "--checkpoints", str(tmp_path / "checkpoints"))
     with Pods(script, tmp_path, "dp=2", *arguments, folder=tmp_path) as pods:
@@ -26,7 +28,7 @@ def test_a_plain_script_goes_on_from_its_newest_checkpoint(script, tmp_path):
 @pytest.mark.parametrize(
     ("script", "arguments", "topology"),
     [
-        ("deepspeed_loop/elastic.py", (), Topology(dp=2, zero=2)),
+        pytest.param("deepspeed_loop/elastic.py", (), Topology(dp=2, zero=2), marks=pytest.mark.soak_only),
         ("fsdp2/elastic.py", ("--tp", "2"), Topology(tp=2, zero=3)),
     ],
 )

@@ -53,7 +53,10 @@ def killed(tmp_path_factory):
     return kill_a_rank(tmp_path_factory.mktemp("killed"), "dp=2,zero=2")
 
 
-@pytest.mark.parametrize(("topology", "mode"), [("dp=1,zero=1", "virtual"), ("dp=3,zero=3", "materialize")])
+@pytest.mark.parametrize(
+    ("topology", "mode"),
+    [("dp=1,zero=1", "virtual"), pytest.param("dp=3,zero=3", "materialize", marks=pytest.mark.soak_only)],
+)
 def test_it_goes_on_at_another_topology_with_the_same_losses(quiet, killed, tmp_path, topology, mode):
     step = read_commit(killed).step
     folder = tmp_path / "a2" / killed.name
@@ -65,6 +68,7 @@ def test_it_goes_on_at_another_topology_with_the_same_losses(quiet, killed, tmp_
     assert read_commit(newest_commit(tmp_path)).topology == Topology.parse(topology)
 
 
+@pytest.mark.soak_only
 def test_bf16_goes_on_at_another_topology_with_the_same_losses(tmp_path):
     quiet = train(make_folder(tmp_path / "quiet"), "dp=2,zero=1", "--bf16")
     killed = kill_a_rank(make_folder(tmp_path / "killed"), "dp=2,zero=1", "--bf16")
@@ -81,6 +85,7 @@ def test_the_operators_batch_sizes_win(tmp_path):
     assert (commit.step, commit.samples) == (STEPS, 8 * STEPS)
 
 
+@pytest.mark.soak_only
 def test_dropout_goes_on_as_if_nothing_had_happened_at_the_same_topology(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()

@@ -32,7 +32,7 @@ def killed(tmp_path_factory):
     return kill_a_rank(tmp_path_factory.mktemp("killed"), "dp=2,zero=3", script=SCRIPT)
 
 
-@pytest.mark.parametrize("topology", ["dp=1,zero=3", "dp=2,tp=2,zero=3"])
+@pytest.mark.parametrize("topology", [pytest.param("dp=1,zero=3", marks=pytest.mark.soak_only), "dp=2,tp=2,zero=3"])
 def test_it_goes_on_at_another_topology_with_the_same_losses(quiet, killed, tmp_path, topology):
     commit = read_commit(killed)
     assert (commit.format, commit.topology) == ("dcp", Topology(dp=2, zero=3))
@@ -59,6 +59,7 @@ def test_it_shrinks_from_tensor_parallelism(quiet, tmp_path):
     assert losses == pytest.approx({number: quiet[number] for number in range(step + 1, STEPS + 1)}, **FP32)
 
 
+@pytest.mark.soak_only
 def test_bf16_goes_on_at_another_topology_with_the_same_losses(tmp_path):
     quiet = train(make_folder(tmp_path / "quiet"), "dp=2,zero=3", "--bf16", script=SCRIPT)
     commit = kill_a_rank(make_folder(tmp_path / "killed"), "dp=2,zero=3", "--bf16", script=SCRIPT)
@@ -68,6 +69,7 @@ def test_bf16_goes_on_at_another_topology_with_the_same_losses(tmp_path):
     assert losses == pytest.approx(expected, **BF16)
 
 
+@pytest.mark.soak_only
 def test_dropout_goes_on_as_if_nothing_had_happened_at_the_same_topology(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()

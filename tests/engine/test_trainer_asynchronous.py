@@ -16,6 +16,7 @@ from elastic_trainer.retention import find_commits
 from reshard.commits.commit import check_files, read_commit
 from reshard.contract import LeaseKey
 from tests.engine.example_run import losses, run, start
+from tests.randomness import some
 
 pytestmark = pytest.mark.engine
 
@@ -78,7 +79,7 @@ def wait_for(what, launcher):
     return found
 
 
-@pytest.mark.parametrize("phase", ["staging", "copying", "copied"])
+@pytest.mark.parametrize("phase", some(["copying", "staging", "copied"], every=3))
 def test_a_training_that_is_killed_in_a_save_resumes_from_the_commit_before(trained, tmp_path, phase):
     extra = settings(tmp_path)
     launcher = start(tmp_path, ZERO3, "--steps", "4", "--save-every", "1", **SCRIPT, **extra)
@@ -117,6 +118,7 @@ def test_a_training_whose_copy_process_is_killed_twice_goes_on(trained, tmp_path
     assert max(find_commits(tmp_path))[1] == 4
 
 
+@pytest.mark.soak_only
 def test_a_drain_commits_the_last_step(tmp_path):
     box = tmp_path / "mailbox.json"
     extra = settings(tmp_path, ETJ_MAILBOX=str(box))

@@ -70,6 +70,7 @@ def test_the_unmodified_trainer_resumes_from_a_converted_folder(saved, tmp_path,
     assert {step: rate for step, (_, rate) in again.items()} == {step: quiet[step][1] for step in again}
 
 
+@pytest.mark.soak_only
 @slow
 def test_at_the_same_ranks_dropout_goes_on_from_a_folder_of_another_zero_stage(tmp_path):
     args = ("--steps", str(STEPS), "--dropout", "0.2")
@@ -111,6 +112,7 @@ def test_accelerate_resumes_from_a_converted_state_with_a_scaled_schedule(state,
     assert {step: rate for step, (_, rate) in again.items()} == pytest.approx({step: quiet[step][1] for step in again})
 
 
+@pytest.mark.soak_only
 @slow
 def test_without_that_the_learning_rate_differs_as_the_note_says(state, tmp_path):
     source, quiet = state

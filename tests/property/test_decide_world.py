@@ -28,7 +28,7 @@ from tests.property.cluster_model.traces import (
 )
 from tests.property.cluster_model.world import Setup, World
 
-TRACES = 30
+TRACES = 20
 SOAK_TRACES = 2500
 SIZES = {"max_nodes": (1, 2, 3, 3), "steps": (30, 10_000, 10_000)}
 EFFECTS = {

@@ -69,7 +69,7 @@ def completed(events: list[tuple[Any, ...]]) -> CountingWorld:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(15, soak=300))
 @given(happenings(st.none()))
 def test_every_step_that_was_made_again_is_counted_once(events: list[tuple[Any, ...]]) -> None:
     world = completed(events)
@@ -77,7 +77,7 @@ def test_every_step_that_was_made_again_is_counted_once(events: list[tuple[Any, 
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(15, soak=300))
 @given(happenings(st.one_of(st.none(), st.integers(0, 12))))
 def test_every_recovery_is_counted_once_at_its_begin_and_once_at_its_end(events: list[tuple[Any, ...]]) -> None:
     world = completed(events)

@@ -185,7 +185,9 @@ EXTERNAL = {"checkpoint": {"claimName": "ckpt", "path": "gpt", "startFrom": "old
 
 @pytest.mark.slow
 @settings(
-    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=examples(30, soak=600),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(st.lists(st.tuples(ANNOTATIONS, MESSAGES, st.sampled_from([0, 1, 10, 21])), min_size=1, max_size=3))
 def test_whatever_pods_write_the_next_status_is_valid_and_below_64_kib(
@@ -341,7 +343,7 @@ JSON_VALUES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30, soak=600), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_damage_to_a_stored_status_is_read_without_an_exception(data: st.DataObject) -> None:
     wire = json.loads(json.dumps(to_wire(go(after_loss(), WORLD))))

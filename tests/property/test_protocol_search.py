@@ -26,6 +26,7 @@ from tests.property.protocol.model import Scenario, System
 from tests.property.protocol.rules import Rules
 from tests.property.protocol.search import CounterexampleError, Explored, Step, ViolationError, explore
 from tests.property.protocol.storage import CheckpointRoot
+from tests.randomness import SOAKING
 
 SAME_NODES = {"n1": 1, "n2": 1, "n3": 1}
 SMALLER_NODES = {"n1": 2, "n2": 1, "n3": 1}
@@ -34,6 +35,8 @@ SMALLER_NODES = {"n1": 2, "n2": 1, "n3": 1}
 EVERY_FAULT = frozenset({"die", "lose", "cut", "suspect", "lost-answer", "blind", "reader", "drain"})
 ZOMBIE = frozenset({"lose", "cut", "blind"})
 """With these, the first attempt goes on beside the second one."""
+
+IN_CONVERSION = EVERY_FAULT - {"cut"} if SOAKING else frozenset({"die", "lose", "lost-answer"})
 
 PINNED = frozenset({"lose", "return", "refuse"})
 """The commit cannot be converted, so the job waits until the first node is back."""
@@ -87,7 +90,7 @@ def search(folder: Path, patch: pytest.MonkeyPatch, scenario: Scenario, names: s
             id="any-other-fault",
         ),
         pytest.param(
-            Scenario(gpus=SMALLER_NODES, faults=1, kinds=EVERY_FAULT - {"cut"}),
+            Scenario(gpus=SMALLER_NODES, faults=1, kinds=IN_CONVERSION),
             ["the reshard pod of attempt 2 converts", "attempt 2 publishes the commit"],
             id="conversion",
         ),

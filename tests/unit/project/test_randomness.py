@@ -80,6 +80,7 @@ from tests import randomness
 randomness.load_profile()
 from hypothesis import settings
 print(settings().max_examples, randomness.examples(30), randomness.examples(30, soak=70))
+print("".join(randomness.some("0123456", every=3)))
 """
 
 
@@ -90,9 +91,9 @@ def fixed_counts(path: Path) -> list[str]:
     return [text for text in counts if not text.startswith(("examples(", "randomness.examples("))]
 
 
-def test_a_soak_draws_more_examples():
-    assert output_of(COUNTS, 1).split() == ["100", "30", "30"]
-    assert output_of(COUNTS, 1, ETJ_SOAK="1").split() == ["1000", "300", "70"]
+def test_a_soak_draws_more_examples_and_takes_every_case():
+    assert output_of(COUNTS, 1).split() == ["100", "30", "30", "036"]
+    assert output_of(COUNTS, 1, ETJ_SOAK="1").split() == ["1000", "300", "70", "0123456"]
 
 
 @pytest.mark.parametrize(
