@@ -23,7 +23,8 @@ def program() -> Path | None:
         if shutil.which("go") is None:
             return None
         draft = found.parent.with_name(f".{found.parent.name}.{os.getpid()}")
-        environment = {**os.environ, "GOBIN": str(draft), "GOFLAGS": "-modcacherw", "CGO_ENABLED": "0"}
+        own = {"GOBIN": str(draft), "GOFLAGS": "-modcacherw", "CGO_ENABLED": "0"}
+        environment = {"GOGC": "400", **os.environ, **own}
         subprocess.run(["go", "install", MODULE], env=environment, check=True, capture_output=True)
         with contextlib.suppress(OSError):
             draft.rename(found.parent)

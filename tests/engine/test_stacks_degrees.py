@@ -9,7 +9,7 @@ from reshard.topology import Topology
 from tests.engine.stack_run import Pods
 from tests.engine.test_stacks_deepspeed import FP32, make_folder
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.soak_only]
 
 SCRIPT = str(Path(__file__).with_name("stack_degrees_rank.py"))
 STEPS = 6
