@@ -13,7 +13,7 @@ from testbed import helm
 from tests.cluster.jobs import LIGHT, Run, committed
 from tests.cluster.releases import NAME, Release
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.soak_only]
 
 ROOT = Path(__file__).parents[2]
 KIND = "crd/elastictrainingjobs.elastictraining.dev"

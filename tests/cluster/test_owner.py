@@ -92,6 +92,7 @@ def test_an_attempt_that_is_cut_off_with_its_volume_keeps_the_commit_that_the_ne
     assert set(commits(checkpoints, 1)) <= set(known)
 
 
+@pytest.mark.soak_only
 def test_old_commits_are_removed_once_the_operator_has_released_them(run: Run, checkpoints: Path) -> None:
     run.submit([*GPT, "--steps", "60"], **elastic() | ONE_NODE)
     done = run.until_phase("Complete", 240)

@@ -54,14 +54,14 @@ CASES = cases()
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every layout of a model into every other one; without a soak, each into itself and into the next one.
+    """Every layout of a model into every other one; without a soak, each into the next one.
 
     The golden tests compare the bytes of such conversions in every run.
     """
     found = []
     for _, names in itertools.groupby(CASES, key=lambda name: name.partition("/")[0]):
         for (i, source), (j, target) in itertools.product(enumerate(own := list(names)), enumerate(own)):
-            if SOAKING or (j - i) % len(own) < 2:
+            if SOAKING or (j - i) % len(own) == 1 % len(own):
                 found.append((source, target))
     return found
 

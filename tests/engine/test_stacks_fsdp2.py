@@ -42,6 +42,7 @@ def test_it_goes_on_at_another_topology_with_the_same_losses(quiet, killed, tmp_
     assert read_commit(newest_commit(tmp_path)).topology == Topology.parse(topology)
 
 
+@pytest.mark.soak_only
 def test_it_goes_on_from_a_commit_that_was_resharded_first(quiet, killed, tmp_path):
     folder = tmp_path / "a2" / killed.name
     reshard(killed, folder, "dp=3")
@@ -52,6 +53,7 @@ def test_it_goes_on_from_a_commit_that_was_resharded_first(quiet, killed, tmp_pa
     assert losses == pytest.approx({number: quiet[number] for number in range(step + 1, STEPS + 1)}, **FP32)
 
 
+@pytest.mark.soak_only
 def test_it_shrinks_from_tensor_parallelism(quiet, tmp_path):
     commit = kill_a_rank(tmp_path, "dp=1,tp=2,zero=3", script=SCRIPT)
     step = read_commit(commit).step

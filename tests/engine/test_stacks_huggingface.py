@@ -16,6 +16,7 @@ from reshard.api import reshard
 from reshard.commits.commit import read_commit
 from reshard.contract import LeaseKey, TrainerExit
 from tests.engine.stack_run import Pods, newest_commit
+from tests.randomness import some
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +28,6 @@ SCRIPTS = {
     "trainer": ("huggingface_trainer/elastic.py", "--steps", str(STEPS)),
     "accelerate": ("accelerate/elastic.py", "--epochs", "3"),
 }
-BACKENDS = ("deepspeed", "fsdp2")
 ZERO = {"deepspeed": "zero=1", "fsdp2": "zero=3"}
 _LINE = re.compile(r"step (\d+) loss (\S+) rate (\S+)")
 
@@ -92,8 +92,15 @@ def quiet(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("stack", SCRIPTS)
+@pytest.mark.parametrize(
+    ("stack", "backend"),
+    [
+        ("trainer", "deepspeed"),
+        ("accelerate", "fsdp2"),
+        pytest.param("trainer", "fsdp2", marks=pytest.mark.soak_only),
+        pytest.param("accelerate", "deepspeed", marks=pytest.mark.soak_only),
+    ],
+)
 def test_it_shrinks_after_a_kill_and_grows_again_with_the_same_losses(stack, backend, quiet, tmp_path):
     reference, save = quiet(stack), ("--save-every", "3")
     found = kill_a_rank(stack, backend, tmp_path, 2, *save, after=5)
@@ -116,6 +123,7 @@ def test_it_shrinks_after_a_kill_and_grows_again_with_the_same_losses(stack, bac
         assert train(stack, backend, tmp_path, 1, ETJ_ATTEMPT="4", ETJ_RESUME=str(done)) == {}
 
 
+@pytest.mark.soak_only
 @pytest.mark.parametrize(("stack", "backend"), [("trainer", "fsdp2"), ("accelerate", "deepspeed")])
 def test_dropout_goes_on_at_the_same_topology_and_is_reseeded_at_another(stack, backend, tmp_path):
     args = ("--dropout", "0.2", "--save-every", "20")
@@ -147,7 +155,7 @@ def accelerate_launch(environment):
     ]
 
 
-@pytest.mark.parametrize("stack", SCRIPTS)
+@pytest.mark.parametrize("stack", some(SCRIPTS, every=2))
 def test_accelerate_launch_over_two_pods_drains_and_resumes(stack, tmp_path):
     box = tmp_path / "mailbox.json"
     two_pods = {"launcher": accelerate_launch, "nodes": 2}
@@ -164,7 +172,7 @@ def test_accelerate_launch_over_two_pods_drains_and_resumes(stack, tmp_path):
     assert min(train(stack, "fsdp2", tmp_path, 2, **resume, **two_pods)) == last + 1
 
 
-@pytest.mark.parametrize("stack", SCRIPTS)
+@pytest.mark.parametrize("stack", some(SCRIPTS, every=2))
 def test_our_launcher_keeps_the_exit_codes(stack, tmp_path):
     box = tmp_path / "mailbox.json"
     with start(stack, "deepspeed", tmp_path, 1, ETJ_MAILBOX=str(box)) as pods:

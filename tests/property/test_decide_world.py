@@ -135,6 +135,7 @@ def test_a_job_whose_predecessor_still_runs_ends_complete_or_without_its_folder(
     play_scenario(setups, PREDECESSOR_FAULTS, ends=("TrainingComplete", "CheckpointNotOwned"), effects=rare)
 
 
+@pytest.mark.soak_only
 @pytest.mark.slow
 def test_a_dcp_job_ends_complete_whether_it_loads_or_converts() -> None:
     setups = {

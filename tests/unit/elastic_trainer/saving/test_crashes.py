@@ -19,6 +19,7 @@ import pytest
 from elastic_trainer.retention import find_commits
 from reshard.commits.commit import check_files, read_commit
 from reshard.contract import LeaseKey
+from tests.randomness import some
 
 pytestmark = pytest.mark.slow
 
@@ -134,8 +135,9 @@ def start(tmp_path):
         training.kill()
 
 
-@pytest.mark.parametrize("victims", ["trainer", "both"])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "victims"), some([(phase, victims) for victims in ("trainer", "both") for phase in PHASES], every=2)
+)
 def test_a_killed_training_leaves_the_commit_before_and_resumes_from_it(start, tmp_path, phase, victims):
     training = start(phase)
     copier = training.copier
