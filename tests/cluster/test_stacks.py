@@ -75,7 +75,7 @@ STACKS = {
     "accelerate-launch": Stack(
         script=(*_ACCELERATE, "--backend", "deepspeed"), zero=1, launcher="accelerate", in_soak_only=True
     ),
-    "trainer-deepspeed": Stack(script=(*_TRAINER, "--backend", "deepspeed"), zero=1),
+    "trainer-deepspeed": Stack(script=(*_TRAINER, "--backend", "deepspeed"), zero=1, in_soak_only=True),
     "trainer-fsdp2": Stack(script=(*_TRAINER, "--backend", "fsdp2"), in_soak_only=True),
     "accelerate-deepspeed": Stack(script=(*_ACCELERATE, "--backend", "deepspeed"), zero=1, in_soak_only=True),
     "accelerate-fsdp2": Stack(script=(*_ACCELERATE, "--backend", "fsdp2"), in_soak_only=True),
