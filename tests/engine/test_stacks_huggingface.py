@@ -155,7 +155,8 @@ def accelerate_launch(environment):
     ]
 
 
-@pytest.mark.parametrize("stack", some(SCRIPTS, every=2))
+@pytest.mark.soak_only
+@pytest.mark.parametrize("stack", SCRIPTS)
 def test_accelerate_launch_over_two_pods_drains_and_resumes(stack, tmp_path):
     box = tmp_path / "mailbox.json"
     two_pods = {"launcher": accelerate_launch, "nodes": 2}

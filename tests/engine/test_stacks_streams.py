@@ -23,7 +23,12 @@ def train(root, topology, steps, **extra):
 
 
 @pytest.mark.parametrize(
-    ("topology", "how"), [("dp=2,zero=3", "exact"), ("dp=3,zero=3", "skip"), ("dp=1,zero=3", "skip")]
+    ("topology", "how"),
+    [
+        pytest.param("dp=2,zero=3", "exact", marks=pytest.mark.soak_only),
+        pytest.param("dp=3,zero=3", "skip", marks=pytest.mark.soak_only),
+        ("dp=1,zero=3", "skip"),
+    ],
 )
 def test_no_sample_is_repeated_or_skipped(tmp_path, topology, how):
     """The replicas take samples in turn, so the rule `skip` is exact, too."""

@@ -16,7 +16,6 @@ from elastic_trainer.retention import find_commits
 from reshard.commits.commit import check_files, read_commit
 from reshard.contract import LeaseKey
 from tests.engine.example_run import losses, run, start
-from tests.randomness import some
 
 pytestmark = pytest.mark.engine
 
@@ -79,7 +78,8 @@ def wait_for(what, launcher):
     return found
 
 
-@pytest.mark.parametrize("phase", some(["copying", "staging", "copied"], every=3))
+@pytest.mark.soak_only
+@pytest.mark.parametrize("phase", ["staging", "copying", "copied"])
 def test_a_training_that_is_killed_in_a_save_resumes_from_the_commit_before(trained, tmp_path, phase):
     extra = settings(tmp_path)
     launcher = start(tmp_path, ZERO3, "--steps", "4", "--save-every", "1", **SCRIPT, **extra)
@@ -104,6 +104,7 @@ def test_a_training_that_is_killed_in_a_save_resumes_from_the_commit_before(trai
     resume(tmp_path, losses(trained), step=1, attempt=2)
 
 
+@pytest.mark.soak_only
 def test_a_training_whose_copy_process_is_killed_twice_goes_on(trained, tmp_path):
     launcher = start(tmp_path, ZERO3, "--steps", "4", "--save-every", "1", **SCRIPT, **settings(tmp_path))
     wait_for(lambda: copier_of(launcher), launcher).kill()
