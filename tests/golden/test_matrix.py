@@ -32,7 +32,7 @@ LARGEST = {
     "megatron/tp2 `--states` weight",
     "dcp/accelerate-fsdp2 `--model`",
 }
-"""More than half of all the time, and beside each a smaller one of the same kind: only a soak converts them."""
+"""The slowest sources, which take more than half of all the time: only a soak converts them."""
 
 
 @pytest.fixture(scope="module")

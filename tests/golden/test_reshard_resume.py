@@ -128,7 +128,7 @@ def test_killed_before_any_change_of_the_disk_and_resumed_the_result_is_the_same
         assert [path.name for path in target.parent.iterdir()] == [target.name]
         moments += 1
         call += 1 if SOAKING else 3 if call < 20 else 11
-    assert moments > 15
+    assert moments > (30 if SOAKING else 15)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
